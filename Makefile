@@ -1,0 +1,49 @@
+# Every target sets itself up: `make demo` or `make test` on a fresh machine is enough.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TYPES := build/types/fedntk
+ROOMS := ntk clients strategies simulations
+
+# Flower's files stay inside the checkout; no telemetry, no version look-ups.
+export FLWR_HOME := $(CURDIR)/.flwr
+export FLWR_TELEMETRY_ENABLED := 0
+export FLWR_DISABLE_UPDATE_CHECK := 1
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+
+.PHONY: help install demo test lint types check format clean
+
+help: ## show the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: $(INSTALLED) ## make .venv from the pinned versions (quick when nothing changed)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[simulation,dev]'
+	touch $@
+
+demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
+	$(BIN)/python -m fedntk.simulations.demo
+
+test: install ## unit tests, doctests and the README's examples
+	$(BIN)/python -m pytest
+
+lint: install ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install ## mypy, strict
+	@mkdir -p $(TYPES)
+	@for room in $(ROOMS); do ln -sfn $(CURDIR)/$$room $(TYPES)/$$room; done
+	$(BIN)/mypy
+
+check: lint types test ## all that CI runs
+
+format: install ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what the targets made, the environment excepted
+	rm -rf build .flwr .mypy_cache .ruff_cache runs

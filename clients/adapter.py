@@ -1,0 +1,144 @@
+"""NumPyClients on Flower's Message API.
+
+Flower's own ``ClientApp(client_fn)`` speaks the older record names, which today's strategies do
+not send. :func:`client_app` answers their train, evaluate and query messages with any NumPyClient.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+__all__ = ["client_app"]
+
+ClientFn = Callable[[Context], NumPyClient]
+
+
+def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
+    """Make a ClientApp that serves a NumPyClient.
+
+    =========  ================================================  ================================
+    message    calls                                             replies with
+    =========  ================================================  ================================
+    train      ``fit(parameters, config)``                       ``arrays``, and ``metrics`` with
+                                                                 ``num-examples``
+    evaluate   ``evaluate(parameters, config)``                  ``metrics`` with ``loss`` and
+                                                                 ``num-examples``
+    query      ``query(parameters, config)`` where there is one  ``metrics``; strings, which
+               and arrays came, else ``get_properties(config)``  metrics cannot hold, go into
+                                                                 ``properties``
+    =========  ================================================  ================================
+
+    Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
+    one; a ``query.partition`` message asks for nothing else and loads no data. Trained weights go back under the names they came with; other arrays under numbers.
+
+    Parameters
+    ----------
+    client_fn : callable
+        Context -> NumPyClient, called once per message.
+    **options
+        Of ``flwr.clientapp.ClientApp``, such as ``mods``.
+
+    Returns
+    -------
+    ClientApp
+        To be named in an app's ``pyproject.toml``.
+
+    Examples
+    --------
+    ::
+
+        def client_fn(context):
+            x, y = load_my_data()
+            return NTKFLClient(MyModel(), x, y)
+
+        app = client_app(client_fn)
+    """
+    app = ClientApp(**options)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays, parameters, config = _unpack(message)
+        result, num_examples, metrics = client_fn(context).fit(parameters, config)
+        return _reply(
+            message,
+            context,
+            {"num-examples": num_examples, **metrics},
+            ArrayRecord(dict(zip(_names(arrays, result), map(_array, result), strict=True))),
+        )
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        _, parameters, config = _unpack(message)
+        loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
+        return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        _, parameters, config = _unpack(message)
+        client = client_fn(context)
+        if parameters and (answer := getattr(client, "query", None)) is not None:
+            return _reply(message, context, answer(parameters, config))
+        return _reply(message, context, client.get_properties(config))
+
+    @app.query("partition")
+    def partition(message: Message, context: Context) -> Message:
+        return _reply(message, context, {})
+
+    return app
+
+
+def _unpack(message: Message) -> tuple[list[str], list[NDArray[Any]], dict[str, Any]]:
+    """Names and values of the arrays received, and the configuration; records are left alone."""
+    names: list[str] = []
+    parameters: list[NDArray[Any]] = []
+    for arrays in message.content.array_records.values():
+        names += list(arrays)
+        parameters += [array.numpy() for array in arrays.values()]
+    config: dict[str, Any] = {}
+    for record in message.content.config_records.values():
+        config.update(record)
+    return names, parameters, config
+
+
+def _names(received: list[str], result: list[NDArray[Any]]) -> list[str]:
+    return received if len(received) == len(result) else [str(i) for i in range(len(result))]
+
+
+def _array(array: NDArray[Any]) -> Array:
+    return Array(np.ascontiguousarray(array))
+
+
+def _reply(
+    message: Message,
+    context: Context,
+    values: Mapping[str, Any],
+    arrays: ArrayRecord | None = None,
+) -> Message:
+    metrics, others = MetricRecord(), ConfigRecord()
+    if "partition-id" in context.node_config:
+        metrics["partition-id"] = int(context.node_config["partition-id"])
+    for key, value in values.items():
+        plain = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+        if isinstance(plain, str | bytes):
+            others[key] = plain
+        else:
+            metrics[key] = int(plain) if isinstance(plain, bool) else plain
+    content = RecordDict({"metrics": metrics})
+    if arrays is not None:
+        content["arrays"] = arrays
+    if others:
+        content["properties"] = others
+    return Message(content, reply_to=message)

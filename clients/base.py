@@ -1,0 +1,109 @@
+"""What the clients of all methods share: a model, local examples, and evaluation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import Loss, check_loss, loss_value, one_hot
+
+from .weights import get_weights, set_weights
+
+__all__ = ["ModelClient"]
+
+Scalar = bool | bytes | float | int | str
+
+
+class ModelClient(NumPyClient):
+    """A client that holds a PyTorch model and labelled examples.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps (n, ...) to (n, C). Its weights are overwritten by the server's.
+    x, y : Tensor, shapes (n, ...) and (n,)
+        Local training examples and integer labels in 0 ... C - 1.
+    x_test, y_test : Tensor, optional
+        Local examples for evaluation; the training examples where there are none.
+    loss : {"mse", "cross-entropy"}
+        The loss trained and reported. MSE is against one-hot targets.
+    device : torch.device or str
+        Where the model runs.
+    batch_size_eval : int
+        Examples per forward pass when evaluating.
+
+    Raises
+    ------
+    ValueError
+        If there are no examples, labels outside the model's outputs, or an unknown loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        *,
+        x_test: Tensor | None = None,
+        y_test: Tensor | None = None,
+        loss: Loss = "cross-entropy",
+        device: torch.device | str = "cpu",
+        batch_size_eval: int = 1024,
+    ) -> None:
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(
+                f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
+            )
+        self.model = model.to(device)
+        self.loss = check_loss(loss)
+        self.device = torch.device(device)
+        self.batch_size_eval = batch_size_eval
+        with torch.no_grad():
+            model.eval()
+            num_outputs = int(model(x[:1].to(device)).shape[-1])
+        self.x, self.targets = x, one_hot(y, num_outputs)
+        self.x_test, self.targets_test = self.x, self.targets
+        if x_test is not None and y_test is not None and len(x_test):
+            self.x_test, self.targets_test = x_test, one_hot(y_test, num_outputs)
+
+    def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
+        """Return the model's current weights."""
+        return get_weights(self.model)
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy of the given weights on the local test examples.
+
+        Returns
+        -------
+        tuple of float, int, dict
+            Loss, number of examples, ``{"accuracy": ...}``.
+        """
+        set_weights(self.model, parameters)
+        outputs = self.outputs(self.x_test)
+        hits = outputs.argmax(1) == self.targets_test.argmax(1)
+        value = loss_value(outputs, self.targets_test, self.loss)
+        return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor) -> Tensor:
+        """f(x) in evaluation mode, on the CPU: shape (n, C)."""
+        self.model.eval()
+        chunks = x.split(self.batch_size_eval)
+        return torch.cat([self.model(chunk.to(self.device)).cpu() for chunk in chunks])
+
+    def candidate_losses(self, candidates: Sequence[Sequence[NDArray[Any]]]) -> list[float]:
+        """Loss on the local training examples of each of several weights.
+
+        A loss that is not a number counts as infinite: such weights are never to be chosen.
+        """
+        losses = []
+        for candidate in candidates:
+            set_weights(self.model, candidate)
+            losses.append(loss_value(self.outputs(self.x), self.targets, self.loss))
+        return [value if not np.isnan(value) else float("inf") for value in losses]

@@ -1,0 +1,102 @@
+"""Client of FedAvg and its relatives: local epochs of SGD.
+
+Source: McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized
+Data*, AISTATS 2017, algorithm 1 (ClientUpdate).
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedntk.ntk import loss_value
+
+from .base import ModelClient, Scalar
+from .weights import get_weights, set_weights
+
+__all__ = ["SGDClient"]
+
+
+class SGDClient(ModelClient):
+    """Trains the received weights on the local examples and sends them back.
+
+    Parameters
+    ----------
+    local_epochs : int
+        E: passes over the local examples. 0 sends the received weights back.
+    batch_size : int
+        B: examples per step.
+    learning_rate : float
+        eta of plain SGD.
+    momentum, weight_decay : float
+        As in ``torch.optim.SGD``; 0 means none.
+    seed : tuple of int
+        Seeds the shuffling together with the round: (run's seed, partition).
+    **model_options
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        local_epochs: int = 1,
+        batch_size: int = 32,
+        learning_rate: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        seed: tuple[int, ...] = (0,),
+        **model_options: Any,
+    ) -> None:
+        super().__init__(*args, **model_options)
+        self.local_epochs = local_epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.seed = seed
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Run E epochs of mini-batch SGD from the received weights.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            The global model.
+        config : dict
+            ``"server-round"`` seeds the shuffling.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            New weights, number of examples, ``{"train-loss": ...}`` at the received weights.
+        """
+        set_weights(self.model, parameters)
+        train_loss = loss_value(self.outputs(self.x), self.targets, self.loss)
+        optimizer = torch.optim.SGD(
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+        generator = torch.Generator().manual_seed(self._round_seed(config))
+        self.model.train()
+        for _ in range(self.local_epochs):
+            order = torch.randperm(len(self.x), generator=generator)
+            for batch in order.split(self.batch_size):
+                optimizer.zero_grad()
+                outputs = self.model(self.x[batch].to(self.device))
+                self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
+                optimizer.step()
+        return get_weights(self.model), len(self.x), {"train-loss": train_loss}
+
+    def _batch_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.loss == "mse":
+            return torch.nn.functional.mse_loss(outputs, targets) / 2
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    def _round_seed(self, config: dict[str, Scalar]) -> int:
+        entropy = [*self.seed, int(config.get("server-round", 0))]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])

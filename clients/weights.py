@@ -1,0 +1,34 @@
+"""Weights as the list of arrays that Flower's NumPyClient passes around."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+__all__ = ["get_weights", "set_weights"]
+
+
+def get_weights(model: nn.Module) -> list[NDArray[Any]]:
+    """Return copies of all parameters and buffers, in the order of ``model.state_dict()``."""
+    return [tensor.detach().cpu().numpy().copy() for tensor in model.state_dict().values()]
+
+
+def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
+    """Load what :func:`get_weights` returned, cast to the model's own dtypes.
+
+    Raises
+    ------
+    ValueError
+        If the number of arrays or a shape differs from the model's.
+    """
+    state = model.state_dict()
+    if len(arrays) != len(state):
+        raise ValueError(f"weights: the model has {len(state)} arrays, got {len(arrays)}")
+    for (name, tensor), array in zip(state.items(), arrays, strict=True):
+        if tuple(tensor.shape) != array.shape:
+            raise ValueError(
+                f"weights: {name} has the shape {tuple(tensor.shape)}, got {array.shape}"
+            )
+        tensor.copy_(torch.from_numpy(array.copy()))

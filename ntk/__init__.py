@@ -1,0 +1,31 @@
+"""The mathematics: Jacobians, tangent kernels and their evolution, on torch and numpy alone."""
+
+from .errors import BadReply, NotEnoughMemory
+from .evolution import Evolution, evolve
+from .jacobian import DenseBlock, Jacobian, LinearBlock, Structure, jacobian
+from .losses import Loss, check_loss, loss_value, one_hot, output_scale, residual
+from .memory import available_memory, require_memory
+from .payloads import JacobianUpload, stack_candidates, unstack_candidates
+
+__all__ = [
+    "BadReply",
+    "DenseBlock",
+    "Evolution",
+    "Jacobian",
+    "JacobianUpload",
+    "LinearBlock",
+    "Loss",
+    "NotEnoughMemory",
+    "Structure",
+    "available_memory",
+    "check_loss",
+    "evolve",
+    "jacobian",
+    "loss_value",
+    "one_hot",
+    "output_scale",
+    "require_memory",
+    "residual",
+    "stack_candidates",
+    "unstack_candidates",
+]

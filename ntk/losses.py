@@ -1,0 +1,85 @@
+"""The two losses of the papers, averaged over examples: one normalisation for all of fedntk.
+
+``"mse"`` is paper 000's halved mean-squared error, ``sum_ij (f_ij - y_ij)^2 / (2 n C)``;
+``"cross-entropy"`` is ``-sum_ij y_ij log softmax(f_i)_j / n``. Either one's gradient with respect
+to the outputs is ``-output_scale(...) * residual(...)``.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["Loss", "check_loss", "loss_value", "one_hot", "output_scale", "residual"]
+
+Loss = Literal["mse", "cross-entropy"]
+
+
+def check_loss(loss: str) -> Loss:
+    """Return `loss` if it names one of the two losses.
+
+    Raises
+    ------
+    ValueError
+        If it does not.
+    """
+    if loss not in get_args(Loss):
+        raise ValueError(f"loss: expected one of {', '.join(get_args(Loss))}, got {loss!r}")
+    return loss  # type: ignore[return-value]
+
+
+def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+    """Targets minus predictions, shape (n, C).
+
+    Parameters
+    ----------
+    outputs : Tensor, shape (n, C)
+        Network outputs f (logits for cross-entropy).
+    targets : Tensor, shape (n, C)
+        One-hot (or soft) targets Y.
+    loss : {"mse", "cross-entropy"}
+        ``Y - f`` for MSE, ``Y - softmax(f)`` for cross-entropy.
+    """
+    return targets - (outputs if loss == "mse" else torch.softmax(outputs, dim=1))
+
+
+def output_scale(num_examples: int, num_outputs: int, loss: Loss) -> float:
+    """Factor of the gradient: 1/(n C) for MSE, 1/n for cross-entropy."""
+    return 1.0 / (num_examples * (num_outputs if loss == "mse" else 1))
+
+
+def loss_value(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
+    """Loss averaged over the n examples, summed in float64.
+
+    Parameters
+    ----------
+    outputs, targets : Tensor, shape (n, C)
+        As for :func:`residual`.
+    loss : {"mse", "cross-entropy"}
+        Which loss.
+
+    Examples
+    --------
+    >>> loss_value(torch.zeros(4, 10), one_hot(torch.arange(4), 10), "cross-entropy")
+    2.302585092994046
+    """
+    outputs, targets = outputs.double(), targets.double()
+    if loss == "mse":
+        return float((outputs - targets).square().sum() / (2 * outputs.numel()))
+    return float(-(targets * torch.log_softmax(outputs, dim=1)).sum() / len(outputs))
+
+
+def one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One-hot rows, shape (n, num_classes), of integer labels in 0 ... num_classes - 1.
+
+    Raises
+    ------
+    ValueError
+        If a label lies outside that range.
+    """
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ValueError(
+            f"labels: expected 0 ... {num_classes - 1}, "
+            f"got {int(labels.min())} ... {int(labels.max())}; set the number of classes to match"
+        )
+    return torch.nn.functional.one_hot(labels.long(), num_classes).to(dtype)

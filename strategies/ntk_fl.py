@@ -1,0 +1,275 @@
+"""Server of NTK-FL: builds the global tangent kernel and evolves the weights.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.1:
+
+    H^(k) = (1/C) <J_i, J_j>_F over the examples of the sampled clients      eq. (6), (8)
+    f^(k,t) = evolution of f^(k) under H^(k)                                 eq. (9a)
+    w^(k,t) = w^(k) + J^T R^(k,t)                                            eq. (9b), (10)
+    t^(k) = argmin over t_1 ... t_Psi of L(f(w^(k,t); X^(k)); Y^(k))         eq. (11a)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO, WARNING
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedntk.ntk import (
+    BadReply,
+    DenseBlock,
+    Evolution,
+    Jacobian,
+    JacobianUpload,
+    Loss,
+    check_loss,
+    evolve,
+    loss_value,
+    stack_candidates,
+)
+
+from .seeded_fedavg import Reply, SeededFedAvg, agreeing, logger
+
+__all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
+
+DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
+Selection = Literal["clients", "linearised", "validation"]
+
+
+class NTKFL(SeededFedAvg):
+    """NTK-FL (Yue et al. 2022, section 4.1). Clients are :class:`~fedntk.clients.NTKFLClient`.
+
+    Parameters
+    ----------
+    learning_rate : float
+        eta.
+    steps : sequence of int
+        The grid t_1 ... t_Psi of update steps to choose from: eq. (11a).
+    loss : {"cross-entropy", "mse"}
+        Loss that evolves; the clients' must be the same.
+    selection : {"clients", "linearised", "validation"}
+        How t is chosen.
+
+        * ``"clients"``, the default and the paper's rule: the sampled clients report the true
+          network's loss at each candidate, in one more exchange. Only the true network shows
+          where the linearisation stops being good (remark 1).
+        * ``"linearised"``: the loss of the evolved outputs f^(k,t), with no further exchange. Under
+          gradient flow that loss never rises with t, so this takes the last step, unless the sum
+          of eq. (10) or a coarse tolerance breaks the flow: use it with a grid that is safe.
+        * ``"validation"``: the loss on examples that nobody trains on, which the paper suggests:
+          `validation_loss` on the server, or the clients in `validation_partitions`.
+    validation_loss : callable, optional
+        ``ArrayRecord -> float``, the true network's loss on the server's validation examples.
+    validation_partitions : sequence of int
+        Partitions that are never sampled for training and report the candidates' losses.
+    kernel : {"mean", "full"}
+        One kernel for all outputs, as in the paper, or all outputs coupled.
+    residuals : {"integral", "sum"}
+        The residual's integral over t, or eq. (10)'s sum to the letter.
+    tolerance : float
+        Of the solver: see :func:`fedntk.ntk.evolve`.
+    device : torch.device or str
+        Where kernel and evolution are computed.
+    **fedavg_options
+        Of :class:`SeededFedAvg` (seed, min_completed) and of Flower's FedAvg.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range or two do not fit together.
+
+    Examples
+    --------
+    >>> strategy = NTKFL(learning_rate=0.01, fraction_train=0.1, min_completed=5)
+    >>> strategy.steps[-2:]
+    (1500, 2000)
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float,
+        steps: Sequence[int] = DEFAULT_STEPS,
+        loss: Loss = "cross-entropy",
+        selection: Selection = "clients",
+        validation_loss: Callable[[ArrayRecord], float] | None = None,
+        validation_partitions: Sequence[int] = (),
+        kernel: Literal["mean", "full"] = "mean",
+        residuals: Literal["integral", "sum"] = "integral",
+        tolerance: float = 1e-4,
+        device: torch.device | str = "cpu",
+        **fedavg_options: Any,
+    ) -> None:
+        super().__init__(held_out=validation_partitions, **fedavg_options)
+        self.learning_rate = learning_rate
+        self.steps = tuple(steps)
+        self.loss = check_loss(loss)
+        if selection not in get_args(Selection):
+            raise ValueError(
+                f"selection: expected one of {', '.join(get_args(Selection))}, got {selection!r}"
+            )
+        self.selection: Selection = selection
+        self.validation_loss = validation_loss
+        if (selection == "validation") != (
+            validation_loss is not None or len(validation_partitions) > 0
+        ):
+            raise ValueError(
+                "selection='validation' goes with validation_loss or validation_partitions; got "
+                f"selection={selection!r} and "
+                f"{'one of them' if selection != 'validation' else 'neither'}"
+            )
+        if validation_loss is not None and len(validation_partitions) > 0:
+            raise ValueError("pass validation_loss or validation_partitions, not both")
+        self.kernel: Literal["mean", "full"] = kernel
+        self.residuals: Literal["integral", "sum"] = residuals
+        self.tolerance = tolerance
+        self.device = device
+        self._grid: Grid | None = None
+        one = torch.ones(1, 1)  # refuse bad hyper-parameters now, before any work is lost
+        self.evolve(Jacobian((DenseBlock("weight", one[None]),)), 0 * one, one)
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(
+            INFO,
+            "\t└──> NTK-FL: %s loss, learning rate %g, t in %s by %s",
+            self.loss,
+            self.learning_rate,
+            self.steps,
+            self.selection,
+        )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Step 1: broadcast the weights to a sample of the clients."""
+        self._grid = grid
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
+        weights = {name: array.numpy() for name, array in self.global_arrays.items()}
+        shapes = {name: array.shape for name, array in weights.items()}
+        pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
+        pairs, unlike = agreeing(pairs, lambda _, upload: _form(upload), "layout")
+        rejected += unlike
+        clients = [reply for reply, _ in pairs]
+        metrics = self.round_metrics(clients, rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+
+        uploads = [upload for _, upload in pairs]
+        jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
+        outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
+        targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
+        evolution = self.evolve(jacobian, outputs, targets)
+        updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
+        candidates = stack_candidates(weights, updates)
+        linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
+        losses = self._candidate_losses(server_round, candidates, linearised, clients)
+        metrics["kernel-products"] = evolution.kernel_products
+        if not any(math.isfinite(loss) for loss in losses):
+            logger.log(WARNING, "no candidate has a finite loss: the model stays as it was")
+            return None, metrics
+        best = int(np.argmin(losses))
+        metrics["t"] = float(self.steps[best])
+        metrics["candidate-loss"] = losses[best]
+        metrics["linearised-loss"] = linearised[best]
+        return ArrayRecord({name: Array(rows[best]) for name, rows in candidates.items()}), metrics
+
+    def evolve(
+        self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> Evolution:
+        """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""
+        return evolve(
+            jacobian,
+            outputs,
+            targets,
+            loss=self.loss,
+            learning_rate=self.learning_rate,
+            steps=self.steps,
+            kernel=self.kernel,
+            residuals=self.residuals,
+            tolerance=self.tolerance,
+        )
+
+    def _candidate_losses(
+        self,
+        server_round: int,
+        candidates: Mapping[str, NDArray[Any]],
+        linearised: list[float],
+        clients: Sequence[Reply],
+    ) -> list[float]:
+        """Loss that eq. (11a) compares, for each candidate, by the chosen rule."""
+        if self.selection == "linearised":
+            return linearised
+        if self.validation_loss is not None:
+            losses = []
+            for best in range(len(self.steps)):
+                arrays = {name: Array(rows[best]) for name, rows in candidates.items()}
+                loss = float(self.validation_loss(ArrayRecord(arrays)))
+                losses.append(loss if not math.isnan(loss) else math.inf)
+            return losses
+        if self.selection == "clients":
+            nodes = [client.message.metadata.src_node_id for client in clients]
+        else:
+            nodes = [n for n, partition in self.partitions.items() if partition in self.held_out]
+        return self._ask_for_losses(server_round, candidates, nodes, clients)
+
+    def _ask_for_losses(
+        self,
+        server_round: int,
+        candidates: Mapping[str, NDArray[Any]],
+        nodes: Sequence[int],
+        clients: Sequence[Reply],
+    ) -> list[float]:
+        """Mean of the candidates' losses over the nodes' examples; infinite if none answers."""
+        assert self._grid is not None  # noqa: S101 - set by configure_train
+        record = RecordDict(
+            {
+                self.arrayrecord_key: ArrayRecord(
+                    {name: Array(rows) for name, rows in candidates.items()}
+                ),
+                self.configrecord_key: ConfigRecord({"server-round": server_round}),
+            }
+        )
+        instructions = self._construct_messages(record, list(nodes), MessageType.QUERY)
+        answers = self._grid.send_and_receive(instructions, timeout=3600)
+        examples = {c.message.metadata.src_node_id: c.num_examples for c in clients}
+        pairs, _ = self.accepted(answers, lambda reply: _losses(reply, len(self.steps)))
+        total, count = np.zeros(len(self.steps)), 0
+        for reply, losses in pairs:
+            weight = examples.get(reply.message.metadata.src_node_id, reply.num_examples)
+            total += weight * losses
+            count += weight
+        return [float(value) / count if count else math.inf for value in total]
+
+
+def _upload(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUpload:
+    upload = JacobianUpload.from_arrays(list(reply.arrays().values()), parameters=shapes)
+    if upload.jacobian.num_examples != reply.num_examples:
+        raise BadReply(
+            "num-examples",
+            f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}",
+        )
+    return upload
+
+
+def _form(upload: JacobianUpload) -> tuple[str, int, torch.dtype]:
+    jacobian = upload.jacobian
+    return jacobian.layout, jacobian.num_outputs, jacobian.blocks[0].arrays[0].dtype
+
+
+def _losses(reply: Reply, count: int) -> NDArray[np.float64]:
+    losses = reply.metrics.get("losses")
+    if not isinstance(losses, list) or len(losses) != count:
+        raise BadReply("losses", f"expected {count} losses, got {str(losses)[:80]}")
+    return np.array(losses, dtype=np.float64)

@@ -1,0 +1,387 @@
+"""Flower's FedAvg, reproducible and safe from a single bad reply; the base of all strategies here.
+
+Flower samples nodes, whose ids are random in every run, with Python's global generator, adds
+replies up in the order in which they come, and ends the run on one malformed reply. Here nodes
+are sampled by the partition they report, from a generator of (seed, round); replies are sorted by
+partition before any sum; and each is checked whole before any of it is used.
+
+Source of the averaging, which is Flower's own: McMahan et al., *Communication-Efficient Learning
+of Deep Networks from Decentralized Data*, AISTATS 2017, algorithm 1.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO, WARNING, getLogger
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+
+__all__ = ["Reply", "SeededFedAvg"]
+
+logger = getLogger("flwr")
+T = TypeVar("T")
+MAX_EXAMPLES = 10_000_000
+
+
+class Reply:
+    """A reply whose metrics have been checked.
+
+    Attributes
+    ----------
+    partition : int
+        What the client reports, or its node id.
+    num_examples : int
+        Between 1 and 10 million.
+    metrics : dict of str to int, float or list
+        The other metrics, all finite.
+    message : Message
+        The reply itself.
+    """
+
+    def __init__(self, message: Message, num_examples_key: str) -> None:
+        self.message = message
+        if len(message.content.metric_records) != 1:
+            raise BadReply(
+                "metrics", f"expected one MetricRecord, got {len(message.content.metric_records)}"
+            )
+        (record,) = message.content.metric_records.values()
+        self.metrics: dict[str, Any] = dict(record)
+        for key, value in self.metrics.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, float) and math.isnan(number):
+                    raise BadReply("non-finite", f"metric {key!r} is not a number")
+        examples = self.metrics.pop(num_examples_key, None)
+        if not isinstance(examples, int | float) or not 1 <= examples <= MAX_EXAMPLES:
+            raise BadReply(
+                "num-examples",
+                f"expected {num_examples_key!r} between 1 and {MAX_EXAMPLES}, got {examples!r}",
+            )
+        self.num_examples = int(examples)
+        partition = self.metrics.pop("partition-id", message.metadata.src_node_id)
+        if not isinstance(partition, int):
+            raise BadReply("metrics", f"expected a whole 'partition-id', got {partition!r}")
+        self.partition = partition
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Key by which replies are sorted."""
+        return self.partition, self.message.metadata.src_node_id
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Name -> array of the reply's one ArrayRecord.
+
+        Raises
+        ------
+        BadReply
+            If there is not exactly one, or its bytes are no arrays.
+        """
+        records = self.message.content.array_records
+        if len(records) != 1:
+            raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
+        (record,) = records.values()
+        try:
+            return {name: array.numpy() for name, array in record.items()}
+        except Exception as error:  # np.load raises whatever hostile bytes provoke
+            raise BadReply("arrays", f"an array cannot be read: {error}") from error
+
+
+class SeededFedAvg(FedAvg):
+    """Flower's FedAvg: same seed, same bits; a bad reply is dropped, logged and counted.
+
+    Parameters
+    ----------
+    seed : int
+        Of the sampling of clients.
+    min_completed : int
+        Fewer valid replies than this leave the model unchanged in a round.
+    held_out : sequence of int
+        Partitions never sampled for training.
+    **fedavg_options
+        Of ``flwr.serverapp.strategy.FedAvg``.
+
+    Attributes
+    ----------
+    train_metrics, evaluate_metrics : dict of int to MetricRecord
+        What each round's aggregation returned: weighted means of the clients' metrics and the
+        counts ``replies-accepted``, ``replies-rejected`` and ``rejected-<reason>``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        min_completed: int = 1,
+        held_out: Sequence[int] = (),
+        **fedavg_options: Any,
+    ) -> None:
+        super().__init__(**fedavg_options)
+        if min_completed < 1:
+            raise ValueError(f"min_completed: expected at least 1, got {min_completed}")
+        if seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {seed}")
+        self.seed = seed
+        self.min_completed = min_completed
+        self.held_out = tuple(held_out)
+        self.train_metrics: dict[int, MetricRecord] = {}
+        self.evaluate_metrics: dict[int, MetricRecord] = {}
+        self.partitions: dict[int, int] = {}
+        self.global_arrays = ArrayRecord()
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(
+            INFO, "\t└──> Seed %d, at least %d valid replies", self.seed, self.min_completed
+        )
+
+    # ---------------------------------------------------------------- sampling
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the global model to a sample of the partitions that are not held out."""
+        self.global_arrays = arrays
+        if self.fraction_train == 0.0:
+            return []
+        nodes = self.sample(
+            grid, server_round, "train", self.fraction_train, self.min_train_nodes, self.held_out
+        )
+        return self._instructions(server_round, arrays, config, nodes, MessageType.TRAIN)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the global model to a sample of all partitions."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        nodes = self.sample(
+            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        return self._instructions(server_round, arrays, config, nodes, MessageType.EVALUATE)
+
+    def _instructions(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        nodes: list[int],
+        message_type: str,
+    ) -> Iterable[Message]:
+        config["server-round"] = server_round
+        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return self._construct_messages(record, nodes, message_type)
+
+    def sample(
+        self,
+        grid: Grid,
+        server_round: int,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Sequence[int] = (),
+    ) -> list[int]:
+        """Node ids of a sample drawn by partition, in the order of their partitions.
+
+        Parameters
+        ----------
+        grid : Grid
+            Waited on until ``min_available_nodes`` are there.
+        server_round, stage : int, str
+            Seed the draw, together with the strategy's seed.
+        fraction, minimum : float, int
+            ``max(int(fraction * available), minimum)`` nodes are drawn, or all if they are fewer.
+        excluded : sequence of int
+            Partitions left out.
+        """
+        known = self._partitions(grid, max(self.min_available_nodes, minimum))
+        candidates = sorted(
+            (partition, node) for node, partition in known.items() if partition not in excluded
+        )
+        size = min(max(int(fraction * len(known)), minimum), len(candidates))
+        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
+        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
+        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(known))
+        return [candidates[i][1] for i in chosen]
+
+    def _partitions(self, grid: Grid, minimum: int) -> dict[int, int]:
+        """Node id -> partition of the nodes that are there; new ones are asked, once."""
+        while len(nodes := sorted(grid.get_node_ids())) < minimum:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
+            time.sleep(1)
+        if new := [node for node in nodes if node not in self.partitions]:
+            asked = self._construct_messages(RecordDict(), new, "query.partition")
+            self.partitions |= {node: node for node in new}
+            for reply in grid.send_and_receive(asked, timeout=600):
+                if reply.has_error() or len(reply.content.metric_records) != 1:
+                    continue
+                (record,) = reply.content.metric_records.values()
+                partition = record.get("partition-id")
+                if isinstance(partition, int):
+                    self.partitions[reply.metadata.src_node_id] = partition
+        return {node: self.partitions[node] for node in nodes}
+
+    # ------------------------------------------------------------- aggregation
+
+    def accepted(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], *, is_train: bool = True
+    ) -> tuple[list[tuple[Reply, T]], Counter[str]]:
+        """Parse replies, dropping those that cannot be used.
+
+        Parameters
+        ----------
+        replies : iterable of Message
+            In any order.
+        parse : callable
+            Turns a reply into what the method needs of it, or raises BadReply.
+        is_train : bool
+            For the log.
+
+        Returns
+        -------
+        tuple of list of (Reply, T), Counter
+            What was parsed, sorted by partition, and how many were rejected for which reason.
+        """
+        contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
+        rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
+        parsed: list[tuple[Reply, T]] = []
+        for message in contents:
+            try:
+                reply = Reply(message, self.weighted_by_key)
+                parsed.append((reply, parse(reply)))
+            except BadReply as error:
+                rejected[error.reason] += 1
+                logger.log(
+                    WARNING, "dropped the reply of node %d: %s", message.metadata.src_node_id, error
+                )
+        parsed.sort(key=lambda pair: pair[0].order)
+        return parsed, rejected
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the accepted weights, in the dtypes of the global model."""
+        expected = {name: array.numpy() for name, array in self.global_arrays.items()}
+        pairs, rejected = self.accepted(replies, lambda reply: _weights(reply, expected))
+        pairs, unlike = agreeing(pairs, lambda reply, _: frozenset(reply.metrics), "metrics")
+        rejected += unlike
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+        averaged, _ = super().aggregate_train(server_round, [reply.message for reply, _ in pairs])
+        if averaged is None:
+            return None, metrics
+        return like(averaged, expected), metrics
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the metrics of the accepted replies."""
+        pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
+        pairs, unlike = agreeing(pairs, lambda reply, _: frozenset(reply.metrics), "metrics")
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected + unlike)
+        self.evaluate_metrics[server_round] = metrics
+        return metrics if pairs else None
+
+    def enough(self, completed: int) -> bool:
+        """Whether so many valid replies may change the model; says so where they may not."""
+        if completed < self.min_completed:
+            logger.log(
+                WARNING,
+                "%d valid replies and at least %d are needed: the model stays as it was",
+                completed,
+                self.min_completed,
+            )
+        return completed >= self.min_completed
+
+    def round_metrics(self, replies: Sequence[Reply], rejected: Counter[str]) -> MetricRecord:
+        """Means of the scalar metrics, weighted by examples, and counts of the replies."""
+        metrics = MetricRecord()
+        total = sum(reply.num_examples for reply in replies)
+        for key in sorted(replies[0].metrics) if replies else []:
+            values = [reply.metrics[key] for reply in replies]
+            if any(isinstance(value, list) for value in values):
+                continue
+            weighted = (r.num_examples * v for r, v in zip(replies, values, strict=True))
+            metrics[key] = float(sum(weighted) / total)
+        metrics["num-examples"] = total
+        metrics["replies-accepted"] = len(replies)
+        metrics["replies-rejected"] = rejected.total()
+        for reason, count in sorted(rejected.items()):
+            metrics[f"rejected-{reason}"] = count
+        return metrics
+
+
+def agreeing(
+    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any], reason: str
+) -> tuple[list[tuple[Reply, T]], Counter[str]]:
+    """Keep the replies that agree with the most common `key`; ties go to the lowest partition."""
+    if not pairs:
+        return [], Counter()
+    keys = [key(*pair) for pair in pairs]
+    common, _ = Counter(keys).most_common(1)[0]
+    kept = []
+    for pair, own in zip(pairs, keys, strict=True):
+        if own == common:
+            kept.append(pair)
+        else:
+            logger.log(
+                WARNING,
+                "dropped the reply of partition %d: its %s differ from those of most replies",
+                pair[0].partition,
+                reason,
+            )
+    dropped = len(pairs) - len(kept)
+    return kept, Counter({reason: dropped} if dropped else {})
+
+
+def _weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Check a reply's arrays against the global model: names, shapes, dtypes, finiteness."""
+    arrays = reply.arrays()
+    if arrays.keys() != expected.keys():
+        odd = sorted(arrays.keys() ^ expected.keys())
+        raise BadReply("arrays", f"names differ from the model's in {odd[:5]}")
+    for name, array in arrays.items():
+        if array.shape != expected[name].shape:
+            raise BadReply(
+                "shape", f"{name}: expected {expected[name].shape}, got {array.shape}"
+            )
+        if array.dtype != expected[name].dtype:
+            raise BadReply(
+                "dtype", f"{name}: expected {expected[name].dtype}, got {array.dtype}"
+            )
+        if not np.isfinite(array).all():
+            raise BadReply("non-finite", f"{name} holds NaN or infinity")
+    return arrays
+
+
+def like(arrays: ArrayRecord, expected: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Return the arrays under the expected names, in that order, in the expected dtypes."""
+    converted = {}
+    for name, model in expected.items():
+        array = arrays[name].numpy()
+        if np.issubdtype(model.dtype, np.integer):
+            array = np.rint(array)
+        converted[name] = Array(np.asarray(array, dtype=model.dtype))
+    return ArrayRecord(converted)
