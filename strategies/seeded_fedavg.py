@@ -299,6 +299,8 @@ class SeededFedAvg(FedAvg):
     ) -> MetricRecord | None:
         """Average the metrics of the accepted replies."""
         pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
+        if not pairs and not rejected:
+            return None
         pairs, unlike = agreeing(pairs, lambda reply, _: frozenset(reply.metrics), "metrics")
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected + unlike)
         self.evaluate_metrics[server_round] = metrics

@@ -1,0 +1,32 @@
+"""All that fedntk needs of Flower's private parts: the one place to look when Flower moves."""
+
+import itertools
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = ["Run", "become_server", "overridden_keys", "stamp"]
+
+_message_ids = itertools.count(1)
+
+
+def become_server() -> None:
+    """Give this process the identity that Flower's messages ask for outside a run of Flower."""
+    if TaskIdentity._run_id is None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+
+
+def stamp(message: Message) -> Message:
+    """Give a message the id that a SuperLink would give it."""
+    message.metadata.__dict__["_message_id"] = str(next(_message_ids))
+    return message
+
+
+def overridden_keys(grid: Grid) -> list[str]:
+    """Keys given to ``flwr run --run-config``, unknown ones too, which Flower drops in silence."""
+    try:
+        return list(grid.run.override_config)
+    except AttributeError:
+        return []

@@ -1,0 +1,272 @@
+"""One configuration for a run: a frozen dataclass, a TOML file, or Flower's run-config.
+
+Keys are the field names in kebab-case. Flower's run-config knows no lists, so lists are written as
+strings: ``steps = "100,200,400"``.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from fedntk.strategies import DEFAULT_STEPS
+
+__all__ = ["Config", "ConfigError", "default_data_dir"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message says which, what was expected and what came."""
+
+
+def default_data_dir() -> str:
+    """Folder for data sets where no ``data-dir`` is given."""
+    return str(Path.home() / ".cache" / "fedntk" / "data")
+
+
+def _option(default: Any, doc: str, **limits: Any) -> Any:
+    """Field with its description and limits: choices, at_least, at_most, above."""
+    return dataclasses.field(default=default, metadata={"doc": doc, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run; checked when made.
+
+    ``Config.describe()`` lists each key with its default, limits and meaning.
+
+    Raises
+    ------
+    ConfigError
+        If a value is of a wrong type or out of range, or two do not fit together.
+
+    Examples
+    --------
+    >>> Config(num_clients=20).clients_per_round
+    10
+    >>> Config.parse({"learning-rat": 0.1})
+    Traceback (most recent call last):
+    fedntk.simulations.config.ConfigError: unknown key 'learning-rat'; did you mean 'learning-rate'?
+    """
+
+    method: str = _option("ntk-fl", "what to run", choices=("ntk-fl", "fedavg"))
+    name: str = _option("", "name of the run; the method by default")
+    out: str = _option("", "folder for results; runs/<name>-<dataset>-<seed> by default")
+    seed: int = _option(0, "of the split, the initial weights, and all sampling", at_least=0)
+    rounds: int = _option(20, "communication rounds", at_least=0)
+    num_clients: int = _option(50, "clients; the number of Flower's nodes", at_least=1)
+    clients_per_round: int = _option(10, "clients trained on a round", at_least=1)
+    clients_per_evaluation: int = _option(
+        0, "clients that evaluate the new model in a round", at_least=0
+    )
+    min_completed: int = _option(1, "fewer valid replies leave the model unchanged", at_least=1)
+    targets: str = _option("0.8,0.85,0.9", "accuracies whose first round is reported")
+
+    dataset: str = _option(
+        "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"
+    )
+    data_dir: str = _option("", "folder of torchvision's data sets; ~/.cache/fedntk/data by default")
+    image_column: str = _option("", "of a Hugging Face set; its first image column by default")
+    label_column: str = _option("label", "of a Hugging Face set")
+    natural_column: str = _option("", "of a Hugging Face set: whose example it is")
+    validation_examples: int = _option(
+        0, "training examples kept on the server, for selection = validation", at_least=0
+    )
+
+    partition: str = _option(
+        "dirichlet",
+        "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as in "
+        "paper 000; pathological: #C classes a client; natural: by natural-column",
+        choices=("iid", "dirichlet", "client-dirichlet", "pathological", "natural"),
+    )
+    alpha: float = _option(0.1, "concentration of the Dirichlet partitions", above=0)
+    min_partition_size: int = _option(1, "of partition = dirichlet", at_least=1)
+    examples_per_client: int = _option(200, "of partition = client-dirichlet", at_least=1)
+    classes_per_client: int = _option(2, "of partition = pathological", at_least=1)
+    local_test_fraction: float = _option(
+        0.0, "share of a client's examples kept for its own evaluation", at_least=0, below=1
+    )
+
+    model: str = _option(
+        "mlp", "mlp, simple-cnn, lenet, resnet18, or <module>:<factory>(input_shape, num_classes)"
+    )
+    width: int = _option(100, "hidden units of the mlp", at_least=1)
+    norm: str = _option("batch", "of resnet18", choices=("batch", "group"))
+    loss: str = _option("cross-entropy", "of all methods", choices=("cross-entropy", "mse"))
+    learning_rate: float = _option(0.01, "eta", above=0)
+
+    steps: str = _option(
+        ",".join(map(str, DEFAULT_STEPS)), "ntk-fl: the grid of update steps t to choose from"
+    )
+    selection: str = _option(
+        "clients",
+        "ntk-fl: how t is chosen",
+        choices=("clients", "linearised", "validation"),
+    )
+    validation_clients: int = _option(
+        0, "ntk-fl: clients held out of training, for selection = validation", at_least=0
+    )
+    kernel: str = _option("mean", "ntk-fl: as in fedntk.ntk.evolve", choices=("mean", "full"))
+    residuals: str = _option(
+        "integral", "ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
+    )
+    tolerance: float = _option(1e-4, "ntk-fl: of the solver", above=0, below=1)
+    structure: str = _option(
+        "factored", "ntk-fl: form of the Jacobian on the wire", choices=("factored", "dense")
+    )
+
+    local_epochs: int = _option(1, "fedavg: E", at_least=0)
+    batch_size: int = _option(32, "fedavg: B", at_least=1)
+    momentum: float = _option(0.0, "fedavg: of the local SGD", at_least=0, below=1)
+    weight_decay: float = _option(0.0, "fedavg: of the local SGD", at_least=0)
+
+    device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
+    client_threads: int = _option(1, "CPU threads of torch in a client", at_least=1)
+    server_threads: int = _option(0, "CPU threads of torch on the server; 0: all", at_least=0)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check(field)
+        self._check_together()
+
+    def _check(self, field: dataclasses.Field[Any]) -> None:
+        value, limits, key = getattr(self, field.name), field.metadata, _key(field.name)
+        expected = type(field.default)
+        if expected is float and type(value) is int:
+            value = float(value)
+            object.__setattr__(self, field.name, value)
+        if type(value) is not expected:
+            raise ConfigError(
+                f"{key}: expected {expected.__name__}, got {type(value).__name__} {value!r}"
+            )
+        if "choices" in limits and value not in limits["choices"]:
+            near = difflib.get_close_matches(str(value), limits["choices"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{key}: expected one of {', '.join(limits['choices'])}, got {value!r}{hint}"
+            )
+        for limit, holds, words in (
+            ("at_least", lambda v, b: v >= b, "at least"),
+            ("above", lambda v, b: v > b, "more than"),
+            ("below", lambda v, b: v < b, "less than"),
+        ):
+            if limit in limits and not holds(value, limits[limit]):
+                raise ConfigError(f"{key}: expected {words} {limits[limit]}, got {value}")
+
+    def _check_together(self) -> None:
+        if not self.steps_grid or any(
+            a >= b for a, b in zip((0, *self.steps_grid), self.steps_grid, strict=False)
+        ):
+            raise ConfigError(f"steps: expected increasing whole numbers, got {self.steps!r}")
+        if any(not 0 < target < 1 for target in self.target_accuracies):
+            raise ConfigError(f"targets: expected numbers between 0 and 1, got {self.targets!r}")
+        trainable = self.num_clients - self.validation_clients
+        if self.clients_per_round > trainable:
+            raise ConfigError(
+                f"clients-per-round: expected at most the {trainable} clients that train, "
+                f"got {self.clients_per_round}"
+            )
+        if self.clients_per_evaluation > self.num_clients:
+            raise ConfigError(
+                f"clients-per-evaluation: expected at most num-clients = {self.num_clients}, "
+                f"got {self.clients_per_evaluation}"
+            )
+        if self.min_completed > self.clients_per_round:
+            raise ConfigError(
+                f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
+                f"got {self.min_completed}"
+            )
+        held_out = (self.validation_examples > 0) + (self.validation_clients > 0)
+        if self.method == "ntk-fl" and held_out != (self.selection == "validation"):
+            raise ConfigError(
+                "selection = validation goes with one of validation-examples (kept on the server) "
+                f"and validation-clients (held out), got selection = {self.selection}, "
+                f"validation-examples = {self.validation_examples} and "
+                f"validation-clients = {self.validation_clients}"
+            )
+        if self.partition == "natural" and not self.natural_column:
+            raise ConfigError("partition = natural needs natural-column, the column of the ids")
+
+    @property
+    def folder(self) -> Path:
+        """Where results go: `out`, or a folder in ``runs`` named after the run."""
+        name = f"{self.name or self.method}-{self.dataset.replace(':', '-').replace('/', '-')}"
+        return Path(self.out or f"runs/{name}-{self.seed}").expanduser().absolute()
+
+    @property
+    def steps_grid(self) -> tuple[int, ...]:
+        """`steps` as numbers."""
+        return tuple(_numbers("steps", self.steps, int))
+
+    @property
+    def target_accuracies(self) -> tuple[float, ...]:
+        """`targets` as numbers."""
+        return tuple(_numbers("targets", self.targets, float))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from kebab-case (or snake_case) keys; the rest are defaults."""
+        cls.check_keys(values)
+        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
+
+    @classmethod
+    def check_keys(cls, keys: Iterable[str]) -> None:
+        """Raise ConfigError at the first key that is none, with the nearest one that is."""
+        known = [_key(field.name) for field in fields(cls)]
+        for key in keys:
+            if _key(key) not in known:
+                near = difflib.get_close_matches(_key(key), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+                raise ConfigError(f"unknown key {key!r}; {hint}")
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> Self:
+        """Read a TOML file; `overrides` (snake_case) win over it.
+
+        Raises
+        ------
+        ConfigError
+            If the file is missing or no TOML, or a key or value is wrong.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"no configuration at {path}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is no TOML: {error}") from None
+        return cls.parse({**{_key(k): v for k, v in values.items()}, **overrides})
+
+    def values(self) -> dict[str, Any]:
+        """Kebab-case key -> value, for a run-config or a TOML file."""
+        return {_key(field.name): getattr(self, field.name) for field in fields(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write all keys as TOML."""
+        Path(path).write_text(tomli_w.dumps(self.values()), encoding="utf-8")
+
+    @classmethod
+    def describe(cls) -> str:
+        """One line for each key: default, choices, meaning."""
+        lines = []
+        for field in fields(cls):
+            choices = field.metadata.get("choices")
+            among = f" ({', '.join(choices)})" if choices else ""
+            lines.append(f"{_key(field.name)} = {field.default!r}{among}: {field.metadata['doc']}")
+        return "\n".join(lines)
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _numbers(key: str, text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"{key}: expected numbers with commas between them, got {text!r}"
+        ) from None

@@ -1,0 +1,256 @@
+"""Data sets by name, standardised, as tensors; nothing here depends on how they are split."""
+
+import gzip
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .config import Config, ConfigError, default_data_dir
+
+__all__ = ["Data", "load_data"]
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A labelled data set with its test set.
+
+    Attributes
+    ----------
+    x_train, x_test : ndarray, shape (n, channels, height, width) or (n, ...)
+        Raw values, as stored.
+    y_train, y_test : ndarray of int64, shape (n,)
+        Labels 0 ... num_classes - 1.
+    num_classes : int
+        C.
+    natural_ids : ndarray or None, shape (n,)
+        Whose training example it is, where the set tells.
+    """
+
+    x_train: NDArray[Any]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[Any]
+    y_test: NDArray[np.int64]
+    num_classes: int
+    natural_ids: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes and labels.
+
+        Raises
+        ------
+        ConfigError
+            If examples and labels do not match, or labels are not 0 ... C - 1.
+        """
+        for part in ("train", "test"):
+            x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
+            if len(x) == 0 or y.shape != (len(x),):
+                raise ConfigError(
+                    f"{part} set: expected examples and one label each, got shapes {x.shape} and "
+                    f"{y.shape}"
+                )
+            if y.min() < 0 or y.max() >= self.num_classes:
+                raise ConfigError(
+                    f"{part} set: expected labels 0 ... {self.num_classes - 1}, "
+                    f"got {y.min()} ... {y.max()}"
+                )
+        if self.x_train.shape[1:] != self.x_test.shape[1:]:
+            raise ConfigError(
+                f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
+                f"{self.x_test.shape[1:]} for testing"
+            )
+        axes = (0, *range(2, self.x_train.ndim)) if self.x_train.ndim == 4 else None
+        mean = self.x_train.mean(axis=axes, keepdims=True, dtype=np.float64)
+        std = self.x_train.std(axis=axes, keepdims=True, dtype=np.float64)
+        object.__setattr__(self, "_mean", mean)
+        object.__setattr__(self, "_std", np.where(std > 0, std, 1.0))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return tuple(self.x_train.shape[1:])
+
+    def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return training examples standardised by the training set, with their labels.
+
+        Mean 0 and variance 1 per channel (over all values where there are no channels), float32.
+        """
+        return self._tensors(self.x_train[indices], self.y_train[indices])
+
+    def test(self) -> tuple[Tensor, Tensor]:
+        """Return the test set, standardised by the training set, with its labels."""
+        return self._tensors(self.x_test, self.y_test)
+
+    def _tensors(self, x: NDArray[Any], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        mean, std = self.__dict__["_mean"], self.__dict__["_std"]
+        standardised = (x.astype(np.float32) - mean.astype(np.float32)) / std.astype(np.float32)
+        return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
+
+
+def load_data(config: Config) -> Data:
+    """Load the data set that `config` names; later calls in a process share it.
+
+    Raises
+    ------
+    ConfigError
+        If the name is unknown, a file is missing, or the content does not fit.
+    """
+    return _load(
+        config.dataset,
+        config.data_dir or default_data_dir(),
+        config.image_column,
+        config.label_column,
+        config.natural_column,
+    )
+
+
+@lru_cache(maxsize=2)
+def _load(
+    dataset: str, data_dir: str, image_column: str, label_column: str, natural_column: str
+) -> Data:
+    name, _, rest = dataset.partition(":")
+    if name == "npz" and rest:
+        return _npz(Path(rest))
+    if name == "hf" and rest:
+        return _hugging_face(rest, image_column, label_column, natural_column)
+    if dataset in _BY_NAME:
+        return _BY_NAME[dataset](Path(data_dir).expanduser())
+    raise ConfigError(
+        f"dataset: expected {', '.join(_BY_NAME)}, hf:<name or folder> or npz:<file>, "
+        f"got {dataset!r}"
+    )
+
+
+def _digits(_: Path) -> Data:
+    """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = digits.images.astype(np.float32)[:, None]
+    y = digits.target.astype(np.int64)
+    test = np.arange(len(y)) % 5 == 0
+    return Data(x[~test], y[~test], x[test], y[test], num_classes=10)
+
+
+def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
+    def load(data_dir: Path) -> Data:
+        import torchvision
+
+        kind = getattr(torchvision.datasets, class_name)
+        root = _unpacked(data_dir, folder) if folder else data_dir
+        try:
+            parts = [kind(root=str(root), train=train, download=False) for train in (True, False)]
+        except RuntimeError:
+            try:
+                parts = [kind(root=str(root), train=t, download=True) for t in (True, False)]
+            except Exception as error:
+                raise ConfigError(
+                    f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
+                    "data-dir to a folder in torchvision's layout"
+                ) from error
+        arrays = []
+        for part in parts:
+            x = np.asarray(part.data)
+            x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+            arrays += [np.ascontiguousarray(x), np.asarray(part.targets, dtype=np.int64)]
+        return Data(*arrays, num_classes=len(parts[0].classes))
+
+    return load
+
+
+def _unpacked(data_dir: Path, folder: str) -> Path:
+    """Root that holds ``folder/raw`` unpacked: `data_dir`, or a cache where it has gzip files."""
+    packed = sorted((data_dir / folder / "raw").glob("*ubyte.gz"))
+    missing = [path for path in packed if not path.with_suffix("").exists()]
+    if not missing:
+        return data_dir
+    cache = Path(default_data_dir())
+    raw = cache / folder / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for path in packed:
+        target = raw / path.stem
+        if not target.exists() or target.stat().st_mtime < path.stat().st_mtime:
+            partial = target.with_suffix(f".{np.random.SeedSequence().entropy}")
+            with gzip.open(path) as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+            partial.replace(target)  # whole or not at all: several workers may do this at once
+    return cache
+
+
+def _npz(path: Path) -> Data:
+    """Arrays x_train, y_train, x_test and y_test of a user's own file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            x_train, y_train, x_test, y_test = (
+                file[name] for name in ("x_train", "y_train", "x_test", "y_test")
+            )
+    except FileNotFoundError:
+        raise ConfigError(f"dataset: no file at {path}") from None
+    except (KeyError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"dataset: {path} must hold x_train, y_train, x_test and y_test ({error})"
+        ) from None
+    labels = []
+    for name, y in (("y_train", y_train), ("y_test", y_test)):
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ConfigError(f"dataset: {name} in {path} must be whole numbers, got {y.dtype}")
+        labels.append(y.astype(np.int64))
+    for name, x in (("x_train", x_train), ("x_test", x_test)):
+        if not np.isfinite(x).all():
+            raise ConfigError(f"dataset: {name} in {path} holds NaN or infinity")
+    num_classes = int(max(y.max(initial=-1) for y in labels)) + 1
+    return Data(x_train, labels[0], x_test, labels[1], num_classes=num_classes)
+
+
+def _hugging_face(
+    name: str, image_column: str, label_column: str, natural_column: str
+) -> Data:
+    """Any image set with train and test splits, from the hub or a folder of its files."""
+    import datasets
+    from flwr_datasets import FederatedDataset
+
+    federated = FederatedDataset(dataset=name, partitioners={}, shuffle=False)
+    arrays: list[Any] = []
+    natural_ids = None
+    num_classes = 0
+    for part in ("train", "test"):
+        try:
+            split = federated.load_split(part)
+        except Exception as error:
+            raise ConfigError(f"dataset: {name!r} has no readable {part} split: {error}") from error
+        images = [k for k, v in split.features.items() if isinstance(v, datasets.Image)]
+        column = image_column or (images[0] if images else "")
+        for key, needed in (("image-column", column), ("label-column", label_column)):
+            if needed not in split.features:
+                raise ConfigError(
+                    f"{key}: {name!r} has the columns {', '.join(split.features)}, got {needed!r}"
+                )
+        pictures = np.stack([np.asarray(picture) for picture in split[column]])
+        pictures = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
+        labels = np.asarray(split[label_column], dtype=np.int64)
+        arrays += [np.ascontiguousarray(pictures), labels]
+        feature = split.features[label_column]
+        num_classes = getattr(feature, "num_classes", max(num_classes, int(labels.max()) + 1))
+        if part == "train" and natural_column:
+            if natural_column not in split.features:
+                raise ConfigError(
+                    f"natural-column: {name!r} has the columns {', '.join(split.features)}, "
+                    f"got {natural_column!r}"
+                )
+            natural_ids = np.asarray(split[natural_column])
+    return Data(*arrays, num_classes=num_classes, natural_ids=natural_ids)
+
+
+_BY_NAME: dict[str, Callable[[Path], Data]] = {
+    "digits": _digits,
+    "mnist": _torchvision("MNIST", "MNIST"),
+    "fashion-mnist": _torchvision("FashionMNIST", "FashionMNIST"),
+    "cifar10": _torchvision("CIFAR10", ""),
+}

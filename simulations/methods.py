@@ -1,0 +1,140 @@
+"""The table of methods: how each one's strategy and client are made from a configuration."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from fedntk.clients import NTKFLClient, SGDClient, set_weights
+from fedntk.ntk import loss_value, one_hot
+from fedntk.strategies import NTKFL, SeededFedAvg
+
+from .config import Config
+from .data import Data
+from .partitions import Split
+
+__all__ = ["METHODS", "Method", "device_of", "evaluate_arrays", "make_client", "make_strategy"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Server and client half of one method.
+
+    Attributes
+    ----------
+    strategy : callable
+        (config, options common to all, the server's loss on validation examples or None)
+        -> strategy.
+    client : callable
+        (config, partition, options common to all) -> client.
+    """
+
+    strategy: Callable[
+        [Config, dict[str, Any], Callable[[ArrayRecord], float] | None], SeededFedAvg
+    ]
+    client: Callable[[Config, int, dict[str, Any]], NumPyClient]
+
+
+def _ntk_fl_strategy(
+    config: Config,
+    options: dict[str, Any],
+    validation_loss: Callable[[ArrayRecord], float] | None,
+) -> SeededFedAvg:
+    held_out = range(config.num_clients - config.validation_clients, config.num_clients)
+    return NTKFL(
+        learning_rate=config.learning_rate,
+        steps=config.steps_grid,
+        loss=config.loss,  # type: ignore[arg-type]
+        selection=config.selection,  # type: ignore[arg-type]
+        validation_loss=validation_loss,
+        validation_partitions=held_out,
+        kernel=config.kernel,  # type: ignore[arg-type]
+        residuals=config.residuals,  # type: ignore[arg-type]
+        tolerance=config.tolerance,
+        device=device_of(config),
+        **options,
+    )
+
+
+METHODS = {
+    "ntk-fl": Method(
+        _ntk_fl_strategy,
+        lambda config, _, options: NTKFLClient(structure=config.structure, **options),
+    ),
+    "fedavg": Method(
+        lambda _, options, __: SeededFedAvg(**options),
+        lambda config, partition, options: SGDClient(
+            local_epochs=config.local_epochs,
+            batch_size=config.batch_size,
+            learning_rate=config.learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            seed=(config.seed, partition),
+            **options,
+        ),
+    ),
+}
+
+
+def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) -> SeededFedAvg:
+    """Make the strategy that `config` names."""
+    validation_loss = None
+    if config.method == "ntk-fl" and len(split.validation):
+        x, y = data.train(split.validation)
+
+        def validation_loss(arrays: ArrayRecord) -> float:
+            return evaluate_arrays(config, model, arrays, x, y)[0]
+
+    options: dict[str, Any] = {
+        "seed": config.seed,
+        "min_completed": config.min_completed,
+        "fraction_train": config.clients_per_round / config.num_clients,
+        "min_train_nodes": config.clients_per_round,
+        "fraction_evaluate": config.clients_per_evaluation / config.num_clients,
+        "min_evaluate_nodes": config.clients_per_evaluation,
+        "min_available_nodes": config.num_clients,
+    }
+    return METHODS[config.method].strategy(config, options, validation_loss)
+
+
+def make_client(
+    config: Config, partition: int, data: Data, split: Split, model: nn.Module
+) -> NumPyClient:
+    """Make the client that `config` names, with the examples of one partition."""
+    train, test = split.train_and_test(partition, config)
+    x, y = data.train(train)
+    options: dict[str, Any] = {
+        "model": model,
+        "x": x,
+        "y": y,
+        "loss": config.loss,
+        "device": device_of(config),
+    }
+    if len(test):
+        options["x_test"], options["y_test"] = data.train(test)
+    return METHODS[config.method].client(config, partition, options)
+
+
+def device_of(config: Config) -> str:
+    """Return the device that `config` names; ``auto`` is a GPU where there is one."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+@torch.no_grad()
+def evaluate_arrays(
+    config: Config, model: nn.Module, arrays: ArrayRecord, x: Tensor, y: Tensor
+) -> tuple[float, float]:
+    """Loss and accuracy of the given weights on labelled examples."""
+    device = device_of(config)
+    set_weights(model, [array.numpy() for array in arrays.values()])
+    model.to(device).eval()
+    outputs = torch.cat([model(chunk.to(device)).cpu() for chunk in x.split(1024)])
+    targets = one_hot(y, outputs.shape[1])
+    accuracy = float((outputs.argmax(1) == y).double().mean())
+    return loss_value(outputs, targets, config.loss), accuracy  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""The papers' networks, by name."""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config, ConfigError
+
+__all__ = ["MLP", "LeNet", "SimpleCNN", "build_model", "resnet18"]
+
+InputShape = tuple[int, ...]
+
+
+class MLP(nn.Sequential):
+    """Two-layer perceptron: Kaiming-normal weights, zero biases (paper 000, section 6).
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        Of one example; flattened.
+    num_classes : int
+        C.
+    width : int
+        Hidden units.
+    """
+
+    def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(math.prod(input_shape), width),
+            nn.ReLU(),
+            nn.Linear(width, num_classes),
+        )
+        for module in self:
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+                nn.init.zeros_(module.bias)
+
+
+class SimpleCNN(nn.Sequential):
+    """Two convolutions with max-pooling, two linear layers (paper 002's network for FMNIST).
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        (channels, height, width), at least 8 x 8.
+    num_classes : int
+        C.
+    """
+
+    def __init__(self, input_shape: InputShape, num_classes: int) -> None:
+        channels, height, width = _image(input_shape, "simple-cnn", at_least=8)
+        super().__init__(
+            nn.Conv2d(channels, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * (height // 4) * (width // 4), 128),
+            nn.ReLU(),
+            nn.Linear(128, num_classes),
+        )
+
+
+class LeNet(nn.Sequential):
+    """LeNet-5 with ReLU and max-pooling (LeCun et al., *Gradient-based learning*, 1998).
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        (channels, height, width), at least 16 x 16.
+    num_classes : int
+        C.
+    """
+
+    def __init__(self, input_shape: InputShape, num_classes: int) -> None:
+        channels, height, width = _image(input_shape, "lenet", at_least=16)
+        side = [((size // 2) - 4) // 2 for size in (height, width)]
+        super().__init__(
+            nn.Conv2d(channels, 6, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * side[0] * side[1], 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, num_classes),
+        )
+
+
+def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
+    """Torchvision's ResNet-18 with a stem for small images: 3 x 3, stride 1, no pooling.
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        (channels, height, width), at least 8 x 8.
+    num_classes : int
+        C.
+    norm : {"batch", "group"}
+        BatchNorm, or GroupNorm with 32 groups.
+    """
+    from torchvision.models import resnet18 as torchvision_resnet18
+
+    channels, _, _ = _image(input_shape, "resnet18", at_least=8)
+    layer: Callable[[int], nn.Module] | None = None
+    if norm == "group":
+
+        def layer(width: int) -> nn.Module:
+            return nn.GroupNorm(32, width)
+
+    model: Any = torchvision_resnet18(num_classes=num_classes, norm_layer=layer)
+    model.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model  # type: ignore[no-any-return]
+
+
+def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
+    if len(input_shape) != 3 or min(input_shape[1:]) < at_least:
+        raise ConfigError(
+            f"model = {name}: expected images (channels, height, width) of at least "
+            f"{at_least} x {at_least}, got examples of shape {input_shape}"
+        )
+    return input_shape
+
+
+def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
+    """Make the network that `config` names, its weights drawn from the configured seed.
+
+    Torch's global generator is left as it was.
+
+    Raises
+    ------
+    ConfigError
+        If the name is unknown, the network does not take the examples, or its outputs are not one
+        number for each class.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = _by_name(config, input_shape, num_classes)
+    try:
+        with torch.no_grad():
+            shape = tuple(model.eval()(torch.zeros(1, *input_shape)).shape)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"model = {config.model}: does not take examples of shape {input_shape}: {error}"
+        ) from error
+    if shape != (1, num_classes):
+        raise ConfigError(
+            f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
+            f"class, got {('n', *shape[1:])}"
+        )
+    return model
+
+
+def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
+    match config.model:
+        case "mlp":
+            return MLP(input_shape, num_classes, config.width)
+        case "simple-cnn":
+            return SimpleCNN(input_shape, num_classes)
+        case "lenet":
+            return LeNet(input_shape, num_classes)
+        case "resnet18":
+            return resnet18(input_shape, num_classes, config.norm)
+    module, _, factory = config.model.partition(":")
+    if not factory:
+        raise ConfigError(
+            "model: expected mlp, simple-cnn, lenet, resnet18 or <module>:<factory>, "
+            f"got {config.model!r}"
+        )
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model = {config.model}: cannot be imported: {error}") from error
+    model: nn.Module = make(input_shape, num_classes)
+    return model

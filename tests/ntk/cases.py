@@ -1,0 +1,136 @@
+"""One table of networks that every representation of the Jacobian is tested on, in float64."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class TiedWeights(nn.Module):
+    """One matrix used by two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class CalledTwice(nn.Module):
+    """One layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(torch.tanh(self.layer(x))))
+
+
+class FunctionalUse(nn.Module):
+    """A layer's weight read by a second operation besides the layer's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x)) + x @ self.layer.weight)
+
+
+class Sequence(nn.Module):
+    """Linear layers over positions of a sequence, then pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x)).mean(1))
+
+
+class Own(nn.Module):
+    """Parameters of its own, one of them unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
+def _frozen_layer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[2].requires_grad_(requires_grad=False)
+    model[0].bias.requires_grad_(requires_grad=False)
+    model[4].weight.requires_grad_(requires_grad=False)
+    return model
+
+
+def _batch_norm() -> nn.Module:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+    model(torch.randn(8, 2, 6, 6))  # running statistics other than 0 and 1
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(5, 3), (5,)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)), (5,)),
+    "in-place": (
+        lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
+        (5,),
+    ),
+    "no-bias": (
+        lambda: nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False)),
+        (5,),
+    ),
+    "single-output": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)), (5,)),
+    "frozen-layer": (_frozen_layer, (5,)),
+    "tied-weights": (TiedWeights, (5,)),
+    "called-twice": (CalledTwice, (5,)),
+    "functional-use": (FunctionalUse, (5,)),
+    "sequence": (Sequence, (6, 4)),
+    "own-parameters": (Own, (5,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, groups=2, dilation=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(4, 3),
+        ),
+        (2, 7, 7),
+    ),
+    "batch-norm": (_batch_norm, (2, 6, 6)),
+    "group-norm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        ),
+        (2, 6, 6),
+    ),
+    "layer-norm": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)),
+        (5,),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)),
+        (5,),
+    ),
+}
+
+
+def make(name: str, num_examples: int = 6) -> tuple[nn.Module, Tensor]:
+    """Network and examples of a case, in float64."""
+    build, shape = CASES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sum(map(ord, name)))
+        model = build().double()
+        x = torch.randn(num_examples, *shape, dtype=torch.float64)
+    return model, x

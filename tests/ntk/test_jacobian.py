@@ -1,0 +1,255 @@
+"""The Jacobian in both representations against a plain double loop of autograd.
+
+All in float64: a relative difference of 1e-10 leaves five digits for rounding in sums of at most
+a few thousand terms.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedntk.ntk import BadReply, Jacobian, NotEnoughMemory, jacobian
+from fedntk.ntk import memory as ntk_memory
+
+from .cases import CASES, make
+
+STRUCTURES = ("dense", "factored")
+RELATIVE = 1e-10
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= RELATIVE * (1 + b.norm()))
+
+
+def loop(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The definition: one backward pass for each example and output."""
+    model.eval()
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for example in x:
+        outputs = model(example[None])[0]
+        grads = [
+            torch.autograd.grad(f, list(parameters.values()), retain_graph=True, allow_unused=True)
+            for f in outputs
+        ]
+        rows.append(grads)
+    return {
+        name: torch.stack(
+            [
+                torch.stack([torch.zeros_like(p) if g[k] is None else g[k] for g in row])
+                for row in rows
+            ]
+        )
+        for k, (name, p) in enumerate(parameters.items())
+    }
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    return make(request.param)
+
+
+@pytest.fixture(params=STRUCTURES)
+def structure(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_dense_tensor_equals_double_loop(case, structure):
+    model, x = case
+    expected = loop(model, x)
+    actual = jacobian(model, x, structure=structure, chunk_size=4).dense()
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].shape == expected[name].shape
+        assert close(actual[name], expected[name]), name
+
+
+def test_gram_vjp_jvp_equal_their_definitions(case, structure):
+    model, x = case
+    flat = torch.cat([t.flatten(2) for t in loop(model, x).values()], dim=2)  # (n, C, P)
+    jac = jacobian(model, x, structure=structure)
+    n, num_outputs, _ = flat.shape
+    assert (jac.num_examples, jac.num_outputs) == (n, num_outputs)
+    assert close(jac.gram(), torch.einsum("ncp,mcp->nm", flat, flat) / num_outputs)
+
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.randn(n, num_outputs, dtype=x.dtype, generator=generator)
+    update = jac.vjp(residual)
+    expected = torch.einsum("ncp,nc->p", flat, residual)
+    names = list(loop(model, x))
+    assert close(torch.cat([update[name].flatten() for name in names]), expected)
+    for name, parameter in model.named_parameters():
+        assert name not in update or update[name].shape == parameter.shape
+    assert close(jac.jvp(update), torch.einsum("ncp,p->nc", flat, expected))
+
+
+def test_vjp_and_jvp_are_adjoint(case, structure):
+    """<jvp(u), R> = <u, vjp(R)> for any update u and residual R."""
+    model, x = case
+    jac = jacobian(model, x, structure=structure)
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(jac.num_examples, jac.num_outputs, dtype=x.dtype, generator=generator)
+    update = {
+        name: torch.randn(p.shape, dtype=p.dtype, generator=generator)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    left = (jac.jvp(update) * residual).sum()
+    right = sum((jac.vjp(residual)[name] * u).sum() for name, u in update.items())
+    assert close(left, right)
+
+
+def test_gram_between_two_sets_is_a_block_of_the_joint_one(case, structure):
+    model, x = case
+    whole = jacobian(model, x, structure=structure)
+    first, second = (jacobian(model, part, structure=structure) for part in (x[:2], x[2:]))
+    assert close(first.gram(second), whole.gram()[:2, 2:])
+    joined = Jacobian.concatenate([first, second])
+    assert close(joined.gram(), whole.gram())
+
+
+def test_wire_round_trip_keeps_every_bit(case, structure):
+    model, x = case
+    jac = jacobian(model, x, structure=structure)
+    shapes = {name: p.shape for name, p in model.state_dict().items()}
+    back = Jacobian.from_arrays(jac.to_arrays(), parameters=shapes)
+    assert back.layout == jac.layout
+    for block, other in zip(jac.blocks, back.blocks, strict=True):
+        for array, same in zip(block.arrays, other.arrays, strict=True):
+            assert torch.equal(array, same)
+
+
+def test_factors_are_kept_where_they_are_exact_and_only_there():
+    kinds = {name: jacobian(*make(name)).layout for name in CASES}
+    assert '"dense"' not in kinds["mlp"] + kinds["in-place"] + kinds["frozen-layer"]
+    for name in ("tied-weights", "called-twice", "functional-use", "sequence"):
+        assert '"dense"' in kinds[name]
+    for name in CASES:
+        assert '"linear"' in kinds[name]  # the head
+
+
+def test_factored_form_of_the_papers_network_is_about_420_times_smaller():
+    """MLP 784-100-10: 79,510 parameters x 10 outputs against 784 + 1,000 + 100 + 100 numbers.
+
+    795,100 / 1,984 = 400.8, and 420 less what the second layer's own factors take.
+    """
+    model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+    x = torch.randn(3, 784)
+    ratio = jacobian(model, x, structure="dense").nbytes / jacobian(model, x).nbytes
+    assert ratio == pytest.approx(795_100 / 1_984)
+
+
+def test_inputs_of_a_first_layer_are_read_off_either_form():
+    """Design fact: a weight's row over its bias's is the input, so both forms reveal it."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    x = torch.randn(4, 5)
+    for structure in STRUCTURES:
+        tensors = jacobian(model, x, structure=structure).dense()
+        recovered = tensors["0.weight"][:, 0, 0] / tensors["0.bias"][:, 0, 0, None]
+        torch.testing.assert_close(recovered, x)
+
+
+def test_training_mode_and_weights_are_left_as_they_were():
+    model, x = make("batch-norm")
+    model.train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    jacobian(model, x)
+    assert model.training
+    assert model[1].training
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    model, x = make("mlp")
+    with pytest.raises(ValueError, match="at least one example"):
+        jacobian(model, x[:0])
+    with pytest.raises(ValueError, match="structure"):
+        jacobian(model, x, structure="sparse")
+    with pytest.raises(ValueError, match=r"outputs of shape \(n, C\), got \(1, 5, 1\)"):
+        jacobian(nn.Sequential(nn.Linear(5, 5), nn.Unflatten(1, (5, 1))), x.float())
+    with pytest.raises(ValueError, match="trainable parameters"):
+        jacobian(model.requires_grad_(requires_grad=False), x)
+    with pytest.raises(ValueError, match="different parameters"):
+        Jacobian.concatenate([jacobian(*make("mlp")), jacobian(*make("no-bias"))])
+    with pytest.raises(ValueError, match="at least one"):
+        Jacobian.concatenate([])
+
+
+def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
+    jac = jacobian(*make("mlp"))
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 100)
+    with pytest.raises(NotEnoughMemory, match=r"kernel of 6 x 6 examples needs 0.0 GB"):
+        jac.gram()
+    with pytest.raises(NotEnoughMemory, match="dense Jacobian of 6 examples x 3 outputs"):
+        jacobian(*make("mlp"), structure="dense")
+
+
+def _wire() -> tuple[list[np.ndarray], dict[str, tuple[int, ...]]]:
+    model, x = make("cnn")
+    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    return jacobian(model, x).to_arrays(), shapes
+
+
+def _layout(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda a: [], "shape"),
+        (lambda a: a[:-1], "shape"),
+        (lambda a: [*a, a[-1]], "shape"),
+        (lambda a: [a[0], a[1][:2], *a[2:]], "shape"),
+        (lambda a: [a[0], a[1][:, :1], *a[2:]], "shape"),
+        (lambda a: [a[0], *[b[:0] for b in a[1:]]], "shape"),
+        (lambda a: [a[0], a[1].astype(np.int64), *a[2:]], "dtype"),
+        (lambda a: [a[0], a[1].astype(np.float32), *a[2:]], "dtype"),
+        (lambda a: [a[0], a[1].astype(object), *a[2:]], "dtype"),
+        (lambda a: [a[0], a[1] * np.nan, *a[2:]], "non-finite"),
+        (lambda a: [a[0], *a[1:-1], a[-1] + np.inf], "non-finite"),
+        (lambda a: [a[1], *a[1:]], "layout"),
+        (lambda a: [_layout("{"), *a[1:]], "layout"),
+        (lambda a: [_layout("[]")], "layout"),
+        (lambda a: [_layout("7"), *a[1:]], "layout"),
+        (lambda a: [_layout("[" * 100_000), *a[1:]], "layout"),
+        (lambda a: [_layout('[{"kind": "dense", "name": "no"}]'), a[1]], "layout"),
+        (lambda a: [_layout('[{"kind": "dense"}]'), a[1]], "layout"),
+        (lambda a: [_layout('[{"kind": "linear", "weight": null, "bias": null}]')], "layout"),
+        (
+            lambda a: [_layout('[{"kind": "linear", "weight": "0.weight", "bias": null}]'), *a[1:3]],
+            "layout",
+        ),
+        (lambda a: [_layout(a[0].tobytes().decode()[:-1] + ", {}]"), *a[1:]], "layout"),
+        (
+            lambda a: [_layout(str([{"kind": "dense", "name": "0.bias"}] * 2).replace("'", '"'))]
+            + [a[-1], a[-1]],
+            "layout",
+        ),
+    ],
+)
+def test_a_damaged_upload_is_refused_with_its_reason(damage, reason):
+    arrays, shapes = _wire()
+    Jacobian.from_arrays(arrays, parameters=shapes)
+    with pytest.raises(BadReply) as caught:
+        Jacobian.from_arrays(damage(arrays), parameters=shapes)
+    assert caught.value.reason == reason
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_bytes_in_the_layout_raise_anything_but_bad_reply(data):
+    arrays, shapes = _wire()
+    layout = bytearray(arrays[0].tobytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        layout[data.draw(st.integers(0, len(layout) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        Jacobian.from_arrays(
+            [np.frombuffer(bytes(layout), np.uint8), *arrays[1:]], parameters=shapes
+        )
+    except BadReply:
+        pass
