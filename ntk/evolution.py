@@ -100,9 +100,11 @@ def evolve(
     Raises
     ------
     ValueError
-        If an argument is out of range or shapes do not fit.
+        If an argument is out of range, shapes do not fit, or the kernel is not finite.
     NotEnoughMemory
         If the kernel would not fit.
+    FloatingPointError
+        If no step, however small, meets the tolerance.
 
     Examples
     --------
@@ -264,6 +266,8 @@ class _RungeKuttaChebyshev:
             previous, radius = radius, float(vector.norm())
             if radius == 0 or abs(radius - previous) < 1e-2 * radius:
                 break
+        if not math.isfinite(radius):
+            raise ValueError("the kernel or the outputs are not finite; look for NaN in the inputs")
         self._radius = 1.1 * factor * radius
 
     def advance(self, time: float, *, whole_steps: bool) -> None:
@@ -279,8 +283,8 @@ class _RungeKuttaChebyshev:
             if error > 1:
                 if step * factor < 1e-12 * max(time, 1.0):
                     raise FloatingPointError(
-                        f"the evolution cannot be integrated past t = {self.time:g}: the outputs "
-                        "or the kernel are not finite"
+                        f"the evolution cannot be integrated past t = {self.time:g} within "
+                        f"the tolerance {self._tolerance:g}"
                     )
                 self._step = step * factor
                 continue

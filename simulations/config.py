@@ -16,16 +16,11 @@ import tomli_w
 
 from fedntk.strategies import DEFAULT_STEPS
 
-__all__ = ["Config", "ConfigError", "default_data_dir"]
+__all__ = ["Config", "ConfigError"]
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""
-
-
-def default_data_dir() -> str:
-    """Folder for data sets where no ``data-dir`` is given."""
-    return str(Path.home() / ".cache" / "fedntk" / "data")
 
 
 def _option(default: Any, doc: str, **limits: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .config import Config, ConfigError, default_data_dir
+from .config import Config, ConfigError
+from .files import cache_dir, whole
 
 __all__ = ["Data", "load_data"]
 
@@ -104,7 +105,7 @@ def load_data(config: Config) -> Data:
     """
     return _load(
         config.dataset,
-        config.data_dir or default_data_dir(),
+        config.data_dir or str(cache_dir() / "data"),
         config.image_column,
         config.label_column,
         config.natural_column,
@@ -129,14 +130,20 @@ def _load(
 
 
 def _digits(_: Path) -> Data:
-    """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing."""
-    from sklearn.datasets import load_digits
+    """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing.
 
-    digits = load_digits()
-    x = digits.images.astype(np.float32)[:, None]
-    y = digits.target.astype(np.int64)
-    test = np.arange(len(y)) % 5 == 0
-    return Data(x[~test], y[~test], x[test], y[test], num_classes=10)
+    Kept in the cache, since importing scikit-learn takes seconds in each worker.
+    """
+    path = cache_dir() / "data" / "digits.npz"
+    if not path.exists():
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        x, y = digits.images.astype(np.float32)[:, None], digits.target.astype(np.int64)
+        test = np.arange(len(y)) % 5 == 0
+        with whole(path) as file:
+            np.savez(file, x_train=x[~test], y_train=y[~test], x_test=x[test], y_test=y[test])
+    return _npz(path)
 
 
 def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
@@ -171,16 +178,12 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
     missing = [path for path in packed if not path.with_suffix("").exists()]
     if not missing:
         return data_dir
-    cache = Path(default_data_dir())
-    raw = cache / folder / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
+    cache = cache_dir() / "data"
     for path in packed:
-        target = raw / path.stem
+        target = cache / folder / "raw" / path.stem
         if not target.exists() or target.stat().st_mtime < path.stat().st_mtime:
-            partial = target.with_suffix(f".{np.random.SeedSequence().entropy}")
-            with gzip.open(path) as source, partial.open("wb") as sink:
+            with gzip.open(path) as source, whole(target) as sink:
                 shutil.copyfileobj(source, sink)
-            partial.replace(target)  # whole or not at all: several workers may do this at once
     return cache
 
 

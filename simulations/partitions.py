@@ -1,102 +1,23 @@
 """How training examples are split among clients, with flwr-datasets' partitioners."""
 
 import hashlib
+import importlib.metadata
 import warnings
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
-from flwr_datasets.partitioner import (
-    DirichletPartitioner,
-    IidPartitioner,
-    NaturalIdPartitioner,
-    Partitioner,
-    PathologicalPartitioner,
-)
 from numpy.typing import NDArray
 
 from .config import Config, ConfigError
 from .data import Data, load_data
+from .files import cache_dir, whole
 
-__all__ = ["ClientDirichletPartitioner", "Split", "load_split", "split_data"]
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
 
-
-class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
-    """Paper 000's non-IID split: each client's mixture of classes is drawn for it alone.
-
-    For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_partition)
-    images of class k, drawn without replacement. Clients are drawn independently of each other,
-    so that two may hold the same image, and no class can run out.
-
-    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6
-    and appendix A (200 images a client).
-
-    Parameters
-    ----------
-    num_partitions : int
-        Number of clients.
-    partition_by : str
-        Column of the labels.
-    alpha : float
-        Concentration of the symmetric Dirichlet distribution.
-    examples_per_partition : int
-        Before rounding down; a client has up to C - 1 fewer.
-    seed : int
-        Of all draws.
-
-    Raises
-    ------
-    ValueError
-        From :meth:`load_partition`, if a class has fewer images than a client is to get.
-    """
-
-    def __init__(
-        self,
-        num_partitions: int,
-        partition_by: str,
-        alpha: float,
-        examples_per_partition: int = 200,
-        seed: int = 42,
-    ) -> None:
-        super().__init__()
-        self._num_partitions = num_partitions
-        self._partition_by = partition_by
-        self._alpha = alpha
-        self._examples = examples_per_partition
-        self._seed = seed
-
-    @property
-    def num_partitions(self) -> int:
-        """Total number of partitions."""
-        return self._num_partitions
-
-    def load_partition(self, partition_id: int) -> Dataset:
-        """Return the partition's examples, shuffled."""
-        generator = np.random.default_rng([self._seed, partition_id])
-        q = generator.dirichlet(np.full(len(self._members), self._alpha))
-        chosen: list[NDArray[np.int64]] = []
-        for (label, members), share in zip(self._members.items(), q, strict=True):
-            count = int(share * self._examples)
-            if count > len(members):
-                raise ValueError(
-                    f"client {partition_id} is to get {count} examples of class {label}, which "
-                    f"has {len(members)}; lower the number of examples per client"
-                )
-            chosen.append(generator.choice(members, size=count, replace=False))
-        return self.dataset.select(generator.permutation(np.concatenate(chosen)))
-
-    @cached_property
-    def _members(self) -> dict[Any, NDArray[np.int64]]:
-        """Indices of each class."""
-        labels = _column(self.dataset, self._partition_by)
-        return {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
-
-
-def _column(dataset: Dataset, name: str) -> NDArray[Any]:
-    column: NDArray[Any] = dataset.with_format("arrow")[:][name].to_numpy()
-    return column
+__all__ = ["Split", "load_split", "split_data"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +30,18 @@ class Split:
         For each partition, the indices of its training examples.
     validation : ndarray of int64
         Indices that the server keeps and no client has.
-    checksum : str
-        SHA-256 of all of it: two runs with one checksum had the same split.
     """
 
     clients: tuple[NDArray[np.int64], ...]
     validation: NDArray[np.int64]
-    checksum: str
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of all indices: two runs with one checksum had the same split."""
+        digest = hashlib.sha256()
+        for indices in (self.validation, *self.clients):
+            digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def train_and_test(
         self, partition: int, config: Config
@@ -151,6 +77,10 @@ def split_data(config: Config, data: Data) -> Split:
         if data.natural_ids is None:
             raise ConfigError(f"partition = natural: {config.dataset} has no natural ids")
         columns["id"] = data.natural_ids[rest]
+    from datasets import Dataset  # slow to import, and needed only for a split that is new
+
+    from .partitioners import column
+
     try:
         partitioner = _partitioner(config)
         partitioner.dataset = Dataset.from_dict(columns)
@@ -162,7 +92,7 @@ def split_data(config: Config, data: Data) -> Split:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Flower's Dirichlet warns at each draw it discards
             clients = tuple(
-                _column(partitioner.load_partition(i), "index").astype(np.int64)
+                column(partitioner.load_partition(i), "index").astype(np.int64)
                 for i in range(config.num_clients)
             )
     except ConfigError:
@@ -175,13 +105,19 @@ def split_data(config: Config, data: Data) -> Split:
                 f"partition = {config.partition}: client {i} would have no examples; use fewer "
                 "clients or a larger alpha"
             )
-    digest = hashlib.sha256()
-    for indices in (validation, *clients):
-        digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
-    return Split(clients, validation, digest.hexdigest())
+    return Split(clients, validation)
 
 
-def _partitioner(config: Config) -> Partitioner:
+def _partitioner(config: Config) -> "Partitioner":
+    from flwr_datasets.partitioner import (
+        DirichletPartitioner,
+        IidPartitioner,
+        NaturalIdPartitioner,
+        PathologicalPartitioner,
+    )
+
+    from .partitioners import ClientDirichletPartitioner
+
     number, by, seed = config.num_clients, "label", config.seed
     match config.partition:
         case "iid":
@@ -202,5 +138,38 @@ def _partitioner(config: Config) -> Partitioner:
 
 @lru_cache(maxsize=2)
 def load_split(config: Config) -> Split:
-    """Split the data set that `config` names; later calls in a process share it."""
-    return split_data(config, load_data(config))
+    """Split the data set that `config` names, once on a machine: the workers share a cached file.
+
+    The file's name is a hash of all that the split depends on, the labels included.
+    """
+    data = load_data(config)
+    digest = hashlib.sha256(data.y_train.tobytes())
+    if data.natural_ids is not None:
+        digest.update(repr(data.natural_ids.tolist()).encode())
+    digest.update(repr([getattr(config, name) for name in _SPLIT_SETTINGS]).encode())
+    digest.update(importlib.metadata.version("flwr-datasets").encode())
+    path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"
+    if not path.exists():
+        split = split_data(config, data)
+        with whole(path) as file:
+            np.savez(
+                file,
+                clients=np.concatenate(split.clients),
+                sizes=[len(own) for own in split.clients],
+                validation=split.validation,
+            )
+    with np.load(path) as saved:
+        ends = np.cumsum(saved["sizes"])
+        return Split(tuple(np.split(saved["clients"], ends[:-1])), saved["validation"])
+
+
+_SPLIT_SETTINGS = (
+    "seed",
+    "num_clients",
+    "validation_examples",
+    "partition",
+    "alpha",
+    "min_partition_size",
+    "examples_per_client",
+    "classes_per_client",
+)

@@ -1,0 +1,87 @@
+"""Paper 000's way of splitting a data set, as a partitioner of flwr-datasets."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from flwr_datasets.partitioner import Partitioner
+from numpy.typing import NDArray
+
+__all__ = ["ClientDirichletPartitioner", "column"]
+
+
+class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
+    """Paper 000's non-IID split: each client's mixture of classes is drawn for it alone.
+
+    For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_partition)
+    images of class k, drawn without replacement. Clients are drawn independently of each other,
+    so that two may hold the same image, and no class can run out.
+
+    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6
+    and appendix A (200 images a client).
+
+    Parameters
+    ----------
+    num_partitions : int
+        Number of clients.
+    partition_by : str
+        Column of the labels.
+    alpha : float
+        Concentration of the symmetric Dirichlet distribution.
+    examples_per_partition : int
+        Before rounding down; a client has up to C - 1 fewer.
+    seed : int
+        Of all draws.
+
+    Raises
+    ------
+    ValueError
+        From :meth:`load_partition`, if a class has fewer images than a client is to get.
+    """
+
+    def __init__(
+        self,
+        num_partitions: int,
+        partition_by: str,
+        alpha: float,
+        examples_per_partition: int = 200,
+        seed: int = 42,
+    ) -> None:
+        super().__init__()
+        self._num_partitions = num_partitions
+        self._partition_by = partition_by
+        self._alpha = alpha
+        self._examples = examples_per_partition
+        self._seed = seed
+
+    @property
+    def num_partitions(self) -> int:
+        """Total number of partitions."""
+        return self._num_partitions
+
+    def load_partition(self, partition_id: int) -> Dataset:
+        """Return the partition's examples, shuffled."""
+        generator = np.random.default_rng([self._seed, partition_id])
+        q = generator.dirichlet(np.full(len(self._members), self._alpha))
+        chosen: list[NDArray[np.int64]] = []
+        for (label, members), share in zip(self._members.items(), q, strict=True):
+            count = int(share * self._examples)
+            if count > len(members):
+                raise ValueError(
+                    f"client {partition_id} is to get {count} examples of class {label}, which "
+                    f"has {len(members)}; lower the number of examples per client"
+                )
+            chosen.append(generator.choice(members, size=count, replace=False))
+        return self.dataset.select(generator.permutation(np.concatenate(chosen)))
+
+    @cached_property
+    def _members(self) -> dict[Any, NDArray[np.int64]]:
+        """Indices of each class."""
+        labels = column(self.dataset, self._partition_by)
+        return {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
+
+
+def column(dataset: Dataset, name: str) -> NDArray[Any]:
+    column: NDArray[Any] = dataset.with_format("arrow")[:][name].to_numpy()
+    return column

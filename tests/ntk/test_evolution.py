@@ -1,0 +1,381 @@
+"""Evolution against closed forms, real gradient flow and a fine reference of the ODE.
+
+For the closed form (MSE, mean kernel) everything is float64 and 1e-10 leaves room for the
+conditioning of an eigendecomposition. The solver is told a tolerance per step; over the few
+hundred steps that these problems take, errors may add up, so results are held to 100 times it.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from fedntk.ntk import (
+    Jacobian,
+    evolve,
+    jacobian,
+    loss_value,
+    one_hot,
+    output_scale,
+    residual,
+)
+
+LOSSES = ("mse", "cross-entropy")
+TOLERANCE = 1e-6
+SOLVED = 100 * TOLERANCE
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def problem(model: nn.Module, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        x = torch.randn(n, 4, dtype=torch.float64)
+        y = one_hot(torch.randint(0, 3, (n,)), 3, torch.float64)
+    return model.double(), x, y
+
+
+def gradient_flow(
+    model: nn.Module, x: Tensor, y: Tensor, loss: str, learning_rate: float, times: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Integrate dw/dt = -eta grad L(w) to 1e-11; returns (T, P) weights and (T, n, C) outputs."""
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    def slope(_: float, w: np.ndarray) -> np.ndarray:
+        nn.utils.vector_to_parameters(torch.from_numpy(w), model.parameters())
+        outputs = model(x)
+        if loss == "mse":
+            value = ((outputs - y) ** 2).sum() / (2 * outputs.numel())
+        else:
+            value = torch.nn.functional.cross_entropy(outputs, y)
+        grads = torch.autograd.grad(value, list(model.parameters()))
+        return -learning_rate * torch.cat([g.flatten() for g in grads]).numpy()
+
+    solution = solve_ivp(
+        slope, (0, times[-1]), start.numpy(), t_eval=times, rtol=1e-11, atol=1e-12
+    )
+    outputs = []
+    for w in solution.y.T:
+        nn.utils.vector_to_parameters(torch.from_numpy(w.copy()), model.parameters())
+        outputs.append(model(x).detach())
+    nn.utils.vector_to_parameters(start, model.parameters())
+    return torch.from_numpy(solution.y.T.copy()), torch.stack(outputs)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
+    """The linearisation of a linear model is the model, so functions and weights must agree.
+
+    Its outputs do not share weights and their kernels are equal, so the mean kernel is exact too.
+    """
+    model, x, y = problem(nn.Linear(4, 3))
+    times = [0.0, 1.0, 7.0, 40.0]
+    weights, outputs = gradient_flow(model, x, y, loss, 0.3, times)
+    jac = jacobian(model, x)
+    evolution = evolve(
+        jac,
+        model(x).detach(),
+        y,
+        loss=loss,
+        learning_rate=0.3,
+        steps=times,
+        kernel=kernel,
+        tolerance=TOLERANCE,
+    )
+    bound = 1e-9 if (loss, kernel) == ("mse", "mean") else SOLVED
+    assert relative(evolution.outputs, outputs) < bound
+    for w, r in zip(weights[1:], evolution.residuals[1:], strict=True):
+        update = jac.vjp(r)
+        change = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
+        assert relative(change, w - weights[0]) < bound
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("residuals", ["integral", "sum"])
+def test_time_zero_gives_the_input(loss, kernel, residuals):
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    f = model(x).detach()
+    evolution = evolve(
+        jacobian(model, x),
+        f,
+        y,
+        loss=loss,
+        learning_rate=0.1,
+        steps=[0],
+        kernel=kernel,
+        residuals=residuals,
+    )
+    assert torch.equal(evolution.outputs[0], f)
+    assert torch.equal(evolution.residuals[0], torch.zeros_like(f))
+
+
+def test_mse_reaches_the_targets_and_never_overshoots():
+    """Full rank: exp(-rate t) underflows at t = 1e12, and every residual only shrinks."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)))
+    kernel = jacobian(model, x).gram()
+    assert torch.linalg.matrix_rank(kernel) == len(x)
+    evolution = evolve(
+        kernel, model(x).detach(), y, loss="mse", learning_rate=10.0, steps=[1, 10, 1e3, 1e12]
+    )
+    assert relative(evolution.outputs[-1], y) < 1e-10
+    sizes = [float((y - f).norm()) for f in evolution.outputs]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_singular_kernel_stays_finite():
+    """A zero eigenvalue's residual grows linearly: R = scale t (Y - f), f unchanged."""
+    f, y = torch.zeros(2, 1), torch.ones(2, 1)
+    evolution = evolve(torch.zeros(2, 2), f, y, loss="mse", learning_rate=0.5, steps=[4])
+    torch.testing.assert_close(evolution.residuals[0], 0.5 / 2 * 4 * y)
+    assert torch.equal(evolution.outputs[0], f)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
+    """f(t) = f(0) + H R(t): functions and weights move at one speed (design rule 1)."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    evolution = evolve(
+        jac, f, y, loss=loss, learning_rate=1.0, steps=[3, 50], kernel=kernel, tolerance=TOLERANCE
+    )
+    for evolved, r in zip(evolution.outputs, evolution.residuals, strict=True):
+        moved = jac.gram() @ r if kernel == "mean" else jac.jvp(jac.vjp(r))
+        assert relative(evolved - f, moved) < 1e-10
+
+
+def test_sum_of_equation_10_is_the_literal_sum():
+    """MSE: eq. (10) written out, with eq. (9a) by matrix exponentials, t = 25."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    scale = 0.2 * output_scale(*f.shape, "mse")
+    literal = torch.zeros_like(f)
+    for u in range(25):
+        decay = torch.linalg.matrix_exp(-scale * u * kernel)
+        literal += scale * (y - (y + decay @ (f - y)))
+    evolution = evolve(
+        kernel, f, y, loss="mse", learning_rate=0.2, steps=[25], residuals="sum"
+    )
+    assert relative(evolution.residuals[0], literal) < 1e-10
+
+
+def test_sum_for_cross_entropy_samples_the_flow_at_whole_steps():
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    options = {"loss": "cross-entropy", "learning_rate": 0.5, "tolerance": TOLERANCE}
+    flow = evolve(kernel, f, y, steps=range(30), **options).outputs
+    scale = 0.5 * output_scale(*f.shape, "cross-entropy")
+    literal = sum(scale * residual(at_u, y, "cross-entropy") for at_u in flow)
+    evolution = evolve(kernel, f, y, steps=[30], residuals="sum", **options)
+    assert relative(evolution.residuals[0], literal) < SOLVED
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sum_approaches_the_integral_as_the_rate_goes_to_zero(loss):
+    """At a fixed eta t the left Riemann sum's error is of first order in eta: halve, halve."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    gaps = []
+    for steps in (8, 16, 32, 64):
+        both = [
+            evolve(
+                kernel,
+                f,
+                y,
+                loss=loss,
+                learning_rate=8.0 / steps,
+                steps=[steps],
+                residuals=residuals,
+                tolerance=1e-8,
+            ).residuals[0]
+            for residuals in ("sum", "integral")
+        ]
+        gaps.append(relative(*both))
+    ratios = [a / b for a, b in zip(gaps, gaps[1:], strict=False)]
+    assert gaps[-1] < 0.1
+    assert all(1.7 < ratio < 2.3 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sum_overshoots_where_the_integral_does_not(loss):
+    """Design rule 2: with eta lambda_max of 50 per step, eq. (10) moves 50 times too far."""
+    f, y = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
+    kernel = torch.eye(1)
+    scale = output_scale(1, 2, loss)
+    results = {
+        residuals: evolve(
+            kernel,
+            f,
+            y,
+            loss=loss,
+            learning_rate=50 / scale,
+            steps=[1],
+            residuals=residuals,
+        ).residuals[0]
+        for residuals in ("integral", "sum")
+    }
+    assert float((f + kernel @ results["sum"])[0, 0]) == pytest.approx(
+        50 if loss == "mse" else 25
+    )
+    assert float((f + kernel @ results["integral"])[0, 0]) < 5
+
+
+def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_time():
+    """Eq. (9b) against 400 true steps of gradient descent, MSE, width 2,048, eta t = 0.04.
+
+    Two effects separate them: Euler's steps, of relative size eta lambda_max / (2 n C) < 0.4 % here
+    (asserted), and the change of the kernel along the way, of the order of |w(t) - w| / |w|
+    (asserted to be under 1 %). 2 % allows both.
+    """
+    width = 2048
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
+        nn.init.normal_(model[2].weight, std=1 / math.sqrt(width))
+        x = torch.randn(12, 4, dtype=torch.float64)
+        y = one_hot(torch.randint(0, 3, (12,)), 3, torch.float64)
+    steps, eta = 400, 1e-4
+    jac, f = jacobian(model, x), model(x).detach()
+    largest = float(torch.linalg.eigvalsh(jac.gram())[-1])
+    assert eta * largest * output_scale(12, 3, "mse") / 2 < 0.004
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    evolution = evolve(
+        jac, f, y, loss="mse", learning_rate=eta, steps=[steps], kernel="full", tolerance=TOLERANCE
+    )
+    update = jac.vjp(evolution.residuals[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=eta)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (((model(x) - y) ** 2).sum() / (2 * y.numel())).backward()
+        optimizer.step()
+    change = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    assert float(change.norm() / before.norm()) < 0.01
+    predicted = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
+    assert relative(predicted, change) < 0.02
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor, Tensor]:
+    """A stiff real problem: the tangent kernel of 150 digits, rates from 3 per step down to 1e-6."""
+    raw = load_digits()
+    x = torch.from_numpy(raw.data[:150]).float()
+    x = (x - x.mean()) / x.std()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    y = one_hot(torch.from_numpy(raw.target[:150]), 10)
+    return jacobian(model, x).gram(), model(x).detach(), y
+
+
+def test_cross_entropy_solver_against_a_fine_reference(digits):
+    """Relative error of the outputs below 1e-3 in float32, with few kernel products."""
+    kernel, f, y = digits
+    n = len(f)
+    largest = float(torch.linalg.eigvalsh(kernel.double())[-1])
+    eta = 3 * n / largest  # eta lambda_max / n = 3 per unit step
+    double, f64, y64 = kernel.double(), f.double(), y.double()
+
+    def slope(_: float, state: np.ndarray) -> np.ndarray:
+        outputs = torch.from_numpy(state).view(f.shape)
+        rate = eta / n * residual(outputs, y64, "cross-entropy")
+        return (double @ rate).flatten().numpy()
+
+    times = [10.0, 100.0, 600.0]
+    exact = solve_ivp(
+        slope, (0, times[-1]), f64.flatten().numpy(), t_eval=times, rtol=1e-8, atol=1e-9
+    )
+    evolution = evolve(kernel, f, y, loss="cross-entropy", learning_rate=eta, steps=times)
+    for evolved, reference in zip(evolution.outputs, exact.y.T, strict=True):
+        assert relative(evolved.flatten().double(), torch.from_numpy(reference)) < 1e-3
+    assert evolution.kernel_products < times[-1]  # what unit steps of Euler would need
+
+
+def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
+    """The full kernel of a linear map has equal blocks, so both ways solve the same problem."""
+    _, f, y = digits
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 10).double()
+    x = torch.from_numpy(load_digits().data[:150])
+    x = (x - x.mean()) / x.std()
+    jac, outputs = jacobian(model, x), model(x).detach()
+    options = {"loss": "mse", "learning_rate": 5.0, "steps": [1, 30, 1000]}
+    closed = evolve(jac, outputs, y.double(), **options)
+    solved = evolve(jac, outputs, y.double(), kernel="full", tolerance=TOLERANCE, **options)
+    assert relative(solved.outputs, closed.outputs) < SOLVED
+    assert relative(solved.residuals, closed.residuals) < SOLVED
+    assert closed.kernel_products == 0 < solved.kernel_products
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_never_rises_along_the_flow(digits, loss):
+    kernel, f, y = digits
+    evolution = evolve(kernel, f, y, loss=loss, learning_rate=0.1, steps=range(0, 1000, 100))
+    losses = [loss_value(outputs, y, loss) for outputs in evolution.outputs]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "hinge"}, "loss: expected one of mse, cross-entropy"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a positive number"),
+        ({"learning_rate": math.nan}, "learning_rate"),
+        ({"steps": []}, "steps: expected increasing times"),
+        ({"steps": [2, 1]}, "steps: expected increasing times"),
+        ({"steps": [-1]}, "steps: expected increasing times"),
+        ({"steps": [math.inf]}, "steps: expected finite times"),
+        ({"steps": [0.5], "residuals": "sum"}, "whole steps"),
+        ({"residuals": "mean"}, "residuals: expected"),
+        ({"kernel": "some"}, "kernel: expected"),
+        ({"kernel": "full"}, "pass a Jacobian"),
+        ({"tolerance": 0.0}, "tolerance: expected"),
+        ({"targets": torch.zeros(2, 3)}, "outputs and targets"),
+        ({"jacobian_or_kernel": torch.zeros(3, 3)}, "kernel of 2 x 2 examples, got"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(change, message):
+    arguments = {
+        "jacobian_or_kernel": torch.eye(2),
+        "outputs": torch.zeros(2, 1),
+        "targets": torch.ones(2, 1),
+        "loss": "mse",
+        "learning_rate": 0.1,
+        "steps": [1],
+    } | change
+    with pytest.raises(ValueError, match=message):
+        evolve(**arguments)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad):
+    kernel = torch.full((2, 2), bad)
+    with pytest.raises(ValueError, match="not finite"):
+        evolve(
+            kernel,
+            torch.zeros(2, 2),
+            torch.eye(2),
+            loss="cross-entropy",
+            learning_rate=0.1,
+            steps=[1],
+        )
+
+
+def test_concatenated_clients_evolve_as_the_pooled_examples():
+    """Eq. (8): the order of the examples is all that concatenation decides."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f = model(x).detach()
+    parts = Jacobian.concatenate([jacobian(model, part) for part in x.split([5, 4, 3])])
+    options = {"loss": "cross-entropy", "learning_rate": 0.5, "steps": [10, 100]}
+    together, apart = evolve(jacobian(model, x), f, y, **options), evolve(parts, f, y, **options)
+    assert relative(apart.outputs, together.outputs) < 1e-9
