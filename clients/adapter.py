@@ -42,7 +42,8 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     =========  ================================================  ================================
 
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
-    one; a ``query.partition`` message asks for nothing else and loads no data. Trained weights go back under the names they came with; other arrays under numbers.
+    one; a ``query.partition`` message asks for nothing else and loads no data. Trained weights go
+    back under the names they came with; other arrays under numbers.
 
     Parameters
     ----------

@@ -87,5 +87,3 @@ class NTKFLClient(ModelClient):
         """
         losses = self.candidate_losses(unstack_candidates(parameters))
         return {"losses": losses, "num-examples": len(self.x)}
-
-

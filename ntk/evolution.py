@@ -11,6 +11,7 @@ in eq. (7) and (9a) but 1/(N d_2) in eq. (10); used literally, functions and wei
 speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves both.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ def _check(
 
 def _check_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
     times = tuple(float(t) for t in steps)
-    if not times or any(a >= b for a, b in zip(times, times[1:], strict=False)) or times[0] < 0:
+    if not times or any(a >= b for a, b in itertools.pairwise(times)) or times[0] < 0:
         raise ValueError(f"steps: expected increasing times of at least 0, got {steps}")
     if not all(math.isfinite(t) for t in times):
         raise ValueError(f"steps: expected finite times, got {steps}")
@@ -183,7 +184,7 @@ def _evolve_mse(
     times: tuple[float, ...],
     residuals: str,
 ) -> Evolution:
-    """Closed form: each eigenvalue's part of Y - f decays as exp(-rate t), eq. (9a)."""
+    """Solve in closed form: each eigenvalue's part of Y - f decays as exp(-rate t), eq. (9a)."""
     eigenvalues, basis = torch.linalg.eigh(kernel.double())
     rates = scale * eigenvalues.clamp(min=0)
     start = basis.T @ (targets - outputs).double()
@@ -200,7 +201,7 @@ def _evolve_mse(
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
-    """numerator / denominator, and `limit` where the denominator is zero."""
+    """Numerator / denominator, and `limit` where the denominator is zero."""
     zero = denominator == 0
     return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))
 
@@ -335,9 +336,7 @@ class _RungeKuttaChebyshev:
             before, now = now, following
         return now
 
-    def _add_whole_steps(
-        self, step: float, outputs: Tensor, slope: tuple[Tensor, Tensor]
-    ) -> None:
+    def _add_whole_steps(self, step: float, outputs: Tensor, slope: tuple[Tensor, Tensor]) -> None:
         """Add G(f(u)) for the integers u in [time, time + step), f by cubic interpolation."""
         first, last = math.ceil(self.time - 1e-9), math.ceil(self.time + step - 1e-9)
         for u in range(first, last):

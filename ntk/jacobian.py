@@ -510,7 +510,7 @@ def jacobian(
         size = sum(p.numel() * p.element_size() for p in rest.values())
         require_memory(
             2 * len(x) * num_outputs * size,
-            f"joining the chunks of the dense Jacobian of {len(x)} examples x {num_outputs} outputs",
+            f"joining the dense Jacobian of {len(x)} examples x {num_outputs} outputs",
             cure="use fewer examples at a time",
         )
         parts = []
@@ -548,7 +548,7 @@ LinearLayers = dict[str, tuple[nn.Linear, str | None, str | None]]
 
 def _linear_layers(model: nn.Module, example: Tensor) -> LinearLayers:
     """Linear layers whose parameters enter the outputs through one call on (n, d) inputs."""
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
     candidates = {
         name: module
         for name, module in model.named_modules()
@@ -582,7 +582,7 @@ def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
             continue
         seen.add(node)
         for parent, _ in node.next_functions:
-            if hasattr(parent, "variable"):
+            if parent is not None and hasattr(parent, "variable"):
                 uses[parent.variable] += 1
             stack.append(parent)
     return uses

@@ -103,7 +103,7 @@ def stack_candidates(
 
 
 def unstack_candidates(arrays: Sequence[NDArray[Any]]) -> list[list[NDArray[Any]]]:
-    """Lists of weights, one for each candidate, from arrays stacked as above.
+    """Return lists of weights, one for each candidate, from arrays stacked as above.
 
     Raises
     ------

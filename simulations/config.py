@@ -6,8 +6,9 @@ strings: ``steps = "100,200,400"``.
 
 import dataclasses
 import difflib
+import operator
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,13 @@ __all__ = ["Config", "ConfigError"]
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""
+
+
+_LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("at_least", operator.ge, "at least"),
+    ("above", operator.gt, "more than"),
+    ("below", operator.lt, "less than"),
+)
 
 
 def _option(default: Any, doc: str, **limits: Any) -> Any:
@@ -64,7 +72,9 @@ class Config:
     dataset: str = _option(
         "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"
     )
-    data_dir: str = _option("", "folder of torchvision's data sets; ~/.cache/fedntk/data by default")
+    data_dir: str = _option(
+        "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
+    )
     image_column: str = _option("", "of a Hugging Face set; its first image column by default")
     label_column: str = _option("label", "of a Hugging Face set")
     natural_column: str = _option("", "of a Hugging Face set: whose example it is")
@@ -130,7 +140,7 @@ class Config:
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
         value, limits, key = getattr(self, field.name), field.metadata, _key(field.name)
-        expected = type(field.default)
+        expected: type = type(field.default)
         if expected is float and type(value) is int:
             value = float(value)
             object.__setattr__(self, field.name, value)
@@ -144,11 +154,7 @@ class Config:
             raise ConfigError(
                 f"{key}: expected one of {', '.join(limits['choices'])}, got {value!r}{hint}"
             )
-        for limit, holds, words in (
-            ("at_least", lambda v, b: v >= b, "at least"),
-            ("above", lambda v, b: v > b, "more than"),
-            ("below", lambda v, b: v < b, "less than"),
-        ):
+        for limit, holds, words in _LIMITS:
             if limit in limits and not holds(value, limits[limit]):
                 raise ConfigError(f"{key}: expected {words} {limits[limit]}, got {value}")
 

@@ -162,12 +162,11 @@ def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
                     f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
                     "data-dir to a folder in torchvision's layout"
                 ) from error
-        arrays = []
-        for part in parts:
-            x = np.asarray(part.data)
-            x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
-            arrays += [np.ascontiguousarray(x), np.asarray(part.targets, dtype=np.int64)]
-        return Data(*arrays, num_classes=len(parts[0].classes))
+        (x_train, y_train), (x_test, y_test) = (
+            (_channels_first(np.asarray(part.data)), np.asarray(part.targets, dtype=np.int64))
+            for part in parts
+        )
+        return Data(x_train, y_train, x_test, y_test, num_classes=len(parts[0].classes))
 
     return load
 
@@ -212,15 +211,13 @@ def _npz(path: Path) -> Data:
     return Data(x_train, labels[0], x_test, labels[1], num_classes=num_classes)
 
 
-def _hugging_face(
-    name: str, image_column: str, label_column: str, natural_column: str
-) -> Data:
+def _hugging_face(name: str, image_column: str, label_column: str, natural_column: str) -> Data:
     """Any image set with train and test splits, from the hub or a folder of its files."""
     import datasets
     from flwr_datasets import FederatedDataset
 
     federated = FederatedDataset(dataset=name, partitioners={}, shuffle=False)
-    arrays: list[Any] = []
+    loaded: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
     natural_ids = None
     num_classes = 0
     for part in ("train", "test"):
@@ -236,9 +233,8 @@ def _hugging_face(
                     f"{key}: {name!r} has the columns {', '.join(split.features)}, got {needed!r}"
                 )
         pictures = np.stack([np.asarray(picture) for picture in split[column]])
-        pictures = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
         labels = np.asarray(split[label_column], dtype=np.int64)
-        arrays += [np.ascontiguousarray(pictures), labels]
+        loaded[part] = (_channels_first(pictures), labels)
         feature = split.features[label_column]
         num_classes = getattr(feature, "num_classes", max(num_classes, int(labels.max()) + 1))
         if part == "train" and natural_column:
@@ -248,7 +244,13 @@ def _hugging_face(
                     f"got {natural_column!r}"
                 )
             natural_ids = np.asarray(split[natural_column])
-    return Data(*arrays, num_classes=num_classes, natural_ids=natural_ids)
+    return Data(*loaded["train"], *loaded["test"], num_classes, natural_ids)
+
+
+def _channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
+    """Grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
+    moved = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(moved)
 
 
 _BY_NAME: dict[str, Callable[[Path], Data]] = {

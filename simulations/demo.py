@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
@@ -35,13 +34,14 @@ def table(runs: list[Run], target: float = TARGET) -> Table:
     result.add_column("round")
     for each in runs:
         result.add_column(str(each.summary["run"]), justify="right")
-    curves = pd.DataFrame({i: each.curve() for i, each in enumerate(runs)})
+    curves = [each.curve() for each in runs]
     for number in SHOWN:
-        if number in curves.index:
-            result.add_row(str(number), *(f"{100 * v:.1f} %" for v in curves.loc[number]))
+        result.add_row(str(number), *(f"{100 * curve[number]:.1f} %" for curve in curves))
     result.add_section()
     reached = [each.summary["rounds-to-target"].get(str(target)) for each in runs]
-    result.add_row(f"rounds to {100 * target:g} %", *("not reached" if r is None else str(r) for r in reached))
+    result.add_row(
+        f"rounds to {100 * target:g} %", *("not reached" if r is None else str(r) for r in reached)
+    )
     result.add_row("bytes up, MB", *(f"{each.summary['bytes-up'] / 1e6:.1f}" for each in runs))
     result.add_row("bytes down, MB", *(f"{each.summary['bytes-down'] / 1e6:.1f}" for each in runs))
     result.add_row("seconds", *(f"{each.summary['seconds']:.1f}" for each in runs))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 __all__ = ["COLOURS", "accuracy_curves"]
 
@@ -51,10 +52,10 @@ def accuracy_curves(
         axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
         axes.annotate(
             f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
-            xytext=(-4, 3), textcoords="offset points", ha="right", color="0.4", fontsize=9,
+            xytext=(-4, -3), textcoords="offset points", ha="right", va="top", color="0.4",
         )  # fmt: skip
     axes.set(xlabel="communication round", ylabel="test accuracy (%)", title=title, ylim=(0, 100))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)

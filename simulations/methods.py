@@ -63,7 +63,10 @@ def _ntk_fl_strategy(
 METHODS = {
     "ntk-fl": Method(
         _ntk_fl_strategy,
-        lambda config, _, options: NTKFLClient(structure=config.structure, **options),
+        lambda config, _, options: NTKFLClient(
+            structure=config.structure,  # type: ignore[arg-type]
+            **options,
+        ),
     ),
     "fedavg": Method(
         lambda _, options, __: SeededFedAvg(**options),

@@ -138,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """Rounds of several runs as one tidy DataFrame: run, method, seed, round, metric, value.
+    """Read the rounds of several runs as one tidy DataFrame: run, method, seed, round, metric, value.
 
     Parameters
     ----------
@@ -148,8 +148,10 @@ def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     given = [folders] if isinstance(folders, str | Path) else list(folders)
     found: list[Path] = []
     for folder in map(Path, given):
-        runs = [folder] if (folder / "summary.json").exists() else sorted(
-            path.parent for path in folder.glob("*/summary.json")
+        runs = (
+            [folder]
+            if (folder / "summary.json").exists()
+            else sorted(path.parent for path in folder.glob("*/summary.json"))
         )
         if not runs:
             raise FileNotFoundError(f"no finished run in {folder}")

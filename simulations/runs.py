@@ -174,7 +174,7 @@ def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
 
 @contextlib.contextmanager
 def _superlink(home: Path) -> Iterator[dict[str, str]]:
-    """A SuperLink in simulation mode on a free port, for one run; yields its environment."""
+    """Start a SuperLink in simulation mode on a free port; yield the environment for its user."""
     home.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -15,7 +15,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -154,7 +162,7 @@ class NTKFL(SeededFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
+        """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
         weights = {name: array.numpy() for name, array in self.global_arrays.items()}
         shapes = {name: array.shape for name, array in weights.items()}
         pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
@@ -185,9 +193,7 @@ class NTKFL(SeededFedAvg):
         metrics["linearised-loss"] = linearised[best]
         return ArrayRecord({name: Array(rows[best]) for name, rows in candidates.items()}), metrics
 
-    def evolve(
-        self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> Evolution:
+    def evolve(self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor) -> Evolution:
         """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""
         return evolve(
             jacobian,

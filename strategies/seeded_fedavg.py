@@ -151,9 +151,7 @@ class SeededFedAvg(FedAvg):
     def summary(self) -> None:
         """Log the settings."""
         super().summary()
-        logger.log(
-            INFO, "\t└──> Seed %d, at least %d valid replies", self.seed, self.min_completed
-        )
+        logger.log(INFO, "\t└──> Seed %d, at least %d valid replies", self.seed, self.min_completed)
 
     # ---------------------------------------------------------------- sampling
 
@@ -366,13 +364,9 @@ def _weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[str, ND
         raise BadReply("arrays", f"names differ from the model's in {odd[:5]}")
     for name, array in arrays.items():
         if array.shape != expected[name].shape:
-            raise BadReply(
-                "shape", f"{name}: expected {expected[name].shape}, got {array.shape}"
-            )
+            raise BadReply("shape", f"{name}: expected {expected[name].shape}, got {array.shape}")
         if array.dtype != expected[name].dtype:
-            raise BadReply(
-                "dtype", f"{name}: expected {expected[name].dtype}, got {array.dtype}"
-            )
+            raise BadReply("dtype", f"{name}: expected {expected[name].dtype}, got {array.dtype}")
         if not np.isfinite(array).all():
             raise BadReply("non-finite", f"{name} holds NaN or infinity")
     return arrays
