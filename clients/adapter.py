@@ -119,7 +119,7 @@ def _names(received: list[str], result: list[NDArray[Any]]) -> list[str]:
 
 
 def _array(array: NDArray[Any]) -> Array:
-    return Array(np.ascontiguousarray(array))
+    return Array(np.asarray(array))
 
 
 def _reply(

@@ -4,11 +4,13 @@ Source: McMahan et al., *Communication-Efficient Learning of Deep Networks from 
 Data*, AISTATS 2017, algorithm 1 (ClientUpdate).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fedntk.ntk import loss_value
 
@@ -26,7 +28,8 @@ class SGDClient(ModelClient):
     local_epochs : int
         E: passes over the local examples. 0 sends the received weights back.
     batch_size : int
-        B: examples per step.
+        B: examples per step. Under BatchNorm, which cannot normalise a single example, a last batch
+        of one joins the batch before it.
     learning_rate : float
         eta of plain SGD.
     momentum, weight_decay : float
@@ -85,12 +88,22 @@ class SGDClient(ModelClient):
         self.model.train()
         for _ in range(self.local_epochs):
             order = torch.randperm(len(self.x), generator=generator)
-            for batch in order.split(self.batch_size):
+            for batch in self._batches(order):
                 optimizer.zero_grad()
                 outputs = self.model(self.x[batch].to(self.device))
                 self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
                 optimizer.step()
         return get_weights(self.model), len(self.x), {"train-loss": train_loss}
+
+    def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
+        batches = list(order.split(self.batch_size))
+        if len(batches) > 1 and len(batches[-1]) == 1 and self._normalises_batches:
+            batches[-2:] = [torch.cat(batches[-2:])]
+        return batches
+
+    @property
+    def _normalises_batches(self) -> bool:
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
 
     def _batch_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.loss == "mse":

@@ -113,4 +113,4 @@ def unstack_candidates(arrays: Sequence[NDArray[Any]]) -> list[list[NDArray[Any]
     counts = {array.shape[0] if array.ndim else 0 for array in arrays}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"candidates: expected one number of rows, got {sorted(counts)}")
-    return [[array[row] for array in arrays] for row in range(counts.pop())]
+    return [[array[row, ...] for array in arrays] for row in range(counts.pop())]

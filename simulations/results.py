@@ -138,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """Read the rounds of several runs as one tidy DataFrame: run, method, seed, round, metric, value.
+    """Read several runs: one tidy DataFrame of run, method, seed, round, metric and value.
 
     Parameters
     ----------

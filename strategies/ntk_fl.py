@@ -191,7 +191,9 @@ class NTKFL(SeededFedAvg):
         metrics["t"] = float(self.steps[best])
         metrics["candidate-loss"] = losses[best]
         metrics["linearised-loss"] = linearised[best]
-        return ArrayRecord({name: Array(rows[best]) for name, rows in candidates.items()}), metrics
+        return ArrayRecord(
+            {name: Array(rows[best, ...]) for name, rows in candidates.items()}
+        ), metrics
 
     def evolve(self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor) -> Evolution:
         """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""
@@ -220,7 +222,7 @@ class NTKFL(SeededFedAvg):
         if self.validation_loss is not None:
             losses = []
             for best in range(len(self.steps)):
-                arrays = {name: Array(rows[best]) for name, rows in candidates.items()}
+                arrays = {name: Array(rows[best, ...]) for name, rows in candidates.items()}
                 loss = float(self.validation_loss(ArrayRecord(arrays)))
                 losses.append(loss if not math.isnan(loss) else math.inf)
             return losses

@@ -259,6 +259,7 @@ class SeededFedAvg(FedAvg):
         -------
         tuple of list of (Reply, T), Counter
             What was parsed, sorted by partition, and how many were rejected for which reason.
+            Replies must also agree on the names of their metrics; most decide.
         """
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
@@ -273,7 +274,8 @@ class SeededFedAvg(FedAvg):
                     WARNING, "dropped the reply of node %d: %s", message.metadata.src_node_id, error
                 )
         parsed.sort(key=lambda pair: pair[0].order)
-        return parsed, rejected
+        parsed, unlike = agreeing(parsed, lambda reply, _: frozenset(reply.metrics), "metrics")
+        return parsed, rejected + unlike
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -281,8 +283,6 @@ class SeededFedAvg(FedAvg):
         """Average the accepted weights, in the dtypes of the global model."""
         expected = {name: array.numpy() for name, array in self.global_arrays.items()}
         pairs, rejected = self.accepted(replies, lambda reply: _weights(reply, expected))
-        pairs, unlike = agreeing(pairs, lambda reply, _: frozenset(reply.metrics), "metrics")
-        rejected += unlike
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
@@ -299,8 +299,7 @@ class SeededFedAvg(FedAvg):
         pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
         if not pairs and not rejected:
             return None
-        pairs, unlike = agreeing(pairs, lambda reply, _: frozenset(reply.metrics), "metrics")
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected + unlike)
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.evaluate_metrics[server_round] = metrics
         return metrics if pairs else None
 

@@ -1,0 +1,85 @@
+"""What all clients share: weights in, weights out, evaluation."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedntk.clients import ModelClient, get_weights, set_weights
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def test_weights_round_trip_with_buffers_and_dtypes():
+    model, other = batch_norm(), batch_norm()
+    model(torch.randn(6, 4))  # moves the running statistics and the counter
+    arrays = get_weights(model)
+    assert [a.dtype for a in arrays].count(np.dtype(np.int64)) == 1
+    arrays = [a.astype(np.float64) for a in arrays]  # as averaging returns them
+    set_weights(other, arrays)
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_weights_are_copies():
+    model = nn.Linear(2, 2)
+    arrays = get_weights(model)
+    arrays[0][:] = 7
+    assert not (model.weight == 7).any()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a: a[:-1], "the model has 2 arrays, got 1"),
+        (lambda a: [a[0].T, a[1]], r"weight has the shape \(3, 4\), got \(4, 3\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(damage, message):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=message):
+        set_weights(model, damage(get_weights(model)))
+
+
+def test_evaluation_is_that_of_the_weights_sent_on_the_test_examples():
+    """Identity network: outputs are the inputs, so accuracy is known."""
+    model = nn.Linear(3, 3)
+    x = torch.randn(4, 3)
+    x_test = 100 * torch.eye(3)[[0, 1, 2, 0]]
+    client = ModelClient(
+        model, x, torch.tensor([0, 1, 2, 0]), x_test=x_test, y_test=torch.tensor([0, 1, 2, 1])
+    )
+    loss, count, metrics = client.evaluate(
+        [np.eye(3, dtype=np.float32), np.zeros(3, dtype=np.float32)], {}
+    )
+    assert (count, metrics) == (4, {"accuracy": 0.75})
+    assert loss == pytest.approx(25.0)  # one of four misses by a logit of 100
+
+
+def test_evaluation_without_test_examples_uses_the_training_examples():
+    client = ModelClient(nn.Linear(3, 3), torch.randn(5, 3), torch.zeros(5, dtype=torch.long))
+    assert client.evaluate(client.get_parameters({}), {})[1] == 5
+
+
+def test_bad_examples_are_refused():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"labels: expected 0 ... 1, got 0 ... 3"):
+        ModelClient(model, x, torch.arange(4))
+    with pytest.raises(ValueError, match="at least one example"):
+        ModelClient(model, x[:0], torch.arange(0))
+    with pytest.raises(ValueError, match="as many labels, got 4 and 3"):
+        ModelClient(model, x, torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="loss: expected one of"):
+        ModelClient(model, x, torch.zeros(4, dtype=torch.long), loss="hinge")
+
+
+def test_a_loss_that_is_no_number_counts_as_infinite():
+    model = nn.Linear(3, 3)
+    client = ModelClient(model, torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
+    good, bad = get_weights(model), [np.full((3, 3), np.nan, np.float32), np.zeros(3, np.float32)]
+    losses = client.candidate_losses([good, bad])
+    assert np.isfinite(losses[0])
+    assert losses[1] == np.inf

@@ -1,0 +1,62 @@
+"""NTKFLClient sends what section 4.1 says, in both forms."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedntk.clients import NTKFLClient, get_weights
+from fedntk.ntk import JacobianUpload, jacobian, loss_value, one_hot
+
+X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
+    sent, own = network(), nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    client = NTKFLClient(own, X, Y, structure=structure)
+    arrays, count, metrics = client.fit(get_weights(sent), {})
+    shapes = {name: p.shape for name, p in sent.state_dict().items()}
+    upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
+    assert count == 9
+    assert torch.equal(upload.targets, one_hot(Y, 3))
+    with torch.no_grad():
+        assert torch.equal(upload.outputs, sent(X))
+    expected = jacobian(sent, X, structure=structure).dense()
+    for name, tensor in upload.jacobian.dense().items():
+        assert torch.equal(tensor, expected[name])
+    assert metrics["train-loss"] == loss_value(upload.outputs, upload.targets, "cross-entropy")
+
+
+def test_both_forms_give_the_same_update():
+    """Factored and dense differ in rounding only: float32, sums of 27 terms, 1e-5."""
+    model = network()
+    updates = []
+    shapes = {name: p.shape for name, p in model.state_dict().items()}
+    for structure in ("factored", "dense"):
+        arrays, _, _ = NTKFLClient(model, X, Y, structure=structure).fit(get_weights(model), {})
+        upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
+        updates.append(upload.jacobian.vjp(upload.targets - upload.outputs))
+    for name, update in updates[0].items():
+        torch.testing.assert_close(update, updates[1][name], rtol=1e-5, atol=1e-5)
+
+
+def test_query_returns_the_true_loss_of_each_candidate():
+    models = [network(), nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))]
+    stacked = [np.stack(pair) for pair in zip(*map(get_weights, models), strict=True)]
+    answer = NTKFLClient(network(), X, Y).query(stacked, {})
+    with torch.no_grad():
+        expected = [loss_value(model(X), one_hot(Y, 3), "cross-entropy") for model in models]
+    assert answer == {"losses": expected, "num-examples": 9}
+
+
+def test_query_with_ragged_candidates_is_refused():
+    stacked = [np.stack([w, w]) for w in get_weights(network())]
+    with pytest.raises(ValueError, match="one number of rows"):
+        NTKFLClient(network(), X, Y).query([stacked[0][:1], *stacked[1:]], {})

@@ -1,0 +1,197 @@
+"""A small federation on the local grid, with replies that can be reordered or damaged."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor, nn
+
+from fedntk.clients import client_app
+from fedntk.simulations.engines import LocalGrid
+
+NUM_CLIENTS = 6
+Change = Callable[[Message], Message | None]
+
+
+def network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def examples(partition: int) -> tuple[Tensor, Tensor]:
+    """5 + partition examples of a client, of two of three classes."""
+    generator = torch.Generator().manual_seed(partition)
+    n = 5 + partition
+    y = (torch.arange(n) % 2 + partition) % 3
+    x = torch.randn(n, 4, generator=generator) + 2 * nn.functional.one_hot(y, 4)
+    return x, y
+
+
+class Grid(LocalGrid):
+    """A local grid with other node ids, whose replies to training pass through changes.
+
+    `changes` maps a partition to what becomes of its training replies; `order` permutes them.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        *,
+        node_ids: Iterable[int] | None = None,
+        order: int | None = None,
+        changes: dict[int, Change] | None = None,
+        num_clients: int = NUM_CLIENTS,
+    ) -> None:
+        super().__init__(app, num_clients, {})
+        contexts = list(self.contexts.values())
+        ids = list(node_ids) if node_ids is not None else list(self.contexts)
+        self.contexts = dict(zip(ids, contexts, strict=True))
+        for node_id, context in self.contexts.items():
+            context.node_id = node_id
+        self.order, self.changes = order, changes or {}
+        self.trained: list[int] = []
+        self.exchanges: list[tuple[str, int]] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        ids = list(self.contexts)
+        return (
+            ids
+            if self.order is None
+            else np.random.default_rng(self.order).permutation(ids).tolist()
+        )
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        messages = list(messages)
+        if messages:
+            self.exchanges.append((messages[0].metadata.message_type, len(messages)))
+        replies = []
+        for message in messages:
+            partition = self.contexts[message.metadata.dst_node_id].node_config["partition-id"]
+            (reply,) = super().send_and_receive([message])
+            if message.metadata.message_type == "train":
+                self.trained.append(int(partition))
+                if partition in self.changes:
+                    changed = self.changes[int(partition)](reply)
+                    replies += [] if changed is None else [changed]
+                    continue
+            replies.append(reply)
+        if self.order is not None:
+            replies = [
+                replies[i] for i in np.random.default_rng(self.order).permutation(len(replies))
+            ]
+        return replies
+
+
+def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
+    def client_fn(context: Context) -> NumPyClient:
+        x, y = examples(int(context.node_config["partition-id"]))
+        return make(network(), x, y, **options)
+
+    return client_app(client_fn)
+
+
+def start(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
+    """Weights after some rounds; the initial ones where nothing changed them."""
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
+    arrays = result.arrays if len(result.arrays) else initial
+    return {name: array.numpy() for name, array in arrays.items()}
+
+
+def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: str(w.dtype).encode() + w.tobytes() for name, w in weights.items()}
+
+
+# ------------------------------------------------------------------ hostile replies
+
+
+def with_arrays(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Change:
+    def apply(reply: Message) -> Message:
+        arrays = {k: a.numpy() for k, a in reply.content["arrays"].items()}
+        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in change(arrays).items()})
+        return reply
+
+    return apply
+
+
+def with_metrics(**values: Any) -> Change:
+    def apply(reply: Message) -> Message:
+        metrics = dict(reply.content["metrics"])
+        for key, value in values.items():
+            metrics[key.replace("_", "-")] = value
+        reply.content["metrics"] = MetricRecord({k: v for k, v in metrics.items() if v is not None})
+        return reply
+
+    return apply
+
+
+def failed(reply: Message) -> Message:
+    return Message(Error(0, "out of memory"), reply_to=reply)
+
+
+def lost(_: Message) -> None:
+    return None
+
+
+def empty(reply: Message) -> Message:
+    reply.content = RecordDict()
+    return reply
+
+
+def second_record(name: str) -> Change:
+    def apply(reply: Message) -> Message:
+        reply.content["again"] = reply.content[name]
+        return reply
+
+    return apply
+
+
+def garbage(reply: Message) -> Message:
+    arrays = reply.content["arrays"]
+    first = next(iter(arrays))
+    arrays[first] = Array("float32", (2,), "numpy.ndarray", b"not an array")
+    return reply
+
+
+def damaged(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """Change the array at a position."""
+
+    def apply(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name = list(arrays)[position]
+        return {k: change(a) if k == name else a for k, a in arrays.items()}
+
+    return with_arrays(apply)
+
+
+# kind of reply -> (what becomes of it, reason under which it is counted)
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "error": (failed, "error"),
+    "no content": (empty, "metrics"),
+    "extra array": (with_arrays(lambda a: a | {"extra": np.zeros(3, np.float32)}), "arrays shape"),
+    "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
+    "garbage": (garbage, "arrays"),
+    "two array records": (second_record("arrays"), "arrays"),
+    "two metric records": (second_record("metrics"), "metrics"),
+    "NaN": (damaged(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
+    "infinity": (damaged(0, lambda a: np.full_like(a, np.inf)), "non-finite"),
+    "shape": (damaged(0, lambda a: a[:-1]), "shape"),
+    "dtype": (damaged(0, lambda a: a.astype(np.complex64)), "dtype"),
+    "negative num-examples": (with_metrics(num_examples=-5), "num-examples"),
+    "zero num-examples": (with_metrics(num_examples=0), "num-examples"),
+    "huge num-examples": (with_metrics(num_examples=2**62), "num-examples"),
+    "NaN num-examples": (with_metrics(num_examples=float("nan")), "non-finite"),
+    "infinite num-examples": (with_metrics(num_examples=float("inf")), "num-examples"),
+    "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
+    "no num-examples": (with_metrics(num_examples=None), "num-examples"),
+    "extra metric": (with_metrics(bonus=1.0), "metrics"),
+    "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
+    "fractional partition": (with_metrics(partition_id=0.5), "metrics"),
+}

@@ -1,0 +1,154 @@
+"""What every strategy must do, whatever its method: a new one passes by being listed here."""
+
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedntk.clients import NTKFLClient, SGDClient
+from fedntk.strategies import NTKFL, SeededFedAvg
+
+from .federation import HOSTILE, Grid, app, bits, examples, failed, lost, network, start
+
+FEDAVG = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 6}
+STRATEGIES: dict[str, tuple[Callable[..., SeededFedAvg], Any]] = {
+    "SeededFedAvg": (
+        lambda **o: SeededFedAvg(**FEDAVG | o),
+        app(SGDClient, learning_rate=0.1, batch_size=4),
+    ),
+    "NTKFL": (
+        lambda **o: NTKFL(learning_rate=0.1, steps=[5, 20, 50], **FEDAVG | o),
+        app(NTKFLClient),
+    ),
+}
+
+
+@pytest.fixture(params=sorted(STRATEGIES))
+def method(request: pytest.FixtureRequest) -> tuple[Callable[..., SeededFedAvg], Any]:
+    return STRATEGIES[request.param]
+
+
+def test_two_rounds_learn_and_keep_names_shapes_and_dtypes(method):
+    make, clients = method
+    before = {k: v.numpy() for k, v in network().state_dict().items()}
+    strategy = make()
+    after = start(strategy, Grid(clients), rounds=2)
+    assert list(after) == list(before)
+    for name, array in after.items():
+        assert (array.dtype, array.shape) == (before[name].dtype, before[name].shape)
+        assert np.isfinite(array).all()
+    losses = [strategy.train_metrics[r]["train-loss"] for r in (1, 2)]
+    assert losses[1] < losses[0]
+
+
+def test_same_seed_same_bits_whatever_the_node_ids_and_the_order_of_replies(method):
+    make, clients = method
+    options = {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3}
+    results, trained = [], []
+    for node_ids, order in (
+        (range(1, 7), None),
+        ([90, 12, 55, 7, 31, 68], 1),
+        (range(6, 0, -1), 2),
+    ):
+        grid = Grid(clients, node_ids=node_ids, order=order)
+        results.append(bits(start(make(**options), grid, rounds=2)))
+        trained.append([sorted(grid.trained[:3]), sorted(grid.trained[3:])])
+    assert results[0] == results[1] == results[2]
+    assert trained[0] == trained[1] == trained[2]
+
+
+def test_another_seed_samples_others(method):
+    make, clients = method
+    trained = set()
+    for seed in range(5):
+        grid = Grid(clients)
+        start(make(fraction_train=0.5, min_train_nodes=3, seed=seed), grid)
+        trained.add(tuple(sorted(grid.trained)))
+    assert len(trained) > 1
+
+
+@pytest.mark.parametrize("kind", sorted(HOSTILE))
+def test_a_hostile_reply_leaves_the_result_of_the_run_without_that_client(method, kind, caplog):
+    make, clients = method
+    change, reasons = HOSTILE[kind]
+    with caplog.at_level(WARNING, "flwr"):
+        strategy = make()
+        attacked = start(strategy, Grid(clients, changes={2: change}))
+    without = start(make(), Grid(clients, changes={2: lost}))
+    assert bits(attacked) == bits(without)
+    metrics = strategy.train_metrics[1]
+    counted = {k: v for k, v in metrics.items() if k.startswith("rejected-")}
+    assert metrics["replies-accepted"] == 5
+    assert metrics["replies-rejected"] == 1
+    assert list(counted.values()) == [1]
+    (reason,) = counted
+    assert reason.removeprefix("rejected-") in (*reasons.split(), "layout")
+    if kind != "error":
+        assert any("dropped the reply" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("change", [failed, lost, HOSTILE["NaN"][0]])
+def test_a_round_in_which_all_fail_leaves_the_model_and_says_so(method, change, caplog):
+    make, clients = method
+    strategy = make()
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, Grid(clients, changes=dict.fromkeys(range(6), change)))
+    before = {k: v.numpy() for k, v in network().state_dict().items()}
+    assert bits(after) == bits(before)
+    assert strategy.train_metrics[1]["replies-accepted"] == 0
+    assert any("the model stays as it was" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("failing", "changed"), [(2, True), (3, False)])
+def test_fewer_than_min_completed_replies_leave_the_model(method, failing, changed):
+    make, clients = method
+    changes = dict.fromkeys(range(failing), HOSTILE["NaN"][0])
+    after = start(make(min_completed=4), Grid(clients, changes=changes))
+    before = {k: v.numpy() for k, v in network().state_dict().items()}
+    assert (bits(after) != bits(before)) == changed
+
+
+def test_held_out_and_sampled_sizes(method):
+    make, clients = method
+    grid = Grid(clients)
+    strategy = make(fraction_train=1 / 3, min_train_nodes=2, min_available_nodes=6)
+    start(strategy, grid, rounds=4)
+    assert [len(set(grid.trained[i : i + 2])) for i in range(0, 8, 2)] == [2] * 4
+    total = sum(len(examples(p)[1]) for p in grid.trained[:2])
+    assert strategy.train_metrics[1]["num-examples"] == total
+
+
+def test_clients_evaluate_and_their_metrics_are_averaged_by_examples(method):
+    make, clients = method
+    strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
+    grid = Grid(clients, order=4)
+    start(strategy, grid)
+    metrics = strategy.evaluate_metrics[1]
+    assert metrics["replies-accepted"] == 6
+    assert metrics["num-examples"] == sum(len(examples(p)[1]) for p in range(6))
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_completed": 0}, "min_completed: expected at least 1, got 0"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused(method, options, message):
+    make, _ = method
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_every_strategy_is_listed():
+    import fedntk.strategies
+
+    classes = {
+        name for name in fedntk.strategies.__all__
+        if isinstance(getattr(fedntk.strategies, name), type)
+    }  # fmt: skip
+    assert classes == set(STRATEGIES)

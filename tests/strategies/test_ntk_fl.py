@@ -1,0 +1,251 @@
+"""NTKFL against the same computation on the pooled examples, and its rules for choosing t."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message
+
+from fedntk.clients import NTKFLClient, set_weights
+from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
+from fedntk.strategies import NTKFL
+
+from .federation import NUM_CLIENTS, Grid, app, bits, damaged, examples, lost, network, start
+
+STEPS = (5, 20, 80, 400)
+OPTIONS = {"learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0}
+
+
+def pooled(
+    loss: str = "cross-entropy", partitions: range = range(NUM_CLIENTS), **options: object
+) -> tuple[list[dict[str, np.ndarray]], list[float], list[float]]:
+    """Candidates, their true losses and their linearised losses, on one machine, by fedntk.ntk."""
+    model = network().eval()
+    data = [examples(p) for p in partitions]
+    jac = Jacobian.concatenate([jacobian(model, x) for x, _ in data])
+    with torch.no_grad():
+        outputs = torch.cat([model(x) for x, _ in data])
+    targets = torch.cat([one_hot(y, 3) for _, y in data])
+    evolution = evolve(jac, outputs, targets, loss=loss, learning_rate=0.5, steps=STEPS, **options)
+    candidates, losses = [], []
+    for residuals in evolution.residuals:
+        update = jac.vjp(residuals)
+        weights = {
+            name: w.numpy() + update[name].numpy() if name in update else w.numpy()
+            for name, w in model.state_dict().items()
+        }
+        candidates.append(weights)
+        other = network().eval()
+        set_weights(other, list(weights.values()))
+        with torch.no_grad():
+            total = sum(len(x) * loss_value(other(x), one_hot(y, 3), loss) for x, y in data)
+        losses.append(total / len(targets))
+    linearised = [loss_value(f, targets, loss) for f in evolution.outputs]
+    return candidates, losses, linearised
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_federated_round_equals_the_pooled_computation_bit_for_bit(loss, kernel):
+    candidates, losses, linearised = pooled(loss, kernel=kernel)
+    strategy = NTKFL(loss=loss, kernel=kernel, **OPTIONS)
+    weights = start(strategy, Grid(app(NTKFLClient, loss=loss)))
+    best = int(np.argmin(losses))
+    assert bits(weights) == bits(candidates[best])
+    metrics = strategy.train_metrics[1]
+    assert metrics["t"] == STEPS[best]
+    assert metrics["candidate-loss"] == pytest.approx(losses[best], rel=1e-12)
+    assert metrics["linearised-loss"] == linearised[best]
+
+
+def test_one_jacobian_of_all_examples_gives_the_same_weights():
+    """Only the batches differ, so rounding alone may: float32, sums of under 100 terms."""
+    model = network().eval()
+    x, y = (torch.cat(parts) for parts in zip(*map(examples, range(NUM_CLIENTS)), strict=True))
+    with torch.no_grad():
+        outputs = model(x)
+    jac = jacobian(model, x)
+    evolution = evolve(jac, outputs, one_hot(y, 3), loss="mse", learning_rate=0.5, steps=STEPS)
+    candidates, _, _ = pooled("mse")
+    for residuals, weights in zip(evolution.residuals, candidates, strict=True):
+        update = jac.vjp(residuals)
+        for name, w in model.state_dict().items():
+            if name in update:
+                expected = weights[name] - w.numpy()
+                size = np.abs(expected).max()
+                np.testing.assert_allclose(update[name], expected, atol=1e-4 * size)
+
+
+def test_dense_and_factored_wires_give_the_same_weights():
+    """Rounding alone separates them; the update is O(1) and float32 has 1e-7."""
+    results = [
+        start(NTKFL(**OPTIONS), Grid(app(NTKFLClient, structure=structure)))
+        for structure in ("factored", "dense")
+    ]
+    for name, array in results[0].items():
+        np.testing.assert_allclose(array, results[1][name], rtol=1e-4, atol=1e-4)
+
+
+def test_round_is_one_exchange_and_one_more_for_the_clients_rule():
+    for selection, kinds in (("clients", ["train", "query"]), ("linearised", ["train"])):
+        grid = Grid(app(NTKFLClient))
+        start(NTKFL(selection=selection, **OPTIONS), grid)
+        assert [kind for kind, _ in grid.exchanges] == ["query.partition", *kinds]
+
+
+def test_linearised_rule_takes_the_last_step_under_the_flow():
+    """The flow's loss never rises, as the documentation says."""
+    strategy = NTKFL(selection="linearised", **OPTIONS)
+    weights = start(strategy, Grid(app(NTKFLClient)))
+    candidates, _, linearised = pooled()
+    assert linearised == sorted(linearised, reverse=True)
+    assert strategy.train_metrics[1]["t"] == STEPS[-1]
+    assert bits(weights) == bits(candidates[-1])
+
+
+def test_sum_that_overshoots_is_avoided_by_the_clients_rule():
+    """eta = 500: the sum's candidates explode with t, so the first is chosen."""
+    options = OPTIONS | {"learning_rate": 500.0, "residuals": "sum", "loss": "mse"}
+    strategy = NTKFL(**options)
+    start(strategy, Grid(app(NTKFLClient, loss="mse")))
+    _, losses, _ = pooled("mse")
+    assert strategy.train_metrics[1]["t"] == STEPS[0]
+    assert strategy.train_metrics[1]["candidate-loss"] > 10 * min(losses)
+
+
+def test_validation_on_the_server_decides():
+    candidates, _, _ = pooled()
+    for wanted in (0, 2):
+
+        def validation_loss(arrays: ArrayRecord, wanted: int = wanted) -> float:
+            same = bits({k: a.numpy() for k, a in arrays.items()}) == bits(candidates[wanted])
+            return 0.0 if same else 1.0 if wanted else float("nan")
+
+        strategy = NTKFL(selection="validation", validation_loss=validation_loss, **OPTIONS)
+        grid = Grid(app(NTKFLClient))
+        assert bits(start(strategy, grid)) == bits(candidates[wanted])
+        assert [kind for kind, _ in grid.exchanges] == ["query.partition", "train"]
+
+
+def test_validation_on_held_out_clients_decides_and_they_never_train():
+    held_out = (1, 4)
+    strategy = NTKFL(selection="validation", validation_partitions=held_out, **OPTIONS)
+    grid = Grid(app(NTKFLClient))
+    weights = start(strategy, grid)
+    assert sorted(grid.trained) == [0, 2, 3, 5]
+    assert grid.exchanges[-1] == ("query", 2)
+
+    model = network().eval()
+    data = [examples(p) for p in (0, 2, 3, 5)]
+    jac = Jacobian.concatenate([jacobian(model, x) for x, _ in data])
+    with torch.no_grad():
+        outputs = torch.cat([model(x) for x, _ in data])
+    targets = torch.cat([one_hot(y, 3) for _, y in data])
+    evolution = evolve(jac, outputs, targets, loss="cross-entropy", learning_rate=0.5, steps=STEPS)
+    best, best_loss = {}, np.inf
+    for residuals in evolution.residuals:
+        update = jac.vjp(residuals)
+        candidate = {
+            name: w.numpy() + update[name].numpy() if name in update else w.numpy()
+            for name, w in model.state_dict().items()
+        }
+        other = network().eval()
+        set_weights(other, list(candidate.values()))
+        with torch.no_grad():
+            loss = sum(
+                len(examples(p)[1])
+                * loss_value(other(examples(p)[0]), one_hot(examples(p)[1], 3), "cross-entropy")
+                for p in held_out
+            )
+        if loss < best_loss:
+            best, best_loss = candidate, loss
+    assert bits(weights) == bits(best)
+
+
+class DeafGrid(Grid):
+    """Answers to queries are changed or lost."""
+
+    def __init__(self, *args, answer, **options):  # type: ignore[no-untyped-def]
+        super().__init__(*args, **options)
+        self.answer = answer
+
+    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+        messages = list(messages)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        if messages and messages[0].metadata.message_type == "query":
+            return [r for r in map(self.answer, replies) if r is not None]
+        return replies
+
+
+def _with_losses(losses: object, partition: int | None = None):  # type: ignore[no-untyped-def]
+    def answer(reply: Message) -> Message:
+        metrics = reply.content["metrics"]
+        if partition in (None, metrics["partition-id"]):
+            metrics["losses"] = losses
+        return reply
+
+    return answer
+
+
+@pytest.mark.parametrize("losses", [[0.0], 0.0, [float("nan")] * 4, [0.0] * 9])
+def test_a_bad_answer_to_the_query_is_left_out(losses):
+    """Partition 3 lies; the others' losses decide."""
+    grid = DeafGrid(app(NTKFLClient), answer=_with_losses(losses, partition=3))
+    strategy = NTKFL(**OPTIONS)
+    weights = start(strategy, grid)
+    candidates, _, _ = pooled()
+    chosen = STEPS.index(int(strategy.train_metrics[1]["t"]))
+    assert bits(weights) == bits(candidates[chosen])
+
+
+@pytest.mark.parametrize("answer", [lost, _with_losses([float("inf")] * 4)])
+def test_without_a_usable_loss_the_model_stays(answer, caplog):
+    weights = start(NTKFL(**OPTIONS), DeafGrid(app(NTKFLClient), answer=answer))
+    assert bits(weights) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+    assert "no candidate has a finite loss" in caplog.text
+
+
+def test_labels_that_are_not_one_hot_and_false_counts_are_refused():
+    strategy = NTKFL(**OPTIONS)
+    start(
+        strategy,
+        Grid(
+            app(NTKFLClient),
+            changes={
+                0: damaged(1, lambda a: a * 0),
+                1: damaged(1, lambda a: a + 1),
+                2: damaged(0, lambda a: a[:, :2]),
+            },
+        ),
+    )
+    metrics = strategy.train_metrics[1]
+    assert metrics["rejected-labels"] == 2
+    assert metrics["rejected-shape"] == 1
+    assert metrics["replies-accepted"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate: expected a positive number"),
+        ({"steps": ()}, "steps: expected increasing times"),
+        ({"steps": (2, 1)}, "steps: expected increasing times"),
+        ({"loss": "hinge"}, "loss: expected one of"),
+        ({"kernel": "wide"}, "kernel: expected"),
+        ({"residuals": "all"}, "residuals: expected"),
+        ({"tolerance": 2.0}, "tolerance: expected"),
+        ({"selection": "server"}, "selection: expected one of clients, linearised, validation"),
+        ({"selection": "validation"}, "goes with validation_loss or validation_partitions"),
+        ({"validation_partitions": (1,)}, "goes with validation_loss or validation_partitions"),
+        (
+            {
+                "selection": "validation",
+                "validation_partitions": (1,),
+                "validation_loss": lambda arrays: 0.0,
+            },
+            "not both",
+        ),
+    ],
+)
+def test_bad_hyper_parameters_are_refused_when_the_strategy_is_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        NTKFL(**OPTIONS | options)
