@@ -1,0 +1,75 @@
+"""Every wrong setting is refused at once, by name, with what was expected."""
+
+import pytest
+
+from fedntk.simulations import Config, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
+        ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
+        ({"method": "ntkfl"}, "one of ntk-fl, fedavg, got 'ntkfl'; did you mean 'ntk-fl'"),
+        ({"rounds": "ten"}, "rounds: expected int, got str 'ten'"),
+        ({"rounds": True}, "rounds: expected int, got bool True"),
+        ({"rounds": 2.5}, "rounds: expected int, got float 2.5"),
+        ({"rounds": -1}, "rounds: expected at least 0, got -1"),
+        ({"learning-rate": 0}, "learning-rate: expected more than 0, got 0"),
+        ({"learning-rate": "0.1"}, "learning-rate: expected float, got str"),
+        ({"alpha": -0.1}, "alpha: expected more than 0, got -0.1"),
+        ({"local-test-fraction": 1.0}, "local-test-fraction: expected less than 1, got 1.0"),
+        ({"steps": "100;200"}, "steps: expected numbers with commas between them, got '100;200'"),
+        ({"steps": ""}, "steps: expected increasing whole numbers, got ''"),
+        ({"steps": "200,100"}, "steps: expected increasing whole numbers"),
+        ({"targets": "85"}, "targets: expected numbers between 0 and 1"),
+        ({"clients-per-round": 51}, "clients-per-round: expected at most the 50 clients that"),
+        ({"clients-per-evaluation": 51}, "clients-per-evaluation: expected at most num-clients"),
+        ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
+        ({"selection": "validation"}, "selection = validation goes with one of"),
+        ({"validation-clients": 2}, "selection = validation goes with one of"),
+        ({"partition": "natural"}, "partition = natural needs natural-column"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_in_one_line(values, message):
+    with pytest.raises(ConfigError) as caught:
+        Config.parse(values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_held_out_clients_cannot_be_sampled():
+    options = {"selection": "validation", "num_clients": 10, "validation_clients": 2}
+    Config(clients_per_round=8, **options)
+    with pytest.raises(ConfigError, match="at most the 8 clients that train, got 9"):
+        Config(clients_per_round=9, **options)
+
+
+def test_whole_numbers_are_taken_for_floats():
+    config = Config.parse({"learning-rate": 1})
+    assert config.learning_rate == 1.0
+    assert type(config.learning_rate) is float
+
+
+def test_file_round_trip_and_overrides(tmp_path):
+    config = Config(rounds=3, learning_rate=0.5, method="fedavg")
+    config.save(tmp_path / "config.toml")
+    assert Config.load(tmp_path / "config.toml") == config
+    assert Config.load(tmp_path / "config.toml", rounds=4).rounds == 4
+
+
+def test_bad_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no configuration at"):
+        Config.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("rounds = ")
+    with pytest.raises(ConfigError, match="is no TOML"):
+        Config.load(tmp_path / "bad.toml")
+    (tmp_path / "typo.toml").write_text("round = 3")
+    with pytest.raises(ConfigError, match="did you mean 'rounds'"):
+        Config.load(tmp_path / "typo.toml")
+
+
+def test_description_names_every_key():
+    lines = Config.describe().splitlines()
+    assert len(lines) == len(Config().values())
+    assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in Config.describe()

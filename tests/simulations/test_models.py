@@ -1,0 +1,102 @@
+"""The papers' networks."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from fedntk.simulations import Config, ConfigError
+from fedntk.simulations.models import build_model
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "parameters"),
+    [
+        ({"model": "mlp"}, (1, 28, 28), 784 * 100 + 100 + 100 * 10 + 10),
+        ({"model": "mlp", "width": 7}, (5,), 5 * 7 + 7 + 7 * 10 + 10),
+        (
+            {"model": "simple-cnn"},
+            (1, 28, 28),
+            32 * 9 + 32 + 64 * 32 * 9 + 64 + 3136 * 128 + 128 + 1290,
+        ),
+        ({"model": "lenet"}, (1, 28, 28), 156 + 2416 + 400 * 120 + 120 + 120 * 84 + 84 + 850),
+        ({"model": "lenet"}, (3, 32, 32), 456 + 2416 + 576 * 120 + 120 + 120 * 84 + 84 + 850),
+        ({"model": "resnet18"}, (3, 32, 32), 11_173_962),
+        ({"model": "resnet18", "norm": "group"}, (1, 28, 28), 11_173_962 - 2 * 64 * 9),
+    ],
+)
+def test_networks_have_their_size_and_one_output_for_each_class(options, shape, parameters):
+    """ResNet-18 for CIFAR-10 (3 x 3 stem, 10 classes) is known to have 11,173,962 parameters."""
+    model = build_model(Config(**options), shape, 10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(torch.randn(2, *shape)).shape == (2, 10)
+
+
+def test_norm_of_the_resnet():
+    kinds = {}
+    for norm in ("batch", "group"):
+        model = build_model(Config(model="resnet18", norm=norm), (3, 32, 32), 10)
+        kinds[norm] = {type(module) for module in model.modules()}
+    assert nn.BatchNorm2d in kinds["batch"]
+    assert nn.GroupNorm not in kinds["batch"]
+    assert nn.GroupNorm in kinds["group"]
+    assert nn.BatchNorm2d not in kinds["group"]
+
+
+def test_mlp_starts_kaiming_normal_with_zero_biases():
+    """Standard deviation sqrt(2 / 784) from 78,400 draws: four standard errors are 1.01 %."""
+    model = build_model(Config(), (1, 28, 28), 10)
+    model.requires_grad_(requires_grad=False)
+    first, second = (m for m in model.modules() if isinstance(m, nn.Linear))
+    assert float(first.weight.std()) == pytest.approx(math.sqrt(2 / 784), rel=0.0102)
+    assert abs(float(first.weight.mean())) < 4 * math.sqrt(2 / 784 / 78_400)
+    assert not first.bias.any()
+    assert not second.bias.any()
+
+
+def test_first_weights_follow_the_seed_alone():
+    def weights(seed: int) -> bytes:
+        torch.rand(1)  # global state plays no part
+        return build_model(Config(seed=seed), (4,), 3)[1].weight.detach().numpy().tobytes()
+
+    before = torch.get_rng_state()
+    assert weights(0) == weights(0) != weights(1)
+    torch.set_rng_state(before)
+    build_model(Config(), (4,), 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def wrong_outputs(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes + 1))
+
+
+def own(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+
+
+def test_a_users_own_network(monkeypatch):
+    module = types.ModuleType("own_models")
+    module.own, module.wrong_outputs = own, wrong_outputs
+    monkeypatch.setitem(sys.modules, "own_models", module)
+    model = build_model(Config(model="own_models:own"), (2, 3), 4)
+    assert model(torch.zeros(1, 2, 3)).shape == (1, 4)
+    with pytest.raises(ConfigError, match=r"outputs of shape \(n, 3\), .* got \('n', 4\)"):
+        build_model(Config(model="own_models:wrong_outputs"), (4,), 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        ("vgg", (3, 32, 32), "model: expected mlp, simple-cnn, lenet, resnet18 or <module>"),
+        ("no.such:thing", (4,), "cannot be imported"),
+        ("math:nothing", (4,), "cannot be imported"),
+        ("lenet", (1, 8, 8), "images .* of at least 16 x 16, got examples of shape"),
+        ("simple-cnn", (5,), "images .* of at least 8 x 8"),
+    ],
+)
+def test_networks_that_do_not_fit_are_refused(model, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model(Config(model=model), shape, 3)

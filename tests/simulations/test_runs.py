@@ -1,0 +1,255 @@
+"""A configuration in, a folder of results out; the same bits on both engines."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from flwr.app import Context, RecordDict
+from flwr.serverapp import Grid
+
+from fedntk.simulations import (
+    Config,
+    ConfigError,
+    RunFailed,
+    load_model,
+    load_results,
+    run,
+)
+from fedntk.simulations.client_app import app
+from fedntk.simulations.data import load_data
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.figures import accuracy_curves
+from fedntk.simulations.methods import METHODS
+from fedntk.simulations.models import build_model
+from fedntk.simulations.partitions import load_split
+from fedntk.simulations.results import read_run, rounds_to_target
+from fedntk.simulations.server_app import main, serve
+
+from ..conftest import ROOT
+
+SMALL = Config(num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3)
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    return {name: w.tobytes() for name, w in load_model(folder).items()}
+
+
+def test_a_run_writes_its_folder(tmp_path):
+    config = replace(SMALL, out=str(tmp_path / "a"), targets="0.3")
+    result = run(config, progress=False)
+    assert sorted(p.name for p in result.folder.iterdir()) == [
+        "config.toml",
+        "model.safetensors",
+        "rounds.jsonl",
+        "rounds.parquet",
+        "summary.json",
+    ]
+    assert Config.load(result.folder / "config.toml") == config
+    frame = result.rounds
+    assert list(frame.columns) == ["run", "method", "seed", "round", "metric", "value"]
+    assert frame["round"].unique().tolist() == [0, 1, 2]
+    first = frame[frame["round"] == 1].set_index("metric").value
+    for metric in (
+        *("accuracy", "loss", "train-loss", "t", "kernel-products", "candidate-loss"),
+        *("client-accuracy", "client-loss", "bytes-up", "bytes-down", "seconds"),
+    ):
+        assert np.isfinite(first[metric]), metric
+    assert first["replies-accepted"] == 4
+    assert first["client-replies-accepted"] == 3
+    split = load_split(config)
+    assert result.summary["split"] == split.checksum
+    assert result.summary["accuracy"] == result.curve()[2]
+    assert result.summary["bytes-up"] == frame[frame.metric == "bytes-up"].value.sum()
+    curve = result.curve()
+    assert result.summary["rounds-to-target"] == {
+        "0.3": next((r for r in curve.index if curve[r] >= 0.3), None)
+    }
+
+
+def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
+    config = replace(SMALL, out=str(tmp_path), device="cpu")
+    result = run(config, progress=False)
+    data = load_data(config)
+    model = build_model(config, data.input_shape, data.num_classes)
+    from fedntk.clients import set_weights
+
+    saved = load_model(result.folder)
+    set_weights(model, [saved[name] for name in model.state_dict()])
+    x, y = data.test()
+    assert float((model(x).argmax(1) == y).double().mean()) == result.curve()[2]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
+    folders = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        config = replace(SMALL, method=method, seed=seed, out=str(tmp_path / name))
+        folders.append(run(config, progress=False).folder)
+    assert bits(folders[0]) == bits(folders[1]) != bits(folders[2])
+    first, second = (read_run(f).rounds for f in folders[:2])
+    keep = first.metric != "seconds"
+    pd.testing.assert_frame_equal(first[keep], second[keep])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"selection": "validation", "validation_examples": 50},
+        {"selection": "validation", "validation_clients": 2},
+        {"selection": "linearised", "steps": "50,100"},
+        {"loss": "mse", "learning_rate": 0.1},
+        {"loss": "mse", "method": "fedavg", "learning_rate": 0.1},
+        {"kernel": "full", "residuals": "sum"},
+        {"structure": "dense", "width": 10},
+        {"model": "simple-cnn", "num_clients": 40, "partition": "iid", "steps": "50"},
+        {"local_test_fraction": 0.2, "method": "fedavg"},
+    ],
+)
+def test_variants_run_end_to_end(tmp_path, options):
+    result = run(replace(SMALL, out=str(tmp_path), rounds=1, **options), progress=False)
+    losses = result.curve("loss")
+    assert losses[1] < losses[0]
+
+
+def test_results_of_several_runs_are_one_table(tmp_path):
+    for seed in (0, 1):
+        run(replace(SMALL, seed=seed, rounds=1, out=str(tmp_path / str(seed))), progress=False)
+    together = load_results(tmp_path)
+    apart = load_results([tmp_path / "0", tmp_path / "1"])
+    pd.testing.assert_frame_equal(together, apart)
+    assert together.seed.unique().tolist() == [0, 1]
+    with pytest.raises(FileNotFoundError, match="no finished run in"):
+        load_results(tmp_path / "nowhere")
+
+
+def test_rounds_to_target():
+    records = [{"round": float(i), "accuracy": a} for i, a in enumerate((0.1, 0.5, 0.4, 0.8))]
+    assert rounds_to_target(records, 0.5) == 1
+    assert rounds_to_target(records, 0.6) == 3
+    assert rounds_to_target(records, 0.9) is None
+
+
+def test_picture_of_two_runs_with_seeds(tmp_path):
+    frame = pd.DataFrame(
+        [
+            (name, "m", seed, r, "accuracy", r / 10 + seed / 20)
+            for name in ("one", "two")
+            for seed in (0, 1)
+            for r in range(5)
+        ],
+        columns=["run", "method", "seed", "round", "metric", "value"],
+    )
+    path = accuracy_curves(frame, tmp_path / "a.png", title="t", target=0.4)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size < 300_000
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def _grid(config: Config, **changes: object) -> LocalGrid:
+    return LocalGrid(app, config.num_clients, config.values() | changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "npz:/nowhere.npz"}, "no file at /nowhere.npz"),
+        ({"num_clients": 2000}, "at most one client for each of the 1437"),
+        ({"model": "lenet"}, "images"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
+    config = replace(SMALL, out=str(tmp_path), **options)
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(config, progress=False)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "rounds.jsonl").exists()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    with pytest.raises(RunFailed, match=message):
+        read_run(tmp_path)
+
+
+def test_a_wrong_number_of_nodes_is_refused(tmp_path):
+    config = replace(SMALL, out=str(tmp_path))
+    with pytest.raises(ConfigError, match=r'expected 12 nodes, got 13.*"num-supernodes=12"'):
+        serve(_grid(replace(SMALL, num_clients=13)), config)
+
+
+def test_flwr_run_with_an_unknown_key_is_refused_though_flower_drops_it(tmp_path):
+    """Flower keeps only keys that the app knows; the run's overrides still tell."""
+    grid: Grid = _grid(SMALL)
+    grid.run.override_config = {"learning-rat": 0.1}
+    context = Context(1, 0, {}, RecordDict(), replace(SMALL, out=str(tmp_path)).values())
+    with pytest.raises(ConfigError, match="did you mean 'learning-rate'"):
+        main(grid, context)
+    assert not (tmp_path / "rounds.jsonl").exists()
+
+
+def test_unknown_engine_and_setting():
+    with pytest.raises(ValueError, match="engine: expected one of local, ray, got 'dask'"):
+        run(SMALL, engine="dask")
+    with pytest.raises(TypeError, match="learning_rat"):
+        run(SMALL, learning_rat=0.1)
+
+
+# ------------------------------------------------------------------------------- Ray
+
+
+@pytest.mark.ray
+def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
+    """The whole way: SuperLink, app bundle, Ray actors, both exchanges and client evaluation."""
+    folders = {}
+    for engine in ("ray", "local"):
+        config = replace(SMALL, out=str(tmp_path / engine), min_completed=2)
+        folders[engine] = run(config, engine=engine, progress=False).folder
+    assert bits(folders["ray"]) == bits(folders["local"])
+    ray, local = (read_run(folders[engine]).rounds for engine in ("ray", "local"))
+    same = ~ray.metric.isin(["seconds", "bytes-up", "bytes-down"])
+    pd.testing.assert_frame_equal(ray[same], local[same])
+    # messages differ by the length of node ids in reply errors only: there were none
+    moved = ray.metric.isin(["bytes-up", "bytes-down"])
+    pd.testing.assert_frame_equal(ray[moved], local[moved])
+    left = [
+        p.info["cmdline"]
+        for p in psutil.process_iter(["cmdline", "status"])
+        if p.info["status"] != psutil.STATUS_ZOMBIE
+        and str(tmp_path) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+@pytest.mark.ray
+def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
+    config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
+    with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
+        run(config, engine="ray", progress=False)
+
+
+def test_mathematics_runs_on_torch_and_numpy_alone():
+    """A GPU machine may have no Flower: straight from the checkout, with flwr out of reach."""
+    code = (
+        "import sys; sys.modules['flwr'] = None; sys.path.insert(0, 'build/types')\n"
+        "import importlib.util, torch\n"
+        f"spec = importlib.util.spec_from_file_location('ntk', {str(ROOT / 'ntk/__init__.py')!r},"
+        f" submodule_search_locations=[{str(ROOT / 'ntk')!r}])\n"
+        "ntk = importlib.util.module_from_spec(spec); sys.modules['ntk'] = ntk\n"
+        "spec.loader.exec_module(ntk)\n"
+        "print(ntk.jacobian(torch.nn.Linear(2, 1), torch.ones(1, 2)).gram().item())"
+    )
+    result = subprocess.run(  # noqa: S603
+        [sys.executable, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+    )
+    assert result.stdout.strip() == "3.0"
