@@ -22,10 +22,14 @@ from torch import Tensor
 
 from .jacobian import Jacobian
 from .losses import Loss, check_loss, output_scale, residual
+from .memory import require_memory
 
 __all__ = ["Evolution", "evolve"]
 
 Apply = Callable[[Tensor], Tensor]
+MAX_PRODUCTS = 20_000
+MAX_STAGES = 500
+_NOT_FINITE = "the kernel or the outputs are not finite; look for NaN in the inputs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,7 @@ def evolve(
     NotEnoughMemory
         If the kernel would not fit.
     FloatingPointError
-        If no step, however small, meets the tolerance.
+        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice.
 
     Examples
     --------
@@ -185,6 +189,14 @@ def _evolve_mse(
     residuals: str,
 ) -> Evolution:
     """Solve in closed form: each eigenvalue's part of Y - f decays as exp(-rate t), eq. (9a)."""
+    if not (torch.isfinite(kernel).all() and torch.isfinite(outputs).all()):
+        raise ValueError(_NOT_FINITE)
+    require_memory(
+        4 * 8 * kernel.numel(),
+        f"the eigendecomposition of the kernel of {len(kernel)} examples",
+        device=kernel.device,
+        cure="sample fewer clients a round or fewer examples on each",
+    )
     eigenvalues, basis = torch.linalg.eigh(kernel.double())
     rates = scale * eigenvalues.clamp(min=0)
     start = basis.T @ (targets - outputs).double()
@@ -268,7 +280,7 @@ class _RungeKuttaChebyshev:
             if radius == 0 or abs(radius - previous) < 1e-2 * radius:
                 break
         if not math.isfinite(radius):
-            raise ValueError("the kernel or the outputs are not finite; look for NaN in the inputs")
+            raise ValueError(_NOT_FINITE)
         self._radius = 1.1 * factor * radius
 
     def advance(self, time: float, *, whole_steps: bool) -> None:
@@ -277,6 +289,13 @@ class _RungeKuttaChebyshev:
             if math.isinf(self._step):
                 self._step = self._first_step(time - self.time)
             step = min(self._step, time - self.time)
+            if self._radius and _stages_for(step * self._radius) > MAX_STAGES:
+                step = (MAX_STAGES / 2) ** 2 / self._radius
+            if self.products > MAX_PRODUCTS:
+                raise FloatingPointError(
+                    f"the evolution took {self.products} kernel products to t = {self.time:g} of "
+                    f"{time:g}; lower the learning rate, the steps or the tolerance's strictness"
+                )
             outputs, integral = self._stages(step)
             slope = self._derivative(outputs)
             error = self._error(step, outputs, slope)
@@ -309,7 +328,7 @@ class _RungeKuttaChebyshev:
         return error if math.isfinite(error) else math.inf
 
     def _stages(self, step: float) -> tuple[Tensor, Tensor]:
-        s = 1 + math.ceil(math.sqrt(1 + 1.54 * step * self._radius))
+        s = _stages_for(step * self._radius)
         w0 = 1 + 2 / (13 * s**2)
         values, first, second = _chebyshev(w0, s)
         w1 = first[s] / second[s]
@@ -348,6 +367,11 @@ class _RungeKuttaChebyshev:
                 + x**2 * (x - 1) * step * slope[0]
             )
             self.sum = self.sum + self._rate(at_u)
+
+
+def _stages_for(stiffness: float) -> int:
+    """Stages that keep a step stable, whose length times the spectral radius is `stiffness`."""
+    return 1 + math.ceil(math.sqrt(1 + 1.54 * stiffness))
 
 
 def _chebyshev(x: float, degree: int) -> tuple[list[float], list[float], list[float]]:

@@ -67,6 +67,10 @@ class Block(ABC):
         """``J u`` from the block's parameters, shape (n, C)."""
 
     @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """Diagonal of the gram matrix in float64, shape (n,)."""
+
+    @abstractmethod
     def dense(self) -> dict[str, Tensor]:
         """Parameter name -> tensor of shape (n, C, *parameter shape)."""
 
@@ -114,6 +118,9 @@ class DenseBlock(Block):
 
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
         return self.values.flatten(2) @ update[self.name].flatten()
+
+    def squared_norms(self) -> Tensor:  # noqa: D102
+        return self.values.flatten(1).double().square().sum(1)
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         return {self.name: self.values}
@@ -176,6 +183,12 @@ class LinearBlock(Block):
         if self.bias is not None:
             change = change + update[self.bias]
         return torch.bmm(self.gradients, change.unsqueeze(2)).squeeze(2)
+
+    def squared_norms(self) -> Tensor:  # noqa: D102
+        gradients = self.gradients.flatten(1).double().square().sum(1)
+        if self.weight is None:
+            return gradients
+        return gradients * (self.inputs.double().square().sum(1) + (self.bias is not None))
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         tensors = {}
@@ -293,6 +306,10 @@ class Jacobian:
         for block in self.blocks[1:]:
             change = change + block.jvp(update)
         return change
+
+    def squared_norms(self) -> Tensor:
+        """Squared Frobenius norm of each example's Jacobian, float64, shape (n,)."""
+        return torch.stack([block.squared_norms() for block in self.blocks]).sum(0)
 
     def dense(self) -> dict[str, Tensor]:
         """Parameter name -> tensor of shape (n, C, *parameter shape): the paper's tensor."""

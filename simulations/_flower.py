@@ -3,11 +3,10 @@
 import itertools
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "become_server", "overridden_keys", "stamp"]
+__all__ = ["Run", "become_server", "stamp"]
 
 _message_ids = itertools.count(1)
 
@@ -22,11 +21,3 @@ def stamp(message: Message) -> Message:
     """Give a message the id that a SuperLink would give it."""
     message.metadata.__dict__["_message_id"] = str(next(_message_ids))
     return message
-
-
-def overridden_keys(grid: Grid) -> list[str]:
-    """Keys given to ``flwr run --run-config``, unknown ones too, which Flower drops in silence."""
-    try:
-        return list(grid.run.override_config)
-    except AttributeError:
-        return []

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import operator
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -130,6 +130,8 @@ class Config:
     weight_decay: float = _option(0.0, "fedavg: of the local SGD", at_least=0)
 
     device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
+    client_cpus: int = _option(1, "Ray: CPUs for each client at work", at_least=1)
+    client_gpus: float = _option(0.0, "Ray: share of a GPU for each client at work", at_least=0)
     client_threads: int = _option(1, "CPU threads of torch in a client", at_least=1)
     server_threads: int = _option(0, "CPU threads of torch on the server; 0: all", at_least=0)
 
@@ -211,18 +213,13 @@ class Config:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from kebab-case (or snake_case) keys; the rest are defaults."""
-        cls.check_keys(values)
-        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
-
-    @classmethod
-    def check_keys(cls, keys: Iterable[str]) -> None:
-        """Raise ConfigError at the first key that is none, with the nearest one that is."""
         known = [_key(field.name) for field in fields(cls)]
-        for key in keys:
+        for key in values:
             if _key(key) not in known:
                 near = difflib.get_close_matches(_key(key), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
                 raise ConfigError(f"unknown key {key!r}; {hint}")
+        return cls(**{key.replace("-", "_"): value for key, value in values.items()})
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from .data import Data
 from .partitions import Split
 
 __all__ = ["METHODS", "Method", "device_of", "evaluate_arrays", "make_client", "make_strategy"]
+
+logger = getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,12 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         "min_evaluate_nodes": config.clients_per_evaluation,
         "min_available_nodes": config.num_clients,
     }
-    return METHODS[config.method].strategy(config, options, validation_loss)
+    level = logger.level
+    logger.setLevel(ERROR)  # Flower warns that no client evaluates; that was asked for
+    try:
+        return METHODS[config.method].strategy(config, options, validation_loss)
+    finally:
+        logger.setLevel(level)
 
 
 def make_client(

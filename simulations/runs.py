@@ -138,7 +138,10 @@ def _flwr_run(config: Config, on_round: OnRound) -> None:
     config = replace(config, out=str(folder), data_dir=_absolute(config.data_dir))
     settings = folder / "run-config.toml"
     config.save(settings)
-    federation = f"num-supernodes={config.num_clients}"
+    federation = (
+        f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
+        f"client-resources-num-gpus={config.client_gpus}"
+    )
     with (
         _superlink(folder / "flwr") as environment,
         (folder / "flwr.log").open("w", encoding="utf-8") as log,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fedntk.strategies import SeededFedAvg
 
-from ._flower import overridden_keys
 from .config import Config, ConfigError
 from .data import load_data
 from .engines import MeteredGrid
@@ -34,8 +33,11 @@ OnRound = Callable[[dict[str, float]], None]
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run what the run-config says; ``flwr run`` calls this."""
-    Config.check_keys(overridden_keys(grid))
-    config = Config.parse(context.run_config)
+    try:
+        config = Config.parse(context.run_config)
+    except ConfigError as error:
+        logger.log(ERROR, "%s", error)
+        raise
     serve(grid, config)
 
 

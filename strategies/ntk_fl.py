@@ -9,6 +9,8 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 """
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
@@ -34,6 +36,7 @@ from fedntk.ntk import (
     Jacobian,
     JacobianUpload,
     Loss,
+    NotEnoughMemory,
     check_loss,
     evolve,
     loss_value,
@@ -167,7 +170,8 @@ class NTKFL(SeededFedAvg):
         shapes = {name: array.shape for name, array in weights.items()}
         pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
         pairs, unlike = agreeing(pairs, lambda _, upload: _form(upload), "layout")
-        rejected += unlike
+        pairs, long = _without_outliers(pairs)
+        rejected += unlike + long
         clients = [reply for reply, _ in pairs]
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
@@ -178,7 +182,12 @@ class NTKFL(SeededFedAvg):
         jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
         outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
         targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
-        evolution = self.evolve(jacobian, outputs, targets)
+        try:
+            evolution = self.evolve(jacobian, outputs, targets)
+        except (ArithmeticError, RuntimeError, ValueError, NotEnoughMemory) as error:
+            # what well-formed numbers of the clients can bring about must not end the run
+            logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
+            return None, metrics
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         candidates = stack_candidates(weights, updates)
         linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
@@ -269,6 +278,30 @@ def _upload(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUplo
             f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}",
         )
     return upload
+
+
+def _without_outliers(
+    pairs: list[tuple[Reply, JacobianUpload]],
+) -> tuple[list[tuple[Reply, JacobianUpload]], Counter[str]]:
+    """Drop clients whose rows are over 100 times longer than the median client's.
+
+    One such client would set the kernel's largest eigenvalue, and so the cost of the evolution.
+    """
+    sizes = [float(upload.jacobian.squared_norms().mean()) for _, upload in pairs]
+    if not sizes:
+        return pairs, Counter()
+    limit = 100**2 * statistics.median_low(sizes)
+    kept = [pair for pair, size in zip(pairs, sizes, strict=True) if size <= limit or limit == 0]
+    for (reply, _), size in zip(pairs, sizes, strict=True):
+        if size > limit > 0:
+            logger.log(
+                WARNING,
+                "dropped the reply of partition %d: its Jacobian's rows are %.0f times as long as "
+                "the median client's",
+                reply.partition,
+                100 * math.sqrt(size / limit),
+            )
+    return kept, Counter({"scale": len(pairs) - len(kept)} if len(kept) < len(pairs) else {})
 
 
 def _form(upload: JacobianUpload) -> tuple[str, int, torch.dtype]:

@@ -49,7 +49,7 @@ class Reply:
     num_examples : int
         Between 1 and 10 million.
     metrics : dict of str to int, float or list
-        The other metrics, all finite.
+        The other metrics, none of them NaN.
     message : Message
         The reply itself.
     """
@@ -67,16 +67,28 @@ class Reply:
                 if isinstance(number, float) and math.isnan(number):
                     raise BadReply("non-finite", f"metric {key!r} is not a number")
         examples = self.metrics.pop(num_examples_key, None)
-        if not isinstance(examples, int | float) or not 1 <= examples <= MAX_EXAMPLES:
+        if (
+            not isinstance(examples, int | float)
+            or not 1 <= examples <= MAX_EXAMPLES
+            or examples != int(examples)
+        ):
             raise BadReply(
                 "num-examples",
-                f"expected {num_examples_key!r} between 1 and {MAX_EXAMPLES}, got {examples!r}",
+                f"expected a whole {num_examples_key!r} of 1 ... {MAX_EXAMPLES}, got {examples!r}",
             )
         self.num_examples = int(examples)
         partition = self.metrics.pop("partition-id", message.metadata.src_node_id)
         if not isinstance(partition, int):
             raise BadReply("metrics", f"expected a whole 'partition-id', got {partition!r}")
         self.partition = partition
+
+    @property
+    def metric_names(self) -> frozenset[tuple[str, int]]:
+        """Names of the other metrics, with the length of those that are lists, else -1."""
+        return frozenset(
+            (key, len(value) if isinstance(value, list) else -1)
+            for key, value in self.metrics.items()
+        )
 
     @property
     def order(self) -> tuple[int, int]:
@@ -274,7 +286,7 @@ class SeededFedAvg(FedAvg):
                     WARNING, "dropped the reply of node %d: %s", message.metadata.src_node_id, error
                 )
         parsed.sort(key=lambda pair: pair[0].order)
-        parsed, unlike = agreeing(parsed, lambda reply, _: frozenset(reply.metrics), "metrics")
+        parsed, unlike = agreeing(parsed, lambda reply, _: reply.metric_names, "metrics")
         return parsed, rejected + unlike
 
     def aggregate_train(
@@ -299,7 +311,7 @@ class SeededFedAvg(FedAvg):
         pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
         if not pairs and not rejected:
             return None
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected, is_train=False)
         self.evaluate_metrics[server_round] = metrics
         return metrics if pairs else None
 
@@ -314,17 +326,21 @@ class SeededFedAvg(FedAvg):
             )
         return completed >= self.min_completed
 
-    def round_metrics(self, replies: Sequence[Reply], rejected: Counter[str]) -> MetricRecord:
-        """Means of the scalar metrics, weighted by examples, and counts of the replies."""
+    def round_metrics(
+        self, replies: Sequence[Reply], rejected: Counter[str], *, is_train: bool = True
+    ) -> MetricRecord:
+        """Aggregate the accepted replies' metrics, and count the replies.
+
+        Flower's ``train_metrics_aggr_fn`` and ``evaluate_metrics_aggr_fn`` do the first, by
+        default by a mean weighted by examples.
+        """
         metrics = MetricRecord()
-        total = sum(reply.num_examples for reply in replies)
-        for key in sorted(replies[0].metrics) if replies else []:
-            values = [reply.metrics[key] for reply in replies]
-            if any(isinstance(value, list) for value in values):
-                continue
-            weighted = (r.num_examples * v for r, v in zip(replies, values, strict=True))
-            metrics[key] = float(sum(weighted) / total)
-        metrics["num-examples"] = total
+        if replies:
+            aggregate = self.train_metrics_aggr_fn if is_train else self.evaluate_metrics_aggr_fn
+            contents = [reply.message.content for reply in replies]
+            metrics = aggregate(contents, self.weighted_by_key)
+        metrics.pop("partition-id", None)
+        metrics["num-examples"] = sum(reply.num_examples for reply in replies)
         metrics["replies-accepted"] = len(replies)
         metrics["replies-rejected"] = rejected.total()
         for reason, count in sorted(rejected.items()):

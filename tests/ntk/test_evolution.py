@@ -352,18 +352,27 @@ def test_bad_arguments_are_refused_by_name(change, message):
         evolve(**arguments)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad):
+def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad, loss):
     kernel = torch.full((2, 2), bad)
     with pytest.raises(ValueError, match="not finite"):
         evolve(
             kernel,
             torch.zeros(2, 2),
             torch.eye(2),
-            loss="cross-entropy",
+            loss=loss,
             learning_rate=0.1,
             steps=[1],
         )
+
+
+@pytest.mark.parametrize("size", [1e9, 1e20, 1e30])
+def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
+    monkeypatch.setattr("fedntk.ntk.evolution.MAX_PRODUCTS", 2000)
+    f, y = torch.zeros(4, 2), one_hot(torch.arange(4) % 2, 2)
+    with pytest.raises(FloatingPointError):
+        evolve(size * torch.eye(4), f, y, loss="cross-entropy", learning_rate=1.0, steps=[1, 2000])
 
 
 def test_concatenated_clients_evolve_as_the_pooled_examples():

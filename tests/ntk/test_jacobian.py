@@ -77,6 +77,7 @@ def test_gram_vjp_jvp_equal_their_definitions(case, structure):
     n, num_outputs, _ = flat.shape
     assert (jac.num_examples, jac.num_outputs) == (n, num_outputs)
     assert close(jac.gram(), torch.einsum("ncp,mcp->nm", flat, flat) / num_outputs)
+    assert close(jac.squared_norms(), flat.square().sum((1, 2)))
 
     generator = torch.Generator().manual_seed(0)
     residual = torch.randn(n, num_outputs, dtype=x.dtype, generator=generator)

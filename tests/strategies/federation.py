@@ -190,8 +190,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "NaN num-examples": (with_metrics(num_examples=float("nan")), "non-finite"),
     "infinite num-examples": (with_metrics(num_examples=float("inf")), "num-examples"),
     "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
+    "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
     "no num-examples": (with_metrics(num_examples=None), "num-examples"),
     "extra metric": (with_metrics(bonus=1.0), "metrics"),
+    "list for a metric": (with_metrics(train_loss=[1.0, 2.0]), "metrics"),
     "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
     "fractional partition": (with_metrics(partition_id=0.5), "metrics"),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import MetricRecord, RecordDict
 
 from fedntk.clients import NTKFLClient, SGDClient
 from fedntk.strategies import NTKFL, SeededFedAvg
@@ -129,6 +130,17 @@ def test_clients_evaluate_and_their_metrics_are_averaged_by_examples(method):
     assert metrics["replies-accepted"] == 6
     assert metrics["num-examples"] == sum(len(examples(p)[1]) for p in range(6))
     assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_a_users_own_aggregation_of_metrics_is_used(method):
+    def largest(contents: list[RecordDict], _: str) -> MetricRecord:
+        return MetricRecord({"largest": max(float(c["metrics"]["train-loss"]) for c in contents)})
+
+    make, clients = method
+    strategy = make(train_metrics_aggr_fn=largest)
+    start(strategy, Grid(clients))
+    assert strategy.train_metrics[1]["largest"] > 0
+    assert "train-loss" not in strategy.train_metrics[1]
 
 
 @pytest.mark.parametrize(

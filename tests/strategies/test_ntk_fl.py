@@ -223,6 +223,26 @@ def test_labels_that_are_not_one_hot_and_false_counts_are_refused():
     assert metrics["replies-accepted"] == 3
 
 
+@pytest.mark.parametrize("factor", [1e4, 1e15, 1e30])
+def test_a_client_with_a_giant_jacobian_is_left_out(factor):
+    """Finite and well-formed, but its rows would set the largest eigenvalue: reason "scale"."""
+    strategy = NTKFL(**OPTIONS)
+    grid = Grid(app(NTKFLClient), changes={2: damaged(3, lambda a: a * np.float32(factor))})
+    attacked = start(strategy, grid)
+    without = start(NTKFL(**OPTIONS), Grid(app(NTKFLClient), changes={2: lost}))
+    assert bits(attacked) == bits(without)
+    assert strategy.train_metrics[1]["rejected-scale"] == 1
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_a_kernel_that_overflows_leaves_the_model(loss, caplog):
+    """1e30 squared is beyond float32, and all clients agree on the scale."""
+    changes = dict.fromkeys(range(NUM_CLIENTS), damaged(3, lambda a: a * np.float32(1e30)))
+    weights = start(NTKFL(loss=loss, **OPTIONS), Grid(app(NTKFLClient, loss=loss), changes=changes))
+    assert bits(weights) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+    assert "no evolution" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
