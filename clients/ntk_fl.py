@@ -55,16 +55,14 @@ class NTKFLClient(ModelClient):
             The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
         """
         set_weights(self.model, parameters)
-        upload = JacobianUpload(
-            jacobian(
-                self.model,
-                self.x.to(self.device),
-                structure=self.structure,
-                chunk_size=self.chunk_size,
-            ),
-            self.outputs(self.x),
-            self.targets,
+        rows = jacobian(
+            self.model,
+            self.x.to(self.device),
+            structure=self.structure,
+            chunk_size=self.chunk_size,
         )
+        outputs = self.outputs(self.x)
+        upload = JacobianUpload(rows, outputs, self.targets.to(outputs.dtype))
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)
         return upload.to_arrays(), len(self.x), {"train-loss": train_loss}
 

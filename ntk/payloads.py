@@ -23,10 +23,10 @@ class JacobianUpload:
     ----------
     jacobian : Jacobian
         J_m of the client's n examples, at the received weights.
-    outputs : Tensor, float32, shape (n, C)
-        f(X_m) at the received weights.
-    targets : Tensor, float32, shape (n, C)
-        Y_m, one-hot.
+    outputs : Tensor, shape (n, C)
+        f(X_m) at the received weights, in the Jacobian's dtype (float32, or float64).
+    targets : Tensor, shape (n, C)
+        Y_m, one-hot, in the same dtype.
     """
 
     jacobian: Jacobian
@@ -60,12 +60,13 @@ class JacobianUpload:
             raise BadReply("shape", f"expected at least 3 arrays, got {len(arrays)}")
         jacobian = Jacobian.from_arrays(arrays[2:], parameters=parameters)
         shape = (jacobian.num_examples, jacobian.num_outputs)
+        dtype = arrays[-1].dtype  # the Jacobian's
         checked = []
         for name, array in zip(("outputs", "targets"), arrays, strict=False):
             if array.shape != shape:
                 raise BadReply("shape", f"{name}: expected {shape}, got {array.shape}")
-            if array.dtype not in (np.float32, np.float64):
-                raise BadReply("dtype", f"{name}: expected float32 or float64, got {array.dtype}")
+            if array.dtype != dtype:
+                raise BadReply("dtype", f"{name}: expected {dtype}, got {array.dtype}")
             if not np.isfinite(array).all():
                 raise BadReply("non-finite", f"{name} hold NaN or infinity")
             checked.append(torch.from_numpy(np.require(array, requirements=["C", "W"])))

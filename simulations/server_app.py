@@ -104,11 +104,14 @@ def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -
     logger.log(INFO, "results are in %s", folder)
 
 
-def _await_nodes(grid: Grid, config: Config, timeout: float = 120) -> None:
-    """Wait until the configured number of nodes is there, and no other."""
-    deadline = time.monotonic() + timeout
+def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
+    """Wait for the configured number of nodes, as long as new ones come within `patience` s."""
+    seen, since = -1, time.monotonic()
     while (count := len(list(grid.get_node_ids()))) < config.num_clients:
-        if time.monotonic() > deadline:
+        if count > seen:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", count, config.num_clients)
+            seen, since = count, time.monotonic()
+        elif time.monotonic() > since + patience:
             break
         time.sleep(0.2)
     if count != config.num_clients:

@@ -249,7 +249,8 @@ class NTKFL(SeededFedAvg):
         clients: Sequence[Reply],
     ) -> list[float]:
         """Mean of the candidates' losses over the nodes' examples; infinite if none answers."""
-        assert self._grid is not None  # noqa: S101 - set by configure_train
+        if self._grid is None:
+            raise RuntimeError("aggregate_train: call configure_train first, which sets the grid")
         record = RecordDict(
             {
                 self.arrayrecord_key: ArrayRecord(
@@ -313,4 +314,7 @@ def _losses(reply: Reply, count: int) -> NDArray[np.float64]:
     losses = reply.metrics.get("losses")
     if not isinstance(losses, list) or len(losses) != count:
         raise BadReply("losses", f"expected {count} losses, got {str(losses)[:80]}")
-    return np.array(losses, dtype=np.float64)
+    values = np.array(losses, dtype=np.float64)
+    if (values < 0).any() or not np.isfinite(values).any():
+        raise BadReply("losses", f"expected losses of at least 0, some finite, got {losses}")
+    return values

@@ -186,15 +186,22 @@ def _with_losses(losses: object, partition: int | None = None):  # type: ignore[
     return answer
 
 
-@pytest.mark.parametrize("losses", [[0.0], 0.0, [float("nan")] * 4, [0.0] * 9])
+@pytest.mark.parametrize(
+    "losses",
+    [[0.0], 0.0, [float("nan")] * 4, [0.0] * 9, [-1.0, 1.0, 1.0, 1.0], [float("inf")] * 4],
+)
 def test_a_bad_answer_to_the_query_is_left_out(losses):
-    """Partition 3 lies; the others' losses decide."""
-    grid = DeafGrid(app(NTKFLClient), answer=_with_losses(losses, partition=3))
-    strategy = NTKFL(**OPTIONS)
-    weights = start(strategy, grid)
-    candidates, _, _ = pooled()
-    chosen = STEPS.index(int(strategy.train_metrics[1]["t"]))
-    assert bits(weights) == bits(candidates[chosen])
+    """Partition 3 lies, and the result is that of its silence."""
+
+    def silent(reply: Message) -> Message | None:
+        return None if reply.content["metrics"]["partition-id"] == 3 else reply
+
+    results = []
+    for answer in (_with_losses(losses, partition=3), silent):
+        strategy = NTKFL(**OPTIONS)
+        weights = start(strategy, DeafGrid(app(NTKFLClient), answer=answer))
+        results.append((bits(weights), strategy.train_metrics[1]["candidate-loss"]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("answer", [lost, _with_losses([float("inf")] * 4)])
@@ -214,13 +221,15 @@ def test_labels_that_are_not_one_hot_and_false_counts_are_refused():
                 0: damaged(1, lambda a: a * 0),
                 1: damaged(1, lambda a: a + 1),
                 2: damaged(0, lambda a: a[:, :2]),
+                3: damaged(0, lambda a: a.astype(np.float64)),
             },
         ),
     )
     metrics = strategy.train_metrics[1]
     assert metrics["rejected-labels"] == 2
     assert metrics["rejected-shape"] == 1
-    assert metrics["replies-accepted"] == 3
+    assert metrics["rejected-dtype"] == 1
+    assert metrics["replies-accepted"] == 2
 
 
 @pytest.mark.parametrize("factor", [1e4, 1e15, 1e30])
