@@ -21,7 +21,7 @@ install: $(INSTALLED) ## make .venv from the pinned versions (quick when nothing
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[simulation,dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[simulation,dev]'
 	touch $@
 
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
