@@ -5,7 +5,8 @@ seed changes the split, the first weights and the sampling; both methods share a
 
     python benchmarks/ntk_fl_fmnist.py --data-dir FOLDER [--rounds 40] [--seeds 0,1,2]
 
-FOLDER is in torchvision's layout. Writes results/ntk_fl_fmnist.{csv,json,png} beside this file.
+FOLDER is in torchvision's layout. Writes results/ntk_fl_fmnist.{csv,json,png} beside this file: all rounds; machine, settings and the
+splits' checksums; the curves.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", default="0,1,2")
     arguments = parser.parse_args()
-    folders = []
+    folders, splits, configs = [], {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in map(int, arguments.seeds.split(",")):
             for name, stem in RUNS.items():
@@ -45,7 +46,13 @@ def main() -> None:
                     data_dir=arguments.data_dir,
                     out=f"{scratch}/{stem}-{seed}",
                 )
-                folders.append(run(config).folder)
+                finished = run(config)
+                folders.append(finished.folder)
+                splits[str(seed)] = finished.summary["split"]
+                settings = config.values()
+                configs[name] = {
+                    k: v for k, v in settings.items() if k not in ("out", "data-dir", "seed")
+                }
         rounds = load_results(folders)
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
@@ -56,7 +63,14 @@ def main() -> None:
     accuracy = rounds[rounds.metric == "accuracy"]
     table = accuracy.pivot_table(index=["run", "seed"], columns="round", values="value")
     shown = table[[r for r in SHOWN if r in table.columns]]
-    summary = {"machine": machine(), "rounds-to-target": rounds_to_targets(table)}
+    seconds = rounds[(rounds.metric == "seconds") & (rounds["round"] > 0)].groupby("run").value
+    summary = {
+        "machine": machine(),
+        "configurations": configs,
+        "splits": splits,
+        "rounds-to-target": rounds_to_targets(table),
+        "median-seconds-a-round": seconds.median().round(2).to_dict(),
+    }
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     accuracy_curves(
         rounds,
@@ -66,7 +80,7 @@ def main() -> None:
     )
     print(shown.round(4).to_string())
     print(shown.groupby("run").mean().round(4).to_string())
-    print(json.dumps(summary, indent=2))
+    print(json.dumps({k: v for k, v in summary.items() if k != "configurations"}, indent=2))
 
 
 def rounds_to_targets(table: pd.DataFrame) -> dict[str, dict[str, list[int | None]]]:

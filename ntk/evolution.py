@@ -45,13 +45,16 @@ class Evolution:
     residuals : Tensor, shape (T, n, C)
         R(t), such that ``jacobian.vjp(residuals[k])`` is the change of the weights: eq. (9b), (10).
     kernel_products : int
-        How many products of the kernel with an (n, C) matrix were needed.
+        How many products of the kernel with an (n, C) matrix the solver took; 0 in closed form.
+    solver_steps : int
+        How many steps it accepted; the estimated error of each is within the tolerance.
     """
 
     steps: tuple[float, ...]
     outputs: Tensor
     residuals: Tensor
     kernel_products: int
+    solver_steps: int
 
 
 def evolve(
@@ -209,7 +212,7 @@ def _evolve_mse(
     evolved = outputs.double() + basis @ (decay[:, :, None] * start)
     accumulated = scale * (basis @ (total[:, :, None] * start))
     dtype = outputs.dtype
-    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), kernel_products=0)
+    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
@@ -229,8 +232,9 @@ def _evolve_stiff(
     tolerance: float,
 ) -> Evolution:
     """Integrate f and R together; `apply` is the product with the kernel."""
+    double = targets.double()
     solver = _RungeKuttaChebyshev(
-        apply, lambda f: scale * residual(f, targets, loss), outputs, tolerance
+        apply, lambda f: scale * residual(f, double, loss), outputs, tolerance
     )
     # softmax's own Jacobian has a norm of at most 1/2
     solver.bound_spectrum(scale * (0.5 if loss == "cross-entropy" else 1.0))
@@ -239,19 +243,29 @@ def _evolve_stiff(
         solver.advance(t, whole_steps=residuals == "sum")
         evolved.append(solver.outputs)
         accumulated.append(solver.integral if residuals == "integral" else solver.sum)
-    return Evolution(times, torch.stack(evolved), torch.stack(accumulated), solver.products)
+    return Evolution(
+        times,
+        torch.stack(evolved).to(outputs.dtype),
+        torch.stack(accumulated).to(outputs.dtype),
+        solver.products,
+        solver.steps,
+    )
 
 
 class _RungeKuttaChebyshev:
     """RKC of second order for df/dt = H G(f), with R = integral of G(f) carried along.
 
     One kernel product serves a stage of both. The number of stages s follows the step: its
-    stability interval grows with s squared.
+    stability interval grows with s squared, and so does the weight of rounding errors. The state is
+    therefore kept in float64; the kernel product, which is the cost, stays in the outputs' dtype.
     """
 
     def __init__(self, apply: Apply, rate: Apply, outputs: Tensor, tolerance: float) -> None:
         self.products = 0
-        self._apply, self._rate = apply, rate
+        self.steps = 0
+        dtype, outputs = outputs.dtype, outputs.double()
+        self._apply: Apply = lambda r: apply(r.to(dtype)).double()
+        self._rate = rate
         self._tolerance = tolerance
         self._floor = math.sqrt(outputs.numel())  # logits of size 1
         self.time = 0.0
@@ -260,7 +274,8 @@ class _RungeKuttaChebyshev:
         self.sum = torch.zeros_like(outputs)
         self._slope = self._derivative(outputs)  # (df/dt, dR/dt)
         self._step = math.inf
-        self._radius = 0.0
+        self._radius = self._factor = 0.0
+        self._vector: Tensor | None = None
 
     def _derivative(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         rate = self._rate(outputs)
@@ -268,20 +283,23 @@ class _RungeKuttaChebyshev:
         return self._apply(rate), rate
 
     def bound_spectrum(self, factor: float, *, iterations: int = 50) -> None:
-        """Set the spectral radius to `factor` times the kernel's, by power iteration, plus 10 %."""
-        generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64)
-        vector = vector.abs().to(self.outputs)  # tangent kernels are mostly positive
-        radius = 0.0
-        for _ in range(iterations):
-            vector = self._apply(vector / vector.norm())
+        """Set the spectral radius to `factor` times the kernel's, by power iteration, plus 10 %.
+
+        Later calls go on from where the last one stopped.
+        """
+        if self._vector is None:
+            generator = torch.Generator().manual_seed(0)
+            self._vector = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
+        self._factor, radius = factor, 0.0
+        for i in range(iterations):
+            self._vector = self._apply(self._vector / self._vector.norm())
             self.products += 1
-            previous, radius = radius, float(vector.norm())
-            if radius == 0 or abs(radius - previous) < 1e-2 * radius:
+            previous, radius = radius, float(self._vector.norm())
+            if radius == 0 or (i >= 10 and abs(radius - previous) < 1e-3 * radius):
                 break
         if not math.isfinite(radius):
             raise ValueError(_NOT_FINITE)
-        self._radius = 1.1 * factor * radius
+        self._radius = max(self._radius, 1.1 * factor * radius)
 
     def advance(self, time: float, *, whole_steps: bool) -> None:
         """Integrate to `time`; with `whole_steps`, add up G at the integers passed, eq. (10)."""
@@ -307,9 +325,12 @@ class _RungeKuttaChebyshev:
                         f"the tolerance {self._tolerance:g}"
                     )
                 self._step = step * factor
+                if factor < 0.2:  # far off: the radius may be larger than it seemed
+                    self.bound_spectrum(self._factor, iterations=20)
                 continue
             if whole_steps:
                 self._add_whole_steps(step, outputs, slope)
+            self.steps += 1
             self.time = time if step == time - self.time else self.time + step
             self.outputs, self.integral, self._slope = outputs, integral, slope
             self._step = max(self._step, step * factor) if factor >= 1 else step * factor

@@ -113,11 +113,11 @@ class DenseBlock(Block):
         return self.values.flatten(1) @ other.values.flatten(1).T
 
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        flat = residual.flatten() @ self.values.flatten(0, 1).flatten(1)
+        flat = residual.flatten() @ self.values.reshape(residual.numel(), -1)
         return {self.name: flat.view(self.values.shape[2:])}
 
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
-        return self.values.flatten(2) @ update[self.name].flatten()
+        return self.values.reshape(*self.values.shape[:2], -1) @ update[self.name].flatten()
 
     def squared_norms(self) -> Tensor:  # noqa: D102
         return self.values.flatten(1).double().square().sum(1)
@@ -564,7 +564,15 @@ LinearLayers = dict[str, tuple[nn.Linear, str | None, str | None]]
 
 
 def _linear_layers(model: nn.Module, example: Tensor) -> LinearLayers:
-    """Linear layers whose parameters enter the outputs through one call on (n, d) inputs."""
+    """Linear layers whose parameters enter the outputs through one call, a row for each example.
+
+    Seen by running 2 and then 3 copies of an example: the rows must follow.
+    """
+    layers, others = (_linear_layers_of(model, torch.cat([example] * n)) for n in (2, 3))
+    return {name: layer for name, layer in layers.items() if name in others}
+
+
+def _linear_layers_of(model: nn.Module, examples: Tensor) -> LinearLayers:
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
     candidates = {
         name: module
@@ -574,7 +582,7 @@ def _linear_layers(model: nn.Module, example: Tensor) -> LinearLayers:
         and "weight" in module._parameters
     }
     with _captured(candidates) as calls, torch.enable_grad():
-        uses = _uses_of_parameters(model(example))
+        uses = _uses_of_parameters(model(examples))
     layers: LinearLayers = {}
     for name, module in candidates.items():
         own = [p for p in (module.weight, module.bias) if p is not None and p in names]
@@ -582,6 +590,7 @@ def _linear_layers(model: nn.Module, example: Tensor) -> LinearLayers:
             own
             and len(calls[name]) == 1
             and calls[name][0][0].ndim == 2
+            and len(calls[name][0][0]) == len(examples)
             and all(uses[p] == 1 for p in own)
         ):
             bias = None if module.bias is None else names.get(module.bias)
@@ -613,13 +622,19 @@ def _captured(
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in modules}
 
     def record(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            calls[name].append((args[0].detach().clone(), output))
+        def hook(
+            _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+        ) -> Tensor:
+            (given,) = (*args, *named.values())
+            calls[name].append((given.detach().clone(), output))
             return output.clone()  # what follows may work in place; `output` must stay as it is
 
         return hook
 
-    handles = [module.register_forward_hook(record(name)) for name, module in modules.items()]
+    handles = [
+        module.register_forward_hook(record(name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
     try:
         yield calls
     finally:

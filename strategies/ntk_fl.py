@@ -36,10 +36,10 @@ from fedntk.ntk import (
     Jacobian,
     JacobianUpload,
     Loss,
-    NotEnoughMemory,
     check_loss,
     evolve,
     loss_value,
+    require_memory,
     stack_candidates,
 )
 
@@ -95,7 +95,7 @@ class NTKFL(SeededFedAvg):
 
     Examples
     --------
-    >>> strategy = NTKFL(learning_rate=0.01, fraction_train=0.1, min_completed=5)
+    >>> strategy = NTKFL(learning_rate=0.01, min_train_nodes=10, min_completed=5)
     >>> strategy.steps[-2:]
     (1500, 2000)
     """
@@ -169,40 +169,57 @@ class NTKFL(SeededFedAvg):
         weights = {name: array.numpy() for name, array in self.global_arrays.items()}
         shapes = {name: array.shape for name, array in weights.items()}
         pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
-        pairs, unlike = agreeing(pairs, lambda _, upload: _form(upload), "layout")
-        pairs, long = _without_outliers(pairs)
-        rejected += unlike + long
+        pairs, odd = agreeing(pairs, lambda _, upload: _form(upload))
+        rejected += _dropped(odd, "layout", "its Jacobian has not the form of most replies'")
+        pairs, odd = _without_outliers(pairs)
+        rejected += _dropped(odd, "scale", "100 times larger than the median client's")
         clients = [reply for reply, _ in pairs]
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
 
-        uploads = [upload for _, upload in pairs]
-        jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
-        outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
-        targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
         try:
-            evolution = self.evolve(jacobian, outputs, targets)
-        except (ArithmeticError, RuntimeError, ValueError, NotEnoughMemory) as error:
+            candidates, linearised = self._candidates([u for _, u in pairs], weights, metrics)
+        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             # what well-formed numbers of the clients can bring about must not end the run
             logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
             return None, metrics
-        updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
-        candidates = stack_candidates(weights, updates)
-        linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
-        losses = self._candidate_losses(server_round, candidates, linearised, clients)
-        metrics["kernel-products"] = evolution.kernel_products
-        if not any(math.isfinite(loss) for loss in losses):
+        losses = [
+            loss if not math.isnan(loss) else math.inf
+            for loss in self._candidate_losses(
+                server_round, candidates, linearised, clients, metrics
+            )
+        ]
+        best = int(np.argmin(losses))
+        if not math.isfinite(losses[best]):
             logger.log(WARNING, "no candidate has a finite loss: the model stays as it was")
             return None, metrics
-        best = int(np.argmin(losses))
         metrics["t"] = float(self.steps[best])
         metrics["candidate-loss"] = losses[best]
         metrics["linearised-loss"] = linearised[best]
-        return ArrayRecord(
-            {name: Array(rows[best, ...]) for name, rows in candidates.items()}
-        ), metrics
+        return _candidate(candidates, best), metrics
+
+    def _candidates(
+        self,
+        uploads: Sequence[JacobianUpload],
+        weights: Mapping[str, NDArray[Any]],
+        metrics: MetricRecord,
+    ) -> tuple[dict[str, NDArray[Any]], list[float]]:
+        """Weights w^(k,t) for each t, stacked, and the losses of f^(k,t)."""
+        require_memory(
+            2 * sum(upload.jacobian.nbytes for upload in uploads),
+            f"the global Jacobian of {len(uploads)} clients",
+            cure="sample fewer clients a round, or have them send structure='factored'",
+        )
+        jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
+        outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
+        targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
+        evolution = self.evolve(jacobian, outputs, targets)
+        metrics["kernel-products"] = evolution.kernel_products
+        updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
+        linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
+        return stack_candidates(weights, updates), linearised
 
     def evolve(self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor) -> Evolution:
         """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""
@@ -224,22 +241,21 @@ class NTKFL(SeededFedAvg):
         candidates: Mapping[str, NDArray[Any]],
         linearised: list[float],
         clients: Sequence[Reply],
+        metrics: MetricRecord,
     ) -> list[float]:
         """Loss that eq. (11a) compares, for each candidate, by the chosen rule."""
         if self.selection == "linearised":
             return linearised
         if self.validation_loss is not None:
-            losses = []
-            for best in range(len(self.steps)):
-                arrays = {name: Array(rows[best, ...]) for name, rows in candidates.items()}
-                loss = float(self.validation_loss(ArrayRecord(arrays)))
-                losses.append(loss if not math.isnan(loss) else math.inf)
-            return losses
+            return [
+                float(self.validation_loss(_candidate(candidates, i)))
+                for i in range(len(self.steps))
+            ]
         if self.selection == "clients":
-            nodes = [client.message.metadata.src_node_id for client in clients]
+            nodes = [client.node for client in clients]
         else:
             nodes = [n for n, partition in self.partitions.items() if partition in self.held_out]
-        return self._ask_for_losses(server_round, candidates, nodes, clients)
+        return self._ask_for_losses(server_round, candidates, nodes, clients, metrics)
 
     def _ask_for_losses(
         self,
@@ -247,6 +263,7 @@ class NTKFL(SeededFedAvg):
         candidates: Mapping[str, NDArray[Any]],
         nodes: Sequence[int],
         clients: Sequence[Reply],
+        metrics: MetricRecord,
     ) -> list[float]:
         """Mean of the candidates' losses over the nodes' examples; infinite if none answers."""
         if self._grid is None:
@@ -260,12 +277,15 @@ class NTKFL(SeededFedAvg):
             }
         )
         instructions = self._construct_messages(record, list(nodes), MessageType.QUERY)
-        answers = self._grid.send_and_receive(instructions, timeout=3600)
-        examples = {c.message.metadata.src_node_id: c.num_examples for c in clients}
-        pairs, _ = self.accepted(answers, lambda reply: _losses(reply, len(self.steps)))
+        answers = self._grid.send_and_receive(instructions, timeout=self.query_timeout)
+        pairs, rejected = self.accepted(answers, lambda reply: _losses(reply, len(self.steps)))
+        metrics["losses-accepted"] = len(pairs)
+        for reason, refused in sorted(rejected.items()):
+            metrics[f"losses-rejected-{reason}"] = refused
+        examples = {client.node: client.num_examples for client in clients}
         total, count = np.zeros(len(self.steps)), 0
         for reply, losses in pairs:
-            weight = examples.get(reply.message.metadata.src_node_id, reply.num_examples)
+            weight = examples.get(reply.node, reply.num_examples)
             total += weight * losses
             count += weight
         return [float(value) / count if count else math.inf for value in total]
@@ -281,28 +301,37 @@ def _upload(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUplo
     return upload
 
 
+def _candidate(candidates: Mapping[str, NDArray[Any]], row: int) -> ArrayRecord:
+    return ArrayRecord({name: Array(rows[row, ...]) for name, rows in candidates.items()})
+
+
 def _without_outliers(
     pairs: list[tuple[Reply, JacobianUpload]],
-) -> tuple[list[tuple[Reply, JacobianUpload]], Counter[str]]:
-    """Drop clients whose rows are over 100 times longer than the median client's.
+) -> tuple[list[tuple[Reply, JacobianUpload]], list[Reply]]:
+    """Split off clients whose rows or outputs are over 100 times larger than the median client's.
 
-    One such client would set the kernel's largest eigenvalue, and so the cost of the evolution.
+    Root mean squares are compared; outputs up to 100 pass in any case. One such client would set
+    the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
+    of all. Among two clients neither is the outlier.
     """
-    sizes = [float(upload.jacobian.squared_norms().mean()) for _, upload in pairs]
-    if not sizes:
-        return pairs, Counter()
-    limit = 100**2 * statistics.median_low(sizes)
-    kept = [pair for pair, size in zip(pairs, sizes, strict=True) if size <= limit or limit == 0]
-    for (reply, _), size in zip(pairs, sizes, strict=True):
-        if size > limit > 0:
-            logger.log(
-                WARNING,
-                "dropped the reply of partition %d: its Jacobian's rows are %.0f times as long as "
-                "the median client's",
-                reply.partition,
-                100 * math.sqrt(size / limit),
-            )
-    return kept, Counter({"scale": len(pairs) - len(kept)} if len(kept) < len(pairs) else {})
+    if len(pairs) < 3:
+        return pairs, []
+    rows = [float(upload.jacobian.squared_norms().mean()) for _, upload in pairs]
+    outputs = [float(upload.outputs.double().square().mean()) for _, upload in pairs]
+    row_limit = 100**2 * statistics.median_low(rows)
+    output_limit = 100**2 * max(1.0, statistics.median_low(outputs))
+    fits = [
+        (row <= row_limit or row_limit == 0) and output <= output_limit
+        for row, output in zip(rows, outputs, strict=True)
+    ]
+    kept = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
+    return kept, [pair[0] for pair, fit in zip(pairs, fits, strict=True) if not fit]
+
+
+def _dropped(replies: Sequence[Reply], reason: str, detail: str) -> Counter[str]:
+    for reply in replies:
+        logger.log(WARNING, "dropped the reply of node %d: %s: %s", reply.node, reason, detail)
+    return Counter({reason: len(replies)} if replies else {})
 
 
 def _form(upload: JacobianUpload) -> tuple[str, int, torch.dtype]:

@@ -36,26 +36,40 @@ __all__ = ["Reply", "SeededFedAvg"]
 
 logger = getLogger("flwr")
 T = TypeVar("T")
-MAX_EXAMPLES = 10_000_000
 
 
 class Reply:
     """A reply whose metrics have been checked.
 
+    Parameters
+    ----------
+    message : Message
+        The reply.
+    num_examples_key : str
+        Under which its metrics count the examples.
+    max_examples : int
+        More than so many are refused.
+
     Attributes
     ----------
-    partition : int
-        What the client reports, or its node id.
+    node : int
+        Id of the node that sent it.
     num_examples : int
-        Between 1 and 10 million.
+        Between 1 and `max_examples`.
     metrics : dict of str to int, float or list
         The other metrics, none of them NaN.
     message : Message
         The reply itself.
+
+    Raises
+    ------
+    BadReply
+        If there is not one MetricRecord, or a metric is NaN or the examples out of range.
     """
 
-    def __init__(self, message: Message, num_examples_key: str) -> None:
+    def __init__(self, message: Message, num_examples_key: str, max_examples: int) -> None:
         self.message = message
+        self.node = message.metadata.src_node_id
         if len(message.content.metric_records) != 1:
             raise BadReply(
                 "metrics", f"expected one MetricRecord, got {len(message.content.metric_records)}"
@@ -69,18 +83,15 @@ class Reply:
         examples = self.metrics.pop(num_examples_key, None)
         if (
             not isinstance(examples, int | float)
-            or not 1 <= examples <= MAX_EXAMPLES
+            or not 1 <= examples <= max_examples
             or examples != int(examples)
         ):
             raise BadReply(
                 "num-examples",
-                f"expected a whole {num_examples_key!r} of 1 ... {MAX_EXAMPLES}, got {examples!r}",
+                f"expected a whole {num_examples_key!r} of 1 ... {max_examples}, got {examples!r}",
             )
         self.num_examples = int(examples)
-        partition = self.metrics.pop("partition-id", message.metadata.src_node_id)
-        if not isinstance(partition, int):
-            raise BadReply("metrics", f"expected a whole 'partition-id', got {partition!r}")
-        self.partition = partition
+        self.metrics.pop("partition-id", None)
 
     @property
     def metric_names(self) -> frozenset[tuple[str, int]]:
@@ -89,11 +100,6 @@ class Reply:
             (key, len(value) if isinstance(value, list) else -1)
             for key, value in self.metrics.items()
         )
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Key by which replies are sorted."""
-        return self.partition, self.message.metadata.src_node_id
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Name -> array of the reply's one ArrayRecord.
@@ -107,10 +113,15 @@ class Reply:
         if len(records) != 1:
             raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
         (record,) = records.values()
-        try:
-            return {name: array.numpy() for name, array in record.items()}
-        except Exception as error:  # np.load raises whatever hostile bytes provoke
-            raise BadReply("arrays", f"an array cannot be read: {error}") from error
+        arrays = {}
+        for name, array in record.items():
+            try:
+                arrays[name] = array.numpy()
+            except Exception as error:  # np.load raises whatever hostile bytes provoke
+                raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
+            if not isinstance(arrays[name], np.ndarray):  # np.load opens zip files, too
+                raise BadReply("arrays", f"{name!r} is no array")
+        return arrays
 
 
 class SeededFedAvg(FedAvg):
@@ -121,7 +132,14 @@ class SeededFedAvg(FedAvg):
     seed : int
         Of the sampling of clients.
     min_completed : int
-        Fewer valid replies than this leave the model unchanged in a round.
+        Fewer valid replies than this leave the model unchanged in a round. At least as many clients
+        are sampled.
+    max_examples : int
+        A reply that claims more examples is dropped. Set it to what a client can hold: examples
+        are the weight of a client's reply.
+    query_timeout : float
+        Seconds to wait for answers to queries: which partition a node holds, and what else a method
+        asks between training and aggregation.
     held_out : sequence of int
         Partitions never sampled for training.
     **fedavg_options
@@ -144,6 +162,8 @@ class SeededFedAvg(FedAvg):
         *,
         seed: int = 0,
         min_completed: int = 1,
+        max_examples: int = 10_000_000,
+        query_timeout: float = 600,
         held_out: Sequence[int] = (),
         **fedavg_options: Any,
     ) -> None:
@@ -154,7 +174,15 @@ class SeededFedAvg(FedAvg):
             raise ValueError(f"seed: expected at least 0, got {seed}")
         self.seed = seed
         self.min_completed = min_completed
+        self.max_examples = max_examples
+        self.query_timeout = query_timeout
         self.held_out = tuple(held_out)
+        # metrics are aggregated in round_metrics; Flower's aggregate_train averages weights alone
+        self._aggregate_metrics = {
+            True: self.train_metrics_aggr_fn,
+            False: self.evaluate_metrics_aggr_fn,
+        }
+        self.train_metrics_aggr_fn = _no_metrics
         self.train_metrics: dict[int, MetricRecord] = {}
         self.evaluate_metrics: dict[int, MetricRecord] = {}
         self.partitions: dict[int, int] = {}
@@ -175,7 +203,8 @@ class SeededFedAvg(FedAvg):
         if self.fraction_train == 0.0:
             return []
         nodes = self.sample(
-            grid, server_round, "train", self.fraction_train, self.min_train_nodes, self.held_out
+            *(grid, server_round, "train", self.fraction_train),
+            *(max(self.min_train_nodes, self.min_completed), self.held_out),
         )
         return self._instructions(server_round, arrays, config, nodes, MessageType.TRAIN)
 
@@ -242,7 +271,7 @@ class SeededFedAvg(FedAvg):
         if new := [node for node in nodes if node not in self.partitions]:
             asked = self._construct_messages(RecordDict(), new, "query.partition")
             self.partitions |= {node: node for node in new}
-            for reply in grid.send_and_receive(asked, timeout=600):
+            for reply in grid.send_and_receive(asked, timeout=self.query_timeout):
                 if reply.has_error() or len(reply.content.metric_records) != 1:
                     continue
                 (record,) = reply.content.metric_records.values()
@@ -271,23 +300,26 @@ class SeededFedAvg(FedAvg):
         -------
         tuple of list of (Reply, T), Counter
             What was parsed, sorted by partition, and how many were rejected for which reason.
-            Replies must also agree on the names of their metrics; most decide.
         """
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
         parsed: list[tuple[Reply, T]] = []
         for message in contents:
             try:
-                reply = Reply(message, self.weighted_by_key)
+                reply = Reply(message, self.weighted_by_key, self.max_examples)
                 parsed.append((reply, parse(reply)))
-            except BadReply as error:
-                rejected[error.reason] += 1
+            except Exception as error:  # a reply may hold anything; none may end the run
+                reason = error.reason if isinstance(error, BadReply) else "malformed"
+                rejected[reason] += 1
                 logger.log(
                     WARNING, "dropped the reply of node %d: %s", message.metadata.src_node_id, error
                 )
-        parsed.sort(key=lambda pair: pair[0].order)
-        parsed, unlike = agreeing(parsed, lambda reply, _: reply.metric_names, "metrics")
-        return parsed, rejected + unlike
+        parsed.sort(key=lambda pair: self.order(pair[0]))
+        return parsed, rejected
+
+    def order(self, reply: Reply) -> tuple[int, int]:
+        """Key by which replies are sorted: the partition that the node told when it was asked."""
+        return self.partitions.get(reply.node, reply.node), reply.node
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -299,10 +331,12 @@ class SeededFedAvg(FedAvg):
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
-        averaged, _ = super().aggregate_train(server_round, [reply.message for reply, _ in pairs])
-        if averaged is None:
-            return None, metrics
-        return like(averaged, expected), metrics
+        for reply, _ in pairs:  # Flower wants the same names in all replies
+            (arrays,) = reply.message.content.array_records.values()
+            count = MetricRecord({self.weighted_by_key: reply.num_examples})
+            reply.message.content = RecordDict({"arrays": arrays, "metrics": count})
+        averaged, _ = super().aggregate_train(server_round, [r.message for r, _ in pairs])
+        return (like(averaged, expected) if averaged is not None else None), metrics
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -332,14 +366,20 @@ class SeededFedAvg(FedAvg):
         """Aggregate the accepted replies' metrics, and count the replies.
 
         Flower's ``train_metrics_aggr_fn`` and ``evaluate_metrics_aggr_fn`` do the first, by
-        default by a mean weighted by examples.
+        default by a mean weighted by examples. Metrics must have the same names in all replies that
+        are aggregated, so those whose names differ from most replies' are left out of it.
         """
         metrics = MetricRecord()
         if replies:
-            aggregate = self.train_metrics_aggr_fn if is_train else self.evaluate_metrics_aggr_fn
-            contents = [reply.message.content for reply in replies]
+            aggregate = self._aggregate_metrics[is_train]
+            alike, _ = agreeing([(r, None) for r in replies], lambda r, _: r.metric_names)
+            contents = [
+                RecordDict(
+                    {"metrics": MetricRecord({**r.metrics, self.weighted_by_key: r.num_examples})}
+                )
+                for r, _ in alike
+            ]
             metrics = aggregate(contents, self.weighted_by_key)
-        metrics.pop("partition-id", None)
         metrics["num-examples"] = sum(reply.num_examples for reply in replies)
         metrics["replies-accepted"] = len(replies)
         metrics["replies-rejected"] = rejected.total()
@@ -348,27 +388,21 @@ class SeededFedAvg(FedAvg):
         return metrics
 
 
+def _no_metrics(_: list[RecordDict], __: str) -> MetricRecord:
+    return MetricRecord()
+
+
 def agreeing(
-    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any], reason: str
-) -> tuple[list[tuple[Reply, T]], Counter[str]]:
-    """Keep the replies that agree with the most common `key`; ties go to the lowest partition."""
+    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any]
+) -> tuple[list[tuple[Reply, T]], list[Reply]]:
+    """Split replies into those with the most common `key` and the others; the first wins ties."""
     if not pairs:
-        return [], Counter()
+        return [], []
     keys = [key(*pair) for pair in pairs]
     common, _ = Counter(keys).most_common(1)[0]
-    kept = []
-    for pair, own in zip(pairs, keys, strict=True):
-        if own == common:
-            kept.append(pair)
-        else:
-            logger.log(
-                WARNING,
-                "dropped the reply of partition %d: its %s differ from those of most replies",
-                pair[0].partition,
-                reason,
-            )
-    dropped = len(pairs) - len(kept)
-    return kept, Counter({reason: dropped} if dropped else {})
+    kept = [pair for pair, own in zip(pairs, keys, strict=True) if own == common]
+    others = [pair[0] for pair, own in zip(pairs, keys, strict=True) if own != common]
+    return kept, others
 
 
 def _weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -52,16 +52,41 @@ class Sequence(nn.Module):
         return self.head(torch.tanh(self.layer(x)).mean(1))
 
 
+class FoldedPositions(nn.Module):
+    """Positions folded into the batch for one layer, so that it has more rows than examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x.reshape(-1, 4))).view(len(x), -1, 6)
+        return self.head(hidden.mean(1))
+
+
+class Tokens(nn.Module):
+    """Layers on learned tokens of one and two rows, whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.rand(1, 4)), nn.Parameter(torch.rand(2, 4))
+        self.first, self.second, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.first(self.one) + self.second(self.two).sum(0))
+
+
 class Own(nn.Module):
-    """Parameters of its own, one of them unused."""
+    """Parameters of its own, one of them a number and one unused; a layer called by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.unused = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(2))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * self.scale)
+        return self.temperature * self.head(input=x * self.scale)
 
 
 def _frozen_layer() -> nn.Module:
@@ -98,6 +123,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "functional-use": (FunctionalUse, (5,)),
     "sequence": (Sequence, (6, 4)),
     "own-parameters": (Own, (5,)),
+    "folded-positions": (FoldedPositions, (6, 4)),
+    "tokens": (Tokens, (5,)),
     "cnn": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, groups=2, dilation=2),

@@ -72,7 +72,8 @@ def test_dense_tensor_equals_double_loop(case, structure):
 
 def test_gram_vjp_jvp_equal_their_definitions(case, structure):
     model, x = case
-    flat = torch.cat([t.flatten(2) for t in loop(model, x).values()], dim=2)  # (n, C, P)
+    tensors = loop(model, x).values()
+    flat = torch.cat([t.reshape(*t.shape[:2], -1) for t in tensors], dim=2)  # (n, C, P)
     jac = jacobian(model, x, structure=structure)
     n, num_outputs, _ = flat.shape
     assert (jac.num_examples, jac.num_outputs) == (n, num_outputs)
@@ -129,7 +130,7 @@ def test_wire_round_trip_keeps_every_bit(case, structure):
 def test_factors_are_kept_where_they_are_exact_and_only_there():
     kinds = {name: jacobian(*make(name)).layout for name in CASES}
     assert '"dense"' not in kinds["mlp"] + kinds["in-place"] + kinds["frozen-layer"]
-    for name in ("tied-weights", "called-twice", "functional-use", "sequence"):
+    for name in ("tied-weights", "called-twice", "functional-use", "sequence", "folded-positions"):
         assert '"dense"' in kinds[name]
     for name in CASES:
         assert '"linear"' in kinds[name]  # the head

@@ -1,5 +1,6 @@
 """A small federation on the local grid, with replies that can be reordered or damaged."""
 
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,9 +35,9 @@ def examples(partition: int) -> tuple[Tensor, Tensor]:
 
 
 class Grid(LocalGrid):
-    """A local grid with other node ids, whose replies to training pass through changes.
+    """A local grid with other node ids, whose replies of one kind pass through changes.
 
-    `changes` maps a partition to what becomes of its training replies; `order` permutes them.
+    `changes` maps a partition to what becomes of its replies; `order` permutes all replies.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Grid(LocalGrid):
         node_ids: Iterable[int] | None = None,
         order: int | None = None,
         changes: dict[int, Change] | None = None,
+        changed_kind: str = "train",
         num_clients: int = NUM_CLIENTS,
     ) -> None:
         super().__init__(app, num_clients, {})
@@ -54,7 +56,7 @@ class Grid(LocalGrid):
         self.contexts = dict(zip(ids, contexts, strict=True))
         for node_id, context in self.contexts.items():
             context.node_id = node_id
-        self.order, self.changes = order, changes or {}
+        self.order, self.changes, self.changed_kind = order, changes or {}, changed_kind
         self.trained: list[int] = []
         self.exchanges: list[tuple[str, int]] = []
 
@@ -78,11 +80,10 @@ class Grid(LocalGrid):
             (reply,) = super().send_and_receive([message])
             if message.metadata.message_type == "train":
                 self.trained.append(int(partition))
-                if partition in self.changes:
-                    changed = self.changes[int(partition)](reply)
-                    replies += [] if changed is None else [changed]
-                    continue
-            replies.append(reply)
+            changed: Message | None = reply
+            if partition in self.changes and message.metadata.message_type == self.changed_kind:
+                changed = self.changes[int(partition)](reply)
+            replies += [] if changed is None else [changed]
         if self.order is not None:
             replies = [
                 replies[i] for i in np.random.default_rng(self.order).permutation(len(replies))
@@ -161,6 +162,15 @@ def garbage(reply: Message) -> Message:
     return reply
 
 
+def archive(reply: Message) -> Message:
+    """Replace an array by what np.load takes for an archive of arrays."""
+    buffer = io.BytesIO()
+    np.savez(buffer, w=np.zeros(3))
+    arrays = reply.content["arrays"]
+    arrays[next(iter(arrays))] = Array("float32", (3,), "numpy.ndarray", buffer.getvalue())
+    return reply
+
+
 def damaged(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
     """Change the array at a position."""
 
@@ -178,6 +188,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "extra array": (with_arrays(lambda a: a | {"extra": np.zeros(3, np.float32)}), "arrays shape"),
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
     "garbage": (garbage, "arrays"),
+    "zip archive": (archive, "arrays"),
     "two array records": (second_record("arrays"), "arrays"),
     "two metric records": (second_record("metrics"), "metrics"),
     "NaN": (damaged(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
@@ -192,8 +203,27 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
     "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
     "no num-examples": (with_metrics(num_examples=None), "num-examples"),
-    "extra metric": (with_metrics(bonus=1.0), "metrics"),
-    "list for a metric": (with_metrics(train_loss=[1.0, 2.0]), "metrics"),
     "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
-    "fractional partition": (with_metrics(partition_id=0.5), "metrics"),
+}
+
+
+def renamed(name: str) -> Change:
+    def apply(reply: Message) -> Message:
+        reply.content["renamed"] = reply.content[name]
+        del reply.content[name]
+        return reply
+
+    return apply
+
+
+# replies that are odd, but whose arrays can be used
+ODD: dict[str, Change] = {
+    "extra metric": with_metrics(bonus=1.0),
+    "missing metric": with_metrics(train_loss=None),
+    "list for a metric": with_metrics(train_loss=[1.0, 2.0]),
+    "no partition": with_metrics(partition_id=None),
+    "fractional partition": with_metrics(partition_id=0.5),
+    "another's partition": with_metrics(partition_id=0),
+    "other name of the arrays": renamed("arrays"),
+    "other name of the metrics": renamed("metrics"),
 }
