@@ -5,8 +5,8 @@ seed changes the split, the first weights and the sampling; both methods share a
 
     python benchmarks/ntk_fl_fmnist.py --data-dir FOLDER [--rounds 40] [--seeds 0,1,2]
 
-FOLDER is in torchvision's layout. Writes results/ntk_fl_fmnist.{csv,json,png} beside this file: all rounds; machine, settings and the
-splits' checksums; the curves.
+FOLDER is in torchvision's layout. Writes beside this file results/ntk_fl_fmnist.csv (all rounds),
+.json (machine, settings, checksums of the splits, rounds to targets) and .png (the curves).
 """
 
 import argparse

@@ -84,15 +84,16 @@ class SGDClient(ModelClient):
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
-        generator = torch.Generator().manual_seed(self._round_seed(config))
         self.model.train()
-        for _ in range(self.local_epochs):
-            order = torch.randperm(len(self.x), generator=generator)
-            for batch in self._batches(order):
-                optimizer.zero_grad()
-                outputs = self.model(self.x[batch].to(self.device))
-                self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
-                optimizer.step()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # dropout draws from the global generator
+            torch.manual_seed(self._round_seed(config))
+            for _ in range(self.local_epochs):
+                for batch in self._batches(torch.randperm(len(self.x))):
+                    optimizer.zero_grad()
+                    outputs = self.model(self.x[batch].to(self.device))
+                    self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
+                    optimizer.step()
         return get_weights(self.model), len(self.x), {"train-loss": train_loss}
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:

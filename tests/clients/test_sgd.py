@@ -54,15 +54,19 @@ def test_no_epochs_send_the_weights_back():
         np.testing.assert_array_equal(a, b)
 
 
-def test_shuffling_follows_seed_and_round_and_nothing_else():
-    model = nn.Linear(4, 3)
+@pytest.mark.parametrize(
+    "model", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 9), nn.Dropout(), nn.Linear(9, 3))]
+)
+def test_shuffling_and_dropout_follow_seed_and_round_and_nothing_else(model):
     start = get_weights(model)
 
     def fit(seed: tuple[int, ...], server_round: int) -> bytes:
         torch.manual_seed(np.random.default_rng().integers(1 << 30))  # global state plays no part
+        before = torch.get_rng_state()
         arrays, _, _ = client(model, batch_size=3, seed=seed).fit(
             start, {"server-round": server_round}
         )
+        assert torch.equal(before, torch.get_rng_state())
         return b"".join(a.tobytes() for a in arrays)
 
     assert fit((0, 1), 1) == fit((0, 1), 1)
