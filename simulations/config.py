@@ -6,6 +6,7 @@ strings: ``steps = "100,200,400"``.
 
 import dataclasses
 import difflib
+import math
 import operator
 import tomllib
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
 
 
 def _option(default: Any, doc: str, **limits: Any) -> Any:
-    """Field with its description and limits: choices, at_least, at_most, above."""
+    """Field with its description and limits: choices, at_least, above, below."""
     return dataclasses.field(default=default, metadata={"doc": doc, **limits})
 
 
@@ -150,6 +151,8 @@ class Config:
             raise ConfigError(
                 f"{key}: expected {expected.__name__}, got {type(value).__name__} {value!r}"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}: expected a finite number, got {value}")
         if "choices" in limits and value not in limits["choices"]:
             near = difflib.get_close_matches(str(value), limits["choices"], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,6 +1,7 @@
 """Data sets by name, standardised, as tensors; nothing here depends on how they are split."""
 
 import gzip
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class Data:
         """
         for part in ("train", "test"):
             x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
+            if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
+                raise ConfigError(
+                    f"{part} set: expected numbers of shape (n, ...), got {x.dtype} of {x.shape}"
+                )
             if len(x) == 0 or y.shape != (len(x),):
                 raise ConfigError(
                     f"{part} set: expected examples and one label each, got shapes {x.shape} and "
@@ -62,6 +67,11 @@ class Data:
                     f"{part} set: expected labels 0 ... {self.num_classes - 1}, "
                     f"got {y.min()} ... {y.max()}"
                 )
+        if self.num_classes > len(self.y_train):
+            raise ConfigError(
+                f"expected at most one class for each of the {len(self.y_train)} training "
+                f"examples, got labels up to {self.num_classes - 1}"
+            )
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             raise ConfigError(
                 f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
@@ -103,18 +113,33 @@ def load_data(config: Config) -> Data:
     ConfigError
         If the name is unknown, a file is missing, or the content does not fit.
     """
-    return _load(
-        config.dataset,
-        config.data_dir or str(cache_dir() / "data"),
-        config.image_column,
-        config.label_column,
-        config.natural_column,
-    )
+    file = Path(config.dataset.partition(":")[2])
+    try:
+        return _load(
+            config.dataset,
+            config.data_dir or str(cache_dir() / "data"),
+            config.image_column,
+            config.label_column,
+            config.natural_column,
+            file.stat().st_mtime_ns if file.is_file() else 0,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # what a damaged file makes a library raise
+        lines = str(error).splitlines() or [""]
+        raise ConfigError(
+            f"dataset = {config.dataset}: cannot be read: {type(error).__name__}: {lines[0]}"
+        ) from error
 
 
 @lru_cache(maxsize=2)
 def _load(
-    dataset: str, data_dir: str, image_column: str, label_column: str, natural_column: str
+    dataset: str,
+    data_dir: str,
+    image_column: str,
+    label_column: str,
+    natural_column: str,
+    _modified: int,
 ) -> Data:
     name, _, rest = dataset.partition(":")
     if name == "npz" and rest:
@@ -177,10 +202,11 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
     missing = [path for path in packed if not path.with_suffix("").exists()]
     if not missing:
         return data_dir
-    cache = cache_dir() / "data"
+    stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in packed]
+    cache = cache_dir() / "data" / hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
     for path in packed:
         target = cache / folder / "raw" / path.stem
-        if not target.exists() or target.stat().st_mtime < path.stat().st_mtime:
+        if not target.exists():
             with gzip.open(path) as source, whole(target) as sink:
                 shutil.copyfileobj(source, sink)
     return cache

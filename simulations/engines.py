@@ -1,5 +1,6 @@
 """Grids: an in-process one that needs no Ray, and one that counts bytes around any other."""
 
+import copy
 import traceback
 from collections.abc import Iterable
 from logging import WARNING, getLogger
@@ -99,14 +100,25 @@ class LocalGrid(Grid):
         context = self.contexts[message.metadata.dst_node_id]
         threads = torch.get_num_threads()
         try:
-            return self.app(message, context)
-        except Exception as error:  # a client must not end the run
+            return self.app(_own_copy(message), context)
+        except (Exception, SystemExit) as error:  # a client must not end the run
             partition = context.node_config["partition-id"]
             logger.log(WARNING, "client %s: %s", partition, traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         finally:
             torch.set_num_threads(threads)
+
+
+def _own_copy(message: Message) -> Message:
+    """Copy a message's records, which a strategy may share among messages; arrays are immutable."""
+    content = RecordDict()
+    for name, record in message.content.items():
+        content[name] = type(record)(dict(record))  # type: ignore[arg-type]
+    copied = copy.copy(message)
+    copied.__dict__.update(message.__dict__)
+    copied.content = content
+    return copied
 
 
 class MeteredGrid(Grid):
@@ -120,7 +132,8 @@ class MeteredGrid(Grid):
     Attributes
     ----------
     bytes_down, bytes_up : int
-        Of the content of all messages sent to clients, and of all replies.
+        Of the content of all messages sent to clients, and of all replies: what each client
+        receives and sends, whether or not the transport stores a shared content once.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -14,7 +14,7 @@ from fedntk.clients import NTKFLClient, SGDClient, set_weights
 from fedntk.ntk import loss_value, one_hot
 from fedntk.strategies import NTKFL, SeededFedAvg
 
-from .config import Config
+from .config import Config, ConfigError
 from .data import Data
 from .partitions import Split
 
@@ -98,6 +98,7 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
     options: dict[str, Any] = {
         "seed": config.seed,
         "min_completed": config.min_completed,
+        "max_examples": len(data.y_train),
         "fraction_train": config.clients_per_round / config.num_clients,
         "min_train_nodes": config.clients_per_round,
         "fraction_evaluate": config.clients_per_evaluation / config.num_clients,
@@ -131,9 +132,20 @@ def make_client(
 
 
 def device_of(config: Config) -> str:
-    """Return the device that `config` names; ``auto`` is a GPU where there is one."""
+    """Return the device that `config` names; ``auto`` is a GPU where there is one.
+
+    Raises
+    ------
+    ConfigError
+        If it is no device, or not there.
+    """
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {config.device}: cannot be used: {reason}") from error
     return config.device
 
 

@@ -145,15 +145,18 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         If the name is unknown, the network does not take the examples, or its outputs are not one
         number for each class.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = _by_name(config, input_shape, num_classes)
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(config.seed)
+            model = _by_name(config, input_shape, num_classes)
             shape = tuple(model.eval()(torch.zeros(1, *input_shape)).shape)
-    except RuntimeError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's factory or network raises
+        lines = str(error).splitlines() or [""]
         raise ConfigError(
-            f"model = {config.model}: does not take examples of shape {input_shape}: {error}"
+            f"model = {config.model}: fails for examples of shape {input_shape}: "
+            f"{type(error).__name__}: {lines[0]}"
         ) from error
     if shape != (1, num_classes):
         raise ConfigError(
@@ -181,7 +184,11 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
         )
     try:
         make = getattr(importlib.import_module(module), factory)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"model = {config.model}: cannot be imported: {error}") from error
     model: nn.Module = make(input_shape, num_classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model = {config.model}: expected a torch.nn.Module, got {type(model).__name__}"
+        )
     return model

@@ -18,8 +18,9 @@ class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
     images of class k, drawn without replacement. Clients are drawn independently of each other,
     so that two may hold the same image, and no class can run out.
 
-    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6
-    and appendix A (200 images a client).
+    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6:
+    images of class k go to client m in proportion to q_mk. That a client has 200 (the batch size of
+    appendix A), rounding down and drawing clients independently are our reading.
 
     Parameters
     ----------

@@ -136,13 +136,16 @@ def _partitioner(config: Config) -> "Partitioner":
             return NaturalIdPartitioner("id")
 
 
-@lru_cache(maxsize=2)
 def load_split(config: Config) -> Split:
     """Split the data set that `config` names, once on a machine: the workers share a cached file.
 
     The file's name is a hash of all that the split depends on, the labels included.
     """
-    data = load_data(config)
+    return _load_split(config, load_data(config))
+
+
+@lru_cache(maxsize=2)
+def _load_split(config: Config, data: Data) -> Split:
     digest = hashlib.sha256(data.y_train.tobytes())
     if data.natural_ids is not None:
         digest.update(repr(data.natural_ids.tolist()).encode())

@@ -9,6 +9,7 @@ import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ __all__ = [
     "rounds_to_target",
     "write_run",
 ]
+
+logger = getLogger("flwr")
 
 
 class RunFailed(RuntimeError):  # noqa: N818
@@ -87,6 +90,7 @@ def write_run(
         "rounds-to-target": {
             str(target): rounds_to_target(records, target) for target in config.target_accuracies
         },
+        "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
         "bytes-up": sum(record["bytes-up"] for record in records),
         "bytes-down": sum(record["bytes-down"] for record in records),
         "seconds": sum(record["seconds"] for record in records),
@@ -143,20 +147,31 @@ def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     Parameters
     ----------
     folders : path or iterable of paths
-        Runs' folders, or folders that hold runs' folders.
+        Runs' folders, or folders that hold runs' folders. Of the latter, runs that failed are left
+        out, with a warning.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a folder holds no run.
+    RunFailed
+        If a run that is named itself has failed.
     """
     given = [folders] if isinstance(folders, str | Path) else list(folders)
-    found: list[Path] = []
+    tables: list[pd.DataFrame] = []
     for folder in map(Path, given):
-        runs = (
-            [folder]
-            if (folder / "summary.json").exists()
-            else sorted(path.parent for path in folder.glob("*/summary.json"))
-        )
+        if (folder / "summary.json").exists():
+            tables.append(read_run(folder).rounds)
+            continue
+        runs = sorted(path.parent for path in folder.glob("*/summary.json"))
         if not runs:
             raise FileNotFoundError(f"no finished run in {folder}")
-        found += runs
-    return pd.concat([read_run(folder).rounds for folder in found], ignore_index=True)
+        for path in runs:
+            try:
+                tables.append(read_run(path).rounds)
+            except RunFailed as error:
+                logger.log(WARNING, "%s is left out: it failed: %s", path, error)
+    return pd.concat(tables, ignore_index=True)
 
 
 def save_model(path: Path, arrays: dict[str, Any]) -> None:

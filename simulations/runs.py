@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import psutil
 import tomli_w
 from rich.console import Console
 from rich.progress import (
@@ -143,7 +143,7 @@ def _flwr_run(config: Config, on_round: OnRound) -> None:
         f"client-resources-num-gpus={config.client_gpus}"
     )
     with (
-        _superlink(folder / "flwr") as environment,
+        _superlink(folder / "flwr") as (superlink, environment),
         (folder / "flwr.log").open("w", encoding="utf-8") as log,
     ):
         command = [
@@ -153,13 +153,16 @@ def _flwr_run(config: Config, on_round: OnRound) -> None:
         process = subprocess.Popen(  # noqa: S603
             command, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-        shown = 0
-        while True:
-            ended = process.poll() is not None
-            shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
-            if ended:
-                break
-            time.sleep(0.2)
+        try:
+            shown = 0
+            while True:
+                ended = process.poll() is not None or superlink.poll() is not None
+                shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
+                if ended:
+                    break
+                time.sleep(0.2)
+        finally:
+            _stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
         last = (folder / "flwr.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
@@ -176,55 +179,73 @@ def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
 
 
 @contextlib.contextmanager
-def _superlink(home: Path) -> Iterator[dict[str, str]]:
-    """Start a SuperLink in simulation mode on a free port; yield the environment for its user."""
+def _superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """Start a SuperLink in simulation mode; yield it and the environment for its user."""
     home.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-    (home / "config.toml").write_text(
-        tomli_w.dumps({"superlink": {"default": "fedntk", "fedntk": connection}}), encoding="utf-8"
-    )
     environment = os.environ | {
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
-    command = [
-        *(_tool("flower-superlink"), "--insecure", "--simulation"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
-    with (home / "superlink.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(  # noqa: S603
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        _await_port(process, port, home / "superlink.log")
-        yield environment
-    finally:
-        _stop(process)
-
-
-def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+    for _ in range(3):  # another process may take a port that was free a moment ago
+        port = _free_port()
+        command = [
+            *(_tool("flower-superlink"), "--insecure", "--simulation"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ]
+        with (home / "superlink.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(  # noqa: S603
+                command, env=environment, stdout=log, stderr=log
+            )
+        try:
+            if not _listens(process, port):
+                continue
+            connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+            settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
+            (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+            yield process, environment
             return
-        if process.poll() is not None:
-            break
+        finally:
+            _stop(process)
+    raise RunFailed(f"the SuperLink did not start; see {home / 'superlink.log'}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(process: subprocess.Popen[bytes], port: int, timeout: float = 60) -> bool:
+    """Wait until the process itself listens on the port."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
         time.sleep(0.1)
-    raise RunFailed(f"the SuperLink did not start; see {log}")
+    return False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the SuperLink and what it started: they share its process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
+def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
+    """End a process and all that it started, and wait until they are gone."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+    _, left = psutil.wait_procs(family, timeout=patience)
+    for survivor in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=patience)
+    process.kill()
+    process.wait()
 
 
 def _tool(name: str) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from logging import ERROR, INFO, getLogger
+from logging import ERROR, INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedntk.strategies import SeededFedAvg
 from .config import Config, ConfigError
 from .data import load_data
 from .engines import MeteredGrid
-from .methods import evaluate_arrays, make_strategy
+from .methods import device_of, evaluate_arrays, make_strategy
 from .models import build_model
 from .partitions import load_split
 from .results import save_model, write_run, write_summary
@@ -79,6 +79,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
 def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -> None:
     data, split = load_data(config), load_split(config)
     model = build_model(config, data.input_shape, data.num_classes)
+    device_of(config)
     strategy = make_strategy(config, data, split, model)
     _await_nodes(grid, config)
     metered = MeteredGrid(grid)
@@ -101,6 +102,9 @@ def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -
         recorder.records,
         **{"split": split.checksum, "examples-per-client": [min(sizes), max(sizes)]},
     )
+    unchanged = sum(1 - record.get("model-updated", 1) for record in recorder.records)
+    if unchanged:
+        logger.log(WARNING, "%d of %d rounds left the model as it was", unchanged, config.rounds)
     logger.log(INFO, "results are in %s", folder)
 
 
@@ -143,10 +147,13 @@ class _Recorder:
         self._start = time.monotonic()
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        self.arrays = arrays
         seconds = time.monotonic() - self._start
+        updated = arrays is not self.arrays  # Flower hands the same record on where none came
         loss, accuracy = evaluate_arrays(self._config, self._model, arrays, *self._test)
         record: dict[str, Any] = {"round": server_round, "accuracy": accuracy, "loss": loss}
+        if server_round > 0:
+            record["model-updated"] = int(updated)
+        self.arrays = arrays
         record |= _numbers(self._strategy.train_metrics.get(server_round), "")
         record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
         up, down = self._grid.bytes_up, self._grid.bytes_down

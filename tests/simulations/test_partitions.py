@@ -9,7 +9,7 @@ from datasets import Dataset
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data import Data, load_data
 from fedntk.simulations.partitioners import ClientDirichletPartitioner
-from fedntk.simulations.partitions import load_split, split_data
+from fedntk.simulations.partitions import _load_split, load_split, split_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 
@@ -122,14 +122,14 @@ def test_checksum_is_that_of_the_split():
 def test_cached_split_is_the_split(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = replace(DIGITS, seed=77, partition="iid")
-    load_split.cache_clear()
+    _load_split.cache_clear()
     fresh = load_split(config)
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
-    load_split.cache_clear()
+    _load_split.cache_clear()
     monkeypatch.setattr("fedntk.simulations.partitions.split_data", None)
     again = load_split(config)
     assert again.checksum == fresh.checksum
-    load_split.cache_clear()
+    _load_split.cache_clear()
 
 
 def test_local_test_examples_are_a_clients_own_and_apart():

@@ -1,5 +1,6 @@
 """A configuration in, a folder of results out; the same bits on both engines."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -218,13 +219,36 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
     # messages differ by the length of node ids in reply errors only: there were none
     moved = ray.metric.isin(["bytes-up", "bytes-down"])
     pd.testing.assert_frame_equal(ray[moved], local[moved])
-    left = [
-        p.info["cmdline"]
-        for p in psutil.process_iter(["cmdline", "status"])
-        if p.info["status"] != psutil.STATUS_ZOMBIE
-        and str(tmp_path) in " ".join(p.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert processes_of(tmp_path) == []
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of running processes whose Flower home, which all inherit, is in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("FLWR_HOME", "").startswith(str(folder)):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
+@pytest.mark.ray
+def test_an_interrupted_run_on_ray_leaves_no_process(tmp_path, monkeypatch):
+    """The exception arises while Ray's workers are up: at the first round's record."""
+    seen = []
+
+    def interrupt(*_: object) -> int:
+        if (tmp_path / "rounds.jsonl").exists():
+            seen.extend(processes_of(tmp_path))
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr("fedntk.simulations.runs._show_rounds", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(SMALL, out=str(tmp_path), rounds=50), engine="ray", progress=False)
+    assert any("flower-superlink" in line for line in seen)
+    assert any("simulation" in line for line in seen)
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.ray
