@@ -187,7 +187,7 @@ class Config:
                 f"got {self.min_completed}"
             )
         held_out = (self.validation_examples > 0) + (self.validation_clients > 0)
-        if self.method == "ntk-fl" and held_out != (self.selection == "validation"):
+        if held_out != (self.selection == "validation"):
             raise ConfigError(
                 "selection = validation goes with one of validation-examples (kept on the server) "
                 f"and validation-clients (held out), got selection = {self.selection}, "

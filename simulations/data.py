@@ -67,11 +67,6 @@ class Data:
                     f"{part} set: expected labels 0 ... {self.num_classes - 1}, "
                     f"got {y.min()} ... {y.max()}"
                 )
-        if self.num_classes > len(self.y_train):
-            raise ConfigError(
-                f"expected at most one class for each of the {len(self.y_train)} training "
-                f"examples, got labels up to {self.num_classes - 1}"
-            )
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             raise ConfigError(
                 f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
@@ -215,7 +210,7 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
 def _npz(path: Path) -> Data:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             x_train, y_train, x_test, y_test = (
                 file[name] for name in ("x_train", "y_train", "x_test", "y_test")
             )
@@ -234,6 +229,11 @@ def _npz(path: Path) -> Data:
         if not np.isfinite(x).all():
             raise ConfigError(f"dataset: {name} in {path} holds NaN or infinity")
     num_classes = int(max(y.max(initial=-1) for y in labels)) + 1
+    if num_classes > labels[0].size:
+        raise ConfigError(
+            f"dataset: {path} has labels up to {num_classes - 1} and {labels[0].size} training "
+            "examples; number the classes 0 ... C - 1"
+        )
     return Data(x_train, labels[0], x_test, labels[1], num_classes=num_classes)
 
 

@@ -10,8 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from fedntk.clients import NTKFLClient, SGDClient, set_weights
-from fedntk.ntk import loss_value, one_hot
+from fedntk.clients import ModelClient, NTKFLClient, SGDClient
 from fedntk.strategies import NTKFL, SeededFedAvg
 
 from .config import Config, ConfigError
@@ -149,15 +148,10 @@ def device_of(config: Config) -> str:
     return config.device
 
 
-@torch.no_grad()
 def evaluate_arrays(
     config: Config, model: nn.Module, arrays: ArrayRecord, x: Tensor, y: Tensor
 ) -> tuple[float, float]:
     """Loss and accuracy of the given weights on labelled examples."""
-    device = device_of(config)
-    set_weights(model, [array.numpy() for array in arrays.values()])
-    model.to(device).eval()
-    outputs = torch.cat([model(chunk.to(device)).cpu() for chunk in x.split(1024)])
-    targets = one_hot(y, outputs.shape[1])
-    accuracy = float((outputs.argmax(1) == y).double().mean())
-    return loss_value(outputs, targets, config.loss), accuracy  # type: ignore[arg-type]
+    evaluator = ModelClient(model, x, y, loss=config.loss, device=device_of(config))  # type: ignore[arg-type]
+    loss, _, metrics = evaluator.evaluate([array.numpy() for array in arrays.values()], {})
+    return loss, float(metrics["accuracy"])

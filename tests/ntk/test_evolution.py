@@ -1,8 +1,10 @@
 """Evolution against closed forms, real gradient flow and a fine reference of the ODE.
 
 For the closed form (MSE, mean kernel) everything is float64 and 1e-10 leaves room for the
-conditioning of an eigendecomposition. The solver is told a tolerance per step; over the few
-hundred steps that these problems take, errors may add up, so results are held to 100 times it.
+conditioning of an eigendecomposition. The solver keeps the estimated error of each step within its
+tolerance, and the flow of a convex loss does not amplify errors, so they add up to at most the
+number of steps times the tolerance: that is the bound where the solver is tested. Size is measured
+against outputs of at least 1, as the solver measures it.
 """
 
 import itertools
@@ -27,7 +29,6 @@ from fedntk.ntk import (
 
 LOSSES = ("mse", "cross-entropy")
 TOLERANCE = 1e-6
-SOLVED = 100 * TOLERANCE
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -90,7 +91,7 @@ def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
         kernel=kernel,
         tolerance=TOLERANCE,
     )
-    bound = 1e-9 if (loss, kernel) == ("mse", "mean") else SOLVED
+    bound = max(1e-9, TOLERANCE * evolution.solver_steps)
     assert relative(evolution.outputs, outputs) < bound
     for w, r in zip(weights[1:], evolution.residuals[1:], strict=True):
         update = jac.vjp(r)
@@ -174,7 +175,7 @@ def test_sum_for_cross_entropy_samples_the_flow_at_whole_steps():
     scale = 0.5 * output_scale(*f.shape, "cross-entropy")
     literal = sum(scale * residual(at_u, y, "cross-entropy") for at_u in flow)
     evolution = evolve(kernel, f, y, steps=[30], residuals="sum", **options)
-    assert relative(evolution.residuals[0], literal) < SOLVED
+    assert relative(evolution.residuals[0], literal) < TOLERANCE * evolution.solver_steps
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -222,7 +223,10 @@ def test_sum_overshoots_where_the_integral_does_not(loss):
         for residuals in ("integral", "sum")
     }
     assert float((f + kernel @ results["sum"])[0, 0]) == pytest.approx(50 if loss == "mse" else 25)
-    assert float((f + kernel @ results["integral"])[0, 0]) < 5
+    # exact: MSE goes to its target 1; for cross-entropy the gap d of the two logits follows
+    # d' = 100 / (1 + e^d), so that d + e^d = 101 at t = 1: d = 4.5688, half of it for each logit
+    exact = 1.0 if loss == "mse" else 4.5688 / 2
+    assert float((f + kernel @ results["integral"])[0, 0]) == pytest.approx(exact, rel=1e-3)
 
 
 def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_time():
@@ -273,7 +277,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_cross_entropy_solver_against_a_fine_reference(digits):
-    """Relative error of the outputs below 1e-3 in float32, with few kernel products."""
+    """Default tolerance, float32: 1e-4 a step, and 1e-3 in all is what users are told to expect."""
     kernel, f, y = digits
     n = len(f)
     largest = float(torch.linalg.eigvalsh(kernel.double())[-1])
@@ -307,8 +311,9 @@ def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
     options = {"loss": "mse", "learning_rate": 5.0, "steps": [1, 30, 1000]}
     closed = evolve(jac, outputs, y.double(), **options)
     solved = evolve(jac, outputs, y.double(), kernel="full", tolerance=TOLERANCE, **options)
-    assert relative(solved.outputs, closed.outputs) < SOLVED
-    assert relative(solved.residuals, closed.residuals) < SOLVED
+    bound = TOLERANCE * solved.solver_steps
+    assert relative(solved.outputs, closed.outputs) < bound
+    assert relative(solved.residuals, closed.residuals) < bound
     assert closed.kernel_products == 0 < solved.kernel_products
 
 

@@ -17,6 +17,7 @@ from fedntk.simulations import Config, ConfigError
         ({"rounds": -1}, "rounds: expected at least 0, got -1"),
         ({"learning-rate": 0}, "learning-rate: expected more than 0, got 0"),
         ({"learning-rate": "0.1"}, "learning-rate: expected float, got str"),
+        ({"learning-rate": float("inf")}, "learning-rate: expected a finite number, got inf"),
         ({"alpha": -0.1}, "alpha: expected more than 0, got -0.1"),
         ({"local-test-fraction": 1.0}, "local-test-fraction: expected less than 1, got 1.0"),
         ({"steps": "100;200"}, "steps: expected numbers with commas between them, got '100;200'"),

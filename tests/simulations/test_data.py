@@ -1,6 +1,7 @@
 """Real data sets from their original files, a user's own arrays, and clear refusals."""
 
 import gzip
+import os
 import pickle
 from pathlib import Path
 
@@ -164,6 +165,10 @@ def test_own_arrays(tmp_path):
         ({"x_test": np.ones((2, 5))}, "expected one shape of examples"),
         ({"x_train": np.full((6, 4), np.nan)}, "x_train in .* holds NaN or infinity"),
         ({"x_test": np.ones((0, 4)), "y_test": np.arange(0)}, "test set: expected examples"),
+        ({"x_train": np.array(list("abcdef"))}, "cannot be read|expected numbers"),
+        ({"x_train": np.arange(6.0)}, r"expected numbers of shape \(n, ...\), got float64"),
+        ({"x_train": np.array(3.0)}, "expected numbers of shape"),
+        ({"y_test": np.array([0, 10**9])}, "labels up to 1000000000 and 6 training examples"),
     ],
 )
 def test_own_arrays_that_do_not_fit_are_refused(tmp_path, changes, message):
@@ -183,7 +188,32 @@ def test_unknown_sets_are_refused(dataset, message):
         load_data(Config(dataset=dataset))
 
 
-def test_a_file_that_is_no_archive_is_refused(tmp_path):
-    (tmp_path / "bad.npz").write_text("hello")
-    with pytest.raises(ConfigError, match="must hold"):
-        load_data(Config(dataset=f"npz:{tmp_path / 'bad.npz'}"))
+def test_damaged_files_are_refused_in_one_line(tmp_path, shared_data):
+    own = Path(_npz(tmp_path / "own.npz").removeprefix("npz:"))
+    (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "half.npz").write_bytes(own.read_bytes()[:300])
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in (shared_data / "MNIST" / "raw").glob("t10k*.gz"):
+        (raw / path.name).write_bytes(path.read_bytes()[:2000])
+        (raw / path.name.replace("t10k", "train")).write_bytes(path.read_bytes()[:2000])
+    for config in (
+        Config(dataset=f"npz:{tmp_path / 'text.npz'}"),
+        Config(dataset=f"npz:{tmp_path / 'half.npz'}"),
+        Config(dataset=f"npz:{tmp_path / 'one.npy'}"),
+        Config(dataset="mnist", data_dir=str(tmp_path)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_data(config)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    config = Config(dataset=_npz(tmp_path / "own.npz"))
+    assert load_data(config) is load_data(config)
+    first = load_data(config)
+    _npz(tmp_path / "own.npz", x_test=np.zeros((2, 4)))
+    os.utime(tmp_path / "own.npz", (1, 1))
+    assert first.x_test.any()
+    assert not load_data(config).x_test.any()

@@ -52,6 +52,24 @@ def test_state_stays_with_its_node_between_messages():
         assert last.content["metrics"]["times"] == times
 
 
+def test_a_client_that_edits_its_message_does_not_change_anothers():
+    def greedy(message: Message, context: Context) -> Message:
+        seen = len(message.content)
+        message.content["mine"] = MetricRecord()
+        message.content["config"]["round"] = 99
+        if context.node_id == 1:
+            raise SystemExit
+        return Message(RecordDict({"m": MetricRecord({"seen": seen})}), reply_to=message)
+
+    app = ClientApp()
+    app.train()(greedy)
+    content = RecordDict({"config": ConfigRecord({"round": 1})})
+    replies = list(LocalGrid(app, 4, {}).send_and_receive(messages(content)))
+    assert [r.content["m"]["seen"] for r in replies if r.has_content()] == [1, 1]
+    assert content["config"]["round"] == 1
+    assert [r.has_error() for r in replies] == [False, True, False]
+
+
 def test_threads_are_restored():
     before = torch.get_num_threads()
     list(grid().send_and_receive(messages(RecordDict())))

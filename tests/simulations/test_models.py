@@ -92,6 +92,10 @@ def test_a_users_own_network(monkeypatch):
     [
         ("vgg", (3, 32, 32), "model: expected mlp, simple-cnn, lenet, resnet18 or <module>"),
         ("no.such:thing", (4,), "cannot be imported"),
+        (":thing", (4,), "cannot be imported"),
+        ("math:gcd", (4,), "fails for examples of shape .*TypeError"),
+        ("builtins:max", (4,), "fails for examples|expected a torch.nn.Module"),
+        ("operator:eq", (4,), "expected a torch.nn.Module, got bool"),
         ("math:nothing", (4,), "cannot be imported"),
         ("lenet", (1, 8, 8), "images .* of at least 16 x 16, got examples of shape"),
         ("simple-cnn", (5,), "images .* of at least 8 x 8"),

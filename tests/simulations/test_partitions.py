@@ -38,8 +38,9 @@ def test_papers_partition_draws_floor_of_q_times_200_of_each_class_for_each_clie
 def test_papers_partition_has_the_dirichlets_mean_and_variance():
     """Over m clients the share of a class has mean 1/10 and variance .09 / (10 alpha + 1).
 
-    Rounding down takes at most 1/200 off a share; the bounds are four standard errors (the
-    fourth moment of a share is below its second).
+    Rounding down takes at most 1/200 off a share; the bounds are four standard errors. Shares are
+    Beta(0.5, 4.5) with a kurtosis of 6.8, so the variance of 4,000 of them has a relative standard
+    error of sqrt(5.8 / 4000) = 3.8 %: 15 %.
     """
     m, alpha = 400, 0.5
     partitioner = ClientDirichletPartitioner(m, "label", alpha, seed=1)

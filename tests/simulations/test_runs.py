@@ -164,6 +164,7 @@ def _grid(config: Config, **changes: object) -> LocalGrid:
         ({"dataset": "npz:/nowhere.npz"}, "no file at /nowhere.npz"),
         ({"num_clients": 2000}, "at most one client for each of the 1437"),
         ({"model": "lenet"}, "images"),
+        ({"device": "banana"}, "device = banana: cannot be used"),
     ],
 )
 def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
