@@ -1,8 +1,10 @@
 """The mathematics: Jacobians, tangent kernels and their evolution, on torch and numpy alone."""
 
+from .blocks import DenseBlock, LinearBlock
+from .differentiate import Structure, jacobian
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
-from .jacobian import DenseBlock, Jacobian, LinearBlock, Structure, jacobian
+from .jacobian import Jacobian
 from .losses import Loss, check_loss, loss_value, one_hot, output_scale, residual
 from .memory import available_memory, require_memory
 from .payloads import JacobianUpload, stack_candidates, unstack_candidates

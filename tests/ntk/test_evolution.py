@@ -374,7 +374,7 @@ def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad, los
 
 @pytest.mark.parametrize("size", [1e9, 1e20, 1e30])
 def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
-    monkeypatch.setattr("fedntk.ntk.evolution.MAX_PRODUCTS", 2000)
+    monkeypatch.setattr("fedntk.ntk.solver.MAX_PRODUCTS", 2000)
     f, y = torch.zeros(4, 2), one_hot(torch.arange(4) % 2, 2)
     with pytest.raises(FloatingPointError):
         evolve(size * torch.eye(4), f, y, loss="cross-entropy", learning_rate=1.0, steps=[1, 2000])
