@@ -43,7 +43,8 @@ from fedntk.ntk import (
     stack_candidates,
 )
 
-from .seeded_fedavg import Reply, SeededFedAvg, agreeing, logger
+from .replies import Reply, agreeing
+from .seeded_fedavg import SeededFedAvg, logger
 
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
 
