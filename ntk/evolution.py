@@ -201,10 +201,8 @@ def _evolve_mse(
     start = basis.T @ (targets - outputs).double()
     t = torch.tensor(times, dtype=torch.float64, device=rates.device)[:, None]
     decay = -torch.expm1(-rates * t)  # 1 - exp(-rate t)
-    total = _ratio(decay, rates, t)  # integral of exp(-rate u)
-    if residuals == "sum":  # geometric series
-        unit = -torch.expm1(-rates)
-        total = _ratio(decay, unit, t)
+    # integral of exp(-rate u), or its geometric series over whole u
+    total = _ratio(decay, rates if residuals == "integral" else -torch.expm1(-rates), t)
     evolved = outputs.double() + basis @ (decay[:, :, None] * start)
     accumulated = scale * (basis @ (total[:, :, None] * start))
     dtype = outputs.dtype

@@ -129,17 +129,14 @@ class RungeKuttaChebyshev:
             mu_t = 2 * b[j] * w1 / b[j - 1]
             gamma_t = -(1 - b[j - 1] * values[j - 1]) * mu_t
             df, dr = self._derivative(now[0])
-            following = (
-                (1 - mu - nu) * f0
-                + mu * now[0]
-                + nu * before[0]
-                + step * (mu_t * df + gamma_t * df0),
-                (1 - mu - nu) * r0
-                + mu * now[1]
-                + nu * before[1]
-                + step * (mu_t * dr + gamma_t * dr0),
+            rest = 1 - mu - nu
+            before, now = (
+                now,
+                (
+                    rest * f0 + mu * now[0] + nu * before[0] + step * (mu_t * df + gamma_t * df0),
+                    rest * r0 + mu * now[1] + nu * before[1] + step * (mu_t * dr + gamma_t * dr0),
+                ),
             )
-            before, now = now, following
         return now
 
     def _add_whole_steps(self, step: float, outputs: Tensor, slope: tuple[Tensor, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from logging import ERROR, getLogger
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from fedntk.clients import ModelClient, NTKFLClient, SGDClient
 from fedntk.strategies import NTKFL, SeededFedAvg
 
+from ._flower import log_from
 from .config import Config, ConfigError
 from .data import Data
 from .partitions import Split
 
 __all__ = ["METHODS", "Method", "device_of", "evaluate_arrays", "make_client", "make_strategy"]
-
-logger = getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,8 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         "min_evaluate_nodes": config.clients_per_evaluation,
         "min_available_nodes": config.num_clients,
     }
-    level = logger.level
-    logger.setLevel(ERROR)  # Flower warns that no client evaluates; that was asked for
-    try:
+    with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         return METHODS[config.method].strategy(config, options, validation_loss)
-    finally:
-        logger.setLevel(level)
 
 
 def make_client(

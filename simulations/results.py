@@ -67,8 +67,8 @@ class Run:
 
 def write_run(
     folder: Path, config: Config, records: Sequence[dict[str, float]], **summary: Any
-) -> None:
-    """Write ``rounds.parquet`` and ``summary.json`` of a finished run."""
+) -> dict[str, Any]:
+    """Write ``rounds.parquet`` and ``summary.json`` of a finished run; return the summary."""
     name = config.name or config.method
     rows = [
         (name, config.method, config.seed, int(record["round"]), metric, float(value))
@@ -98,6 +98,7 @@ def write_run(
         **summary,
     }
     write_summary(folder, content)
+    return content
 
 
 def write_summary(folder: Path, content: dict[str, Any]) -> None:

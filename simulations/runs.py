@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from logging import WARNING, getLogger
+from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ._flower import log_from
 from .client_app import app as client_application
 from .config import Config
 from .engines import LocalGrid
@@ -88,23 +89,11 @@ def run(
     with _display(config, progress) as on_round:
         if engine == "local":
             grid = LocalGrid(client_application, config.num_clients, config.values())
-            with _quiet():
+            with log_from(WARNING):  # the display and the results say the rest
                 serve(grid, config, on_round)
         else:
             _flwr_run(config, on_round)
     return read_run(config.folder)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Only warnings of Flower's log: the display and the results say the rest."""
-    logger = getLogger("flwr")
-    level = logger.level
-    logger.setLevel(WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

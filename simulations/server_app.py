@@ -96,14 +96,13 @@ def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -
     weights = {name: array.numpy() for name, array in recorder.arrays.items()}
     save_model(folder / "model.safetensors", weights)
     sizes = [len(own) for own in split.clients]
-    write_run(
+    summary = write_run(
         folder,
         config,
         recorder.records,
         **{"split": split.checksum, "examples-per-client": [min(sizes), max(sizes)]},
     )
-    unchanged = sum(1 - record.get("model-updated", 1) for record in recorder.records)
-    if unchanged:
+    if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d of %d rounds left the model as it was", unchanged, config.rounds)
     logger.log(INFO, "results are in %s", folder)
 

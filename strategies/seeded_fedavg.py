@@ -117,9 +117,9 @@ class SeededFedAvg(FedAvg):
         self.global_arrays = arrays
         if self.fraction_train == 0.0:
             return []
+        minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(
-            *(grid, server_round, "train", self.fraction_train),
-            *(max(self.min_train_nodes, self.min_completed), self.held_out),
+            grid, server_round, "train", self.fraction_train, minimum, self.held_out
         )
         return self._instructions(server_round, arrays, config, nodes, MessageType.TRAIN)
 
