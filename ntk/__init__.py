@@ -1,18 +1,23 @@
 """The mathematics: Jacobians, tangent kernels and their evolution, on torch and numpy alone."""
 
-from .blocks import DenseBlock, LinearBlock
+from .blocks import Block, DenseBlock
 from .differentiate import Structure, jacobian
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
+from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
 from .jacobian import Jacobian
-from .losses import Loss, check_loss, loss_value, one_hot, output_scale, residual
+from .losses import Loss, check_loss, loss_value, one_hot, output_hessian, output_scale, residual
 from .memory import available_memory, require_memory
 from .payloads import JacobianUpload, stack_candidates, unstack_candidates
 
 __all__ = [
     "BadReply",
+    "Block",
+    "ConvBlock",
     "DenseBlock",
+    "EmbeddingBlock",
     "Evolution",
+    "FactoredBlock",
     "Jacobian",
     "JacobianUpload",
     "LinearBlock",
@@ -25,6 +30,7 @@ __all__ = [
     "jacobian",
     "loss_value",
     "one_hot",
+    "output_hessian",
     "output_scale",
     "require_memory",
     "residual",

@@ -1,38 +1,72 @@
-"""The blocks a Jacobian is made of: a layer's or parameter's columns, dense or in factors."""
+"""The blocks that a Jacobian is made of: columns of a layer or parameter, dense or in factors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "DenseBlock", "LinearBlock"]
+__all__ = ["TILE", "WORKSPACE", "Block", "DenseBlock", "tiles"]
+
+TILE = 1024  # rows and columns of a kernel that are worked on at a time
+WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 
 class Block(ABC):
-    """Columns of a Jacobian that belong to one layer or parameter."""
+    """Columns of a Jacobian that belong to one layer or parameter.
+
+    Attributes
+    ----------
+    kind : str
+        Name of the form, on the wire too.
+    integers : int
+        How many of the first `arrays` hold integers.
+    """
 
     kind: str
+    integers: int = 0
 
     @property
     @abstractmethod
     def layout(self) -> dict[str, Any]:
-        """JSON-ready description: the kind and the names of the parameters."""
+        """JSON-ready description: the kind, the names of the parameters, and what else it takes."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters held."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """In words: where the block comes from and how its gram matrix is computed."""
 
     @property
     @abstractmethod
     def arrays(self) -> tuple[Tensor, ...]:
-        """Tensors the block consists of, each with n rows."""
+        """Tensors the block consists of, each with n rows; the last has the C outputs second."""
+
+    @property
+    @abstractmethod
+    def dense_size(self) -> int:
+        """Numbers per example that the block would take dense."""
 
     @abstractmethod
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:
         """Return the same block made of other tensors."""
 
     @abstractmethod
-    def gram(self, other: Self) -> Tensor:
-        """Inner products summed over outputs and parameters, shape (n, m)."""
+    def of_output(self, output: int) -> Self:
+        """Return the block of one of the C outputs alone."""
+
+    @abstractmethod
+    def add_gram(self, kernel: Tensor, other: Self) -> None:
+        """Add inner products over outputs and parameters to `kernel`, shape (n, m), in place.
+
+        If `other` is the block itself, entries below the diagonal may be left out.
+        """
 
     @abstractmethod
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
@@ -51,11 +85,19 @@ class Block(ABC):
         """Parameter name -> tensor of shape (n, C, *parameter shape)."""
 
     @abstractmethod
-    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-        """Shapes that `arrays` must have, from the parameters' shapes, without the n rows.
+    def columns(self, name: str, indices: Tensor) -> Tensor:
+        """Columns of a parameter's flattened coordinates `indices`, shape (n, C, k)."""
 
-        C is written as -1.
+    @abstractmethod
+    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+        """Shapes that `arrays` must have, without the n rows, from the parameters' shapes.
+
+        C is written as -1. A ValueError says that the layout does not fit the parameters.
         """
+
+    def rows(self, rows: slice) -> Self:
+        """Return the block of some of the examples."""
+        return self.with_arrays([array[rows] for array in self.arrays])
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +110,13 @@ class DenseBlock(Block):
         The parameter's name in ``model.named_parameters()``.
     values : Tensor, shape (n, C, *parameter shape)
         d f_c(x_i) / d w.
+    path : str
+        Where it comes from; stays behind when the block travels.
     """
 
     name: str
     values: Tensor
+    path: str = field(default="dense")
     kind = "dense"
 
     @property
@@ -79,14 +124,27 @@ class DenseBlock(Block):
         return {"kind": self.kind, "name": self.name}
 
     @property
+    def names(self) -> tuple[str, ...]:  # noqa: D102
+        return (self.name,)
+
+    @property
     def arrays(self) -> tuple[Tensor, ...]:  # noqa: D102
         return (self.values,)
 
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(self.name, *arrays)
+    @property
+    def dense_size(self) -> int:  # noqa: D102
+        return self.values[0].numel()
 
-    def gram(self, other: Self) -> Tensor:  # noqa: D102
-        return self.values.flatten(1) @ other.values.flatten(1).T
+    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
+        return type(self)(self.name, *arrays, path=self.path)
+
+    def of_output(self, output: int) -> Self:  # noqa: D102
+        return self.with_arrays([self.values[:, output : output + 1]])
+
+    def add_gram(self, kernel: Tensor, other: Self) -> None:  # noqa: D102
+        left, right = self.values.flatten(1), other.values.flatten(1)
+        for rows, cols in tiles(*kernel.shape, symmetric=other is self):
+            kernel[rows, cols].addmm_(left[rows], right[cols].T)
 
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
         flat = residual.flatten() @ self.values.reshape(residual.numel(), -1)
@@ -96,92 +154,22 @@ class DenseBlock(Block):
         return self.values.reshape(*self.values.shape[:2], -1) @ update[self.name].flatten()
 
     def squared_norms(self) -> Tensor:  # noqa: D102
-        return self.values.flatten(1).double().square().sum(1)
+        return torch.cat(
+            [chunk.flatten(1).double().square().sum(1) for chunk in self.values.split(TILE)]
+        )
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         return {self.name: self.values}
+
+    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+        return self.values.flatten(2)[:, :, indices]
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]
 
 
-@dataclass(frozen=True, eq=False)
-class LinearBlock(Block):
-    """Jacobian with respect to a linear layer that is used once, in factors.
-
-    Attributes
-    ----------
-    weight, bias : str or None
-        Names of the layer's trainable parameters; None where there is none or it is frozen.
-    inputs : Tensor, shape (n, d_in)
-        The layer's input activations a.
-    gradients : Tensor, shape (n, C, d_out)
-        Gradients g of each network output with respect to the layer's outputs.
-    """
-
-    weight: str | None
-    bias: str | None
-    inputs: Tensor
-    gradients: Tensor
-    kind = "linear"
-
-    @property
-    def layout(self) -> dict[str, Any]:  # noqa: D102
-        return {"kind": self.kind, "weight": self.weight, "bias": self.bias}
-
-    @property
-    def arrays(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return (self.inputs, self.gradients)
-
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(self.weight, self.bias, *arrays)
-
-    def gram(self, other: Self) -> Tensor:  # noqa: D102
-        gradients = self.gradients.flatten(1) @ other.gradients.flatten(1).T
-        if self.weight is None:
-            return gradients
-        inputs = self.inputs @ other.inputs.T
-        return gradients.mul_(inputs if self.bias is None else inputs.add_(1.0))
-
-    def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        weighted = torch.bmm(residual.unsqueeze(1), self.gradients).squeeze(1)
-        update = {}
-        if self.weight is not None:
-            update[self.weight] = weighted.T @ self.inputs
-        if self.bias is not None:
-            update[self.bias] = weighted.sum(0)
-        return update
-
-    def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
-        change = self.gradients.new_zeros(len(self.gradients), self.gradients.shape[2])
-        if self.weight is not None:
-            change = change + self.inputs @ update[self.weight].T
-        if self.bias is not None:
-            change = change + update[self.bias]
-        return torch.bmm(self.gradients, change.unsqueeze(2)).squeeze(2)
-
-    def squared_norms(self) -> Tensor:  # noqa: D102
-        gradients = self.gradients.flatten(1).double().square().sum(1)
-        if self.weight is None:
-            return gradients
-        return gradients * (self.inputs.double().square().sum(1) + (self.bias is not None))
-
-    def dense(self) -> dict[str, Tensor]:  # noqa: D102
-        tensors = {}
-        if self.weight is not None:
-            tensors[self.weight] = self.gradients.unsqueeze(3) * self.inputs[:, None, None, :]
-        if self.bias is not None:
-            tensors[self.bias] = self.gradients
-        return tensors
-
-    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
-        width_in, width_out = 0, 0
-        if self.bias is not None:
-            (width_out,) = parameters[self.bias]
-            width_in = self.inputs.shape[1] if self.inputs.ndim == 2 else 0
-        if self.weight is not None:
-            width_out_of_weight, width_in = parameters[self.weight]
-            if self.bias is not None and width_out_of_weight != width_out:
-                raise ValueError("weight and bias are of different layers")
-            width_out = width_out_of_weight
-        return [(width_in,), (-1, width_out)]
+def tiles(n: int, m: int, *, symmetric: bool, size: int = TILE) -> Iterator[tuple[slice, slice]]:
+    """Tiles of an (n, m) matrix; of a symmetric one, those on and above the diagonal."""
+    for i in range(0, n, size):
+        for j in range(i if symmetric else 0, m, size):
+            yield slice(i, min(i + size, n)), slice(j, min(j + size, m))

@@ -1,20 +1,24 @@
-"""Jacobians of a network: by ``torch.func``, or in factors read off its linear layers."""
+"""Jacobians of a network: by ``torch.func``, or layer by layer, in factors where it is smaller."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import Block, DenseBlock, LinearBlock
+from .blocks import Block, DenseBlock
 from .jacobian import Jacobian
 from .memory import require_memory
+from .rules import Layer, any_axis, rule_for
 
 __all__ = ["Structure", "jacobian"]
 
 Structure = Literal["factored", "dense"]
+CHUNK_BYTES = 256 * 2**20
+MAX_CHUNK = 1024
 
 
 def jacobian(
@@ -22,12 +26,24 @@ def jacobian(
     x: Tensor,
     *,
     structure: Structure = "factored",
-    chunk_size: int = 256,
+    chunk_size: int | None = None,
+    outputs: Sequence[int] | None = None,
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
     The model runs in evaluation mode: dropout is off and BatchNorm uses its running statistics,
     so that an example's row depends on that example alone.
+
+    ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
+    number of times), convolutions, embeddings, BatchNorm, GroupNorm and LayerNorm. Parameters that
+    enter the outputs in any other way (shared between modules, used by a function, in a module of
+    another kind) are differentiated as they are, by ``torch.func``; the result is exact in either
+    case. :meth:`Jacobian.describe` says which path each parameter took.
+
+    Peak memory is ``n r`` bytes on the CPU for the result and ``b w`` on the model's device for a
+    chunk of b examples. r is the size of an example's blocks; w adds to it the inputs, the outputs
+    and the C gradients of all layers with a rule, and twice the dense size of the parameters
+    without one. Both are found with one example, and checked before the others are worked on.
 
     Parameters
     ----------
@@ -36,23 +52,24 @@ def jacobian(
     x : Tensor, shape (n, ...)
         The examples, on the model's device.
     structure : {"factored", "dense"}
-        ``"dense"`` is the definition, by ``torch.func``. ``"factored"`` keeps linear layers that
-        are used once, on (n, d) inputs, in factors, and the other parameters dense; it is exact.
-    chunk_size : int
-        How many examples go through the model at a time.
+        ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
+    chunk_size : int, optional
+        How many examples b go through the model at a time; by default as many as make b w at most
+        256 MiB, and no more than 1,024.
+    outputs : sequence of int, optional
+        Which of the network's outputs to differentiate; all by default.
 
     Returns
     -------
     Jacobian
-        On the CPU, in the model's dtype. A dense parameter takes n C times its own size; a
-        factored layer n (d_in + C d_out) numbers.
+        On the CPU, in the model's dtype; chunks are moved there as they come.
 
     Raises
     ------
     ValueError
         If there are no examples, no trainable parameters, or the output is not (n, C).
     NotEnoughMemory
-        If the dense part would not fit.
+        If the result or a chunk would not fit.
 
     Examples
     --------
@@ -65,29 +82,33 @@ def jacobian(
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
-    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise ValueError("jacobian: expected a model with trainable parameters, got none")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     with _evaluation_mode(model):
-        num_outputs = _num_outputs(model, x[:1])
-        linear = _linear_layers(model, x[:1]) if structure == "factored" else {}
-        in_factors = {p for _, weight, bias in linear.values() for p in (weight, bias)}
-        rest = {name: p for name, p in parameters.items() if name not in in_factors}
-        size = sum(p.numel() * p.element_size() for p in rest.values())
+        plan = _Plan.make(model, x, structure, outputs)
+        plan.require_row()
+        first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
+        row = first.nbytes
+        work = row + plan.workspace(x[:1])
+        chunk_size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
-            2 * len(x) * num_outputs * size,
-            f"joining the dense Jacobian of {len(x)} examples x {num_outputs} outputs",
+            len(x) * row,
+            f"the Jacobian of {len(x)} examples x {len(plan.outputs)} outputs "
+            f"({row / 1e6:.1f} MB an example)",
             cure="use fewer examples at a time",
         )
-        parts = []
+        require_memory(
+            min(chunk_size, len(x)) * work,
+            f"differentiating {min(chunk_size, len(x))} examples at a time",
+            device=x.device,
+            cure="lower chunk_size",
+        )
+        result = first.empty(len(x))
+        start = 0
         for chunk in x.split(chunk_size):
-            blocks: list[Block] = []
-            if linear:
-                blocks += _linear_blocks(model, chunk, linear, num_outputs)
-            if rest:
-                blocks += _dense_blocks(model, chunk, rest)
-            parts.append(Jacobian(tuple(blocks)).to("cpu"))
-    return parts[0] if len(parts) == 1 else Jacobian.concatenate(parts)
+            result.fill(start, Jacobian(tuple(plan.blocks(chunk))))
+            start += len(chunk)
+    return result
 
 
 @contextmanager
@@ -101,50 +122,212 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _num_outputs(model: nn.Module, example: Tensor) -> int:
-    with torch.no_grad():
-        shape = tuple(model(example).shape)
-    if len(shape) != 2 or shape[0] != 1:
-        raise ValueError(f"jacobian: expected outputs of shape (n, C), got {shape} for n = 1")
-    return int(shape[1])
+@dataclass(frozen=True)
+class _Plan:
+    """How a network is differentiated: which layers by a rule, which parameters as they are."""
 
+    model: nn.Module
+    outputs: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    rest: Mapping[str, Tensor]
 
-LinearLayers = dict[str, tuple[nn.Linear, str | None, str | None]]
+    @classmethod
+    def make(
+        cls, model: nn.Module, x: Tensor, structure: Structure, outputs: Sequence[int] | None
+    ) -> "_Plan":
+        parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ValueError("jacobian: expected a model with trainable parameters, got none")
+        with torch.no_grad():
+            shape = tuple(model(x[:1]).shape)
+        if len(shape) != 2 or shape[0] != 1:
+            raise ValueError(f"jacobian: expected outputs of shape (n, C), got {shape} for n = 1")
+        outputs = range(shape[1]) if outputs is None else outputs
+        if not outputs or not all(0 <= c < shape[1] for c in outputs):
+            raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
+        layers = _layers(model, x) if structure == "factored" else ()
+        by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
+        rest = {name: p for name, p in parameters.items() if name not in by_rule}
+        return cls(model, tuple(outputs), layers, rest)
 
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        return [(layer.name, layer.module) for layer in self.layers]
 
-def _linear_layers(model: nn.Module, example: Tensor) -> LinearLayers:
-    """Linear layers whose parameters enter the outputs through one call, a row for each example.
+    def require_row(self) -> None:
+        size = sum(p.numel() * p.element_size() for p in self.rest.values())
+        require_memory(
+            2 * len(self.outputs) * size,
+            f"the dense Jacobian of one example x {len(self.outputs)} outputs",
+            cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
+        )
 
-    Seen by running 2 and then 3 copies of an example: the rows must follow.
-    """
-    layers, others = (_linear_layers_of(model, torch.cat([example] * n)) for n in (2, 3))
-    return {name: layer for name, layer in layers.items() if name in others}
+    def blocks(self, x: Tensor) -> list[Block]:
+        """Blocks of a chunk of examples, on its device."""
+        blocks = self._by_rule(x) if self.layers else []
+        return blocks + (self._as_they_are(x) if self.rest else [])
 
-
-def _linear_layers_of(model: nn.Module, examples: Tensor) -> LinearLayers:
-    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
-    candidates = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "weight" in module._parameters
-    }
-    with _captured(candidates) as calls, torch.enable_grad():
-        uses = _uses_of_parameters(model(examples))
-    layers: LinearLayers = {}
-    for name, module in candidates.items():
-        own = [p for p in (module.weight, module.bias) if p is not None and p in names]
-        if (
-            own
-            and len(calls[name]) == 1
-            and calls[name][0][0].ndim == 2
-            and len(calls[name][0][0]) == len(examples)
-            and all(uses[p] == 1 for p in own)
+    def workspace(self, example: Tensor) -> int:
+        """Bytes that an example takes on the way, the blocks themselves not counted."""
+        with (
+            torch.no_grad(),
+            _captured(self.modules) as calls,
         ):
-            bias = None if module.bias is None else names.get(module.bias)
-            layers[name] = (module, names.get(module.weight), bias)
-    return layers
+            self.model(example)
+        size = 0
+        for layer in self.layers:
+            for given, made in calls[layer.name]:
+                size += given.nbytes + (1 + len(self.outputs)) * made.nbytes
+        dense = sum(p.numel() * p.element_size() for p in self.rest.values())
+        return size + 2 * len(self.outputs) * dense
+
+    def _by_rule(self, x: Tensor) -> list[Block]:
+        with (
+            _captured(self.modules) as calls,
+            torch.enable_grad(),
+        ):
+            totals = self.model(x).sum(0)
+        points = []
+        for layer in self.layers:
+            if len(calls[layer.name]) <= max(layer.calls):
+                raise ValueError(
+                    f"jacobian: layer {layer.name!r} is called {len(calls[layer.name])} times for "
+                    "some examples and more often for others; use structure='dense'"
+                )
+            points += [calls[layer.name][k][1] for k in layer.calls]
+        gradients = [point.new_zeros(len(self.outputs), *point.shape) for point in points]
+        for row, output in enumerate(self.outputs):
+            last = row + 1 == len(self.outputs)
+            found = torch.autograd.grad(
+                totals[output], points, retain_graph=not last, allow_unused=True
+            )
+            for gradient, value in zip(gradients, found, strict=True):
+                if value is not None:
+                    gradient[row] = value
+        blocks: list[Block] = []
+        of_call = iter(gradients)
+        with torch.no_grad():
+            for layer in self.layers:
+                axis = layer.batch_axis
+                blocks += layer.blocks(
+                    [
+                        (
+                            calls[layer.name][k][0].movedim(axis, 0),
+                            next(of_call).movedim(axis + 1, 0),
+                        )
+                        for k in layer.calls
+                    ]
+                )
+        return blocks
+
+    def _as_they_are(self, x: Tensor) -> list[Block]:
+        def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
+            given = (example.unsqueeze(0),)
+            result: Tensor = torch.func.functional_call(self.model, parameters, given)
+            return result[0, list(self.outputs)]
+
+        try:
+            per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
+            tensors = per_example(self.rest, x)
+        except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
+            rows = [self._one_by_one(example) for example in x.split(1)]
+            tensors = {name: torch.stack([row[name] for row in rows]) for name in self.rest}
+        return [
+            DenseBlock(name, tensors[name].detach(), "differentiated as it is")
+            for name in self.rest
+        ]
+
+    def _one_by_one(self, example: Tensor) -> dict[str, Tensor]:
+        parameters = {name: p.clone().requires_grad_() for name, p in self.rest.items()}
+        with torch.enable_grad():
+            outputs = torch.func.functional_call(self.model, parameters, (example,))[0]
+        rows = [
+            torch.autograd.grad(
+                outputs[c],
+                list(parameters.values()),
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for c in self.outputs
+        ]
+        stacked = (torch.stack(row) for row in zip(*rows, strict=True))
+        return dict(zip(parameters, stacked, strict=True))
+
+
+def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
+    """Layers that a rule may serve.
+
+    Seen by running 2 and then 3 examples: one axis of a layer's inputs and outputs must follow the
+    number of examples, an example's outputs must depend on its own entries alone, and every use of
+    a parameter must be by a call of its layer.
+    """
+    names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    candidates = [
+        (name, module)
+        for name, module in model.named_modules()
+        if rule_for(module) and any(p in names for p in module._parameters.values())
+    ]
+    probes = []
+    for n in (2, 3):
+        with _captured(candidates) as calls, torch.enable_grad():
+            outputs = model(x[torch.arange(n, device=x.device) % len(x)])
+        probes.append(calls)
+    few, calls = probes
+    if not outputs.requires_grad:
+        return ()
+    uses = _uses_of_parameters(outputs)
+    layers = []
+    for name, module in candidates:
+        axis = _batch_axis(few[name], calls[name])
+        reached = [] if axis is None else _reached(outputs, [made for _, made in calls[name]], axis)
+        own = [p for p in module._parameters.values() if p in names]
+        if (
+            reached
+            and (axis == 0 or any_axis(module))
+            and all(uses[p] == len(reached) for p in own)
+        ):
+            weight, bias = (names.get(getattr(module, key, None)) for key in ("weight", "bias"))
+            layers.append(Layer(name, module, weight, bias, tuple(reached), axis))
+    return tuple(layers)
+
+
+Calls = list[tuple[Tensor, Tensor]]
+
+
+def _batch_axis(few: Calls, more: Calls) -> int | None:
+    """Axis along which the inputs and outputs of all calls have 2, then 3 entries, and only it."""
+    axes = set()
+    for pair, other in zip(few, more, strict=False):
+        for tensor, larger in zip(pair, other, strict=True):
+            if tensor.ndim != larger.ndim:
+                return None
+            sizes = list(zip(tensor.shape, larger.shape, strict=True))
+            axes.add(tuple(d for d, (a, b) in enumerate(sizes) if a != b))
+            if any(a != b and (a, b) != (2, 3) for a, b in sizes):
+                return None
+    if len(few) != len(more) or len(axes) != 1:
+        return None
+    (axis,) = axes
+    return axis[0] if len(axis) == 1 else None
+
+
+def _reached(outputs: Tensor, made: Sequence[Tensor], axis: int) -> list[int]:
+    """Find the calls that reach the outputs; none if examples do not keep to their own entries."""
+    points = [(k, tensor) for k, tensor in enumerate(made) if tensor.requires_grad]
+    reached = set()
+    weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
+    for i, output in enumerate(outputs):
+        found = torch.autograd.grad(
+            output @ weights, [t for _, t in points], retain_graph=True, allow_unused=True
+        )
+        for (k, _), gradient in zip(points, found, strict=True):
+            if gradient is not None:
+                reached.add(k)
+                of_others = [r for r in range(len(outputs)) if r != i]
+                if gradient.movedim(axis, 0)[of_others].any():
+                    return []
+    return sorted(reached)
 
 
 def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
@@ -164,11 +347,10 @@ def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
 
 
 @contextmanager
-def _captured(
-    modules: Mapping[str, nn.Module],
-) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Record (input, output) of each call of `modules`."""
-    calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in modules}
+def _captured(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[dict[str, Calls]]:
+    """Record (input, output) of each call of the named modules."""
+    calls: dict[str, Calls] = {}
+    handles = []
 
     def record(name: str) -> Any:
         def hook(
@@ -180,43 +362,11 @@ def _captured(
 
         return hook
 
-    handles = [
-        module.register_forward_hook(record(name), with_kwargs=True)
-        for name, module in modules.items()
-    ]
+    for name, module in modules:
+        calls[name] = []
+        handles.append(module.register_forward_hook(record(name), with_kwargs=True))
     try:
         yield calls
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _linear_blocks(
-    model: nn.Module, x: Tensor, layers: LinearLayers, num_outputs: int
-) -> list[Block]:
-    with _captured({name: module for name, (module, _, _) in layers.items()}) as calls:
-        with torch.enable_grad():
-            outputs = model(x)
-        inputs = {name: calls[name][0][0] for name in layers}
-        points = [calls[name][0][1] for name in layers]
-    totals = outputs.sum(0)
-    per_output = [
-        torch.autograd.grad(totals[c], points, retain_graph=c + 1 < num_outputs)
-        for c in range(num_outputs)
-    ]
-    return [
-        LinearBlock(weight, bias, inputs[name], torch.stack(gradients, dim=1))
-        for (name, (_, weight, bias)), gradients in zip(
-            layers.items(), zip(*per_output, strict=True), strict=True
-        )
-    ]
-
-
-def _dense_blocks(model: nn.Module, x: Tensor, parameters: dict[str, Tensor]) -> list[Block]:
-    def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
-        result: Tensor = torch.func.functional_call(model, parameters, (example.unsqueeze(0),))
-        return result.squeeze(0)
-
-    per_example = torch.func.vmap(torch.func.jacrev(outputs), in_dims=(None, 0))
-    tensors = per_example(parameters, x)
-    return [DenseBlock(name, tensors[name].detach()) for name in parameters]

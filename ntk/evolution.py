@@ -13,7 +13,7 @@ speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .jacobian import Jacobian
-from .losses import Loss, check_loss, output_scale, residual
+from .losses import Loss, check_loss, output_hessian, output_scale, residual
 from .memory import require_memory
-from .solver import NOT_FINITE, Apply, RungeKuttaChebyshev
+from .solver import NOT_FINITE, RungeKuttaChebyshev
 
 __all__ = ["Evolution", "evolve"]
 
@@ -44,6 +44,9 @@ class Evolution:
         How many products of the kernel with an (n, C) matrix the solver took; 0 in closed form.
     solver_steps : int
         How many steps it accepted; the estimated error of each is within the tolerance.
+    error_estimate : float
+        Sum of these steps' estimated errors, relative to the norm of the outputs: an estimate from
+        above of the error at the last step, because the flow of a convex loss damps errors.
     """
 
     steps: tuple[float, ...]
@@ -51,6 +54,7 @@ class Evolution:
     residuals: Tensor
     kernel_products: int
     solver_steps: int
+    error_estimate: float
 
 
 def evolve(
@@ -63,7 +67,8 @@ def evolve(
     steps: Sequence[float],
     kernel: Literal["mean", "full"] = "mean",
     residuals: Literal["integral", "sum"] = "integral",
-    tolerance: float = 1e-4,
+    tolerance: float = 2e-4,
+    memory_budget: int | None = None,
 ) -> Evolution:
     """Evolve the outputs of a linearised network under gradient flow.
 
@@ -94,7 +99,12 @@ def evolve(
         letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which approaches the integral
         as eta goes to 0 and overshoots where eta lambda_max is not small; t must be whole.
     tolerance : float
-        Error allowed per step of the solver, relative to the norm of the outputs.
+        Error allowed per step of the solver, relative to the norm of the outputs. The whole error
+        was under 5e-4 with the default on the papers' network and data (`benchmarks/solver.py`).
+    memory_budget : int, optional
+        Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
+        available by default. Past it no matrix is built, and the solver takes products with
+        :meth:`Jacobian.mean_product`, which cost C^2 times the full kernel's.
 
     Returns
     -------
@@ -106,7 +116,7 @@ def evolve(
     ValueError
         If an argument is out of range, shapes do not fit, or the kernel is not finite.
     NotEnoughMemory
-        If the kernel would not fit.
+        If not even the solver's own arrays, or a given kernel's eigendecomposition, would fit.
     FloatingPointError
         If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice.
 
@@ -126,21 +136,22 @@ def evolve(
     n, num_outputs = _check(jacobian_or_kernel, outputs, targets, learning_rate, kernel)
     times = _check_steps(steps, whole=residuals == "sum")
     scale = learning_rate * output_scale(n, num_outputs, loss)
+    flow = (outputs, targets, loss, scale, times, residuals)
     if isinstance(jacobian_or_kernel, Tensor):
         matrix = jacobian_or_kernel
-    elif kernel == "mean":
-        matrix = jacobian_or_kernel.gram()
     else:
-        full = jacobian_or_kernel
-        return _evolve_stiff(
-            lambda r: full.jvp(full.vjp(r)),
-            *(outputs, targets, loss, scale, times, residuals, tolerance),
-        )
+        apply = jacobian_or_kernel.full_product
+        if kernel == "mean":
+            apply = jacobian_or_kernel.mean_product
+            budget = memory_budget or available_memory(outputs.device)
+            decomposition = _eigen_bytes(n) if loss == "mse" else 0
+            if jacobian_or_kernel.gram_bytes() + decomposition <= budget:
+                matrix = jacobian_or_kernel.gram()
+                apply = matrix.__matmul__
+        
     if loss == "mse":
         return _evolve_mse(matrix, outputs, targets, scale, times, residuals)
-    return _evolve_stiff(
-        lambda r: matrix @ r, outputs, targets, loss, scale, times, residuals, tolerance
-    )
+    return _evolve_stiff(lambda r: matrix @ r, *flow, tolerance)
 
 
 def _check(
@@ -206,7 +217,7 @@ def _evolve_mse(
     evolved = outputs.double() + basis @ (decay[:, :, None] * start)
     accumulated = scale * (basis @ (total[:, :, None] * start))
     dtype = outputs.dtype
-    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0)
+    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0, 0.0)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
@@ -216,7 +227,7 @@ def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
 
 
 def _evolve_stiff(
-    apply: Apply,
+    apply: Callable[[Tensor], Tensor],
     outputs: Tensor,
     targets: Tensor,
     loss: Loss,
@@ -228,19 +239,18 @@ def _evolve_stiff(
     """Integrate f and R together; `apply` is the product with the kernel."""
     double = targets.double()
     solver = RungeKuttaChebyshev(
-        apply, lambda f: scale * residual(f, double, loss), outputs, tolerance
+        apply,
+        lambda f: scale * residual(f, double, loss),
+        lambda f, v: scale * output_hessian(f, v, loss),
+        outputs,
+        tolerance,
     )
-    # softmax's own Jacobian has a norm of at most 1/2
-    solver.bound_spectrum(scale * (0.5 if loss == "cross-entropy" else 1.0))
-    evolved, accumulated = [], []
-    for t in times:
-        solver.advance(t, whole_steps=residuals == "sum")
-        evolved.append(solver.outputs)
-        accumulated.append(solver.integral if residuals == "integral" else solver.sum)
+    evolved, accumulated = zip(*solver.solve(times, whole_steps=residuals == "sum"), strict=True)
     return Evolution(
         times,
         torch.stack(evolved).to(outputs.dtype),
         torch.stack(accumulated).to(outputs.dtype),
         solver.products,
         solver.steps,
+        solver.error_estimate,
     )

@@ -1,12 +1,9 @@
 """Per-example Jacobians of a network, as a small linear operator.
 
 A :class:`Jacobian` of n examples and C outputs over the trainable parameters is a row of blocks,
-one for each layer or parameter. Two kinds of block give the same numbers:
-
-* :class:`DenseBlock` holds the definition, ``d f_c(x_i) / d w``, of shape (n, C, *w);
-* :class:`LinearBlock` holds a linear layer's inputs ``a`` (n, d_in) and output gradients ``g``
-  (n, C, d_out), of which the Jacobian is the outer product: ``d f_c(x_i) / d W = g_ic a_i^T`` and
-  ``d f_c(x_i) / d b = g_ic``. Nothing of size n C d_in d_out is ever built.
+one for each layer or parameter: :class:`~fedntk.ntk.DenseBlock` holds the definition,
+``d f_c(x_i) / d w``, of shape (n, C, *w); the others hold a layer's inputs ``a`` and output
+gradients ``g``, whose products the Jacobian is, and never build anything of size n C d_in d_out.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 3.2,
 eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and therefore exactly as
@@ -15,7 +12,7 @@ revealing: for a first layer with a bias, ``a`` is the client's input itself, in
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocks import Block, DenseBlock, LinearBlock
+from .blocks import WORKSPACE, Block, DenseBlock, tiles
 from .errors import BadReply
+from .factors import ConvBlock, EmbeddingBlock, LinearBlock
 from .memory import require_memory
 
 __all__ = ["Jacobian"]
@@ -61,6 +59,22 @@ class Jacobian:
         return sum(array.nbytes for block in self.blocks for array in block.arrays)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of all that is not a token."""
+        return self.blocks[0].arrays[-1].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.blocks[0].arrays[-1].device
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that two Jacobians must share to be stacked: layout, row shapes and dtypes."""
+        rows = [(tuple(a.shape[1:]), a.dtype) for block in self.blocks for a in block.arrays]
+        return (self.layout, *rows)
+
+    @property
     def layout(self) -> str:
         """Which parameters are held, and in what form, as JSON."""
         return json.dumps([block.layout for block in self.blocks])
@@ -86,17 +100,57 @@ class Jacobian:
             If the kernel and one block's contribution to it would not fit.
         """
         other = self if other is None else self._compatible(other)
-        first = self.blocks[0].arrays[0]
+        n, m, dtype = self.num_examples, other.num_examples, self.dtype
         require_memory(
-            3 * self.num_examples * other.num_examples * first.element_size(),
-            f"the kernel of {self.num_examples} x {other.num_examples} examples",
-            device=first.device,
+            self.gram_bytes(m),
+            f"the kernel of {n} x {m} examples",
+            device=self.device,
             cure="sample fewer clients a round or fewer examples on each",
         )
-        kernel = first.new_zeros(self.num_examples, other.num_examples)
+        kernel = torch.zeros(n, m, dtype=dtype, device=self.device)
         for block, other_block in zip(self.blocks, other.blocks, strict=True):
-            kernel += block.gram(other_block)
+            block.add_gram(kernel, other_block)
+        if other is self:
+            for rows, cols in tiles(n, m, symmetric=True):
+                upper = kernel[rows, cols] if rows != cols else kernel[rows, cols].triu()
+                kernel[cols, rows] = upper.T if rows != cols else upper + upper.triu(1).T
         return kernel.div_(self.num_outputs)
+
+    def gram_bytes(self, num_others: int | None = None) -> int:
+        """Bytes that :meth:`gram` takes: the kernel with m other examples, and one block's part."""
+        m = self.num_examples if num_others is None else num_others
+        return self.dtype.itemsize * self.num_examples * m + 2 * WORKSPACE
+
+    def mean_product(self, matrix: Tensor) -> Tensor:
+        """``H V`` with the kernel of :meth:`gram`, which is not built.
+
+        H is a mean over outputs of products ``J_c J_c^T``; each column of V takes C of them, so
+        this costs C K times a :meth:`vjp` and a :meth:`jvp`.
+
+        Parameters
+        ----------
+        matrix : Tensor, shape (n, K)
+            V.
+
+        Returns
+        -------
+        Tensor, shape (n, K)
+        """
+        product = torch.zeros_like(matrix)
+        for block in self.blocks:
+            for output in range(self.num_outputs):
+                of_output = block.of_output(output)
+                for k in range(matrix.shape[1]):
+                    column = matrix[:, k : k + 1]
+                    product[:, k : k + 1] += of_output.jvp(of_output.vjp(column))
+        return product.div_(self.num_outputs)
+
+    def full_product(self, residual: Tensor) -> Tensor:
+        """``J J^T R`` with all outputs coupled, (n, C); no kernel is built."""
+        product = torch.zeros_like(residual)
+        for block in self.blocks:
+            product += block.jvp(block.vjp(residual))
+        return product
 
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
         """``J^T R``, the update of the weights in eq. (9b).
@@ -140,11 +194,69 @@ class Jacobian:
             tensors |= block.dense()
         return tensors
 
+    def to_dense(self) -> "Jacobian":
+        """Return the same Jacobian with every block dense: the paper's literal tensor.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the dense tensors would not fit.
+        """
+        size = sum(block.dense_size for block in self.blocks)
+        require_memory(
+            self.num_examples * size * self.dtype.itemsize,
+            f"the dense Jacobian of {self.num_examples} examples x {self.num_outputs} outputs",
+            device=self.device,
+            cure="keep it factored, or use fewer examples at a time",
+        )
+        return Jacobian(tuple(DenseBlock(name, t) for name, t in self.dense().items()))
+
     def to(self, device: torch.device | str) -> "Jacobian":
         """Return the Jacobian with its tensors on `device`."""
         return Jacobian(
             tuple(block.with_arrays([a.to(device) for a in block.arrays]) for block in self.blocks)
         )
+
+    def describe(self) -> str:
+        """Return a table of the path that each layer took, and of its size per example.
+
+        Examples
+        --------
+        >>> from fedntk.ntk import jacobian
+        >>> model = torch.nn.Sequential(torch.nn.Linear(784, 100), torch.nn.Linear(100, 10))
+        >>> print(jacobian(model, torch.zeros(1, 784)).describe())
+        parameters          path                                  kB an example  dense kB
+        0.weight, 0.bias    linear, 1 position, features first              7.1    3140.0
+        1.weight, 1.bias    linear, 1 position, features first              0.8      40.4
+        all                                                                 7.9    3180.4
+        """
+        rows = []
+        for block in self.blocks:
+            held = sum(array[:1].nbytes for array in block.arrays)
+            rows.append((", ".join(block.names), block.path, held, block.dense_size))
+        rows.append(("all", "", sum(r[2] for r in rows), sum(r[3] for r in rows)))
+        names, paths = (max(len(row[k]) for row in rows) for k in (0, 1))
+        names, paths = max(names, len("parameters")) + 2, paths + 2
+        lines = [f"{'parameters':{names}}{'path':{paths}}  kB an example  dense kB"]
+        for name, path, held, size in rows:
+            dense = size * self.dtype.itemsize
+            lines.append(f"{name:{names}}{path:{paths}}{held / 1e3:>15.1f}{dense / 1e3:>10.1f}")
+        return "\n".join(lines)
+
+    def empty(self, num_examples: int) -> "Jacobian":
+        """Return a Jacobian of this form for another number of examples, not yet filled."""
+        return Jacobian(
+            tuple(
+                block.with_arrays([a.new_empty(num_examples, *a.shape[1:]) for a in block.arrays])
+                for block in self.blocks
+            )
+        )
+
+    def fill(self, start: int, part: "Jacobian") -> None:
+        """Copy `part` over the examples from `start` on, from whatever device it is on."""
+        for block, source in zip(self.blocks, part.blocks, strict=True):
+            for array, rows in zip(block.arrays, source.arrays, strict=True):
+                array[start : start + len(rows)] = rows
 
     @staticmethod
     def concatenate(parts: Sequence["Jacobian"]) -> "Jacobian":
@@ -157,23 +269,19 @@ class Jacobian:
         """
         if not parts:
             raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
-        first = parts[0]
         for part in parts[1:]:
-            first._compatible(part)
-        return Jacobian(
-            tuple(
-                blocks[0].with_arrays(
-                    [torch.cat(rows) for rows in zip(*(b.arrays for b in blocks), strict=True)]
-                )
-                for blocks in zip(*(part.blocks for part in parts), strict=True)
-            )
-        )
+            parts[0]._compatible(part)
+        whole = parts[0].empty(sum(part.num_examples for part in parts))
+        start = 0
+        for part in parts:
+            whole.fill(start, part)
+            start += part.num_examples
+        return whole
 
     def _compatible(self, other: "Jacobian") -> "Jacobian":
-        if (self.layout, self.num_outputs) != (other.layout, other.num_outputs):
+        if self.form != other.form:
             raise ValueError(
-                f"Jacobians of different parameters, form or outputs: {self.layout} with "
-                f"{self.num_outputs} outputs, and {other.layout} with {other.num_outputs}"
+                f"Jacobians of different parameters, form or outputs: {self.form} and {other.form}"
             )
         return other
 
@@ -213,7 +321,11 @@ class Jacobian:
             count = len(empty.arrays)
             if len(rest) < count:
                 raise BadReply("shape", f"expected {count} arrays for {empty.layout}")
-            blocks.append(empty.with_arrays([_tensor(array) for array in rest[:count]]))
+            blocks.append(
+                empty.with_arrays(
+                    [_tensor(a, integers=k < empty.integers) for k, a in enumerate(rest[:count])]
+                )
+            )
             rest = rest[count:]
         if rest:
             raise BadReply("shape", f"expected {len(arrays) - len(rest)} arrays, got {len(arrays)}")
@@ -229,23 +341,12 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
         entries = json.loads(raw.tobytes())
         blocks: list[Block] = []
         for entry in entries:
-            match entry:
-                case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:
-                    blocks.append(DenseBlock(name, torch.empty(0)))
-                case {
-                    "kind": LinearBlock.kind,
-                    "weight": str() | None as weight,
-                    "bias": str() | None as bias,
-                    **extra,
-                } if not extra and (weight is not None or bias is not None):
-                    blocks.append(LinearBlock(weight, bias, torch.empty(0), torch.empty(0)))
-                case _:
-                    raise BadReply("layout", f"unknown block {str(entry)[:200]}")
+            blocks.append(_parse_block(entry, parameters))
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, BadReply):
             raise
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
-    names = Counter(_names(blocks))
+    names = Counter(name for block in blocks for name in block.names)
     if not names:
         raise BadReply("layout", "expected at least one block, got none")
     for name, count in names.items():
@@ -256,12 +357,46 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
     return blocks
 
 
-def _names(blocks: Sequence[Block]) -> Iterator[str]:
-    for block in blocks:
-        yield from (v for k, v in block.layout.items() if k != "kind" and v is not None)
+def _parse_block(entry: Any, parameters: Mapping[str, Sequence[int]]) -> Block:
+    """One block without content."""
+    none = torch.empty(0)
+    shape = parameters.get(entry.get("weight", ""), ()) if isinstance(entry, dict) else ()
+    match entry:
+        case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:
+            return DenseBlock(name, none)
+        case {"kind": LinearBlock.kind, "weight": str(weight), "bias": bias, **extra} if (
+            not extra and isinstance(bias, str | None)
+        ):
+            return LinearBlock(weight, bias, none, none)
+        case {
+            "kind": ConvBlock.kind,
+            "weight": str(weight),
+            "bias": bias,
+            "stride": [*stride],
+            "dilation": [*dilation],
+            **extra,
+        } if not extra and isinstance(bias, str | None):
+            if not all(type(number) is int and number > 0 for number in (*stride, *dilation)):
+                raise BadReply("layout", f"stride and dilation of {weight!r}: expected at least 1")
+            if len(shape) < 3 or 0 in shape:
+                raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
+            return ConvBlock(
+                weight, bias, none, none, tuple(shape[2:]), tuple(stride), tuple(dilation), shape[1]
+            )
+        case {"kind": EmbeddingBlock.kind, "weight": str(weight), "bias": None, **extra} if (
+            not extra
+        ):
+            if len(shape) != 2:
+                raise BadReply("layout", f"{weight[:200]!r} is no table of an embedding")
+            return EmbeddingBlock(weight, None, none, none, shape[0])
+    raise BadReply("layout", f"unknown block {str(entry)[:200]}")
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
+def _tensor(array: NDArray[Any], *, integers: bool) -> Tensor:
+    if integers:
+        if array.dtype != np.int64:
+            raise BadReply("dtype", f"expected int64, got {array.dtype}")
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if array.dtype not in (np.float32, np.float64):
         raise BadReply("dtype", f"expected float32 or float64, got {array.dtype}")
     if not np.isfinite(array).all():
@@ -273,14 +408,14 @@ def _check_shapes(blocks: Sequence[Block], parameters: Mapping[str, Sequence[int
     rows = {array.shape[0] if array.ndim else -1 for block in blocks for array in block.arrays}
     if len(rows) != 1 or rows & {0, -1}:
         raise BadReply("shape", f"expected one number of examples, at least 1, got {sorted(rows)}")
-    if len({array.dtype for block in blocks for array in block.arrays}) != 1:
+    if len({array.dtype for block in blocks for array in block.arrays[block.integers :]}) != 1:
         raise BadReply("dtype", "expected one dtype in all blocks")
     last = blocks[0].arrays[-1]
     num_outputs = last.shape[1] if last.ndim > 1 else 0
     for block in blocks:
         try:
             shapes = block.expected_shapes(parameters)
-        except ValueError as error:
+        except ValueError as error:  # of a layer that is not this block's
             raise BadReply("layout", f"{block.layout} does not fit the model: {error}") from None
         for array, shape in zip(block.arrays, shapes, strict=True):
             expected = tuple(num_outputs if size == -1 else size for size in shape)

@@ -10,7 +10,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["Loss", "check_loss", "loss_value", "one_hot", "output_scale", "residual"]
+__all__ = [
+    "Loss",
+    "check_loss",
+    "loss_value",
+    "one_hot",
+    "output_hessian",
+    "output_scale",
+    "residual",
+]
 
 Loss = Literal["mse", "cross-entropy"]
 
@@ -41,6 +49,18 @@ def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
         ``Y - f`` for MSE, ``Y - softmax(f)`` for cross-entropy.
     """
     return targets - (outputs if loss == "mse" else torch.softmax(outputs, dim=1))
+
+
+def output_hessian(outputs: Tensor, vector: Tensor, loss: Loss) -> Tensor:
+    """Differentiate minus :func:`residual` along `vector`, shape (n, C).
+
+    It is the loss's Hessian with respect to the outputs (over its scale) times `vector`: the
+    identity for MSE, ``diag(p) - p p^T`` for each example for cross-entropy, p = softmax(f).
+    """
+    if loss == "mse":
+        return vector
+    p = torch.softmax(outputs, dim=1)
+    return p * (vector - (p * vector).sum(1, keepdim=True))
 
 
 def output_scale(num_examples: int, num_outputs: int, loss: Loss) -> float:

@@ -120,7 +120,7 @@ class Config:
     residuals: str = _option(
         "integral", "ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
     )
-    tolerance: float = _option(1e-4, "ntk-fl: of the solver", above=0, below=1)
+    tolerance: float = _option(2e-4, "ntk-fl: of the solver", above=0, below=1)
     structure: str = _option(
         "factored", "ntk-fl: form of the Jacobian on the wire", choices=("factored", "dense")
     )

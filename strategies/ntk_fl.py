@@ -112,7 +112,7 @@ class NTKFL(SeededFedAvg):
         validation_partitions: Sequence[int] = (),
         kernel: Literal["mean", "full"] = "mean",
         residuals: Literal["integral", "sum"] = "integral",
-        tolerance: float = 1e-4,
+        tolerance: float = 2e-4,
         device: torch.device | str = "cpu",
         **fedavg_options: Any,
     ) -> None:

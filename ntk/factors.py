@@ -1,0 +1,447 @@
+"""Jacobians of layers in factors: what went into the layer, and the gradients that come back.
+
+A layer that is linear in its weight, ``z_s = W a_s`` at each position s of an example, has
+
+    d f_c / d W = sum over s of g_cs a_s^T,        d f_c / d b = sum over s of g_cs,
+
+where a (S, d_in) are the inputs and g (C, S, d_out) the gradients of the outputs f with respect to
+z. A plain linear layer has one position; one over a sequence has its length; a convolution has the
+places of its output, a_s being the patch it reads there; an embedding's a_s is a one-hot token.
+
+The gram matrix contracts *features first*, where few positions are left to pair,
+
+    <J_i, J_j> = sum over s, t of (a_is . a_jt + 1) sum over c of g_ics . g_jct
+
+in S^2 (d_in + C d_out) operations a pair, or *positions first*, making parts of the weight's
+gradient on the way, in C d_in d_out. Each block takes the cheaper (cf. Novak et al., *Fast
+Finite Width Neural Tangent Kernel*, ICML 2022, sections 3.2 and 3.4).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .blocks import WORKSPACE, Block, tiles
+
+__all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredBlock(Block):
+    """Jacobian of a layer's weight, and of its bias where it has one, in factors.
+
+    Attributes
+    ----------
+    weight, bias : str, str or None
+        Names of the layer's trainable parameters.
+    inputs : Tensor, n rows
+        What went into the layer.
+    gradients : Tensor, shape (n, C, S, d_out)
+        Gradients g of each network output with respect to the layer's outputs.
+    """
+
+    weight: str
+    bias: str | None
+    inputs: Tensor
+    gradients: Tensor
+
+    @property
+    def layout(self) -> dict[str, Any]:  # noqa: D102
+        return {"kind": self.kind, "weight": self.weight, "bias": self.bias}
+
+    @property
+    def names(self) -> tuple[str, ...]:  # noqa: D102
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def path(self) -> str:  # noqa: D102
+        first = "features" if self._features_first else "positions"
+        return f"{self.kind}, {self.positions} position{'s'[: self.positions > 1]}, {first} first"
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:  # noqa: D102
+        return (self.inputs, self.gradients)
+
+    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
+        return type(self)(self.weight, self.bias, *arrays)
+
+    def of_output(self, output: int) -> Self:  # noqa: D102
+        return self.with_arrays([self.inputs, self.gradients[:, output : output + 1]])
+
+    @property
+    def positions(self) -> int:
+        """Number of positions S."""
+        return int(self.gradients.shape[2])
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels that do not see each other; 1 but for convolutions."""
+        return 1
+
+    @property
+    def width_in(self) -> int:
+        """Numbers d_in that one output channel reads at a position."""
+        return int(self.inputs.shape[-1])
+
+    @property
+    def dense_size(self) -> int:  # noqa: D102
+        _, outputs, _, width = self.gradients.shape
+        return int(outputs * width * (self.width_in + (self.bias is not None)))
+
+    @property
+    def factored_size(self) -> int:
+        """Numbers per example that the factors take."""
+        return self.inputs[0].numel() + self.gradients[0].numel()
+
+    @property
+    def _features_first(self) -> bool:
+        _, outputs, positions, width = self.gradients.shape
+        pairs = positions**2 * (self.groups * self.width_in + outputs * width)
+        return bool(pairs <= outputs * width * self.width_in)
+
+    def patches(self) -> Tensor:
+        """Return the inputs a by group and position, shape (n, groups, S, d_in)."""
+        return self.inputs.unsqueeze(1)
+
+    def shaped(self, weights: Tensor) -> Tensor:
+        """View (..., d_out, d_in) as (..., *shape of the weight)."""
+        return weights
+
+    def _by_group(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield group, inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each."""
+        patches = self.patches()
+        gradients = self.gradients.chunk(self.groups, dim=3)
+        for group in range(self.groups):
+            yield group, patches[:, group], gradients[group]
+
+    def _chunks(self, numbers: int) -> Iterator[slice]:
+        """Slices of the rows for which `numbers` an example stay within the workspace."""
+        size = max(1, WORKSPACE // (max(1, numbers) * self.gradients.element_size()))
+        for start in range(0, len(self.gradients), size):
+            yield slice(start, start + size)
+
+    @property
+    def _patch_size(self) -> int:
+        """Numbers per example of patches and of the layer's outputs."""
+        return int(self.positions * (self.groups * self.width_in + self.gradients.shape[3]))
+
+    @property
+    def _product_size(self) -> int:
+        """Numbers per example that a vjp or a jvp makes on the way."""
+        return self._patch_size
+
+    def add_gram(self, kernel: Tensor, other: Self) -> None:  # noqa: D102
+        if self._features_first:
+            self._add_gram_by_features(kernel, other)
+            return
+        pairs = (
+            ((part, part) for part in self._dense_parts())
+            if other is self
+            else zip(self._dense_parts(), other._dense_parts(), strict=True)
+        )
+        for mine, others in pairs:
+            for rows, cols in tiles(*kernel.shape, symmetric=other is self):
+                kernel[rows, cols].addmm_(mine[rows], others[cols].T)
+
+    def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
+        size = max(1, math.isqrt(WORKSPACE // (4 * kernel.element_size())) // self.positions)
+        for rows, cols in tiles(*kernel.shape, symmetric=other is self, size=min(size, 1024)):
+            mine, others = self.rows(rows), other.rows(cols)
+            for inner, signals in mine._pairs(others):
+                if self.positions == 1:
+                    kernel[rows, cols].addcmul_(inner, signals)
+                else:
+                    products = inner.mul_(signals)
+                    shape = (len(mine.gradients), self.positions, -1, self.positions)
+                    kernel[rows, cols].add_(products.view(shape).sum((1, 3)))
+
+    def _pairs(self, other: Self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (a . a' + 1) and sum over c of (g . g'), both (n S, m S), of each group."""
+        for (_, a, g), (_, a2, g2) in zip(self._by_group(), other._by_group(), strict=True):
+            inner = a.flatten(0, 1) @ a2.flatten(0, 1).T
+            if self.bias is not None:
+                inner.add_(1.0)
+            left, right = (h.transpose(1, 2).flatten(0, 1).flatten(1) for h in (g, g2))
+            yield inner, left @ right.T
+
+    def _dense_parts(self) -> Iterator[Tensor]:
+        """Yield the dense Jacobian in parts of its columns, each (n, k).
+
+        All rows at a time: each part is made once, however large the kernel.
+        """
+        n, outputs, _, width = self.gradients.shape
+        width //= self.groups
+        room = max(1, WORKSPACE // (n * self.width_in * self.gradients.element_size()))
+        for group, output in itertools.product(range(self.groups), range(outputs)):
+            for start in range(group * width, (group + 1) * width, room):
+                channels = slice(start, min(start + room, (group + 1) * width))
+                parts = [
+                    torch.bmm(
+                        self.gradients[rows, output, :, channels].transpose(1, 2),
+                        self.rows(rows).patches()[:, group],
+                    ).flatten(1)
+                    for rows in self._chunks(self._patch_size)
+                ]
+                yield torch.cat(parts)
+        if self.bias is not None:
+            yield self.gradients.sum(2).flatten(1)
+
+    def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        parts = [
+            self.rows(rows)._weighted_sums(residual[rows])
+            for rows in self._chunks(self._product_size)
+        ]
+        weight = sum((w for w, _ in parts[1:]), parts[0][0])
+        update = {self.weight: self.shaped(weight)}
+        if self.bias is not None:
+            update[self.bias] = sum((b for _, b in parts[1:]), parts[0][1])
+        return update
+
+    def _weighted_sums(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """J^T R of the weight, (d_out, d_in), and of the bias, (d_out,)."""
+        n, _, positions, width = self.gradients.shape
+        flat = self.gradients.flatten(2)
+        weighted = torch.bmm(residual.unsqueeze(1), flat).view(n, positions, width)
+        return self._pulled_back(weighted), weighted.sum((0, 1))
+
+    def _pulled_back(self, weighted: Tensor) -> Tensor:
+        """Sum over examples and positions of g a^T, for g of shape (n, S, d_out)."""
+        patches = self.patches()
+        return torch.cat(
+            [
+                g.flatten(0, 1).T @ patches[:, group].flatten(0, 1)
+                for group, g in enumerate(weighted.chunk(self.groups, dim=2))
+            ]
+        )
+
+    def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
+        weight = update[self.weight]
+        changes = []
+        for rows in self._chunks(self._product_size):
+            part = self.rows(rows)
+            moved = part._pushed_forward(weight)
+            if self.bias is not None:
+                moved = moved + update[self.bias]
+            changes.append(
+                torch.bmm(part.gradients.flatten(2), moved.flatten(1).unsqueeze(2)).squeeze(2)
+            )
+        return torch.cat(changes)
+
+    def _pushed_forward(self, weight: Tensor) -> Tensor:
+        """Apply the layer with another weight and no bias: shape (n, S, d_out)."""
+        patches = self.patches()
+        rows = weight.flatten(1).chunk(self.groups)
+        return torch.cat([patches[:, g] @ rows[g].T for g in range(self.groups)], dim=2)
+
+    def squared_norms(self) -> Tensor:  # noqa: D102
+        positions, outputs, width = self.positions, *self.gradients.shape[1::2]
+        per_row = positions**2 if self._features_first else outputs * width * self.width_in
+        total = []
+        for rows in self._chunks(self._patch_size + 2 * per_row):
+            part = self.rows(rows)
+            if self._features_first:
+                norms = sum(
+                    (_self_products(a, self.bias is not None) * _self_products(g)).sum((1, 2))
+                    for a, g in (
+                        (a.double(), g.double().transpose(1, 2).flatten(2))
+                        for _, a, g in part._by_group()
+                    )
+                )
+            else:
+                norms = sum(t.flatten(1).double().square().sum(1) for t in part.dense().values())
+            total.append(norms)
+        return torch.cat(total)
+
+    def dense(self) -> dict[str, Tensor]:  # noqa: D102
+        weights = [
+            torch.stack([torch.bmm(h.transpose(1, 2), a) for h in g.unbind(1)], dim=1)
+            for _, a, g in self._by_group()
+        ]
+        tensors = {self.weight: self.shaped(torch.cat(weights, dim=2))}
+        if self.bias is not None:
+            tensors[self.bias] = self.gradients.sum(2)
+        return tensors
+
+    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+        if name == self.bias:
+            return self.gradients.sum(2)[:, :, indices]
+        chunks = self._chunks(self._patch_size + self.dense_size)
+        return torch.cat(
+            [self.rows(rows).dense()[name].flatten(2)[:, :, indices] for rows in chunks]
+        )
+
+
+def _self_products(rows: Tensor, plus_one: bool = False) -> Tensor:
+    """Inner products of an example's positions, (n, S, S)."""
+    products = torch.bmm(rows, rows.transpose(1, 2))
+    return products.add_(1.0) if plus_one else products
+
+
+@dataclass(frozen=True, eq=False)
+class LinearBlock(FactoredBlock):
+    """Jacobian of a linear layer.
+
+    Attributes
+    ----------
+    inputs : Tensor, shape (n, S, d_in)
+        The layer's inputs a, at all positions of all its calls.
+    """
+
+    kind = "linear"
+
+    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+        if name == self.bias or self.positions > 1:
+            return super().columns(name, indices)
+        out, into = indices // self.width_in, indices % self.width_in
+        return self.gradients[:, :, 0, out] * self.inputs[:, :, into]
+
+    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
+        width_out, width_in = parameters[self.weight]
+        _check_bias(self.bias, width_out, parameters)
+        positions = _positions(self.gradients)
+        return [(positions, width_in), (-1, positions, width_out)]
+
+
+@dataclass(frozen=True, eq=False)
+class ConvBlock(FactoredBlock):
+    """Jacobian of a convolution in one, two or three dimensions.
+
+    Attributes
+    ----------
+    inputs : Tensor, shape (n, channels, *sizes)
+        The layer's inputs, padded. Patches are cut from them when they are needed.
+    kernel_size, stride, dilation : tuple of int
+        One number for each dimension.
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    channels_per_group: int
+    kind = "conv"
+
+    @property
+    def layout(self) -> dict[str, Any]:  # noqa: D102
+        return super().layout | {"stride": list(self.stride), "dilation": list(self.dilation)}
+
+    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
+        return type(self)(
+            self.weight,
+            self.bias,
+            *arrays,
+            self.kernel_size,
+            self.stride,
+            self.dilation,
+            self.channels_per_group,
+        )
+
+    @property
+    def groups(self) -> int:  # noqa: D102
+        return int(self.inputs.shape[1]) // self.channels_per_group
+
+    @property
+    def width_in(self) -> int:  # noqa: D102
+        return self.channels_per_group * math.prod(self.kernel_size)
+
+    def patches(self) -> Tensor:  # noqa: D102
+        windows = self.inputs  # (n, channels, *sizes) -> (n, channels, *places, *kernel_size)
+        dims = len(self.kernel_size)
+        for d, (size, stride, dilation) in enumerate(
+            zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        ):
+            windows = windows.unfold(2 + d, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        grouped = windows.unflatten(1, (self.groups, self.channels_per_group))
+        places, offsets = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+        moved = grouped.permute(0, 1, *places, 2, *offsets)
+        return moved.flatten(2 + dims).flatten(2, 1 + dims)
+
+    def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
+        return weights.unflatten(-1, (self.channels_per_group, *self.kernel_size))
+
+    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
+        width_out, per_group, *kernel_size = parameters[self.weight]
+        _check_bias(self.bias, width_out, parameters)
+        dims = len(kernel_size)
+        if dims not in (1, 2, 3) or not dims == len(self.stride) == len(self.dilation):
+            raise ValueError(f"expected a stride and a dilation for each of {dims} dimensions")
+        channels, *sizes = (
+            self.inputs.shape[1:] if self.inputs.ndim == dims + 2 else [0] * (1 + dims)
+        )
+        if channels % per_group or width_out % max(1, channels // per_group):
+            raise ValueError(f"{channels} channels in groups of {per_group}, {width_out} outputs")
+        places = [
+            max(0, (size - (k - 1) * d - 1) // s + 1)
+            for size, k, s, d in zip(sizes, kernel_size, self.stride, self.dilation, strict=True)
+        ]
+        return [(channels, *sizes), (-1, math.prod(places), width_out)]
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingBlock(FactoredBlock):
+    """Jacobian of an embedding, whose weight is (tokens, d_out).
+
+    Attributes
+    ----------
+    inputs : Tensor of int64, shape (n, S)
+        The tokens.
+    num_tokens : int
+        Rows of the table.
+    """
+
+    num_tokens: int
+    kind = "embedding"
+    integers = 1
+
+    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
+        return type(self)(self.weight, self.bias, *arrays, self.num_tokens)
+
+    @property
+    def width_in(self) -> int:  # noqa: D102
+        return self.num_tokens
+
+    def patches(self) -> Tensor:  # noqa: D102
+        one_hot = functional.one_hot(self.inputs, self.num_tokens)
+        return one_hot.to(self.gradients.dtype).unsqueeze(1)
+
+    def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
+        return weights.transpose(-1, -2)
+
+    @property
+    def _product_size(self) -> int:
+        return 2 * int(self.positions * self.gradients.shape[3])
+
+    def _pairs(self, other: Self) -> Iterator[tuple[Tensor, Tensor]]:
+        same = self.inputs.flatten()[:, None] == other.inputs.flatten()
+        left, right = (b.gradients.transpose(1, 2).flatten(0, 1).flatten(1) for b in (self, other))
+        yield same.to(left.dtype), left @ right.T
+
+    def _pulled_back(self, weighted: Tensor) -> Tensor:
+        table = weighted.new_zeros(self.num_tokens, weighted.shape[2])
+        return table.index_add_(0, self.inputs.flatten(), weighted.flatten(0, 1)).T
+
+    def _pushed_forward(self, weight: Tensor) -> Tensor:
+        return weight[self.inputs]
+
+    def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
+        _, width_out = parameters[self.weight]
+        positions = _positions(self.gradients)
+        if self.inputs.numel() and not (
+            0 <= int(self.inputs.min()) <= int(self.inputs.max()) < self.num_tokens
+        ):
+            raise ValueError(f"expected tokens of 0 ... {self.num_tokens - 1}")
+        return [(positions,), (-1, positions, width_out)]
+
+
+def _positions(gradients: Tensor) -> int:
+    return int(gradients.shape[2]) if gradients.ndim == 4 else 0
+
+
+def _check_bias(bias: str | None, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:
+    if bias is not None and tuple(parameters[bias]) != (width_out,):
+        raise ValueError("weight and bias are of different layers")

@@ -1,0 +1,216 @@
+"""One rule for each kind of layer: its Jacobian from what went in and the gradients that come back.
+
+A rule serves a layer whose forward is PyTorch's own and whose parameters enter the network's
+outputs through calls of that layer alone; :mod:`.differentiate` makes sure of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .blocks import Block, DenseBlock
+from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
+
+__all__ = ["Layer", "any_axis", "rule_for"]
+
+Calls = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the network that a rule serves.
+
+    Attributes
+    ----------
+    name : str
+        In ``model.named_modules()``.
+    module : nn.Module
+        The layer.
+    weight, bias : str or None
+        Names of its trainable parameters; None where there is none or it is frozen.
+    calls : tuple of int
+        Which of its calls reach the network's outputs.
+    batch_axis : int
+        Axis of its inputs and outputs that counts the examples.
+    """
+
+    name: str
+    module: nn.Module
+    weight: str | None
+    bias: str | None
+    calls: tuple[int, ...]
+    batch_axis: int
+
+    def blocks(self, calls: Calls) -> list[Block]:
+        """Columns of the Jacobian, factored where that takes less than half the memory.
+
+        Parameters
+        ----------
+        calls : sequence of (Tensor, Tensor)
+            For each call, the inputs, (n, ...), and the gradients of each of the C outputs with
+            respect to the layer's outputs, (n, C, ...).
+        """
+        rule = rule_for(self.module)
+        if rule is None:
+            raise TypeError(f"no rule for {type(self.module).__name__}")
+        return rule(self, calls)
+
+
+Rule = Callable[[Layer, Calls], list[Block]]
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """Return the rule that serves `module`, None if it has to be differentiated as it is."""
+    for kinds, applies, rule in _RULES:
+        if any(type(module).forward is kind.forward for kind in kinds):
+            own = module._parameters  # a parametrised weight is no parameter of the layer's own
+            named = set(own) <= {"weight", "bias"} and own.get("weight") is not None
+            return rule if named and applies(module) else None
+    return None
+
+
+def any_axis(module: nn.Module) -> bool:
+    """Whether the layer takes the examples along any axis, not only along the first."""
+    return isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
+
+
+def _linear(layer: Layer, calls: Calls) -> list[Block]:
+    """Take all calls as more positions: ``z = W a + b`` at each position of each."""
+    inputs = torch.cat([a.flatten(1, -2) if a.ndim > 2 else a.unsqueeze(1) for a, _ in calls], 1)
+    gradients = torch.cat(
+        [g.flatten(2, -2) if g.ndim > 3 else g.unsqueeze(2) for _, g in calls], dim=2
+    )
+    if layer.weight is None:
+        return _biases(layer, [gradients], "linear")
+    return _smaller([LinearBlock(layer.weight, layer.bias, inputs, gradients)])
+
+
+def _conv(layer: Layer, calls: Calls) -> list[Block]:
+    module: Any = layer.module
+    flat = [(a, g.flatten(3).transpose(2, 3)) for a, g in calls]
+    if layer.weight is None:
+        return _biases(layer, [g for _, g in flat], "conv")
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padding = module._reversed_padding_repeated_twice
+    return _smaller(
+        [
+            ConvBlock(
+                layer.weight,
+                layer.bias,
+                functional.pad(a, padding, mode=mode) if any(padding) else a,
+                g,
+                kernel_size=tuple(module.kernel_size),
+                stride=tuple(module.stride),
+                dilation=tuple(module.dilation),
+                channels_per_group=module.weight.shape[1],
+            )
+            for a, g in flat
+        ]
+    )
+
+
+def _embedding(layer: Layer, calls: Calls) -> list[Block]:
+    """Tokens of all calls are positions; the padding token has no gradient."""
+    module: Any = layer.module
+    tokens = torch.cat([a.reshape(len(a), -1) for a, _ in calls], dim=1).long()
+    gradients = torch.cat([g.reshape(*g.shape[:2], -1, g.shape[-1]) for _, g in calls], dim=2)
+    if module.padding_idx is not None:
+        padding = (tokens == module.padding_idx)[:, None, :, None]
+        gradients = gradients.masked_fill(padding, 0.0)
+    weight = str(layer.weight)  # its only parameter
+    return _smaller([EmbeddingBlock(weight, None, tokens, gradients, module.num_embeddings)])
+
+
+def _batch_norm(layer: Layer, calls: Calls) -> list[Block]:
+    def normalised(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+
+    return _elementwise(layer, calls, normalised, first=True)
+
+
+def _group_norm(layer: Layer, calls: Calls) -> list[Block]:
+    def normalised(module: nn.GroupNorm, x: Tensor) -> Tensor:
+        return functional.group_norm(x, module.num_groups, eps=module.eps)
+
+    return _elementwise(layer, calls, normalised, first=True)
+
+
+def _layer_norm(layer: Layer, calls: Calls) -> list[Block]:
+    def normalised(module: nn.LayerNorm, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+
+    return _elementwise(layer, calls, normalised, first=False)
+
+
+def _elementwise(
+    layer: Layer, calls: Calls, normalised: Callable[..., Tensor], *, first: bool
+) -> list[Block]:
+    """``z = w x' + b`` with x' normalised: the Jacobian is g x', summed over positions.
+
+    Channels are the first axis after the batch, or the last ones. This is smaller than factors.
+    """
+    shape = next(p for p in layer.module._parameters.values() if p is not None).shape
+
+    def summed(tensor: Tensor) -> Tensor:  # (n, C, ...) -> (n, C, *shape)
+        kept = (2,) if first else range(tensor.ndim - len(shape), tensor.ndim)
+        others = [d for d in range(2, tensor.ndim) if d not in kept]
+        return tensor.sum(others) if others else tensor
+
+    kind = type(layer.module).__name__
+    blocks: list[Block] = []
+    if layer.weight is not None:
+        parts = [summed(g * normalised(layer.module, a).unsqueeze(1)) for a, g in calls]
+        blocks.append(DenseBlock(layer.weight, _total(parts), f"{kind}, summed over positions"))
+    if layer.bias is not None:
+        parts = [summed(g) for _, g in calls]
+        blocks.append(DenseBlock(layer.bias, _total(parts), f"{kind}, summed over positions"))
+    return blocks
+
+
+def _biases(layer: Layer, gradients: Sequence[Tensor], kind: str) -> list[Block]:
+    """Sum gradients (n, C, S, d_out) of each call over S; the weight is frozen."""
+    if layer.bias is None:
+        return []
+    values = _total([g.sum(2) for g in gradients])
+    return [DenseBlock(layer.bias, values, f"bias of {kind}, summed over positions")]
+
+
+def _smaller(calls: Sequence[FactoredBlock]) -> list[Block]:
+    """Keep factors if one call's are less than half of the dense tensor, otherwise that."""
+    block = calls[0]
+    if len(calls) == 1 and 2 * block.factored_size <= block.dense_size:
+        return [block]
+    tensors = [call.dense() for call in calls]
+    path = f"{block.kind}, summed over positions"
+    return [DenseBlock(name, _total([t[name] for t in tensors]), path) for name in block.names]
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _plain_embedding(module: Any) -> bool:
+    return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
+
+
+def _fixed_statistics(module: Any) -> bool:
+    return not module.training and module.running_mean is not None
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
+    ((nn.Linear,), lambda _: True, _linear),
+    (_CONVOLUTIONS, lambda _: True, _conv),
+    (_BATCH_NORMS, _fixed_statistics, _batch_norm),
+    ((nn.GroupNorm,), lambda _: True, _group_norm),
+    ((nn.LayerNorm,), lambda _: True, _layer_norm),
+    ((nn.Embedding,), _plain_embedding, _embedding),
+)
