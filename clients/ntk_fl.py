@@ -7,11 +7,11 @@ weight's row by its bias), in the factored and in the dense form alike, and the 
 it. NTK-FL hands the examples to the server; it is no privacy mechanism by itself.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from fedntk.ntk import JacobianUpload, Structure, jacobian, loss_value, unstack_candidates
+from fedntk.ntk import JacobianUpload, jacobian, loss_value, unstack_candidates
 
 from .base import ModelClient, Scalar
 from .weights import set_weights
@@ -24,11 +24,11 @@ class NTKFLClient(ModelClient):
 
     Parameters
     ----------
-    structure : {"factored", "dense"}
-        Form of the Jacobian, on the wire too: factors of linear layers, or the paper's literal
-        tensor of n C d numbers. Both give the same weights.
-    chunk_size : int
-        Examples differentiated at a time.
+    wire : {"factored", "dense"}
+        What is sent: layers in factors where that is smaller, or the paper's literal tensor of
+        n C d numbers. Both give the same weights.
+    chunk_size : int, optional
+        Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
     **model_options
         Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval.
     """
@@ -36,12 +36,14 @@ class NTKFLClient(ModelClient):
     def __init__(
         self,
         *args: Any,
-        structure: Structure = "factored",
-        chunk_size: int = 256,
+        wire: Literal["factored", "dense"] = "factored",
+        chunk_size: int | None = None,
         **model_options: Any,
     ) -> None:
         super().__init__(*args, **model_options)
-        self.structure: Structure = structure
+        if wire not in ("factored", "dense"):
+            raise ValueError(f"wire: expected 'factored' or 'dense', got {wire!r}")
+        self.wire = wire
         self.chunk_size = chunk_size
 
     def fit(
@@ -55,12 +57,9 @@ class NTKFLClient(ModelClient):
             The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
         """
         set_weights(self.model, parameters)
-        rows = jacobian(
-            self.model,
-            self.x.to(self.device),
-            structure=self.structure,
-            chunk_size=self.chunk_size,
-        )
+        rows = jacobian(self.model, self.x.to(self.device), chunk_size=self.chunk_size)
+        if self.wire == "dense":
+            rows = rows.to_dense()
         outputs = self.outputs(self.x)
         upload = JacobianUpload(rows, outputs, self.targets.to(outputs.dtype))
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -116,7 +116,7 @@ class DenseBlock(Block):
 
     name: str
     values: Tensor
-    path: str = field(default="dense")
+    path: str = "dense"
     kind = "dense"
 
     @property
@@ -136,7 +136,8 @@ class DenseBlock(Block):
         return self.values[0].numel()
 
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(self.name, *arrays, path=self.path)
+        (values,) = arrays
+        return replace(self, values=values)
 
     def of_output(self, output: int) -> Self:  # noqa: D102
         return self.with_arrays([self.values[:, output : output + 1]])
@@ -162,7 +163,7 @@ class DenseBlock(Block):
         return {self.name: self.values}
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
-        return self.values.flatten(2)[:, :, indices]
+        return self.values.reshape(*self.values.shape[:2], -1)[:, :, indices]
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]

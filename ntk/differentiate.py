@@ -280,15 +280,14 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     layers = []
     for name, module in candidates:
         axis = _batch_axis(few[name], calls[name])
-        reached = [] if axis is None else _reached(outputs, [made for _, made in calls[name]], axis)
-        own = [p for p in module._parameters.values() if p in names]
-        if (
-            reached
-            and (axis == 0 or any_axis(module))
-            and all(uses[p] == len(reached) for p in own)
-        ):
-            weight, bias = (names.get(getattr(module, key, None)) for key in ("weight", "bias"))
-            layers.append(Layer(name, module, weight, bias, tuple(reached), axis))
+        if axis is None or not (axis == 0 or any_axis(module)):
+            continue
+        reached = _reached(outputs, [made for _, made in calls[name]], axis)
+        own = {key: names[p] for key, p in module._parameters.items() if p in names}
+        if reached and all(uses[module._parameters[key]] == len(reached) for key in own):
+            layers.append(
+                Layer(name, module, own.get("weight"), own.get("bias"), tuple(reached), axis)
+            )
     return tuple(layers)
 
 

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from .jacobian import Jacobian
 from .losses import Loss, check_loss, output_hessian, output_scale, residual
-from .memory import require_memory
+from .memory import available_memory, require_memory
 from .solver import NOT_FINITE, RungeKuttaChebyshev
 
 __all__ = ["Evolution", "evolve"]
+
+SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +75,9 @@ def evolve(
     """Evolve the outputs of a linearised network under gradient flow.
 
     MSE with the mean kernel is solved in closed form in the kernel's eigenbasis, in float64.
-    Otherwise the differential equation is stiff, and a stabilised explicit Runge-Kutta-Chebyshev
-    method of second order with error control integrates it (Sommeijer, Shampine and Verwer, *RKC:
-    an explicit solver for parabolic PDEs*, J. Comput. Appl. Math. 88, 1998).
+    In all other cases the differential equation is stiff, and a stabilised explicit method, of
+    Runge, Kutta and Chebyshev, integrates it with error control (Sommeijer, Shampine and Verwer,
+    *RKC: an explicit solver for parabolic PDEs*, J. Comput. Appl. Math. 88, 1998).
 
     Parameters
     ----------
@@ -136,22 +138,37 @@ def evolve(
     n, num_outputs = _check(jacobian_or_kernel, outputs, targets, learning_rate, kernel)
     times = _check_steps(steps, whole=residuals == "sum")
     scale = learning_rate * output_scale(n, num_outputs, loss)
-    flow = (outputs, targets, loss, scale, times, residuals)
-    if isinstance(jacobian_or_kernel, Tensor):
-        matrix = jacobian_or_kernel
-    else:
-        apply = jacobian_or_kernel.full_product
-        if kernel == "mean":
-            apply = jacobian_or_kernel.mean_product
-            budget = memory_budget or available_memory(outputs.device)
-            decomposition = _eigen_bytes(n) if loss == "mse" else 0
-            if jacobian_or_kernel.gram_bytes() + decomposition <= budget:
-                matrix = jacobian_or_kernel.gram()
-                apply = matrix.__matmul__
-        
-    if loss == "mse":
+    matrix, apply = _products(jacobian_or_kernel, kernel, loss, memory_budget)
+    if loss == "mse" and matrix is not None:
         return _evolve_mse(matrix, outputs, targets, scale, times, residuals)
-    return _evolve_stiff(lambda r: matrix @ r, *flow, tolerance)
+    require_memory(
+        8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
+        f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
+        device=outputs.device,
+        cure="report fewer steps or sample fewer examples",
+    )
+    return _evolve_stiff(apply, outputs, targets, loss, scale, times, residuals, tolerance)
+
+
+def _products(
+    operator: Jacobian | Tensor, kernel: str, loss: Loss, memory_budget: int | None
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """Return the kernel's matrix, None if it is not to be built, and the product with it."""
+    if isinstance(operator, Tensor):
+        return operator, operator.__matmul__
+    if kernel == "full":
+        return None, operator.full_product
+    needed = operator.gram_bytes() + (_eigen_bytes(operator.num_examples) if loss == "mse" else 0)
+    budget = available_memory(operator.device) if memory_budget is None else memory_budget
+    if needed > budget:
+        return None, operator.mean_product
+    matrix = operator.gram()
+    return matrix, matrix.__matmul__
+
+
+def _eigen_bytes(n: int) -> int:
+    """Bytes of an eigendecomposition: the matrix in float64, its eigenvectors, and work space."""
+    return 4 * 8 * n**2
 
 
 def _check(
@@ -202,7 +219,7 @@ def _evolve_mse(
     if not (torch.isfinite(kernel).all() and torch.isfinite(outputs).all()):
         raise ValueError(NOT_FINITE)
     require_memory(
-        4 * 8 * kernel.numel(),
+        _eigen_bytes(len(kernel)),
         f"the eigendecomposition of the kernel of {len(kernel)} examples",
         device=kernel.device,
         cure="sample fewer clients a round or fewer examples on each",

@@ -20,7 +20,7 @@ Finite Width Neural Tangent Kernel*, ICML 2022, sections 3.2 and 3.4).
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -69,7 +69,8 @@ class FactoredBlock(Block):
         return (self.inputs, self.gradients)
 
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(self.weight, self.bias, *arrays)
+        inputs, gradients = arrays
+        return replace(self, inputs=inputs, gradients=gradients)
 
     def of_output(self, output: int) -> Self:  # noqa: D102
         return self.with_arrays([self.inputs, self.gradients[:, output : output + 1]])
@@ -140,10 +141,11 @@ class FactoredBlock(Block):
         if self._features_first:
             self._add_gram_by_features(kernel, other)
             return
+        parts = self._dense_parts(max(kernel.shape))
         pairs = (
-            ((part, part) for part in self._dense_parts())
+            ((part, part) for part in parts)
             if other is self
-            else zip(self._dense_parts(), other._dense_parts(), strict=True)
+            else zip(parts, other._dense_parts(max(kernel.shape)), strict=True)
         )
         for mine, others in pairs:
             for rows, cols in tiles(*kernel.shape, symmetric=other is self):
@@ -170,12 +172,12 @@ class FactoredBlock(Block):
             left, right = (h.transpose(1, 2).flatten(0, 1).flatten(1) for h in (g, g2))
             yield inner, left @ right.T
 
-    def _dense_parts(self) -> Iterator[Tensor]:
-        """Yield the dense Jacobian in parts of its columns, each (n, k).
+    def _dense_parts(self, n: int) -> Iterator[Tensor]:
+        """Yield the dense Jacobian in parts of its columns, each (n, k), k such that `n` rows fit.
 
         All rows at a time: each part is made once, however large the kernel.
         """
-        n, outputs, _, width = self.gradients.shape
+        _, outputs, _, width = self.gradients.shape
         width //= self.groups
         room = max(1, WORKSPACE // (n * self.width_in * self.gradients.element_size()))
         for group, output in itertools.product(range(self.groups), range(outputs)):
@@ -240,23 +242,23 @@ class FactoredBlock(Block):
         return torch.cat([patches[:, g] @ rows[g].T for g in range(self.groups)], dim=2)
 
     def squared_norms(self) -> Tensor:  # noqa: D102
-        positions, outputs, width = self.positions, *self.gradients.shape[1::2]
-        per_row = positions**2 if self._features_first else outputs * width * self.width_in
-        total = []
-        for rows in self._chunks(self._patch_size + 2 * per_row):
-            part = self.rows(rows)
-            if self._features_first:
-                norms = sum(
-                    (_self_products(a, self.bias is not None) * _self_products(g)).sum((1, 2))
-                    for a, g in (
-                        (a.double(), g.double().transpose(1, 2).flatten(2))
-                        for _, a, g in part._by_group()
-                    )
-                )
-            else:
-                norms = sum(t.flatten(1).double().square().sum(1) for t in part.dense().values())
-            total.append(norms)
-        return torch.cat(total)
+        per_row = self.positions**2 if self._features_first else self.dense_size
+        return torch.cat(
+            [self.rows(rows)._row_norms() for rows in self._chunks(self._patch_size + 2 * per_row)]
+        )
+
+    def _row_norms(self) -> Tensor:
+        if not self._features_first:
+            parts = [t.flatten(1).double().square().sum(1) for t in self.dense().values()]
+            return torch.stack(parts).sum(0)
+        norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.gradients.device)
+        for _, a, g in self._by_group():
+            inner, signals = (
+                torch.bmm(rows, rows.transpose(1, 2))
+                for rows in (a.double(), g.double().transpose(1, 2).flatten(2))
+            )
+            norms += ((inner + (self.bias is not None)) * signals).sum((1, 2))
+        return norms
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         weights = [
@@ -275,12 +277,6 @@ class FactoredBlock(Block):
         return torch.cat(
             [self.rows(rows).dense()[name].flatten(2)[:, :, indices] for rows in chunks]
         )
-
-
-def _self_products(rows: Tensor, plus_one: bool = False) -> Tensor:
-    """Inner products of an example's positions, (n, S, S)."""
-    products = torch.bmm(rows, rows.transpose(1, 2))
-    return products.add_(1.0) if plus_one else products
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,17 +326,6 @@ class ConvBlock(FactoredBlock):
     def layout(self) -> dict[str, Any]:  # noqa: D102
         return super().layout | {"stride": list(self.stride), "dilation": list(self.dilation)}
 
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(
-            self.weight,
-            self.bias,
-            *arrays,
-            self.kernel_size,
-            self.stride,
-            self.dilation,
-            self.channels_per_group,
-        )
-
     @property
     def groups(self) -> int:  # noqa: D102
         return int(self.inputs.shape[1]) // self.channels_per_group
@@ -358,11 +343,12 @@ class ConvBlock(FactoredBlock):
             windows = windows.unfold(2 + d, (size - 1) * dilation + 1, stride)[..., ::dilation]
         grouped = windows.unflatten(1, (self.groups, self.channels_per_group))
         places, offsets = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-        moved = grouped.permute(0, 1, *places, 2, *offsets)
+        moved: Tensor = grouped.permute(0, 1, *places, 2, *offsets)
         return moved.flatten(2 + dims).flatten(2, 1 + dims)
 
     def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
-        return weights.unflatten(-1, (self.channels_per_group, *self.kernel_size))
+        shaped: Tensor = weights.unflatten(-1, (self.channels_per_group, *self.kernel_size))
+        return shaped
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]
@@ -397,9 +383,6 @@ class EmbeddingBlock(FactoredBlock):
     num_tokens: int
     kind = "embedding"
     integers = 1
-
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        return type(self)(self.weight, self.bias, *arrays, self.num_tokens)
 
     @property
     def width_in(self) -> int:  # noqa: D102

@@ -225,23 +225,24 @@ class Jacobian:
         >>> from fedntk.ntk import jacobian
         >>> model = torch.nn.Sequential(torch.nn.Linear(784, 100), torch.nn.Linear(100, 10))
         >>> print(jacobian(model, torch.zeros(1, 784)).describe())
-        parameters          path                                  kB an example  dense kB
-        0.weight, 0.bias    linear, 1 position, features first              7.1    3140.0
-        1.weight, 1.bias    linear, 1 position, features first              0.8      40.4
-        all                                                                 7.9    3180.4
+        parameters        path                                  kB an example  dense kB
+        0.weight, 0.bias  linear, 1 position, features first              7.1    3140.0
+        1.weight, 1.bias  linear, 1 position, features first              0.8      40.4
+        all                                                               7.9    3180.4
         """
-        rows = []
-        for block in self.blocks:
-            held = sum(array[:1].nbytes for array in block.arrays)
-            rows.append((", ".join(block.names), block.path, held, block.dense_size))
-        rows.append(("all", "", sum(r[2] for r in rows), sum(r[3] for r in rows)))
-        names, paths = (max(len(row[k]) for row in rows) for k in (0, 1))
-        names, paths = max(names, len("parameters")) + 2, paths + 2
-        lines = [f"{'parameters':{names}}{'path':{paths}}  kB an example  dense kB"]
-        for name, path, held, size in rows:
-            dense = size * self.dtype.itemsize
-            lines.append(f"{name:{names}}{path:{paths}}{held / 1e3:>15.1f}{dense / 1e3:>10.1f}")
-        return "\n".join(lines)
+        held = [sum(array[:1].nbytes for array in block.arrays) for block in self.blocks]
+        dense = [block.dense_size * self.dtype.itemsize for block in self.blocks]
+        words = [(", ".join(block.names), block.path) for block in self.blocks]
+        rows = [("parameters", "path", "kB an example", "dense kB")]
+        for (names, path), a, b in zip(
+            [*words, ("all", "")], [*held, sum(held)], [*dense, sum(dense)], strict=True
+        ):
+            rows.append((names, path, f"{a / 1e3:.1f}", f"{b / 1e3:.1f}"))
+        widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{names:{widths[0]}}{path:{widths[1]}}{a:>{widths[2]}}{b:>{widths[3]}}"
+            for names, path, a, b in rows
+        )
 
     def empty(self, num_examples: int) -> "Jacobian":
         """Return a Jacobian of this form for another number of examples, not yet filled."""

@@ -121,7 +121,10 @@ class Config:
         "integral", "ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
     )
     tolerance: float = _option(2e-4, "ntk-fl: of the solver", above=0, below=1)
-    structure: str = _option(
+    memory_budget: float = _option(
+        0.0, "ntk-fl: GB that the mean kernel may take; 0: what is available", at_least=0
+    )
+    wire: str = _option(
         "factored", "ntk-fl: form of the Jacobian on the wire", choices=("factored", "dense")
     )
 

@@ -56,6 +56,7 @@ def _ntk_fl_strategy(
         kernel=config.kernel,  # type: ignore[arg-type]
         residuals=config.residuals,  # type: ignore[arg-type]
         tolerance=config.tolerance,
+        memory_budget=round(config.memory_budget * 1e9) or None,
         device=device_of(config),
         **options,
     )
@@ -65,7 +66,7 @@ METHODS = {
     "ntk-fl": Method(
         _ntk_fl_strategy,
         lambda config, _, options: NTKFLClient(
-            structure=config.structure,  # type: ignore[arg-type]
+            wire=config.wire,  # type: ignore[arg-type]
             **options,
         ),
     ),

@@ -84,6 +84,8 @@ class NTKFL(SeededFedAvg):
         The residual's integral over t, or eq. (10)'s sum to the letter.
     tolerance : float
         Of the solver: see :func:`fedntk.ntk.evolve`.
+    memory_budget : int, optional
+        Bytes that the mean kernel may take before it is left unbuilt: see there.
     device : torch.device or str
         Where kernel and evolution are computed.
     **fedavg_options
@@ -113,6 +115,7 @@ class NTKFL(SeededFedAvg):
         kernel: Literal["mean", "full"] = "mean",
         residuals: Literal["integral", "sum"] = "integral",
         tolerance: float = 2e-4,
+        memory_budget: int | None = None,
         device: torch.device | str = "cpu",
         **fedavg_options: Any,
     ) -> None:
@@ -139,6 +142,7 @@ class NTKFL(SeededFedAvg):
         self.kernel: Literal["mean", "full"] = kernel
         self.residuals: Literal["integral", "sum"] = residuals
         self.tolerance = tolerance
+        self.memory_budget = memory_budget
         self.device = device
         self._grid: Grid | None = None
         one = torch.ones(1, 1)  # refuse bad hyper-parameters now, before any work is lost
@@ -170,7 +174,7 @@ class NTKFL(SeededFedAvg):
         weights = {name: array.numpy() for name, array in self.global_arrays.items()}
         shapes = {name: array.shape for name, array in weights.items()}
         pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
-        pairs, odd = agreeing(pairs, lambda _, upload: _form(upload))
+        pairs, odd = agreeing(pairs, lambda _, upload: upload.jacobian.form)
         rejected += _dropped(odd, "layout", "its Jacobian has not the form of most replies'")
         pairs, odd = _without_outliers(pairs)
         rejected += _dropped(odd, "scale", "100 times larger than the median client's")
@@ -211,13 +215,15 @@ class NTKFL(SeededFedAvg):
         require_memory(
             2 * sum(upload.jacobian.nbytes for upload in uploads),
             f"the global Jacobian of {len(uploads)} clients",
-            cure="sample fewer clients a round, or have them send structure='factored'",
+            cure="sample fewer clients a round, or have them send wire='factored'",
         )
         jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
         outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
         targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
         evolution = self.evolve(jacobian, outputs, targets)
         metrics["kernel-products"] = evolution.kernel_products
+        metrics["solver-steps"] = evolution.solver_steps
+        metrics["solver-error-estimate"] = evolution.error_estimate
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
         return stack_candidates(weights, updates), linearised
@@ -234,6 +240,7 @@ class NTKFL(SeededFedAvg):
             kernel=self.kernel,
             residuals=self.residuals,
             tolerance=self.tolerance,
+            memory_budget=self.memory_budget,
         )
 
     def _candidate_losses(
@@ -333,11 +340,6 @@ def _dropped(replies: Sequence[Reply], reason: str, detail: str) -> Counter[str]
     for reply in replies:
         logger.log(WARNING, "dropped the reply of node %d: %s: %s", reply.node, reason, detail)
     return Counter({reason: len(replies)} if replies else {})
-
-
-def _form(upload: JacobianUpload) -> tuple[str, int, torch.dtype]:
-    jacobian = upload.jacobian
-    return jacobian.layout, jacobian.num_outputs, jacobian.blocks[0].arrays[0].dtype
 
 
 def _losses(reply: Reply, count: int) -> NDArray[np.float64]:

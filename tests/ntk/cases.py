@@ -89,6 +89,107 @@ class Own(nn.Module):
         return self.temperature * self.head(input=x * self.scale)
 
 
+class TokensFirst(nn.Module):
+    """An encoder over a sequence whose first axis is time and whose second is the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 4, padding_idx=0)
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.norm, self.feed, self.head = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.abs().mul(8).long().clamp(max=29)
+        h = self.table(tokens).transpose(0, 1)
+        q, k, v = (layer(h).transpose(0, 1) for layer in (self.query, self.key, self.value))
+        mixed = torch.softmax(q @ k.transpose(1, 2), dim=2) @ v
+        h = self.norm(h + mixed.transpose(0, 1))
+        return self.head(torch.tanh(self.feed(h)).mean(0))
+
+
+class Recurrent(nn.Module):
+    """Torch's LSTM, which has one fused operation for all its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Unrolled(nn.Module):
+    """A recurrent network of linear layers, each called at every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16, bias=False), nn.Linear(4, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 16)
+        for step in x.unbind(1):
+            state = torch.tanh(self.inner(state) + self.outer(step))
+        return self.head(state)
+
+
+class Attention(nn.Module):
+    """Torch's attention, which uses its layers' weights by function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class ConvTwice(nn.Module):
+    """A convolution called twice, and a norm too; another one called without effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)
+        self.idle, self.head = nn.Conv2d(2, 2, 1), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle(x)
+        h = self.norm(self.conv(torch.relu(self.norm(self.conv(x)))))
+        return self.head(h.flatten(1)) + self.idle(x).mean() * 0
+
+
+class Shuffled(nn.Module):
+    """A layer that sees the examples in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x.flip(0))).flip(0))
+
+
+def _narrow_maps() -> nn.Module:
+    """Convolutions with few places and many channels, which are kept in factors."""
+    return nn.Sequential(
+        nn.Conv2d(8, 12, 3, stride=2, padding=1, padding_mode="circular", groups=2),
+        nn.ReLU(),
+        nn.Conv2d(12, 16, (1, 3), padding="same", dilation=(1, 2), bias=False),
+        nn.ReLU(),
+        nn.Conv2d(16, 20, 2),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    )
+
+
+def _frozen_convolution() -> nn.Module:
+    first, second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 7)
+    first.weight.requires_grad_(requires_grad=False)
+    second.bias.requires_grad_(requires_grad=False)
+    return nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(4, 3))
+
+
 def _frozen_layer() -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
     model[2].requires_grad_(requires_grad=False)
@@ -125,6 +226,30 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "own-parameters": (Own, (5,)),
     "folded-positions": (FoldedPositions, (6, 4)),
     "tokens": (Tokens, (5,)),
+    "tokens-first": (TokensFirst, (7,)),
+    "lstm": (Recurrent, (6, 4)),
+    "unrolled": (Unrolled, (3, 4)),
+    "attention": (Attention, (5, 4)),
+    "conv-twice": (ConvTwice, (2, 4, 4)),
+    "shuffled": (Shuffled, (5,)),
+    "narrow-maps": (_narrow_maps, (8, 4, 4)),
+    "frozen-convolution": (_frozen_convolution, (3, 7)),
+    "conv-1d": (
+        lambda: nn.Sequential(
+            nn.Conv1d(6, 10, 4, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+        ),
+        (6, 6),
+    ),
+    "conv-3d": (
+        lambda: nn.Sequential(nn.Conv3d(4, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+        (4, 2, 3, 2),
+    ),
+    "depthwise": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 3, groups=4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+        ),
+        (4, 3, 3),
+    ),
     "cnn": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, groups=2, dilation=2),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedntk.ntk import BadReply, Jacobian, NotEnoughMemory, jacobian
+from fedntk.ntk import BadReply, FactoredBlock, Jacobian, NotEnoughMemory, jacobian
 from fedntk.ntk import memory as ntk_memory
 
 from .cases import CASES, make
@@ -127,13 +127,98 @@ def test_wire_round_trip_keeps_every_bit(case, structure):
             assert torch.equal(array, same)
 
 
-def test_factors_are_kept_where_they_are_exact_and_only_there():
-    kinds = {name: jacobian(*make(name)).layout for name in CASES}
-    assert '"dense"' not in kinds["mlp"] + kinds["in-place"] + kinds["frozen-layer"]
-    for name in ("tied-weights", "called-twice", "functional-use", "sequence", "folded-positions"):
-        assert '"dense"' in kinds[name]
-    for name in CASES:
-        assert '"linear"' in kinds[name]  # the head
+PATHS = {
+    ("mlp", "0.weight"): "linear, 1 position, features first",
+    ("in-place", "0.weight"): "linear, 1 position, features first",
+    ("frozen-layer", "4.bias"): "bias of linear, summed over positions",
+    ("called-twice", "layer.weight"): "linear, 2 positions, positions first",
+    ("unrolled", "inner.weight"): "linear, 3 positions, features first",
+    ("sequence", "layer.weight"): "linear, summed over positions",
+    ("tied-weights", "first.weight"): "differentiated as it is",
+    ("functional-use", "layer.weight"): "differentiated as it is",
+    ("folded-positions", "layer.weight"): "differentiated as it is",
+    ("shuffled", "layer.weight"): "differentiated as it is",
+    ("lstm", "lstm.weight_ih_l0"): "differentiated as it is",
+    ("attention", "attention.in_proj_weight"): "differentiated as it is",
+    ("tokens-first", "table.weight"): "embedding, 7 positions, positions first",
+    ("tokens-first", "norm.weight"): "LayerNorm, summed over positions",
+    ("batch-norm", "1.weight"): "BatchNorm2d, summed over positions",
+    ("group-norm", "1.bias"): "GroupNorm, summed over positions",
+    ("cnn", "0.weight"): "conv, summed over positions",
+    ("narrow-maps", "0.weight"): "conv, 4 positions, positions first",
+    ("narrow-maps", "4.weight"): "conv, 1 position, features first",
+    ("conv-1d", "0.weight"): "conv, 2 positions, features first",
+    ("conv-3d", "0.weight"): "conv, 2 positions, features first",
+    ("depthwise", "0.weight"): "conv, 1 position, features first",
+    ("conv-twice", "conv.weight"): "conv, summed over positions",
+}
+
+
+@pytest.mark.parametrize(("name", "parameter"), sorted(PATHS))
+def test_each_layer_takes_the_path_that_is_exact_and_cheaper(name, parameter):
+    """By the counts of operations and numbers in `factors.py` and `rules.py`."""
+    jac = jacobian(*make(name))
+    (block,) = [block for block in jac.blocks if parameter in block.names]
+    assert block.path == PATHS[name, parameter]
+    assert block.path in jac.describe()
+
+
+@pytest.mark.parametrize("name", ["narrow-maps", "tokens-first", "unrolled", "conv-3d", "mlp"])
+@pytest.mark.parametrize("features", [True, False])
+def test_both_orders_of_contraction_give_the_same_gram(name, features, monkeypatch):
+    """Whichever the count of operations would choose, and over several tiles and chunks."""
+    model, x = make(name)
+    tensors = jacobian(model, x, structure="dense").dense().values()
+    flat = torch.cat([t.flatten(1) for t in tensors], dim=1)
+    jac = jacobian(model, x)
+    first = slice(0, 2)
+    part = Jacobian(tuple(block.rows(first) for block in jac.blocks))
+    monkeypatch.setattr(FactoredBlock, "_features_first", features)
+    for workspace in (1, 2000, 2**26):
+        monkeypatch.setattr("fedntk.ntk.factors.WORKSPACE", workspace)
+        assert close(jac.gram() * jac.num_outputs, flat @ flat.T)
+        assert close(part.gram(jac) * jac.num_outputs, flat[first] @ flat.T)
+        assert close(jac.squared_norms(), flat.square().sum(1))
+
+
+def test_gram_of_several_tiles_is_that_of_one(monkeypatch):
+    model, x = make("narrow-maps", num_examples=11)
+    expected = jacobian(model, x).gram()
+    monkeypatch.setattr("fedntk.ntk.blocks.TILE", 4)
+    monkeypatch.setattr("fedntk.ntk.blocks.tiles.__kwdefaults__", {"size": 4})
+    kernel = jacobian(model, x).gram()
+    assert close(kernel, expected)
+    assert torch.equal(kernel, kernel.T)
+
+
+def test_products_without_a_matrix_equal_those_with_it(case):
+    """H V with the mean kernel, and J J^T R with all outputs coupled."""
+    model, x = case
+    jac = jacobian(model, x)
+    tensors = jacobian(model, x, structure="dense").dense().values()
+    flat = torch.cat([t.reshape(*t.shape[:2], -1) for t in tensors], dim=2)
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(jac.num_examples, jac.num_outputs, dtype=x.dtype, generator=generator)
+    assert close(jac.mean_product(v), jac.gram() @ v)
+    assert close(jac.full_product(v), torch.einsum("ncp,mdp,md->nc", flat, flat, v))
+
+
+def test_outputs_can_be_differentiated_alone(case):
+    model, x = case
+    whole = jacobian(model, x).dense()
+    some = jacobian(model, x, outputs=[0]).dense()
+    for name, tensor in whole.items():
+        assert close(some[name], tensor[:, :1])
+
+
+def test_columns_are_those_of_the_dense_tensor(case):
+    model, x = case
+    jac = jacobian(model, x)
+    for block in jac.blocks:
+        for name, tensor in block.dense().items():
+            flat = tensor.reshape(*tensor.shape[:2], -1)
+            indices = torch.arange(flat.shape[2])[::2]
+            assert close(block.columns(name, indices), flat[:, :, indices])
 
 
 def test_factored_form_of_the_papers_network_is_about_420_times_smaller():
@@ -187,9 +272,9 @@ def test_what_cannot_be_differentiated_is_refused():
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     jac = jacobian(*make("mlp"))
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 100)
-    with pytest.raises(NotEnoughMemory, match=r"kernel of 6 x 6 examples needs 0.0 GB"):
+    with pytest.raises(NotEnoughMemory, match=r"kernel of 6 x 6 examples needs 0.1 GB"):
         jac.gram()
-    with pytest.raises(NotEnoughMemory, match="dense Jacobian of 6 examples x 3 outputs"):
+    with pytest.raises(NotEnoughMemory, match="dense Jacobian of one example x 3 outputs"):
         jacobian(*make("mlp"), structure="dense")
 
 

@@ -107,7 +107,7 @@ def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
         {"loss": "mse", "learning_rate": 0.1},
         {"loss": "mse", "method": "fedavg", "learning_rate": 0.1},
         {"kernel": "full", "residuals": "sum"},
-        {"structure": "dense", "width": 10},
+        {"wire": "dense", "width": 10},
         {"model": "simple-cnn", "num_clients": 40, "partition": "iid", "steps": "50"},
         {"local_test_fraction": 0.2, "method": "fedavg"},
     ],

@@ -83,8 +83,7 @@ def test_one_jacobian_of_all_examples_gives_the_same_weights():
 def test_dense_and_factored_wires_give_the_same_weights():
     """Rounding alone separates them: 1e-5 of weights of order 1, as above."""
     results = [
-        start(NTKFL(**OPTIONS), Grid(app(NTKFLClient, structure=structure)))
-        for structure in ("factored", "dense")
+        start(NTKFL(**OPTIONS), Grid(app(NTKFLClient, wire=wire))) for wire in ("factored", "dense")
     ]
     for name, array in results[0].items():
         np.testing.assert_allclose(array, results[1][name], rtol=1e-5, atol=1e-5)
