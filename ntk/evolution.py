@@ -69,7 +69,7 @@ def evolve(
     steps: Sequence[float],
     kernel: Literal["mean", "full"] = "mean",
     residuals: Literal["integral", "sum"] = "integral",
-    tolerance: float = 2e-4,
+    tolerance: float = 3e-4,
     memory_budget: int | None = None,
 ) -> Evolution:
     """Evolve the outputs of a linearised network under gradient flow.
@@ -102,7 +102,7 @@ def evolve(
         as eta goes to 0 and overshoots where eta lambda_max is not small; t must be whole.
     tolerance : float
         Error allowed per step of the solver, relative to the norm of the outputs. The whole error
-        was under 5e-4 with the default on the papers' network and data (`benchmarks/solver.py`).
+        was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
     memory_budget : int, optional
         Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
         available by default. Past it no matrix is built, and the solver takes products with
