@@ -5,6 +5,7 @@ from .differentiate import Structure, jacobian
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
 from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
+from .features import entk_features, random_projection
 from .jacobian import Jacobian
 from .losses import Loss, check_loss, loss_value, one_hot, output_hessian, output_scale, residual
 from .memory import available_memory, require_memory
@@ -26,12 +27,14 @@ __all__ = [
     "Structure",
     "available_memory",
     "check_loss",
+    "entk_features",
     "evolve",
     "jacobian",
     "loss_value",
     "one_hot",
     "output_hessian",
     "output_scale",
+    "random_projection",
     "require_memory",
     "residual",
     "stack_candidates",

@@ -14,7 +14,7 @@ from .jacobian import Jacobian
 from .memory import require_memory
 from .rules import Layer, any_axis, rule_for
 
-__all__ = ["Structure", "jacobian"]
+__all__ = ["CHUNK_BYTES", "Structure", "differentiated", "jacobian"]
 
 Structure = Literal["factored", "dense"]
 CHUNK_BYTES = 256 * 2**20
@@ -80,6 +80,33 @@ def jacobian(
     """
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
+    with differentiated(model, x, structure, outputs, chunk_size) as (first, parts):
+        row = first.nbytes
+        require_memory(
+            len(x) * row,
+            f"the Jacobian of {len(x)} examples x {first.num_outputs} outputs "
+            f"({row / 1e6:.1f} MB an example)",
+            cure="use fewer examples at a time",
+        )
+        result = first.empty(len(x))
+        for start, part in parts:
+            result.fill(start, part)
+    return result
+
+
+@contextmanager
+def differentiated(
+    model: nn.Module,
+    x: Tensor,
+    structure: Structure = "factored",
+    outputs: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
+    """Give the Jacobian of the first example, and those of chunks of all, as they come.
+
+    The arguments are those of :func:`jacobian`. The chunks are on the model's device, each with the
+    number of its first example; the model is in evaluation mode meanwhile.
+    """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
     if chunk_size is not None and chunk_size < 1:
@@ -88,27 +115,19 @@ def jacobian(
         plan = _Plan.make(model, x, structure, outputs)
         plan.require_row()
         first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
-        row = first.nbytes
-        work = row + plan.workspace(x[:1])
-        chunk_size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
+        work = first.nbytes + plan.workspace(x[:1])
+        size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
-            len(x) * row,
-            f"the Jacobian of {len(x)} examples x {len(plan.outputs)} outputs "
-            f"({row / 1e6:.1f} MB an example)",
-            cure="use fewer examples at a time",
-        )
-        require_memory(
-            min(chunk_size, len(x)) * work,
-            f"differentiating {min(chunk_size, len(x))} examples at a time",
+            min(size, len(x)) * work,
+            f"differentiating {min(size, len(x))} examples at a time",
             device=x.device,
             cure="lower chunk_size",
         )
-        result = first.empty(len(x))
-        start = 0
-        for chunk in x.split(chunk_size):
-            result.fill(start, Jacobian(tuple(plan.blocks(chunk))))
-            start += len(chunk)
-    return result
+        starts = range(0, len(x), size)
+        yield (
+            first,
+            ((start, Jacobian(tuple(plan.blocks(x[start : start + size])))) for start in starts),
+        )
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def evolve(
     steps: Sequence[float],
     kernel: Literal["mean", "full"] = "mean",
     residuals: Literal["integral", "sum"] = "integral",
-    tolerance: float = 3e-4,
+    tolerance: float = 1e-4,
     memory_budget: int | None = None,
 ) -> Evolution:
     """Evolve the outputs of a linearised network under gradient flow.

@@ -120,7 +120,7 @@ class Config:
     residuals: str = _option(
         "integral", "ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
     )
-    tolerance: float = _option(3e-4, "ntk-fl: of the solver", above=0, below=1)
+    tolerance: float = _option(1e-4, "ntk-fl: of the solver", above=0, below=1)
     memory_budget: float = _option(
         0.0, "ntk-fl: GB that the mean kernel may take; 0: what is available", at_least=0
     )

@@ -114,7 +114,7 @@ class NTKFL(SeededFedAvg):
         validation_partitions: Sequence[int] = (),
         kernel: Literal["mean", "full"] = "mean",
         residuals: Literal["integral", "sum"] = "integral",
-        tolerance: float = 3e-4,
+        tolerance: float = 1e-4,
         memory_budget: int | None = None,
         device: torch.device | str = "cpu",
         **fedavg_options: Any,

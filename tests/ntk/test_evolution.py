@@ -19,13 +19,16 @@ from torch import Tensor, nn
 
 from fedntk.ntk import (
     Jacobian,
+    NotEnoughMemory,
     evolve,
     jacobian,
     loss_value,
     one_hot,
+    output_hessian,
     output_scale,
     residual,
 )
+from fedntk.ntk.solver import RungeKuttaChebyshev
 
 LOSSES = ("mse", "cross-entropy")
 TOLERANCE = 1e-6
@@ -277,7 +280,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_cross_entropy_solver_against_a_fine_reference(digits):
-    """Default tolerance, float32: 1e-4 a step, and 1e-3 in all is what users are told to expect."""
+    """Default tolerance, float32: 1e-3 in all is what users are told to expect."""
     kernel, f, y = digits
     n = len(f)
     largest = float(torch.linalg.eigvalsh(kernel.double())[-1])
@@ -378,6 +381,76 @@ def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
     f, y = torch.zeros(4, 2), one_hot(torch.arange(4) % 2, 2)
     with pytest.raises(FloatingPointError):
         evolve(size * torch.eye(4), f, y, loss="cross-entropy", learning_rate=1.0, steps=[1, 2000])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("residuals", ["integral", "sum"])
+def test_mean_kernel_past_its_memory_is_left_unbuilt(loss, residuals):
+    """The same flow by products alone; for MSE the closed form is the reference."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {
+        "loss": loss,
+        "learning_rate": 0.5,
+        "steps": [10, 60],
+        "residuals": residuals,
+        "tolerance": TOLERANCE,
+    }
+    built, unbuilt = (evolve(jac, f, y, memory_budget=b, **options) for b in (10**9, 0))
+    assert unbuilt.kernel_products > 0
+    bound = TOLERANCE * unbuilt.solver_steps
+    assert relative(unbuilt.outputs, built.outputs) < bound
+    assert relative(unbuilt.residuals, built.residuals) < bound
+
+
+def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch):
+    """12 examples x 3 outputs at 2 steps: 8 x 36 x (24 + 4) bytes for the solver alone."""
+    model, x, y = problem(nn.Linear(4, 3))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"learning_rate": 0.5, "steps": [1, 2]}
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 8 * 36 * 28 - 1)
+    monkeypatch.setattr("fedntk.ntk.evolution.available_memory", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match=r"12 examples x 3 outputs .* needs 0.0 GB and cpu"):
+        evolve(jac, f, y, loss="cross-entropy", **options)
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match="eigendecomposition of the kernel of 12 examples"):
+        evolve(torch.eye(12).double(), f, y, loss="mse", **options)
+
+
+def test_dense_output_costs_no_products_and_is_as_exact(digits):
+    """The grid of steps is read off the solver's own steps: same products, same error."""
+    kernel, f, y = digits
+    options = {"loss": "cross-entropy", "learning_rate": 0.05}
+    times = [1.0, 3.7, *range(10, 500, 7), 500.0]
+    many = evolve(kernel, f, y, steps=times, **options)
+    fine = evolve(kernel.double(), f.double(), y.double(), steps=times, tolerance=1e-8, **options)
+    assert many.kernel_products == evolve(kernel, f, y, steps=[500], **options).kernel_products
+    errors = [relative(a.double(), b) for a, b in zip(many.outputs, fine.outputs, strict=True)]
+    assert max(errors) < many.error_estimate < 2e-2
+    assert max(errors) < 1e-3
+
+
+def test_spectral_radius_is_that_of_the_flow_not_of_the_kernel(digits):
+    """Unsure examples have output Hessians of norm 1/C at the start: 5 times below the bound 1/2.
+
+    Steps are limited by the square root of the radius times the horizon, so a solver that took
+    the kernel's own would need twice the products.
+    """
+    kernel, _, y = digits
+    f = torch.zeros_like(y)
+    scale = 0.05 / len(f)
+    hessian = torch.kron(torch.eye(10) / 10 - 0.01, scale * kernel)  # at p = 1/10
+    largest = float(torch.linalg.eigvalsh(hessian.double())[-1])
+    solver = RungeKuttaChebyshev(
+        kernel.__matmul__,
+        lambda f: scale * residual(f, y.double(), "cross-entropy"),
+        lambda f, v: scale * output_hessian(f, v, "cross-entropy"),
+        f,
+        1e-4,
+    )
+    solver._follow_radius(f.double(), iterations=100)
+    assert largest <= solver._radius <= 1.3 * largest
+    assert largest < 0.11 * scale * float(torch.linalg.eigvalsh(kernel.double())[-1])
 
 
 def test_concatenated_clients_evolve_as_the_pooled_examples():

@@ -278,14 +278,31 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
         jacobian(*make("mlp"), structure="dense")
 
 
-def _wire() -> tuple[list[np.ndarray], dict[str, tuple[int, ...]]]:
-    model, x = make("cnn")
+def _wire(name: str = "cnn") -> tuple[list[np.ndarray], dict[str, tuple[int, ...]]]:
+    model, x = make(name)
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     return jacobian(model, x).to_arrays(), shapes
 
 
 def _layout(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def _edited(old: str, new: str):
+    """Damage that replaces a text of the layout."""
+
+    def damage(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        text = arrays[0].tobytes().decode()
+        assert old in text
+        return [_layout(text.replace(old, new, 1)), *arrays[1:]]
+
+    return damage
+
+
+def refused(arrays, shapes, reason):
+    with pytest.raises(BadReply) as caught:
+        Jacobian.from_arrays(arrays, parameters=shapes)
+    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(
@@ -327,15 +344,42 @@ def _layout(text: str) -> np.ndarray:
 def test_a_damaged_upload_is_refused_with_its_reason(damage, reason):
     arrays, shapes = _wire()
     Jacobian.from_arrays(arrays, parameters=shapes)
-    with pytest.raises(BadReply) as caught:
-        Jacobian.from_arrays(damage(arrays), parameters=shapes)
-    assert caught.value.reason == reason
+    refused(damage(arrays), shapes, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("narrow-maps", lambda a: [a[0], a[1][:, :, 2:], *a[2:]], "shape"),  # fewer places
+        ("narrow-maps", lambda a: [a[0], a[1][:, :, 0], *a[2:]], "shape"),  # one axis too few
+        ("narrow-maps", lambda a: [a[0], a[1][:, :6], *a[2:]], "layout"),  # half a group
+        ("narrow-maps", lambda a: [a[0], a[1], a[2][:, :, :1], *a[3:]], "shape"),
+        ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [0, 2]'), "layout"),
+        ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [2, true]'), "layout"),
+        ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [2]'), "layout"),
+        ("narrow-maps", _edited('"stride": [2, 2]', '"stride": 2'), "layout"),
+        ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [9, 9]'), "shape"),
+        ("narrow-maps", _edited('"dilation": [1, 1]', '"dilation": [1, 99]'), "shape"),
+        ("narrow-maps", _edited('"weight": "0.weight"', '"weight": "6.weight"'), "layout"),
+        ("tokens-first", lambda a: [a[0], a[1] + 30, *a[2:]], "layout"),
+        ("tokens-first", lambda a: [a[0], a[1] - 30, *a[2:]], "layout"),
+        ("tokens-first", lambda a: [a[0], a[1].astype(np.int32), *a[2:]], "dtype"),
+        ("tokens-first", lambda a: [a[0], a[1].astype(np.float64), *a[2:]], "dtype"),
+        ("tokens-first", lambda a: [a[0], a[1][:, 1:], *a[2:]], "shape"),
+        ("tokens-first", _edited('"bias": null', '"bias": "head.bias"'), "layout"),
+        ("tokens-first", _edited('"weight": "table.weight"', '"weight": "norm.bias"'), "layout"),
+    ],
+)
+def test_damaged_factors_are_refused_with_their_reason(name, damage, reason):
+    arrays, shapes = _wire(name)
+    Jacobian.from_arrays(arrays, parameters=shapes)
+    refused(damage(arrays), shapes, reason)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_bytes_in_the_layout_raise_anything_but_bad_reply(data):
-    arrays, shapes = _wire()
+    arrays, shapes = _wire(data.draw(st.sampled_from(["cnn", "narrow-maps", "tokens-first"])))
     layout = bytearray(arrays[0].tobytes())
     for _ in range(data.draw(st.integers(1, 5))):
         layout[data.draw(st.integers(0, len(layout) - 1))] = data.draw(st.integers(0, 255))

@@ -1,0 +1,222 @@
+"""Features of the empirical tangent kernel for one logit, and random projections.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.1 and appendix B: phi(x) = d f_1(x) / d w for one logit f_1, and p random
+coordinates of it. The Gaussian projection is the usual alternative (Johnson and Lindenstrauss).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .differentiate import CHUNK_BYTES, differentiated
+from .jacobian import Jacobian
+from .memory import require_memory
+
+__all__ = ["entk_features", "random_projection"]
+
+BLOCK_BYTES = 64 * 2**20  # of the projection's matrix, made at a time
+ROWS = 4096  # of it that share a generator
+
+
+def entk_features(
+    model: nn.Module,
+    x: Tensor,
+    num_features: int,
+    seed: int,
+    output: int = 0,
+    *,
+    method: Literal["subsample", "projection"] = "subsample",
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Tangent features of one logit, in fewer dimensions than parameters.
+
+    With ``"subsample"`` they are p of the P coordinates of d f_output(x) / d w, drawn without
+    replacement and unscaled, as in the paper: (P/p) times their inner products estimates the kernel
+    of that logit. With ``"projection"`` they are the whole gradient times a (P, p) matrix of
+    independent Gaussian entries of variance 1/p: their inner products estimate the kernel itself,
+    for about P p operations an example. The matrix is made in blocks from the seed and never
+    stored.
+
+    Peak memory is n p numbers for the result, and for a chunk of b examples b times an example's
+    factors, its features in float32, and with ``"projection"`` its largest parameter's gradient.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps (n, ...) to (n, C); in evaluation mode meanwhile.
+    x : Tensor, shape (n, ...)
+        The examples, on the model's device.
+    num_features : int
+        p.
+    seed : int
+        Of the coordinates or the matrix; clients that share it share them.
+    output : int
+        Which logit.
+    method : {"subsample", "projection"}
+        See above.
+    dtype : torch.dtype
+        Of the result: float16, float32 or float64.
+    chunk_size : int, optional
+        Examples b at a time; as many as fit in 256 MiB by default.
+
+    Returns
+    -------
+    Tensor, shape (n, p)
+        On the CPU.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range, or a feature does not fit in the dtype.
+    NotEnoughMemory
+        If the result or a chunk would not fit.
+
+    Examples
+    --------
+    >>> model = nn.Linear(3, 2)
+    >>> entk_features(model, torch.ones(4, 3), 5, seed=0).shape
+    torch.Size([4, 5])
+    """
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    total = sum(sizes.values())
+    if method not in ("subsample", "projection"):
+        raise ValueError(f"method: expected 'subsample' or 'projection', got {method!r}")
+    if num_features < 1 or (method == "subsample" and num_features > total):
+        raise ValueError(
+            f"num_features: expected 1 ... {total}, the model's trainable parameters, "
+            f"got {num_features}"
+        )
+    if dtype not in (torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"dtype: expected float16, float32 or float64, got {dtype}")
+    require_memory(
+        len(x) * num_features * dtype.itemsize,
+        f"{num_features} features of {len(x)} examples",
+        cure="lower num_features or use fewer examples",
+    )
+    if chunk_size is None:
+        widest = max(sizes.values(), default=0) if method == "projection" else 0
+        chunk_size = _chunk_size(model, x, output, num_features + widest)
+    features = torch.empty(len(x), num_features, dtype=dtype)
+    chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
+    with differentiated(model, x, outputs=[output], chunk_size=chunk_size) as (_, parts):
+        for start, part in parts:
+            if method == "subsample":
+                rows = _selected(part, chosen)
+            else:
+                rows = _projected(part, list(sizes), num_features, seed)
+            features[start : start + len(rows)] = rows
+    if not torch.isfinite(features).all():
+        raise ValueError(
+            f"features: some are not finite in {dtype}; look for NaN in the inputs"
+            + (", or store them in float32" if dtype == torch.float16 else "")
+        )
+    return features
+
+
+def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
+    """``x P`` with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
+
+    Inner products are kept on average. P is made in blocks of rows from the seed, on the CPU and
+    so the same for any device, and is never stored as a whole.
+
+    Parameters
+    ----------
+    x : Tensor, shape (n, d)
+        Rows to project.
+    num_features : int
+        p.
+    seed : int
+        Of P.
+
+    Returns
+    -------
+    Tensor, shape (n, p)
+        In the dtype and on the device of `x`.
+
+    Raises
+    ------
+    ValueError
+        If `x` has not two axes or p is under 1.
+
+    Examples
+    --------
+    >>> random_projection(torch.eye(3), 2, seed=0).shape
+    torch.Size([3, 2])
+    """
+    if x.ndim != 2 or num_features < 1:
+        raise ValueError(
+            "random_projection: expected (n, d) and at least one feature, "
+            f"got {tuple(x.shape)} and {num_features}"
+        )
+    result = x.new_zeros(len(x), num_features)
+    for columns, block in _blocks_of_matrix(x.shape[1], num_features, (seed,)):
+        result.addmm_(x[:, columns], block.to(x))
+    return result
+
+
+def _blocks_of_matrix(
+    rows: int, width: int, seeds: tuple[int, ...]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the Gaussian matrix (rows, width) of variance 1/width in blocks of rows, float32.
+
+    The generator starts anew every `ROWS` rows; within these, blocks follow one another.
+    """
+    size = min(ROWS, max(1, BLOCK_BYTES // (4 * width)))
+    for first in range(0, rows, ROWS):
+        state = np.random.SeedSequence([*seeds, first // ROWS]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+        last = min(first + ROWS, rows)
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            block = torch.randn(stop - start, width, generator=generator)
+            yield slice(start, stop), block.div_(math.sqrt(width))
+
+
+def _chunk_size(model: nn.Module, x: Tensor, output: int, numbers: int) -> int | None:
+    """Examples whose `numbers` each, in float32, fit; None if factors are what limits them."""
+    with differentiated(model, x[:1], outputs=[output]) as (first, _):
+        return None if 4 * numbers <= first.nbytes else max(1, CHUNK_BYTES // (4 * numbers))
+
+
+def _coordinates(
+    sizes: dict[str, int], num_features: int, seed: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Parameter name -> columns of the features, and the coordinates that they hold."""
+    total = sum(sizes.values())
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(total, generator=generator)[:num_features].sort().values
+    chosen, start = {}, 0
+    for name, size in sizes.items():
+        columns = torch.nonzero((drawn >= start) & (drawn < start + size)).flatten()
+        if len(columns):
+            chosen[name] = columns, drawn[columns] - start
+        start += size
+    return chosen
+
+
+def _selected(part: Jacobian, chosen: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    width = sum(len(columns) for columns, _ in chosen.values())
+    rows = torch.empty(part.num_examples, width, dtype=part.dtype, device=part.device)
+    for block in part.blocks:
+        for name in block.names:
+            if name in chosen:
+                columns, coordinates = (index.to(part.device) for index in chosen[name])
+                rows[:, columns] = block.columns(name, coordinates)[:, 0]
+    return rows
+
+
+def _projected(part: Jacobian, names: list[str], width: int, seed: int) -> Tensor:
+    rows = torch.zeros(part.num_examples, width, dtype=part.dtype, device=part.device)
+    for block in part.blocks:
+        for name, tensor in block.dense().items():
+            flat = tensor.reshape(part.num_examples, -1)
+            seeds = (seed, names.index(name))
+            for columns, matrix in _blocks_of_matrix(flat.shape[1], width, seeds):
+                rows.addmm_(flat[:, columns], matrix.to(rows))
+    return rows
