@@ -214,15 +214,14 @@ class _Plan:
                     "some examples and more often for others; use structure='dense'"
                 )
             points += [calls[layer.name][k][1] for k in layer.calls]
-        gradients = [point.new_zeros(len(self.outputs), *point.shape) for point in points]
+        gradients = [point.new_empty(len(self.outputs), *point.shape) for point in points]
         for row, output in enumerate(self.outputs):
             last = row + 1 == len(self.outputs)
             found = torch.autograd.grad(
                 totals[output], points, retain_graph=not last, allow_unused=True
             )
             for gradient, value in zip(gradients, found, strict=True):
-                if value is not None:
-                    gradient[row] = value
+                gradient[row] = 0.0 if value is None else value
         blocks: list[Block] = []
         of_call = iter(gradients)
         with torch.no_grad():
@@ -296,17 +295,20 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     if not outputs.requires_grad:
         return ()
     uses = _uses_of_parameters(outputs)
+    axes = {name: _batch_axis(few[name], calls[name]) for name, _ in candidates}
+    followed = {name: calls[name] for name, axis in axes.items() if axis is not None}
+    reached = _reached(outputs, followed, axes)
     layers = []
     for name, module in candidates:
-        axis = _batch_axis(few[name], calls[name])
-        if axis is None or not (axis == 0 or any_axis(module)):
-            continue
-        reached = _reached(outputs, [made for _, made in calls[name]], axis)
+        axis, own_calls = axes[name], reached.get(name, ())
         own = {key: names[p] for key, p in module._parameters.items() if p in names}
-        if reached and all(uses[module._parameters[key]] == len(reached) for key in own):
-            layers.append(
-                Layer(name, module, own.get("weight"), own.get("bias"), tuple(reached), axis)
-            )
+        if (
+            own_calls
+            and axis is not None
+            and (axis == 0 or any_axis(module))
+            and all(uses[module._parameters[key]] == len(own_calls) for key in own)
+        ):
+            layers.append(Layer(name, module, own.get("weight"), own.get("bias"), own_calls, axis))
     return tuple(layers)
 
 
@@ -330,22 +332,30 @@ def _batch_axis(few: Calls, more: Calls) -> int | None:
     return axis[0] if len(axis) == 1 else None
 
 
-def _reached(outputs: Tensor, made: Sequence[Tensor], axis: int) -> list[int]:
-    """Find the calls that reach the outputs; none if examples do not keep to their own entries."""
-    points = [(k, tensor) for k, tensor in enumerate(made) if tensor.requires_grad]
-    reached = set()
+def _reached(
+    outputs: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
+) -> dict[str, tuple[int, ...]]:
+    """Find each layer's calls that reach the outputs, if examples keep to their own entries."""
+    points = [
+        (name, k, made)
+        for name, of_layer in calls.items()
+        for k, (_, made) in enumerate(of_layer)
+        if made.requires_grad
+    ]
+    reached: dict[str, set[int]] = {}
+    mixed = set()
     weights = torch.arange(1, outputs.shape[1] + 1).to(outputs)
     for i, output in enumerate(outputs):
         found = torch.autograd.grad(
-            output @ weights, [t for _, t in points], retain_graph=True, allow_unused=True
+            output @ weights, [made for *_, made in points], retain_graph=True, allow_unused=True
         )
-        for (k, _), gradient in zip(points, found, strict=True):
+        of_others = [r for r in range(len(outputs)) if r != i]
+        for (name, k, _), gradient in zip(points, found, strict=True):
             if gradient is not None:
-                reached.add(k)
-                of_others = [r for r in range(len(outputs)) if r != i]
-                if gradient.movedim(axis, 0)[of_others].any():
-                    return []
-    return sorted(reached)
+                reached.setdefault(name, set()).add(k)
+                if gradient.movedim(axes[name] or 0, 0)[of_others].any():
+                    mixed.add(name)
+    return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
 
 
 def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:

@@ -261,11 +261,13 @@ class FactoredBlock(Block):
         return norms
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
-        weights = [
-            torch.stack([torch.bmm(h.transpose(1, 2), a) for h in g.unbind(1)], dim=1)
-            for _, a, g in self._by_group()
-        ]
-        tensors = {self.weight: self.shaped(torch.cat(weights, dim=2))}
+        n, outputs, _, width = self.gradients.shape
+        weights = self.gradients.new_empty(n, outputs, width, self.width_in)
+        parts = weights.chunk(self.groups, dim=2)
+        for group, a, g in self._by_group():
+            for output in range(outputs):
+                parts[group][:, output] = torch.bmm(g[:, output].transpose(1, 2), a)
+        tensors = {self.weight: self.shaped(weights)}
         if self.bias is not None:
             tensors[self.bias] = self.gradients.sum(2)
         return tensors

@@ -1,0 +1,207 @@
+"""What the benchmarks of the mathematics share. Torch and numpy alone, straight from a checkout."""
+
+import csv
+import gzip
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+def use_checkout() -> None:
+    """Make ``fedntk.ntk`` this checkout's folder, whether fedntk is installed or not."""
+    folder = ROOT / "ntk"
+    spec = importlib.util.spec_from_file_location(
+        "fedntk.ntk", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    package = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault("fedntk", type(sys)("fedntk"))
+    sys.modules["fedntk.ntk"] = package
+    spec.loader.exec_module(package)
+
+
+def mlp() -> nn.Module:
+    """784-100-10, paper 000's network."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def simple_cnn() -> nn.Module:
+    """Two convolutions and two linear layers, paper 002's network for Fashion-MNIST."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(3136, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+class Residual(nn.Module):
+    """Basic block of a ResNet with GroupNorm of 32 groups."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(32, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(32, width),
+        )
+        self.skip = nn.Sequential()
+        if stride != 1 or channels != width:
+            self.skip = nn.Sequential(
+                nn.Conv2d(channels, width, 1, stride=stride, bias=False), nn.GroupNorm(32, width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Body plus skip connection."""
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 with GroupNorm and a stem for 32 x 32 images."""
+    widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+    stages = [b for c, w, s in widths for b in (Residual(c, w, s), Residual(w, w, 1))]
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+    return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp-100": (mlp, (1, 28, 28)),
+    "simple-cnn": (simple_cnn, (1, 28, 28)),
+    "resnet18-gn": (resnet18, (3, 32, 32)),
+}
+
+
+def make(network: str, n: int, device: str) -> tuple[nn.Module, Tensor]:
+    """Network and n random examples, from one seed."""
+    torch.manual_seed(0)
+    factory, shape = NETWORKS[network]
+    return factory().eval().to(device), torch.randn(n, *shape).to(device)
+
+
+def fashion_mnist(data_dir: str, num_clients: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Pictures, labels and sizes of clients with about 200 examples each, Dirichlet(0.1)."""
+    folder = Path(data_dir) / "FashionMNIST" / "raw"
+    files = [next(folder.glob(f"train-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
+    raw = [
+        np.frombuffer(
+            gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes(), np.uint8
+        )
+        for f in files
+    ]
+    pictures, labels = raw[0][16:].reshape(-1, 1, 28, 28), raw[1][8:]
+    generator = np.random.default_rng(0)
+    pools = [list(generator.permutation(np.nonzero(labels == c)[0])) for c in range(10)]
+    chosen, sizes = [], []
+    for _ in range(num_clients):
+        counts = generator.multinomial(200, generator.dirichlet([0.1] * 10))
+        own = [pools[c].pop() for c in range(10) for _ in range(min(counts[c], len(pools[c])))]
+        chosen += own
+        sizes.append(len(own))
+    x = torch.from_numpy(pictures[chosen].astype(np.float32)) / 255
+    return (x - 0.286) / 0.353, torch.from_numpy(labels[chosen].astype(np.int64)), sizes
+
+
+def timed(work: Callable[[], Any], device: str, *, at_least: float = 1.0) -> dict[str, float]:
+    """Median seconds over repetitions, and the peak of memory over that before, in MB.
+
+    The first run is the one whose memory is measured; at most 20 follow, for `at_least` seconds.
+    """
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = _memory("VmRSS")
+    seconds = []
+    while not seconds or (sum(seconds) < at_least and len(seconds) < 20):
+        start = time.perf_counter()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if len(seconds) == 1:
+            peak = torch.cuda.max_memory_allocated() if cuda else _memory("VmHWM")
+    return {"seconds": float(np.median(seconds)), "peak-mb": (peak - before) / 1e6}
+
+
+def _memory(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"the kernel does not report {key}")
+
+
+def in_child(program: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run one measurement in a process of its own; None, with the reason printed, if it fails."""
+    done = subprocess.run(  # noqa: S603 - this very program
+        [sys.executable, program, "--child", json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(arguments, "failed:", (done.stderr.strip().splitlines() or ["killed"])[-1][:200])
+        return None
+    return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def matrix_rate(device: str) -> float:
+    """Measured rate of float32 products of 4,096 x 4,096 matrices, in GFLOP/s; TF32 off."""
+    a = torch.randn(4096, 4096, device=device)
+    out = torch.empty_like(a)
+    return 2 * 4096**3 / timed(lambda: torch.mm(a, a, out=out), device)["seconds"] / 1e9
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe the machine."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if "model name" in line]
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory-gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "float32-matrix-gflops": round(matrix_rate(device), 1),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+    }
+
+
+def write(stem: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    """Write all measurements as CSV and the summary as JSON; print both."""
+    RESULTS.mkdir(exist_ok=True)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    with (RESULTS / f"{stem}.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, keys, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    text = json.dumps(summary, indent=2)
+    (RESULTS / f"{stem}.json").write_text(text + "\n", encoding="utf-8")
+    print((RESULTS / f"{stem}.csv").read_text(encoding="utf-8"))
+    print(text)

@@ -1,0 +1,114 @@
+"""The tangent kernel of n examples: factored, against contracting torch.func's Jacobians.
+
+The reference does what PyTorch's tutorial on neural tangent kernels calls Jacobian contraction, in
+its "trace" form, which is our kernel times C: per-example Jacobians by vmap over jacrev, contracted
+layer by layer with einsum. It makes them once, where the tutorial makes both sides'.
+
+    python benchmarks/kernel.py [--device cpu]
+
+Each measurement runs in a process of its own: median seconds (Jacobian and kernel), and the peak of
+memory over that before it. Writes results/kernel.csv and .json, or kernel_cuda. Needs torch and
+numpy alone.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+from common import in_child, machine, make, timed, use_checkout, write
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+BOTH = {"mlp-100": (50, 100, 200, 400), "simple-cnn": (50, 100, 200), "resnet18-gn": (4, 8)}
+ALONE = {"mlp-100": (1000, 2000, 5000, 10_000, 20_000), "simple-cnn": (1000, 2000)}
+ALONE |= {"resnet18-gn": (32, 64)}
+
+
+def contraction(model: nn.Module, x: Tensor) -> Tensor:
+    """Kernel by torch.func's Jacobians."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def outputs(parameters: dict[str, Tensor], example: Tensor) -> Tensor:
+        return functional_call(model, parameters, (example.unsqueeze(0),)).squeeze(0)
+
+    jacobians = vmap(jacrev(outputs), in_dims=(None, 0))(parameters, x)
+    flat = [tensor.flatten(2) for tensor in jacobians.values()]
+    total = sum(torch.einsum("naf,maf->nm", tensor, tensor) for tensor in flat)
+    return total / flat[0].shape[1]
+
+
+def child(network: str, method: str, n: int, device: str) -> dict[str, Any]:
+    """Measure one way at one size."""
+    use_checkout()
+    from fedntk.ntk import jacobian
+    from fedntk.ntk.blocks import WORKSPACE
+
+    model, x = make(network, n, device)
+
+    def factored(x: Tensor) -> Tensor:
+        return jacobian(model, x).to(device).gram()
+
+    work = factored if method == "factored" else lambda x: contraction(model, x)
+    work(x[:2])  # loads what is loaded once
+    measured = timed(lambda: work(x), device)
+    if method == "factored":
+        kernel = 4 * n**2 / 1e6
+        measured["kernel-mb"] = kernel
+        measured["jacobian-mb"] = jacobian(model, x[:2]).nbytes / 2 * n / 1e6
+        measured["peak-over-kernel-and-block"] = measured["peak-mb"] / (kernel + WORKSPACE / 1e6)
+    if network == "mlp-100" and method == "factored":
+        operations = n**2 * (
+            784 + 1000 + 100 + 100
+        )  # multiply-adds of half of the symmetric kernel
+        measured["gflops"] = operations / measured["seconds"] / 1e9
+    if n <= 8 or (network == "mlp-100" and n == 50):
+        difference = factored(x) - contraction(model, x)
+        measured["relative-difference"] = float(difference.norm() / factored(x).norm())
+    return measured
+
+
+def main() -> None:
+    """Measure all, write, print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if arguments.child:
+        print(json.dumps(child(**json.loads(arguments.child))))
+        return
+    cases = [
+        (net, n, m) for net, ns in BOTH.items() for n in ns for m in ("torch.func", "factored")
+    ]
+    cases += [(net, n, "factored") for net, ns in ALONE.items() for n in ns]
+    rows = []
+    for network, n, method in cases:
+        options = {"network": network, "method": method, "n": n, "device": arguments.device}
+        row = in_child(__file__, options)
+        if row is not None:
+            rows.append(row)
+            print(row, file=sys.stderr)
+    found = {(r["network"], r["n"], r["method"]): r for r in rows}
+    pairs = {
+        (net, n): (found[net, n, "torch.func"], found[net, n, "factored"])
+        for net, n, _ in found
+        if (net, n, "torch.func") in found and (net, n, "factored") in found
+    }
+    summary: dict[str, Any] = {"machine": machine(arguments.device)}
+    for key, name in (("seconds", "times-faster"), ("peak-mb", "times-less-memory")):
+        summary[name] = {
+            f"{net} n={n}": round(slow[key] / fast[key], 1)
+            for (net, n), (slow, fast) in pairs.items()
+        }
+    rate = summary["machine"]["float32-matrix-gflops"]
+    summary["share-of-matrix-rate"] = {
+        f"{r['network']} n={r['n']}": round(r["gflops"] / rate, 2) for r in rows if "gflops" in r
+    }
+    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
+    write(f"kernel{suffix}", rows, summary)
+
+
+if __name__ == "__main__":
+    main()
