@@ -1,0 +1,101 @@
+"""Tangent features of one logit: batched, against a backward pass for each example.
+
+SimpleCNN, 100,000 of its 421,642 coordinates (paper 002's number) and 1,000; random pictures.
+
+    python benchmarks/entk_features.py [--device cpu]
+
+Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs torch and numpy alone.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from common import in_child, machine, make, timed, use_checkout, write
+from torch import Tensor, nn
+
+CASES = [
+    (100_000, "loop", 100),
+    (100_000, "subsample", 100),
+    (100_000, "subsample", 1000),
+    (1000, "loop", 100),
+    (1000, "subsample", 100),
+    (1000, "projection", 100),
+]
+
+
+def loop(model: nn.Module, x: Tensor, coordinates: Tensor) -> Tensor:
+    """One backward pass for each example, then its coordinates, as in paper 002's appendix B."""
+    rows = torch.empty(len(x), len(coordinates))
+    for i, example in enumerate(x):
+        model.zero_grad()
+        model(example.unsqueeze(0))[0, 0].backward()
+        flat = torch.cat(
+            [
+                torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                for p in model.parameters()
+            ]
+        )
+        rows[i] = flat[coordinates]
+    return rows
+
+
+def child(num_features: int, method: str, n: int, device: str) -> dict[str, Any]:
+    """Measure one way."""
+    use_checkout()
+    from fedntk.ntk import entk_features
+
+    model, x = make("simple-cnn", n, device)
+    total = sum(p.numel() for p in model.parameters())
+    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:num_features]
+    coordinates = drawn.sort().values.to(device)
+
+    def work(x: Tensor) -> Tensor:
+        if method == "loop":
+            return loop(model, x, coordinates)
+        return entk_features(model, x, num_features, 0, method=method)
+
+    work(x[:2])
+    measured = timed(lambda: work(x), device)
+    measured["ms-an-example"] = 1e3 * measured["seconds"] / n
+    if method == "subsample":
+        other = loop(model, x[:20], coordinates)
+        measured["relative-difference"] = float((work(x[:20]) - other).norm() / other.norm())
+    return measured
+
+
+def main() -> None:
+    """Measure all, write, print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if arguments.child:
+        print(json.dumps(child(**json.loads(arguments.child))))
+        return
+    rows = []
+    for num_features, method, n in CASES:
+        row = in_child(
+            __file__,
+            {"num_features": num_features, "method": method, "n": n, "device": arguments.device},
+        )
+        if row is not None:
+            rows.append(row)
+            print(row, flush=True)
+    each = {(r["num_features"], r["method"], r["n"]): r["ms-an-example"] for r in rows}
+    summary = {
+        "machine": machine(arguments.device),
+        "times-faster-than-the-loop": {
+            f"{method}, p={p}, n={n}": round(each[p, "loop", 100] / ms, 1)
+            for (p, method, n), ms in each.items()
+            if method != "loop"
+        },
+    }
+    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
+    write(f"entk_features{suffix}", rows, summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A whole round of NTK-FL, in seconds and memory, and how it grows with the number of examples.
+
+Jacobians of all clients one after the other, their wire format, the global Jacobian, the kernel,
+the evolution to 12 candidates (cross-entropy, eta = 0.01, t up to 2,000), the candidates' weights,
+and their losses on all clients' examples under the true network: all that strategy and clients
+compute, without Flower's messages. MLP-100 on Fashion-MNIST, clients of about 200 examples from
+Dirichlet(0.1). ``mean`` builds the n x n kernel, ``full`` couples all outputs and builds none,
+``mean, unbuilt`` is the mean kernel past its memory budget.
+
+    python benchmarks/ntk_fl_round.py --data-dir FOLDER [--device cpu]
+
+Each round runs in a process of its own. Writes results/ntk_fl_round.csv and .json (with _cuda for
+a GPU). Needs torch and numpy alone.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from common import fashion_mnist, in_child, machine, mlp, timed, use_checkout, write
+
+STEPS = (*range(100, 1001, 100), 1500, 2000)
+CASES = [(c, "mean") for c in (5, 20, 50, 100)] + [(c, "full") for c in (5, 20, 50, 100)]
+CASES += [(5, "mean, unbuilt")]
+AUTHORS_SECONDS = 208  # the authors' program, 5 clients x 200 examples, on four CPU cores
+
+
+def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, Any]:
+    """Measure one round."""
+    use_checkout()
+    from fedntk.ntk import (
+        Jacobian,
+        JacobianUpload,
+        evolve,
+        jacobian,
+        loss_value,
+        one_hot,
+        stack_candidates,
+    )
+
+    x, labels, sizes = fashion_mnist(data_dir, clients)
+    torch.manual_seed(0)
+    model = mlp().eval().to(device)
+    weights = {name: w.cpu().numpy().copy() for name, w in model.state_dict().items()}
+    shapes = {name: w.shape for name, w in weights.items()}
+    pictures, targets = x.to(device).split(sizes), one_hot(labels, 10).split(sizes)
+    parts: dict[str, float] = {}
+
+    def upload(x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        with torch.no_grad():
+            outputs = model(x).cpu()
+        return JacobianUpload(jacobian(model, x), outputs, y).to_arrays()
+
+    def one_round() -> None:
+        marks = [time.perf_counter()]
+
+        def mark(name: str) -> None:
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+            parts[name] = marks[-1] - marks[-2]
+
+        sent = [upload(x, y) for x, y in zip(pictures, targets, strict=True)]
+        mark("jacobians-s")
+        uploads = [JacobianUpload.from_arrays(arrays, parameters=shapes) for arrays in sent]
+        whole = Jacobian.concatenate([u.jacobian for u in uploads]).to(device)
+        outputs = torch.cat([u.outputs for u in uploads]).to(device)
+        of_all = torch.cat([u.targets for u in uploads]).to(device)
+        mark("stacking-s")
+        evolution = evolve(
+            whole,
+            outputs,
+            of_all,
+            loss="cross-entropy",
+            learning_rate=0.01,
+            steps=STEPS,
+            kernel="full" if kernel == "full" else "mean",
+            memory_budget=0 if kernel == "mean, unbuilt" else None,
+        )
+        parts["kernel-products"] = evolution.kernel_products
+        mark("kernel-and-evolution-s")
+        candidates = stack_candidates(weights, [whole.vjp(r) for r in evolution.residuals])
+        losses = []
+        for row in range(len(STEPS)):
+            model.load_state_dict({k: torch.from_numpy(w[row]) for k, w in candidates.items()})
+            total = 0.0
+            for x, y in zip(pictures, targets, strict=True):
+                with torch.no_grad():
+                    total += len(y) * loss_value(model(x).cpu(), y, "cross-entropy")
+            losses.append(total / sum(sizes))
+        model.load_state_dict({k: torch.from_numpy(w) for k, w in weights.items()})
+        parts["best-loss"] = min(losses)
+        mark("candidates-s")
+
+    jacobian(model, pictures[0][:2])  # loads what is loaded once
+    measured = timed(one_round, device, at_least=3.0)
+    return {"n": sum(sizes), **measured, **parts}
+
+
+def main() -> None:
+    """Measure all, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if arguments.child:
+        print(json.dumps(child(**json.loads(arguments.child))))
+        return
+    rows = []
+    for clients, kernel in CASES:
+        options = {"clients": clients, "kernel": kernel, "device": arguments.device}
+        row = in_child(__file__, options | {"data_dir": arguments.data_dir})
+        if row is not None:
+            row.pop("data_dir")
+            rows.append(row)
+            print(row, flush=True)
+    at_1000 = next(r for r in rows if r["clients"] == 5 and r["kernel"] == "mean")
+    summary = {
+        "machine": machine(arguments.device),
+        "authors-program-seconds-at-n-1000": AUTHORS_SECONDS,
+        "times-faster-than-it": round(AUTHORS_SECONDS / at_1000["seconds"]),
+        "seconds": {f"{r['kernel']}, n={r['n']}": round(r["seconds"], 3) for r in rows},
+        "peak-gb": {f"{r['kernel']}, n={r['n']}": round(r["peak-mb"] / 1e3, 2) for r in rows},
+    }
+    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
+    write(f"ntk_fl_round{suffix}", rows, summary)
+
+
+if __name__ == "__main__":
+    main()
