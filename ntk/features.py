@@ -106,11 +106,11 @@ def entk_features(
     chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
     with differentiated(model, x, outputs=[output], chunk_size=chunk_size) as (_, parts):
         for start, part in parts:
+            rows = features[start : start + part.num_examples]
             if method == "subsample":
-                rows = _selected(part, chosen)
+                _select(part, chosen, rows)
             else:
-                rows = _projected(part, list(sizes), num_features, seed)
-            features[start : start + len(rows)] = rows
+                rows.copy_(_projected(part, list(sizes), num_features, seed))
     if not torch.isfinite(features).all():
         raise ValueError(
             f"features: some are not finite in {dtype}; look for NaN in the inputs"
@@ -186,29 +186,26 @@ def _chunk_size(model: nn.Module, x: Tensor, output: int, numbers: int) -> int |
 
 def _coordinates(
     sizes: dict[str, int], num_features: int, seed: int
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> dict[str, tuple[slice, Tensor]]:
     """Parameter name -> columns of the features, and the coordinates that they hold."""
     total = sum(sizes.values())
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(total, generator=generator)[:num_features].sort().values
-    chosen, start = {}, 0
-    for name, size in sizes.items():
-        columns = torch.nonzero((drawn >= start) & (drawn < start + size)).flatten()
-        if len(columns):
-            chosen[name] = columns, drawn[columns] - start
-        start += size
-    return chosen
+    starts = np.cumsum([0, *sizes.values()])
+    edges = torch.searchsorted(drawn, torch.from_numpy(starts)).tolist()
+    return {
+        name: (slice(first, last), drawn[first:last] - start)
+        for name, start, first, last in zip(sizes, starts, edges, edges[1:], strict=False)
+        if last > first
+    }
 
 
-def _selected(part: Jacobian, chosen: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    width = sum(len(columns) for columns, _ in chosen.values())
-    rows = torch.empty(part.num_examples, width, dtype=part.dtype, device=part.device)
+def _select(part: Jacobian, chosen: dict[str, tuple[slice, Tensor]], rows: Tensor) -> None:
     for block in part.blocks:
         for name in block.names:
             if name in chosen:
-                columns, coordinates = (index.to(part.device) for index in chosen[name])
-                rows[:, columns] = block.columns(name, coordinates)[:, 0]
-    return rows
+                columns, coordinates = chosen[name]
+                rows[:, columns] = block.columns(name, coordinates.to(part.device))[:, 0]
 
 
 def _projected(part: Jacobian, names: list[str], width: int, seed: int) -> Tensor:

@@ -11,6 +11,7 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from fedntk.clients import ModelClient, NTKFLClient, SGDClient
+from fedntk.ntk import NotEnoughMemory, jacobian, require_memory
 from fedntk.strategies import NTKFL, SeededFedAvg
 
 from ._flower import log_from
@@ -86,8 +87,16 @@ METHODS = {
 
 
 def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) -> SeededFedAvg:
-    """Make the strategy that `config` names."""
+    """Make the strategy that `config` names.
+
+    Raises
+    ------
+    ConfigError
+        If a round's Jacobians would not fit on the server.
+    """
     validation_loss = None
+    if config.method == "ntk-fl":
+        _require_room(config, data, split, model)
     if config.method == "ntk-fl" and len(split.validation):
         x, y = data.train(split.validation)
 
@@ -106,6 +115,23 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
     }
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         return METHODS[config.method].strategy(config, options, validation_loss)
+
+
+def _require_room(config: Config, data: Data, split: Split, model: nn.Module) -> None:
+    """Refuse what the server could not hold: the clients' Jacobians, and the global one."""
+    x, _ = data.train(split.clients[0][:1])
+    row = jacobian(model.to(device_of(config)), x.to(device_of(config)))
+    size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
+    size = size if config.wire == "dense" else row.nbytes
+    sizes = sorted(len(own) for own in split.clients)[-config.clients_per_round :]
+    try:
+        require_memory(
+            2 * size * sum(sizes),
+            f"a round of {len(sizes)} clients, up to {sum(sizes)} examples of {size / 1e6:.1f} MB,",
+            cure="lower clients-per-round or the examples of each, or use a smaller network",
+        )
+    except NotEnoughMemory as error:
+        raise ConfigError(f"model = {config.model}: {error}") from error
 
 
 def make_client(

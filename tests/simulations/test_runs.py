@@ -118,6 +118,15 @@ def test_variants_run_end_to_end(tmp_path, options):
     assert losses[1] < losses[0]
 
 
+def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch):
+    """By the size on the wire, of the largest clients, held and stacked."""
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 2 * 10**8)
+    config = replace(SMALL, out=str(tmp_path), rounds=0)
+    run(config, progress=False)
+    with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
+        run(replace(config, wire="dense"), progress=False)
+
+
 def test_results_of_several_runs_are_one_table(tmp_path):
     for seed in (0, 1):
         run(replace(SMALL, seed=seed, rounds=1, out=str(tmp_path / str(seed))), progress=False)
