@@ -1,7 +1,7 @@
 """Jacobians of a network: by ``torch.func``, or layer by layer, in factors where it is smaller."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,10 +14,10 @@ from .jacobian import Jacobian
 from .memory import require_memory
 from .rules import Layer, any_axis, rule_for
 
-__all__ = ["CHUNK_BYTES", "Structure", "differentiated", "jacobian"]
+__all__ = ["Structure", "differentiated", "jacobian"]
 
 Structure = Literal["factored", "dense"]
-CHUNK_BYTES = 256 * 2**20
+CHUNK_BYTES = 64 * 2**20
 MAX_CHUNK = 1024
 
 
@@ -55,7 +55,7 @@ def jacobian(
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         How many examples b go through the model at a time; by default as many as make b w at most
-        256 MiB, and no more than 1,024.
+        64 MiB, and no more than 1,024.
     outputs : sequence of int, optional
         Which of the network's outputs to differentiate; all by default.
 
@@ -101,10 +101,12 @@ def differentiated(
     structure: Structure = "factored",
     outputs: Sequence[int] | None = None,
     chunk_size: int | None = None,
+    more_bytes: int = 0,
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
     """Give the Jacobian of the first example, and those of chunks of all, as they come.
 
-    The arguments are those of :func:`jacobian`. The chunks are on the model's device, each with the
+    The arguments are those of :func:`jacobian`; `more_bytes` an example are taken into account that
+    the caller makes of a chunk. The chunks are on the model's device, each with the
     number of its first example; the model is in evaluation mode meanwhile.
     """
     if len(x) == 0:
@@ -115,7 +117,7 @@ def differentiated(
         plan = _Plan.make(model, x, structure, outputs)
         plan.require_row()
         first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
-        work = first.nbytes + plan.workspace(x[:1])
+        work = first.nbytes + plan.workspace(x[:1]) + more_bytes
         size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
             min(size, len(x)) * work,
@@ -149,6 +151,7 @@ class _Plan:
     outputs: tuple[int, ...]
     layers: tuple[Layer, ...]
     rest: Mapping[str, Tensor]
+    arrange: Callable[[Tensor], Tensor]
 
     @classmethod
     def make(
@@ -164,14 +167,15 @@ class _Plan:
         outputs = range(shape[1]) if outputs is None else outputs
         if not outputs or not all(0 <= c < shape[1] for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
-        layers = _layers(model, x) if structure == "factored" else ()
+        arrange = _arrangement(model, x)
+        layers = _layers(model, arrange(x[:3])) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = {name: p for name, p in parameters.items() if name not in by_rule}
-        return cls(model, tuple(outputs), layers, rest)
+        return cls(model, tuple(outputs), layers, rest, arrange)
 
     @property
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        return [(layer.name, layer.module) for layer in self.layers]
+    def modules(self) -> list[tuple[str, nn.Module, bool]]:
+        return [(layer.name, layer.module, layer.copied) for layer in self.layers]
 
     def require_row(self) -> None:
         size = sum(p.numel() * p.element_size() for p in self.rest.values())
@@ -188,10 +192,7 @@ class _Plan:
 
     def workspace(self, example: Tensor) -> int:
         """Bytes that an example takes on the way, the blocks themselves not counted."""
-        with (
-            torch.no_grad(),
-            _captured(self.modules) as calls,
-        ):
+        with torch.no_grad(), _captured(self.modules) as calls:
             self.model(example)
         size = 0
         for layer in self.layers:
@@ -201,11 +202,8 @@ class _Plan:
         return size + 2 * len(self.outputs) * dense
 
     def _by_rule(self, x: Tensor) -> list[Block]:
-        with (
-            _captured(self.modules) as calls,
-            torch.enable_grad(),
-        ):
-            totals = self.model(x).sum(0)
+        with _captured(self.modules) as calls, torch.enable_grad():
+            totals = self.model(self.arrange(x)).sum(0)
         points = []
         for layer in self.layers:
             if len(calls[layer.name]) <= max(layer.calls):
@@ -214,7 +212,7 @@ class _Plan:
                     "some examples and more often for others; use structure='dense'"
                 )
             points += [calls[layer.name][k][1] for k in layer.calls]
-        gradients = [point.new_empty(len(self.outputs), *point.shape) for point in points]
+        gradients = [_stack_of(point, len(self.outputs)) for point in points]
         for row, output in enumerate(self.outputs):
             last = row + 1 == len(self.outputs)
             found = torch.autograd.grad(
@@ -273,6 +271,27 @@ class _Plan:
         return dict(zip(parameters, stacked, strict=True))
 
 
+def _arrangement(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what puts pictures in channels-last order, two to three times faster, or leaves them.
+
+    A model that uses ``view`` on what its convolutions make takes them only as they are.
+    """
+
+    def channels_last(x: Tensor) -> Tensor:
+        _, channels, height, width = x.shape
+        strides = (channels * height * width, 1, channels * width, channels)
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+    if x.ndim != 4 or not any(isinstance(m, nn.Conv2d) for m in model.modules()):
+        return lambda x: x
+    try:
+        with torch.no_grad():
+            model(channels_last(x[:2]))
+    except RuntimeError:
+        return lambda x: x
+    return channels_last
+
+
 def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     """Layers that a rule may serve.
 
@@ -286,12 +305,12 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
         for name, module in model.named_modules()
         if rule_for(module) and any(p in names for p in module._parameters.values())
     ]
-    probes = []
-    for n in (2, 3):
-        with _captured(candidates) as calls, torch.enable_grad():
-            outputs = model(x[torch.arange(n, device=x.device) % len(x)])
-        probes.append(calls)
-    few, calls = probes
+    two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
+    written = _written_over(model, two, candidates)
+    with _captured([(*named, True) for named in candidates]) as few, torch.no_grad():
+        model(two)
+    with _captured([(*named, True) for named in candidates]) as calls, torch.enable_grad():
+        outputs = model(three)
     if not outputs.requires_grad:
         return ()
     uses = _uses_of_parameters(outputs)
@@ -308,7 +327,8 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
             and (axis == 0 or any_axis(module))
             and all(uses[module._parameters[key]] == len(own_calls) for key in own)
         ):
-            layers.append(Layer(name, module, own.get("weight"), own.get("bias"), own_calls, axis))
+            weight, bias = own.get("weight"), own.get("bias")
+            layers.append(Layer(name, module, weight, bias, own_calls, axis, name in written))
     return tuple(layers)
 
 
@@ -374,27 +394,57 @@ def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
     return uses
 
 
-@contextmanager
-def _captured(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[dict[str, Calls]]:
-    """Record (input, output) of each call of the named modules."""
-    calls: dict[str, Calls] = {}
-    handles = []
+def _written_over(
+    model: nn.Module, x: Tensor, modules: Iterable[tuple[str, nn.Module]]
+) -> set[str]:
+    """Find the layers whose inputs or outputs are changed in place after their call."""
+    seen: list[tuple[str, Tensor, int]] = []
 
-    def record(name: str) -> Any:
+    def record(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, named: Mapping[str, Any], output: Tensor) -> None:
+            seen.extend((name, t, t._version) for t in (*args, *named.values(), output))
+
+        return hook
+
+    with _hooks((module, record(name)) for name, module in modules), torch.no_grad():
+        model(x)
+    return {name for name, tensor, version in seen if tensor._version != version}
+
+
+@contextmanager
+def _captured(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[str, Calls]]:
+    """Record (input, output) of each call of the named modules, of copies where asked for."""
+    modules = list(modules)
+    calls: dict[str, Calls] = {name: [] for name, *_ in modules}
+
+    def record(name: str, copied: bool) -> Callable[..., Tensor]:
         def hook(
             _: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
         ) -> Tensor:
             (given,) = (*args, *named.values())
-            calls[name].append((given.detach().clone(), output))
-            return output.clone()  # what follows may work in place; `output` must stay as it is
+            given = given.detach()
+            calls[name].append((given.clone() if copied else given, output))
+            return output.clone() if copied else output
 
         return hook
 
-    for name, module in modules:
-        calls[name] = []
-        handles.append(module.register_forward_hook(record(name), with_kwargs=True))
-    try:
+    with _hooks((module, record(name, copied)) for name, module, copied in modules):
         yield calls
+
+
+@contextmanager
+def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _stack_of(tensor: Tensor, count: int) -> Tensor:
+    """Room for `count` tensors like this one, each in its order of memory."""
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        strides = (tensor.numel(), *tensor.stride())
+        return tensor.new_empty_strided((count, *tensor.shape), strides)
+    return tensor.new_empty(count, *tensor.shape)

@@ -114,6 +114,10 @@ class FactoredBlock(Block):
         """View (..., d_out, d_in) as (..., *shape of the weight)."""
         return weights
 
+    def flat(self, weight: Tensor) -> Tensor:
+        """View a weight as (d_out, d_in): the inverse of :meth:`shaped`."""
+        return weight
+
     def _by_group(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield group, inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each."""
         patches = self.patches()
@@ -238,7 +242,7 @@ class FactoredBlock(Block):
     def _pushed_forward(self, weight: Tensor) -> Tensor:
         """Apply the layer with another weight and no bias: shape (n, S, d_out)."""
         patches = self.patches()
-        rows = weight.flatten(1).chunk(self.groups)
+        rows = self.flat(weight).chunk(self.groups)
         return torch.cat([patches[:, g] @ rows[g].T for g in range(self.groups)], dim=2)
 
     def squared_norms(self) -> Tensor:  # noqa: D102
@@ -266,7 +270,7 @@ class FactoredBlock(Block):
         parts = weights.chunk(self.groups, dim=2)
         for group, a, g in self._by_group():
             for output in range(outputs):
-                parts[group][:, output] = torch.bmm(g[:, output].transpose(1, 2), a)
+                torch.bmm(g[:, output].transpose(1, 2), a, out=parts[group][:, output])
         tensors = {self.weight: self.shaped(weights)}
         if self.bias is not None:
             tensors[self.bias] = self.gradients.sum(2)
@@ -297,7 +301,9 @@ class LinearBlock(FactoredBlock):
         if name == self.bias or self.positions > 1:
             return super().columns(name, indices)
         out, into = indices // self.width_in, indices % self.width_in
-        return self.gradients[:, :, 0, out] * self.inputs[:, :, into]
+        shape = (*self.gradients.shape[:2], len(indices))
+        gradients = self.gradients.squeeze(2).gather(2, out.expand(shape))
+        return gradients.mul_(self.inputs.gather(2, into.expand(shape[0], 1, shape[2])))
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
@@ -312,8 +318,9 @@ class ConvBlock(FactoredBlock):
 
     Attributes
     ----------
-    inputs : Tensor, shape (n, channels, *sizes)
-        The layer's inputs, padded. Patches are cut from them when they are needed.
+    inputs : Tensor, shape (n, *sizes, channels)
+        The layer's inputs, padded, with the channels last: a patch is made of whole runs of memory.
+        Patches are cut when they are needed.
     kernel_size, stride, dilation : tuple of int
         One number for each dimension.
     """
@@ -330,27 +337,30 @@ class ConvBlock(FactoredBlock):
 
     @property
     def groups(self) -> int:  # noqa: D102
-        return int(self.inputs.shape[1]) // self.channels_per_group
+        return int(self.inputs.shape[-1]) // self.channels_per_group
 
     @property
     def width_in(self) -> int:  # noqa: D102
         return self.channels_per_group * math.prod(self.kernel_size)
 
     def patches(self) -> Tensor:  # noqa: D102
-        windows = self.inputs  # (n, channels, *sizes) -> (n, channels, *places, *kernel_size)
+        windows = self.inputs  # (n, *sizes, channels) -> (n, *places, channels, *kernel_size)
         dims = len(self.kernel_size)
         for d, (size, stride, dilation) in enumerate(
             zip(self.kernel_size, self.stride, self.dilation, strict=True)
         ):
-            windows = windows.unfold(2 + d, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        grouped = windows.unflatten(1, (self.groups, self.channels_per_group))
-        places, offsets = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-        moved: Tensor = grouped.permute(0, 1, *places, 2, *offsets)
+            windows = windows.unfold(1 + d, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        grouped = windows.unflatten(1 + dims, (self.groups, self.channels_per_group))
+        places, offsets = range(1, 1 + dims), range(3 + dims, 3 + 2 * dims)
+        moved: Tensor = grouped.permute(0, 1 + dims, *places, *offsets, 2 + dims)
         return moved.flatten(2 + dims).flatten(2, 1 + dims)
 
     def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
-        shaped: Tensor = weights.unflatten(-1, (self.channels_per_group, *self.kernel_size))
-        return shaped
+        apart: Tensor = weights.unflatten(-1, (*self.kernel_size, self.channels_per_group))
+        return apart.movedim(-1, -1 - len(self.kernel_size))
+
+    def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
+        return weight.movedim(1, -1).flatten(1)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]
@@ -358,16 +368,16 @@ class ConvBlock(FactoredBlock):
         dims = len(kernel_size)
         if dims not in (1, 2, 3) or not dims == len(self.stride) == len(self.dilation):
             raise ValueError(f"expected a stride and a dilation for each of {dims} dimensions")
-        channels, *sizes = (
-            self.inputs.shape[1:] if self.inputs.ndim == dims + 2 else [0] * (1 + dims)
-        )
+        if self.inputs.ndim != dims + 2:
+            return [(0,) * (dims + 1), (-1, 0, width_out)]
+        *sizes, channels = self.inputs.shape[1:]
         if channels % per_group or width_out % max(1, channels // per_group):
             raise ValueError(f"{channels} channels in groups of {per_group}, {width_out} outputs")
         places = [
             max(0, (size - (k - 1) * d - 1) // s + 1)
             for size, k, s, d in zip(sizes, kernel_size, self.stride, self.dilation, strict=True)
         ]
-        return [(channels, *sizes), (-1, math.prod(places), width_out)]
+        return [(*sizes, channels), (-1, math.prod(places), width_out)]
 
 
 @dataclass(frozen=True, eq=False)

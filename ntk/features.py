@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .differentiate import CHUNK_BYTES, differentiated
+from .differentiate import differentiated
 from .jacobian import Jacobian
 from .memory import require_memory
 
@@ -63,7 +63,7 @@ def entk_features(
     dtype : torch.dtype
         Of the result: float16, float32 or float64.
     chunk_size : int, optional
-        Examples b at a time; as many as fit in 256 MiB by default.
+        Examples b at a time; by default as :func:`jacobian` chooses them.
 
     Returns
     -------
@@ -99,23 +99,27 @@ def entk_features(
         f"{num_features} features of {len(x)} examples",
         cure="lower num_features or use fewer examples",
     )
-    if chunk_size is None:
-        widest = max(sizes.values(), default=0) if method == "projection" else 0
-        chunk_size = _chunk_size(model, x, output, num_features + widest)
     features = torch.empty(len(x), num_features, dtype=dtype)
     chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
-    with differentiated(model, x, outputs=[output], chunk_size=chunk_size) as (_, parts):
+    widest = max(sizes.values()) if method == "projection" else 0
+    with differentiated(
+        model,
+        x,
+        outputs=[output],
+        chunk_size=chunk_size,
+        more_bytes=3 * 4 * num_features + 4 * widest,
+    ) as (_, parts):
         for start, part in parts:
             rows = features[start : start + part.num_examples]
             if method == "subsample":
                 _select(part, chosen, rows)
             else:
                 rows.copy_(_projected(part, list(sizes), num_features, seed))
-    if not torch.isfinite(features).all():
-        raise ValueError(
-            f"features: some are not finite in {dtype}; look for NaN in the inputs"
-            + (", or store them in float32" if dtype == torch.float16 else "")
-        )
+            if not torch.isfinite(rows.sum(dtype=torch.float64)):
+                raise ValueError(
+                    f"features: some are not finite in {dtype}; look for NaN in the inputs"
+                    + (", or store them in float32" if dtype == torch.float16 else "")
+                )
     return features
 
 
@@ -178,19 +182,15 @@ def _blocks_of_matrix(
             yield slice(start, stop), block.div_(math.sqrt(width))
 
 
-def _chunk_size(model: nn.Module, x: Tensor, output: int, numbers: int) -> int | None:
-    """Examples whose `numbers` each, in float32, fit; None if factors are what limits them."""
-    with differentiated(model, x[:1], outputs=[output]) as (first, _):
-        return None if 4 * numbers <= first.nbytes else max(1, CHUNK_BYTES // (4 * numbers))
-
-
 def _coordinates(
     sizes: dict[str, int], num_features: int, seed: int
 ) -> dict[str, tuple[slice, Tensor]]:
     """Parameter name -> columns of the features, and the coordinates that they hold."""
     total = sum(sizes.values())
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(total, generator=generator)[:num_features].sort().values
+    mask = torch.zeros(total, dtype=torch.bool)
+    mask[torch.randperm(total, generator=generator)[:num_features]] = True
+    drawn = mask.nonzero().flatten()
     starts = np.cumsum([0, *sizes.values()])
     edges = torch.searchsorted(drawn, torch.from_numpy(starts)).tolist()
     return {

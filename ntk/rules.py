@@ -36,6 +36,8 @@ class Layer:
         Which of its calls reach the network's outputs.
     batch_axis : int
         Axis of its inputs and outputs that counts the examples.
+    copied : bool
+        Whether the network writes over its inputs or outputs, so that they have to be copied.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Layer:
     bias: str | None
     calls: tuple[int, ...]
     batch_axis: int
+    copied: bool
 
     def blocks(self, calls: Calls) -> list[Block]:
         """Columns of the Jacobian, factored where that takes less than half the memory.
@@ -101,7 +104,7 @@ def _conv(layer: Layer, calls: Calls) -> list[Block]:
             ConvBlock(
                 layer.weight,
                 layer.bias,
-                functional.pad(a, padding, mode=mode) if any(padding) else a,
+                (functional.pad(a, padding, mode=mode) if any(padding) else a).movedim(1, -1),
                 g,
                 kernel_size=tuple(module.kernel_size),
                 stride=tuple(module.stride),

@@ -14,7 +14,12 @@ MARKERS = "os^Dvp*"
 
 
 def accuracy_curves(
-    rounds: pd.DataFrame, path: str | Path, *, title: str = "", target: float | None = None
+    rounds: pd.DataFrame,
+    path: str | Path,
+    *,
+    title: str = "",
+    target: float | None = None,
+    bottom: float = 0.0,
 ) -> Path:
     """Draw test accuracy against communication rounds, one curve a run.
 
@@ -29,6 +34,8 @@ def accuracy_curves(
         Above the picture.
     target : float, optional
         Accuracy to mark with a line.
+    bottom : float
+        Accuracy at which the axis begins; rounds under it are cut off.
 
     Returns
     -------
@@ -52,9 +59,10 @@ def accuracy_curves(
         axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
         axes.annotate(
             f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
-            xytext=(-4, -3), textcoords="offset points", ha="right", va="top", color="0.4",
+            xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
         )  # fmt: skip
-    axes.set(xlabel="communication round", ylabel="test accuracy (%)", title=title, ylim=(0, 100))
+    axes.set(xlabel="communication round", ylabel="test accuracy (%)", title=title)
+    axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
