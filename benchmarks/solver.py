@@ -165,6 +165,8 @@ def picture(rows: list[dict[str, Any]]) -> None:
         ylabel="relative error of the outputs",
         title="RKC at tolerances 1e-3 ... 1e-5 (lines), Euler in unit steps (squares)",
     )
+    axes.set_xticks([200, 300, 500, 1000, 2000], ["200", "300", "500", "1,000", "2,000"])
+    axes.xaxis.minorticks_off()
     axes.title.set_fontsize(10)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(RESULTS / "solver.png", dpi=120)

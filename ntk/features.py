@@ -115,7 +115,7 @@ def entk_features(
                 _select(part, chosen, rows)
             else:
                 rows.copy_(_projected(part, list(sizes), num_features, seed))
-            if not torch.isfinite(rows.sum(dtype=torch.float64)):
+            if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
                 raise ValueError(
                     f"features: some are not finite in {dtype}; look for NaN in the inputs"
                     + (", or store them in float32" if dtype == torch.float16 else "")

@@ -1,0 +1,60 @@
+"""The benchmarks' networks are the simulations', and each measurement can be made."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedntk.simulations.models import MLP, SimpleCNN, resnet18
+
+from .conftest import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def sizes(model: torch.nn.Module) -> list[tuple[int, ...]]:
+    return sorted(tuple(p.shape) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("network", "ours"),
+    [
+        ("mlp-100", lambda: MLP((1, 28, 28), 10)),
+        ("simple-cnn", lambda: SimpleCNN((1, 28, 28), 10)),
+        ("resnet18-gn", lambda: resnet18((3, 32, 32), 10, "group")),
+    ],
+)
+def test_networks_are_those_of_the_simulations(network, ours):
+    spec = importlib.util.spec_from_file_location("benchmarks_common", BENCHMARKS / "common.py")
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
+    model, x = common.make(network, 2, "cpu")
+    assert sizes(model) == sizes(ours())
+    assert model(x).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("kernel", {"network": "mlp-100", "method": "factored", "n": 8, "device": "cpu"}),
+        ("kernel", {"network": "mlp-100", "method": "torch.func", "n": 8, "device": "cpu"}),
+        (
+            "entk_features",
+            {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"},
+        ),
+    ],
+)
+def test_measurement_runs_from_the_checkout_and_both_ways_agree(program, options):
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{program}.py", "--child", json.dumps(options)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["seconds"] > 0
+    if "relative-difference" in measured:
+        assert measured["relative-difference"] < 1e-5
