@@ -48,7 +48,7 @@ def test_networks_are_those_of_the_simulations(network, ours):
     ],
 )
 def test_measurement_runs_from_the_checkout_and_both_ways_agree(program, options):
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603 - our own program
         [sys.executable, BENCHMARKS / f"{program}.py", "--child", json.dumps(options)],
         capture_output=True,
         text=True,
