@@ -310,13 +310,14 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     with _captured([(*named, True) for named in candidates]) as few, torch.no_grad():
         model(two)
     with _captured([(*named, True) for named in candidates]) as calls, torch.enable_grad():
-        outputs = model(three)
+        three = three.requires_grad_() if three.is_floating_point() else three
+        outputs = model(three.clone())
     if not outputs.requires_grad:
         return ()
     uses = _uses_of_parameters(outputs)
     axes = {name: _batch_axis(few[name], calls[name]) for name, _ in candidates}
     followed = {name: calls[name] for name, axis in axes.items() if axis is not None}
-    reached = _reached(outputs, followed, axes)
+    reached = _reached(outputs, three, followed, axes)
     layers = []
     for name, module in candidates:
         axis, own_calls = axes[name], reached.get(name, ())
@@ -353,12 +354,16 @@ def _batch_axis(few: Calls, more: Calls) -> int | None:
 
 
 def _reached(
-    outputs: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
+    outputs: Tensor, x: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
 ) -> dict[str, tuple[int, ...]]:
-    """Find each layer's calls that reach the outputs, if examples keep to their own entries."""
+    """Find each layer's calls that reach the outputs, if examples keep to their own entries.
+
+    Where an example's outputs depend on another example (batch statistics), that is no layer.
+    """
+    network = "the examples"
     points = [
         (name, k, made)
-        for name, of_layer in calls.items()
+        for name, of_layer in {**calls, network: [(x, x)]}.items()
         for k, (_, made) in enumerate(of_layer)
         if made.requires_grad
     ]
@@ -373,8 +378,10 @@ def _reached(
         for (name, k, _), gradient in zip(points, found, strict=True):
             if gradient is not None:
                 reached.setdefault(name, set()).add(k)
-                if gradient.movedim(axes[name] or 0, 0)[of_others].any():
+                if gradient.movedim(axes.get(name) or 0, 0)[of_others].any():
                     mixed.add(name)
+    if network in mixed:
+        return {}
     return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
 
 

@@ -19,6 +19,7 @@ from .memory import require_memory
 
 __all__ = ["entk_features", "random_projection"]
 
+PROJECTION_BYTES = 512 * 2**20  # of the widest parameter's gradients
 BLOCK_BYTES = 64 * 2**20  # of the projection's matrix, made at a time
 ROWS = 4096  # of it that share a generator
 
@@ -101,13 +102,15 @@ def entk_features(
     )
     features = torch.empty(len(x), num_features, dtype=dtype)
     chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
-    widest = max(sizes.values()) if method == "projection" else 0
+    if method == "projection":  # few chunks: the matrix is made anew for each
+        widest = max(sizes.values(), default=1)
+        chunk_size = chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
     with differentiated(
         model,
         x,
         outputs=[output],
         chunk_size=chunk_size,
-        more_bytes=3 * 4 * num_features + 4 * widest,
+        more_bytes=3 * 4 * num_features,
     ) as (_, parts):
         for start, part in parts:
             rows = features[start : start + part.num_examples]

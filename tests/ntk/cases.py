@@ -271,6 +271,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)),
         (5,),
     ),
+    "batch-statistics": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ),
+        (2, 6, 6),
+    ),
     "dropout": (
         lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)),
         (5,),

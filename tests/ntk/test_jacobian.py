@@ -138,6 +138,7 @@ PATHS = {
     ("functional-use", "layer.weight"): "differentiated as it is",
     ("folded-positions", "layer.weight"): "differentiated as it is",
     ("shuffled", "layer.weight"): "differentiated as it is",
+    ("batch-statistics", "4.weight"): "differentiated as it is",
     ("lstm", "lstm.weight_ih_l0"): "differentiated as it is",
     ("attention", "attention.in_proj_weight"): "differentiated as it is",
     ("tokens-first", "table.weight"): "embedding, 7 positions, positions first",
