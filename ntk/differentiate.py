@@ -40,10 +40,11 @@ def jacobian(
     another kind) are differentiated as they are, by ``torch.func``; the result is exact in either
     case. :meth:`Jacobian.describe` says which path each parameter took.
 
-    Peak memory is ``n r`` bytes on the CPU for the result and ``b w`` on the model's device for a
-    chunk of b examples. r is the size of an example's blocks; w adds to it the inputs, the outputs
-    and the C gradients of all layers with a rule, and twice the dense size of the parameters
-    without one. Both are found with one example, and checked before the others are worked on.
+    Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
+    for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
+    a that of the outputs of all modules without children. Parameters without a rule, of size p,
+    make it ``w = 2 r + (2 + 2 C) a + 4 C p``. r and a are found with one example, and the sum is
+    checked before the others are worked on.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def differentiated(
         plan = _Plan.make(model, x, structure, outputs)
         plan.require_row()
         first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
-        work = first.nbytes + plan.workspace(x[:1]) + more_bytes
+        work = 2 * first.nbytes + plan.workspace(x[:1]) + more_bytes
         size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
             min(size, len(x)) * work,
@@ -192,14 +193,19 @@ class _Plan:
 
     def workspace(self, example: Tensor) -> int:
         """Bytes that an example takes on the way, the blocks themselves not counted."""
-        with torch.no_grad(), _captured(self.modules) as calls:
+        activations = 0
+
+        def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+            nonlocal activations
+            made = output if isinstance(output, tuple) else (output,)
+            activations += sum(t.nbytes for t in made if isinstance(t, Tensor))
+
+        leaves = [module for module in self.model.modules() if not list(module.children())]
+        with torch.no_grad(), _hooks((module, hook) for module in leaves):
             self.model(example)
-        size = 0
-        for layer in self.layers:
-            for given, made in calls[layer.name]:
-                size += given.nbytes + (1 + len(self.outputs)) * made.nbytes
         dense = sum(p.numel() * p.element_size() for p in self.rest.values())
-        return size + 2 * len(self.outputs) * dense
+        passes = 2 if self.rest else 1  # by rule, and by torch.func
+        return (2 + passes * len(self.outputs)) * activations + 4 * len(self.outputs) * dense
 
     def _by_rule(self, x: Tensor) -> list[Block]:
         with _captured(self.modules) as calls, torch.enable_grad():
