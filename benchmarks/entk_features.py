@@ -1,6 +1,8 @@
 """Tangent features of one logit: batched, against a backward pass for each example.
 
 SimpleCNN, 100,000 of its 421,642 coordinates (paper 002's number) and 1,000; random pictures.
+The floor is one backward pass for the sum over a batch, which gives no example's features: nothing
+that differentiates all examples can be faster.
 
     python benchmarks/entk_features.py [--device cpu]
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 CASES = [
     (100_000, "loop", 100),
+    (100_000, "floor", 1000),
     (100_000, "subsample", 100),
     (100_000, "subsample", 1000),
     (1000, "loop", 100),
@@ -51,7 +54,13 @@ def child(num_features: int, method: str, n: int, device: str) -> dict[str, Any]
     drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:num_features]
     coordinates = drawn.sort().values.to(device)
 
-    def work(x: Tensor) -> Tensor:
+    def floor(x: Tensor) -> None:
+        for part in x.split(64):
+            torch.autograd.grad(model(part)[:, 0].sum(), [*model.parameters()])
+
+    def work(x: Tensor) -> Tensor | None:
+        if method == "floor":
+            return floor(x)
         if method == "loop":
             return loop(model, x, coordinates)
         return entk_features(model, x, num_features, 0, method=method)
