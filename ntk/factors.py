@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .blocks import WORKSPACE, Block, tiles
 
@@ -246,16 +245,18 @@ class FactoredBlock(Block):
         return torch.cat([patches[:, g] @ rows[g].T for g in range(self.groups)], dim=2)
 
     def squared_norms(self) -> Tensor:  # noqa: D102
-        per_row = self.positions**2 if self._features_first else self.dense_size
+        per_row = 6 * self.positions**2 if self._features_first else 0
         return torch.cat(
-            [self.rows(rows)._row_norms() for rows in self._chunks(self._patch_size + 2 * per_row)]
+            [self.rows(rows)._row_norms() for rows in self._chunks(self._patch_size + per_row)]
         )
 
     def _row_norms(self) -> Tensor:
+        n = len(self.gradients)
+        norms = torch.zeros(n, dtype=torch.float64, device=self.gradients.device)
         if not self._features_first:
-            parts = [t.flatten(1).double().square().sum(1) for t in self.dense().values()]
-            return torch.stack(parts).sum(0)
-        norms = torch.zeros(len(self.gradients), dtype=torch.float64, device=self.gradients.device)
+            for part in self._dense_parts(2 * n):
+                norms += part.double().square().sum(1)
+            return norms
         for _, a, g in self._by_group():
             inner, signals = (
                 torch.bmm(rows, rows.transpose(1, 2))
@@ -400,16 +401,47 @@ class EmbeddingBlock(FactoredBlock):
     def width_in(self) -> int:  # noqa: D102
         return self.num_tokens
 
+    @property
+    def _features_first(self) -> bool:
+        _, outputs, positions, width = self.gradients.shape
+        return bool(positions**2 * (1 + outputs * width) <= outputs * width * self.num_tokens)
+
     def patches(self) -> Tensor:  # noqa: D102
-        one_hot = functional.one_hot(self.inputs, self.num_tokens)
-        return one_hot.to(self.gradients.dtype).unsqueeze(1)
+        raise NotImplementedError("the one-hot tokens are never made")
 
     def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
         return weights.transpose(-1, -2)
 
     @property
-    def _product_size(self) -> int:
+    def _patch_size(self) -> int:
         return 2 * int(self.positions * self.gradients.shape[3])
+
+    def _tables(self, gradients: Tensor) -> Tensor:
+        """Sum gradients (n, S, ...) by token, for each example: shape (n, tokens, ...)."""
+        n = len(gradients)
+        rows = self.inputs + self.num_tokens * torch.arange(n, device=gradients.device)[:, None]
+        tables = gradients.new_zeros(n * self.num_tokens, *gradients.shape[2:])
+        tables.index_add_(0, rows.flatten(), gradients.flatten(0, 1))
+        apart: Tensor = tables.unflatten(0, (n, self.num_tokens))
+        return apart
+
+    def _dense_parts(self, n: int) -> Iterator[Tensor]:
+        room = max(1, WORKSPACE // (n * self.num_tokens * self.gradients.element_size()))
+        for output in range(self.gradients.shape[1]):
+            for channels in self.gradients[:, output].split(room, dim=2):
+                yield self._tables(channels).flatten(1)
+
+    def _row_norms(self) -> Tensor:
+        if not self._features_first:
+            return super()._row_norms()
+        same = self.inputs[:, :, None] == self.inputs[:, None, :]
+        gradients = self.gradients.double().transpose(1, 2).flatten(2)
+        norms: Tensor = (same * torch.bmm(gradients, gradients.transpose(1, 2))).sum((1, 2))
+        return norms
+
+    def dense(self) -> dict[str, Tensor]:  # noqa: D102
+        tables = self._tables(self.gradients.transpose(1, 2))  # (n, tokens, C, d_out)
+        return {self.weight: tables.transpose(1, 2)}
 
     def _pairs(self, other: Self) -> Iterator[tuple[Tensor, Tensor]]:
         same = self.inputs.flatten()[:, None] == other.inputs.flatten()

@@ -29,6 +29,8 @@ from .memory import require_memory
 __all__ = ["Jacobian"]
 
 MAX_LAYOUT_BYTES = 1_000_000
+LARGEST = 1e12  # of a Jacobian's numbers: products of its factors must stay within float32
+LARGEST_STRIDE = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +314,7 @@ class Jacobian:
         Raises
         ------
         BadReply
-            With the reason ``"layout"``, ``"shape"``, ``"dtype"`` or ``"non-finite"``.
+            With the reason ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
         """
         if not arrays:
             raise BadReply("shape", "expected a layout and the blocks' arrays, got no array")
@@ -377,8 +379,14 @@ def _parse_block(entry: Any, parameters: Mapping[str, Sequence[int]]) -> Block:
             "dilation": [*dilation],
             **extra,
         } if not extra and isinstance(bias, str | None):
-            if not all(type(number) is int and number > 0 for number in (*stride, *dilation)):
-                raise BadReply("layout", f"stride and dilation of {weight!r}: expected at least 1")
+            if not all(
+                type(number) is int and 0 < number <= LARGEST_STRIDE
+                for number in (*stride, *dilation)
+            ):
+                raise BadReply(
+                    "layout",
+                    f"stride and dilation of {weight[:200]!r}: expected 1 ... {LARGEST_STRIDE}",
+                )
             if len(shape) < 3 or 0 in shape:
                 raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
             return ConvBlock(
@@ -402,6 +410,8 @@ def _tensor(array: NDArray[Any], *, integers: bool) -> Tensor:
         raise BadReply("dtype", f"expected float32 or float64, got {array.dtype}")
     if not np.isfinite(array).all():
         raise BadReply("non-finite", "the Jacobian holds NaN or infinity")
+    if array.size and max(array.max(), -array.min()) > LARGEST:
+        raise BadReply("scale", f"the Jacobian holds numbers over {LARGEST:g}")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 

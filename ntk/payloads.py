@@ -53,8 +53,8 @@ class JacobianUpload:
         Raises
         ------
         BadReply
-            With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"labels"`` or
-            ``"layout"``.
+            With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``, ``"labels"``
+            or ``"layout"``.
         """
         if len(arrays) < 3:
             raise BadReply("shape", f"expected at least 3 arrays, got {len(arrays)}")

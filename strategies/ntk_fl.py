@@ -12,6 +12,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
 
@@ -49,6 +50,7 @@ from .seeded_fedavg import SeededFedAvg, logger
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
+LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
 
 
@@ -173,8 +175,8 @@ class NTKFL(SeededFedAvg):
         """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
         weights = {name: array.numpy() for name, array in self.global_arrays.items()}
         shapes = {name: array.shape for name, array in weights.items()}
-        pairs, rejected = self.accepted(replies, lambda reply: _upload(reply, shapes))
-        pairs, odd = agreeing(pairs, lambda _, upload: upload.jacobian.form)
+        pairs, rejected = self.accepted(replies, lambda reply: _Checked.parse(reply, shapes))
+        pairs, odd = agreeing(pairs, lambda _, checked: checked.upload.jacobian.form)
         rejected += _dropped(odd, "layout", "its Jacobian has not the form of most replies'")
         pairs, odd = _without_outliers(pairs)
         rejected += _dropped(odd, "scale", "100 times larger than the median client's")
@@ -185,7 +187,9 @@ class NTKFL(SeededFedAvg):
             return None, metrics
 
         try:
-            candidates, linearised = self._candidates([u for _, u in pairs], weights, metrics)
+            candidates, linearised = self._candidates(
+                [checked.upload for _, checked in pairs], weights, metrics
+            )
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             # what well-formed numbers of the clients can bring about must not end the run
             logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
@@ -299,14 +303,27 @@ class NTKFL(SeededFedAvg):
         return [float(value) / count if count else math.inf for value in total]
 
 
-def _upload(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUpload:
-    upload = JacobianUpload.from_arrays(list(reply.arrays().values()), parameters=shapes)
-    if upload.jacobian.num_examples != reply.num_examples:
-        raise BadReply(
-            "num-examples",
-            f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}",
-        )
-    return upload
+@dataclass(frozen=True, eq=False)
+class _Checked:
+    """An upload, and the mean squares of its Jacobian's rows and of its outputs."""
+
+    upload: JacobianUpload
+    row: float
+    output: float
+
+    @classmethod
+    def parse(cls, reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> "_Checked":
+        upload = JacobianUpload.from_arrays(list(reply.arrays().values()), parameters=shapes)
+        if upload.jacobian.num_examples != reply.num_examples:
+            raise BadReply(
+                "num-examples",
+                f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}",
+            )
+        row = float(upload.jacobian.squared_norms().mean())
+        output = float(upload.outputs.double().square().mean())
+        if not math.isfinite(row + output):
+            raise BadReply("scale", "its Jacobian or its outputs have no finite norm")
+        return cls(upload, row, output)
 
 
 def _candidate(candidates: Mapping[str, NDArray[Any]], row: int) -> ArrayRecord:
@@ -314,8 +331,8 @@ def _candidate(candidates: Mapping[str, NDArray[Any]], row: int) -> ArrayRecord:
 
 
 def _without_outliers(
-    pairs: list[tuple[Reply, JacobianUpload]],
-) -> tuple[list[tuple[Reply, JacobianUpload]], list[Reply]]:
+    pairs: list[tuple[Reply, _Checked]],
+) -> tuple[list[tuple[Reply, _Checked]], list[Reply]]:
     """Split off clients whose rows or outputs are over 100 times larger than the median client's.
 
     Root mean squares are compared; outputs up to 100 pass in any case. One such client would set
@@ -324,13 +341,11 @@ def _without_outliers(
     """
     if len(pairs) < 3:
         return pairs, []
-    rows = [float(upload.jacobian.squared_norms().mean()) for _, upload in pairs]
-    outputs = [float(upload.outputs.double().square().mean()) for _, upload in pairs]
-    row_limit = 100**2 * statistics.median_low(rows)
-    output_limit = 100**2 * max(1.0, statistics.median_low(outputs))
+    row_limit = 100**2 * statistics.median_low(checked.row for _, checked in pairs)
+    output_limit = 100**2 * max(1.0, statistics.median_low(c.output for _, c in pairs))
     fits = [
-        (row <= row_limit or row_limit == 0) and output <= output_limit
-        for row, output in zip(rows, outputs, strict=True)
+        (checked.row <= row_limit or row_limit == 0) and checked.output <= output_limit
+        for _, checked in pairs
     ]
     kept = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
     return kept, [pair[0] for pair, fit in zip(pairs, fits, strict=True) if not fit]
@@ -349,4 +364,6 @@ def _losses(reply: Reply, count: int) -> NDArray[np.float64]:
     values = np.array(losses, dtype=np.float64)
     if (values < 0).any() or not np.isfinite(values).any():
         raise BadReply("losses", f"expected losses of at least 0, some finite, got {losses}")
+    if (np.isfinite(values) & (values > LARGEST_LOSS)).any():
+        raise BadReply("losses", f"expected finite losses of at most {LARGEST_LOSS:g}")
     return values

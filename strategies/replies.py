@@ -1,5 +1,6 @@
 """A client's reply, checked before any of it is used."""
 
+import io
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -58,6 +59,8 @@ class Reply:
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, float) and math.isnan(number):
                     raise BadReply("non-finite", f"metric {key!r} is not a number")
+                if isinstance(number, int) and abs(number) >= 2**63:
+                    raise BadReply("metrics", f"metric {key!r} has more than 64 bits")
         examples = self.metrics.pop(num_examples_key, None)
         if (
             not isinstance(examples, int | float)
@@ -94,12 +97,36 @@ class Reply:
         arrays = {}
         for name, array in record.items():
             try:
-                arrays[name] = array.numpy()
-            except Exception as error:  # np.load raises whatever hostile bytes provoke
+                arrays[name] = _from_npy(array.data)
+            except Exception as error:  # whatever hostile bytes provoke
                 raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
-            if not isinstance(arrays[name], np.ndarray):  # np.load opens zip files, too
-                raise BadReply("arrays", f"{name!r} is no array")
         return arrays
+
+
+def _from_npy(data: bytes) -> NDArray[Any]:
+    """Read an array in NumPy's file format, refusing sizes that its bytes do not have.
+
+    ``np.load`` reserves what a header declares before it reads.
+    """
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the format")
+    shape, fortran_order, dtype = _HEADERS[version](file)
+    count, left = math.prod(shape), len(data) - file.tell()
+    size = count * dtype.itemsize
+    if dtype.hasobject or dtype.itemsize == 0 or min(shape, default=0) < 0 or size != left:
+        raise ValueError(f"{left} bytes for {dtype} of shape {shape}")
+    if left == 0:
+        return np.empty(shape, dtype)
+    flat: NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell())
+    return flat.reshape(shape, order="F" if fortran_order else "C")
+
+
+_HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], tuple[tuple[int, ...], bool, Any]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def agreeing(

@@ -357,6 +357,8 @@ def test_a_damaged_upload_is_refused_with_its_reason(damage, reason):
         ("narrow-maps", lambda a: [a[0], a[1], a[2][:, :, :1], *a[3:]], "shape"),
         ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [0, 2]'), "layout"),
         ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [2, true]'), "layout"),
+        ("narrow-maps", _edited('"stride": [2, 2]', f'"stride": [{2**63}, 2]'), "layout"),
+        ("narrow-maps", lambda a: [a[0], a[1] * 1e15, *a[2:]], "scale"),
         ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [2]'), "layout"),
         ("narrow-maps", _edited('"stride": [2, 2]', '"stride": 2'), "layout"),
         ("narrow-maps", _edited('"stride": [2, 2]', '"stride": [9, 9]'), "shape"),

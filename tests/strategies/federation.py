@@ -171,6 +171,16 @@ def archive(reply: Message) -> Message:
     return reply
 
 
+def boasting(reply: Message) -> Message:
+    """Replace an array by a header that declares 4 TB, and no data."""
+    buffer = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    arrays = reply.content["arrays"]
+    arrays[next(iter(arrays))] = Array("float32", (3,), "numpy.ndarray", buffer.getvalue())
+    return reply
+
+
 def damaged(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
     """Change the array at a position."""
 
@@ -189,6 +199,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
     "garbage": (garbage, "arrays"),
     "zip archive": (archive, "arrays"),
+    "header without data": (boasting, "arrays"),
     "two array records": (second_record("arrays"), "arrays"),
     "two metric records": (second_record("metrics"), "metrics"),
     "NaN": (damaged(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
@@ -203,6 +214,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
     "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
     "no num-examples": (with_metrics(num_examples=None), "num-examples"),
+    "metric of 67 bits": (with_metrics(train_loss=10**20), "metrics"),
     "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
 }
 

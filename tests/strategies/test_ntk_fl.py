@@ -11,7 +11,18 @@ from fedntk.clients import NTKFLClient, set_weights
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
 from fedntk.strategies import NTKFL
 
-from .federation import NUM_CLIENTS, Grid, app, bits, damaged, examples, lost, network, start
+from .federation import (
+    NUM_CLIENTS,
+    Grid,
+    app,
+    bits,
+    damaged,
+    examples,
+    lost,
+    network,
+    start,
+    with_arrays,
+)
 
 STEPS = (5, 20, 80, 400)
 OPTIONS = {"learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0}
@@ -180,7 +191,15 @@ def _with_losses(losses: object, partition: int | None = None):  # type: ignore[
 
 @pytest.mark.parametrize(
     "losses",
-    [[0.0], 0.0, [float("nan")] * 4, [0.0] * 9, [-1.0, 1.0, 1.0, 1.0], [float("inf")] * 4],
+    [
+        [0.0],
+        0.0,
+        [float("nan")] * 4,
+        [0.0] * 9,
+        [-1.0, 1.0, 1.0, 1.0],
+        [float("inf")] * 4,
+        [1e308] * 4,  # times the examples, infinite
+    ],
 )
 def test_a_bad_answer_to_the_query_is_left_out(losses):
     """Partition 3 lies, and the result is that of its silence."""
@@ -235,10 +254,33 @@ def test_a_client_with_a_giant_jacobian_is_left_out(factor):
     assert strategy.train_metrics[1]["rejected-scale"] == 1
 
 
+@pytest.mark.parametrize("inverse", [0.0, 1e-25])
+def test_giant_factors_of_an_ordinary_jacobian_are_refused(inverse):
+    """1e25 times the inputs and 1e-25 times the gradients: the kernel would overflow on the way."""
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        names = list(arrays)
+        arrays[names[3]] = arrays[names[3]] * np.float32(1e25)
+        arrays[names[4]] = arrays[names[4]] * np.float32(inverse)
+        return arrays
+
+    strategy = NTKFL(**OPTIONS)
+    attacked = start(strategy, Grid(app(NTKFLClient), changes={2: with_arrays(change)}))
+    without = start(NTKFL(**OPTIONS), Grid(app(NTKFLClient), changes={2: lost}))
+    assert bits(attacked) == bits(without)
+    assert strategy.train_metrics[1]["rejected-scale"] == 1
+
+
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 def test_a_kernel_that_overflows_leaves_the_model(loss, caplog):
-    """1e30 squared is beyond float32, and all clients agree on the scale."""
-    changes = dict.fromkeys(range(NUM_CLIENTS), damaged(3, lambda a: a * np.float32(1e30)))
+    """1e22 squared is beyond float32, and all clients agree on the scale."""
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        for name in list(arrays)[3:5]:  # inputs and gradients of a layer
+            arrays[name] = arrays[name] * np.float32(1e11)
+        return arrays
+
+    changes = dict.fromkeys(range(NUM_CLIENTS), with_arrays(change))
     weights = start(NTKFL(loss=loss, **OPTIONS), Grid(app(NTKFLClient, loss=loss), changes=changes))
     assert bits(weights) == bits({k: v.numpy() for k, v in network().state_dict().items()})
     assert "no evolution" in caplog.text
