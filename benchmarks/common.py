@@ -1,5 +1,6 @@
 """What the benchmarks of the mathematics share. Torch and numpy alone, straight from a checkout."""
 
+import argparse
 import csv
 import gzip
 import importlib.util
@@ -9,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
+STEPS = (*range(100, 1001, 100), 1500, 2000)  # the strategies' own grid of t
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -154,6 +156,33 @@ def _memory(key: str) -> int:
     raise RuntimeError(f"the kernel does not report {key}")
 
 
+def options(description: str, child: Callable[..., Any], *, data_dir: bool = False) -> Any:
+    """Parse the command line, TF32 off. With ``--child``, measure that one case and exit."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    if data_dir:
+        parser.add_argument("--data-dir", help="in torchvision's layout")
+    chosen = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if chosen.child:
+        print(json.dumps(child(**json.loads(chosen.child))))
+        sys.exit()
+    if data_dir and not chosen.data_dir:
+        parser.error("--data-dir is needed")
+    return chosen
+
+
+def measured(program: str, cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measure each case in a process of its own; those that fail are left out."""
+    rows = []
+    for case in cases:
+        if (row := in_child(program, case)) is not None:
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
 def in_child(program: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """Run one measurement in a process of its own; None, with the reason printed, if it fails."""
     done = subprocess.run(  # noqa: S603 - this very program
@@ -192,9 +221,12 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def write(stem: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Write all measurements as CSV and the summary as JSON; print both."""
+def write(
+    stem: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], device: str = "cpu"
+) -> None:
+    """Write all measurements as CSV and the summary as JSON, with _cuda for a GPU; print both."""
     RESULTS.mkdir(exist_ok=True)
+    stem += "" if device == "cpu" else f"_{device.split(':')[0]}"
     keys = list(dict.fromkeys(key for row in rows for key in row))
     with (RESULTS / f"{stem}.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, keys, lineterminator="\n")

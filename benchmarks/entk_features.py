@@ -9,12 +9,10 @@ that differentiates all examples can be faster.
 Writes results/entk_features.csv and .json (with _cuda for a GPU). Needs torch and numpy alone.
 """
 
-import argparse
-import json
 from typing import Any
 
 import torch
-from common import in_child, machine, make, timed, use_checkout, write
+from common import machine, make, measured, options, timed, use_checkout, write
 from torch import Tensor, nn
 
 CASES = [
@@ -66,44 +64,31 @@ def child(num_features: int, method: str, n: int, device: str) -> dict[str, Any]
         return entk_features(model, x, num_features, 0, method=method)
 
     work(x[:2])
-    measured = timed(lambda: work(x), device)
-    measured["ms-an-example"] = 1e3 * measured["seconds"] / n
+    found = timed(lambda: work(x), device)
+    found["ms-an-example"] = 1e3 * found["seconds"] / n
     if method == "subsample":
         other = loop(model, x[:20], coordinates)
-        measured["relative-difference"] = float((work(x[:20]) - other).norm() / other.norm())
-    return measured
+        found["relative-difference"] = float((work(x[:20]) - other).norm() / other.norm())
+    return found
 
 
 def main() -> None:
     """Measure all, write, print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if arguments.child:
-        print(json.dumps(child(**json.loads(arguments.child))))
-        return
-    rows = []
-    for num_features, method, n in CASES:
-        row = in_child(
-            __file__,
-            {"num_features": num_features, "method": method, "n": n, "device": arguments.device},
-        )
-        if row is not None:
-            rows.append(row)
-            print(row, flush=True)
+    device = options(__doc__, child).device
+    rows = measured(
+        __file__,
+        [{"num_features": p, "method": m, "n": n, "device": device} for p, m, n in CASES],
+    )
     each = {(r["num_features"], r["method"], r["n"]): r["ms-an-example"] for r in rows}
     summary = {
-        "machine": machine(arguments.device),
+        "machine": machine(device),
         "times-faster-than-the-loop": {
             f"{method}, p={p}, n={n}": round(each[p, "loop", 100] / ms, 1)
             for (p, method, n), ms in each.items()
             if method != "loop"
         },
     }
-    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
-    write(f"entk_features{suffix}", rows, summary)
+    write("entk_features", rows, summary, device)
 
 
 if __name__ == "__main__":

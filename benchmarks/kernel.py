@@ -11,13 +11,10 @@ memory over that before it. Writes results/kernel.csv and .json, or kernel_cuda.
 numpy alone.
 """
 
-import argparse
-import json
-import sys
 from typing import Any
 
 import torch
-from common import in_child, machine, make, timed, use_checkout, write
+from common import machine, make, measured, options, timed, use_checkout, write
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
@@ -52,53 +49,38 @@ def child(network: str, method: str, n: int, device: str) -> dict[str, Any]:
 
     work = factored if method == "factored" else lambda x: contraction(model, x)
     work(x[:2])  # loads what is loaded once
-    measured = timed(lambda: work(x), device)
+    found = timed(lambda: work(x), device)
     if method == "factored":
-        kernel = 4 * n**2 / 1e6
-        measured["kernel-mb"] = kernel
-        measured["jacobian-mb"] = jacobian(model, x[:2]).nbytes / 2 * n / 1e6
+        found["kernel-mb"] = kernel = 4 * n**2 / 1e6
+        found["jacobian-mb"] = jacobian(model, x[:2]).nbytes / 2 * n / 1e6
         if network == "mlp-100":
-            block = WORKSPACE / 1e6
-            measured["peak-over-kernel-and-block"] = measured["peak-mb"] / (kernel + block)
-    if network == "mlp-100" and method == "factored":
-        operations = n**2 * (
-            784 + 1000 + 100 + 100
-        )  # multiply-adds of half of the symmetric kernel
-        measured["gflops"] = operations / measured["seconds"] / 1e9
+            found["peak-over-kernel-and-block"] = found["peak-mb"] / (kernel + WORKSPACE / 1e6)
+            operations = n**2 * (784 + 1000 + 100 + 100)  # of half of the symmetric kernel
+            found["gflops"] = operations / found["seconds"] / 1e9
     if n <= 8 or (network == "mlp-100" and n == 50):
         difference = factored(x) - contraction(model, x)
-        measured["relative-difference"] = float(difference.norm() / factored(x).norm())
-    return measured
+        found["relative-difference"] = float(difference.norm() / factored(x).norm())
+    return found
 
 
 def main() -> None:
     """Measure all, write, print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if arguments.child:
-        print(json.dumps(child(**json.loads(arguments.child))))
-        return
+    device = options(__doc__, child).device
     cases = [
         (net, n, m) for net, ns in BOTH.items() for n in ns for m in ("torch.func", "factored")
     ]
     cases += [(net, n, "factored") for net, ns in ALONE.items() for n in ns]
-    rows = []
-    for network, n, method in cases:
-        options = {"network": network, "method": method, "n": n, "device": arguments.device}
-        row = in_child(__file__, options)
-        if row is not None:
-            rows.append(row)
-            print(row, file=sys.stderr)
+    rows = measured(
+        __file__,
+        [{"network": net, "method": m, "n": n, "device": device} for net, n, m in cases],
+    )
     found = {(r["network"], r["n"], r["method"]): r for r in rows}
     pairs = {
         (net, n): (found[net, n, "torch.func"], found[net, n, "factored"])
         for net, n, _ in found
         if (net, n, "torch.func") in found and (net, n, "factored") in found
     }
-    summary: dict[str, Any] = {"machine": machine(arguments.device)}
+    summary: dict[str, Any] = {"machine": machine(device)}
     for key, name in (("seconds", "times-faster"), ("peak-mb", "times-less-memory")):
         summary[name] = {
             f"{net} n={n}": round(slow[key] / fast[key], 1)
@@ -108,8 +90,7 @@ def main() -> None:
     summary["share-of-matrix-rate"] = {
         f"{r['network']} n={r['n']}": round(r["gflops"] / rate, 2) for r in rows if "gflops" in r
     }
-    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
-    write(f"kernel{suffix}", rows, summary)
+    write("kernel", rows, summary, device)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from fedntk.simulations import Config, load_results, run
 from fedntk.simulations.figures import accuracy_curves
 from fedntk.simulations.results import machine
@@ -43,6 +41,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     arguments = parser.parse_args()
     folders, splits, configs = [], {}, {}
+    reached: dict[str, dict[str, list[int | None]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in map(int, arguments.seeds.split(",")):
             for name, (stem, overrides) in RUNS.items():
@@ -53,11 +52,14 @@ def main() -> None:
                     rounds=arguments.rounds,
                     data_dir=arguments.data_dir,
                     out=f"{scratch}/{name}-{seed}",
+                    targets=",".join(map(str, TARGETS)),
                     **overrides,
                 )
                 finished = run(config)
                 folders.append(finished.folder)
                 splits[str(seed)] = finished.summary["split"]
+                for target, first in finished.summary["rounds-to-target"].items():
+                    reached.setdefault(name, {}).setdefault(target, []).append(first)
                 settings = config.values()
                 configs[name] = {
                     k: v for k, v in settings.items() if k not in ("out", "data-dir", "seed")
@@ -78,7 +80,7 @@ def main() -> None:
         "machine": machine(),
         "configurations": configs,
         "splits": splits,
-        "rounds-to-target": rounds_to_targets(table),
+        "rounds-to-target": reached,
         "median-seconds-a-round": seconds.median().round(2).to_dict(),
     }
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -92,20 +94,6 @@ def main() -> None:
     print(shown.round(4).to_string())
     print(shown.groupby("run").mean().round(4).to_string())
     print(json.dumps({k: v for k, v in summary.items() if k != "configurations"}, indent=2))
-
-
-def rounds_to_targets(table: pd.DataFrame) -> dict[str, dict[str, list[int | None]]]:
-    """First round at each target, one entry a seed; null where it was not reached."""
-    return {
-        name: {
-            str(target): [
-                next((int(r) for r, value in row.items() if value >= target), None)
-                for _, row in rows.iterrows()
-            ]
-            for target in TARGETS
-        }
-        for name, rows in table.groupby("run", sort=False)
-    }
 
 
 if __name__ == "__main__":

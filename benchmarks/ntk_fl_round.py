@@ -13,15 +13,22 @@ Each round runs in a process of its own. Writes results/ntk_fl_round.csv and .js
 a GPU). Needs torch and numpy alone.
 """
 
-import argparse
-import json
 import time
 from typing import Any
 
 import torch
-from common import fashion_mnist, in_child, machine, mlp, timed, use_checkout, write
+from common import (
+    STEPS,
+    fashion_mnist,
+    machine,
+    measured,
+    mlp,
+    options,
+    timed,
+    use_checkout,
+    write,
+)
 
-STEPS = (*range(100, 1001, 100), 1500, 2000)
 CASES = [(c, "mean") for c in (5, 20, 50, 100)] + [(c, "full") for c in (5, 20, 50, 100)]
 CASES += [(5, "mean, unbuilt")]
 AUTHORS_SECONDS = 208  # the authors' program, 5 clients x 200 examples, on four CPU cores
@@ -95,39 +102,25 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
         mark("candidates-s")
 
     jacobian(model, pictures[0][:2])  # loads what is loaded once
-    measured = timed(one_round, device, at_least=3.0)
-    return {"n": sum(sizes), **measured, **parts}
+    return {"n": sum(sizes), **timed(one_round, device, at_least=3.0), **parts}
 
 
 def main() -> None:
     """Measure all, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data-dir")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    if arguments.child:
-        print(json.dumps(child(**json.loads(arguments.child))))
-        return
-    rows = []
-    for clients, kernel in CASES:
-        options = {"clients": clients, "kernel": kernel, "device": arguments.device}
-        row = in_child(__file__, options | {"data_dir": arguments.data_dir})
-        if row is not None:
-            row.pop("data_dir")
-            rows.append(row)
-            print(row, flush=True)
+    chosen = options(__doc__, child, data_dir=True)
+    fixed = {"device": chosen.device, "data_dir": chosen.data_dir}
+    rows = measured(__file__, [{"clients": c, "kernel": k, **fixed} for c, k in CASES])
+    for row in rows:
+        del row["data_dir"]
     at_1000 = next(r for r in rows if r["clients"] == 5 and r["kernel"] == "mean")
     summary = {
-        "machine": machine(arguments.device),
+        "machine": machine(chosen.device),
         "authors-program-seconds-at-n-1000": AUTHORS_SECONDS,
         "times-faster-than-it": round(AUTHORS_SECONDS / at_1000["seconds"]),
         "seconds": {f"{r['kernel']}, n={r['n']}": round(r["seconds"], 3) for r in rows},
         "peak-gb": {f"{r['kernel']}, n={r['n']}": round(r["peak-mb"] / 1e3, 2) for r in rows},
     }
-    suffix = "" if arguments.device == "cpu" else f"_{arguments.device.split(':')[0]}"
-    write(f"ntk_fl_round{suffix}", rows, summary)
+    write("ntk_fl_round", rows, summary, chosen.device)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import time
 from typing import Any
 
 import torch
-from common import RESULTS, fashion_mnist, machine, mlp, use_checkout, write
+from common import RESULTS, STEPS, fashion_mnist, machine, mlp, use_checkout, write
 from torch import Tensor
 
-STEPS = (*range(100, 1001, 100), 1500, 2000)
 TOLERANCES = (1e-3, 3e-4, 2e-4, 1e-4, 3e-5, 1e-5)
 ETA = 0.01
 

@@ -306,11 +306,12 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     a parameter must be by a call of its layer.
     """
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
-    candidates = [
-        (name, module)
+    rules = {
+        name: rule
         for name, module in model.named_modules()
-        if rule_for(module) and any(p in names for p in module._parameters.values())
-    ]
+        if (rule := rule_for(module)) and any(p in names for p in module._parameters.values())
+    }
+    candidates = [(name, model.get_submodule(name)) for name in rules]
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
     written = _written_over(model, two, candidates)
     with _captured([(*named, True) for named in candidates]) as few, torch.no_grad():
@@ -332,10 +333,12 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
             own_calls
             and axis is not None
             and (axis == 0 or any_axis(module))
-            and all(uses[module._parameters[key]] == len(own_calls) for key in own)
+            and all(uses[module.get_parameter(key)] == len(own_calls) for key in own)
         ):
             weight, bias = own.get("weight"), own.get("bias")
-            layers.append(Layer(name, module, weight, bias, own_calls, axis, name in written))
+            layers.append(
+                Layer(name, module, rules[name], weight, bias, own_calls, axis, name in written)
+            )
     return tuple(layers)
 
 

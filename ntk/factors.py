@@ -100,9 +100,14 @@ class FactoredBlock(Block):
         return self.inputs[0].numel() + self.gradients[0].numel()
 
     @property
+    def _match_cost(self) -> int:
+        """Operations of a . a' for a pair of positions, in all groups."""
+        return self.groups * self.width_in
+
+    @property
     def _features_first(self) -> bool:
         _, outputs, positions, width = self.gradients.shape
-        pairs = positions**2 * (self.groups * self.width_in + outputs * width)
+        pairs = positions**2 * (self._match_cost + outputs * width)
         return bool(pairs <= outputs * width * self.width_in)
 
     def patches(self) -> Tensor:
@@ -134,11 +139,6 @@ class FactoredBlock(Block):
     def _patch_size(self) -> int:
         """Numbers per example of patches and of the layer's outputs."""
         return int(self.positions * (self.groups * self.width_in + self.gradients.shape[3]))
-
-    @property
-    def _product_size(self) -> int:
-        """Numbers per example that a vjp or a jvp makes on the way."""
-        return self._patch_size
 
     def add_gram(self, kernel: Tensor, other: Self) -> None:  # noqa: D102
         if self._features_first:
@@ -200,7 +200,7 @@ class FactoredBlock(Block):
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
         parts = [
             self.rows(rows)._weighted_sums(residual[rows])
-            for rows in self._chunks(self._product_size)
+            for rows in self._chunks(self._patch_size)
         ]
         weight = sum((w for w, _ in parts[1:]), parts[0][0])
         update = {self.weight: self.shaped(weight)}
@@ -228,7 +228,7 @@ class FactoredBlock(Block):
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
         weight = update[self.weight]
         changes = []
-        for rows in self._chunks(self._product_size):
+        for rows in self._chunks(self._patch_size):
             part = self.rows(rows)
             moved = part._pushed_forward(weight)
             if self.bias is not None:
@@ -402,9 +402,8 @@ class EmbeddingBlock(FactoredBlock):
         return self.num_tokens
 
     @property
-    def _features_first(self) -> bool:
-        _, outputs, positions, width = self.gradients.shape
-        return bool(positions**2 * (1 + outputs * width) <= outputs * width * self.num_tokens)
+    def _match_cost(self) -> int:
+        return 1
 
     def patches(self) -> Tensor:  # noqa: D102
         raise NotImplementedError("the one-hot tokens are never made")

@@ -64,7 +64,8 @@ def entk_features(
     dtype : torch.dtype
         Of the result: float16, float32 or float64.
     chunk_size : int, optional
-        Examples b at a time; by default as :func:`jacobian` chooses them.
+        Examples b at a time; by default as :func:`jacobian` chooses them, or, with
+        ``"projection"``, as many as make 512 MiB of the largest parameter's gradients.
 
     Returns
     -------

@@ -408,9 +408,10 @@ def _tensor(array: NDArray[Any], *, integers: bool) -> Tensor:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if array.dtype not in (np.float32, np.float64):
         raise BadReply("dtype", f"expected float32 or float64, got {array.dtype}")
-    if not np.isfinite(array).all():
+    largest = max(array.max(), -array.min()) if array.size else 0.0  # NaN if there is any
+    if not np.isfinite(largest):
         raise BadReply("non-finite", "the Jacobian holds NaN or infinity")
-    if array.size and max(array.max(), -array.min()) > LARGEST:
+    if largest > LARGEST:
         raise BadReply("scale", f"the Jacobian holds numbers over {LARGEST:g}")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 

@@ -30,6 +30,8 @@ class Layer:
         In ``model.named_modules()``.
     module : nn.Module
         The layer.
+    rule : callable
+        What :func:`rule_for` found for it.
     weight, bias : str or None
         Names of its trainable parameters; None where there is none or it is frozen.
     calls : tuple of int
@@ -42,6 +44,7 @@ class Layer:
 
     name: str
     module: nn.Module
+    rule: "Rule"
     weight: str | None
     bias: str | None
     calls: tuple[int, ...]
@@ -57,10 +60,7 @@ class Layer:
             For each call, the inputs, (n, ...), and the gradients of each of the C outputs with
             respect to the layer's outputs, (n, C, ...).
         """
-        rule = rule_for(self.module)
-        if rule is None:
-            raise TypeError(f"no rule for {type(self.module).__name__}")
-        return rule(self, calls)
+        return self.rule(self, calls)
 
 
 Rule = Callable[[Layer, Calls], list[Block]]
@@ -193,10 +193,7 @@ def _smaller(calls: Sequence[FactoredBlock]) -> list[Block]:
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return sum(parts[1:], parts[0])
 
 
 def _plain_embedding(module: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import Array, Message
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -97,17 +97,20 @@ class Reply:
         arrays = {}
         for name, array in record.items():
             try:
-                arrays[name] = _from_npy(array.data)
+                arrays[name] = _from_npy(array)
             except Exception as error:  # whatever hostile bytes provoke
                 raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
         return arrays
 
 
-def _from_npy(data: bytes) -> NDArray[Any]:
+def _from_npy(array: Array) -> NDArray[Any]:
     """Read an array in NumPy's file format, refusing sizes that its bytes do not have.
 
-    ``np.load`` reserves what a header declares before it reads.
+    ``np.load``, and so ``array.numpy()``, reserves what a header declares before it reads.
     """
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"serialised as {array.stype!r}")
+    data = array.data
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:

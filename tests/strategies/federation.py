@@ -181,6 +181,14 @@ def boasting(reply: Message) -> Message:
     return reply
 
 
+def other_serialisation(reply: Message) -> Message:
+    arrays = reply.content["arrays"]
+    first = next(iter(arrays))
+    old = arrays[first]
+    arrays[first] = Array(old.dtype, old.shape, "safetensors", old.data)
+    return reply
+
+
 def damaged(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
     """Change the array at a position."""
 
@@ -199,6 +207,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
     "garbage": (garbage, "arrays"),
     "zip archive": (archive, "arrays"),
+    "other serialisation": (other_serialisation, "arrays"),
     "header without data": (boasting, "arrays"),
     "two array records": (second_record("arrays"), "arrays"),
     "two metric records": (second_record("metrics"), "metrics"),
