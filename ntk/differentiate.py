@@ -152,7 +152,6 @@ class _Plan:
     outputs: tuple[int, ...]
     layers: tuple[Layer, ...]
     rest: Mapping[str, Tensor]
-    arrange: Callable[[Tensor], Tensor]
 
     @classmethod
     def make(
@@ -168,11 +167,10 @@ class _Plan:
         outputs = range(shape[1]) if outputs is None else outputs
         if not outputs or not all(0 <= c < shape[1] for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
-        arrange = _arrangement(model, x)
-        layers = _layers(model, arrange(x[:3])) if structure == "factored" else ()
+        layers = _layers(model, x[:3]) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = {name: p for name, p in parameters.items() if name not in by_rule}
-        return cls(model, tuple(outputs), layers, rest, arrange)
+        return cls(model, tuple(outputs), layers, rest)
 
     @property
     def modules(self) -> list[tuple[str, nn.Module, bool]]:
@@ -209,7 +207,7 @@ class _Plan:
 
     def _by_rule(self, x: Tensor) -> list[Block]:
         with _captured(self.modules) as calls, torch.enable_grad():
-            totals = self.model(self.arrange(x)).sum(0)
+            totals = self.model(x).sum(0)
         points = []
         for layer in self.layers:
             if len(calls[layer.name]) <= max(layer.calls):
@@ -218,7 +216,7 @@ class _Plan:
                     "some examples and more often for others; use structure='dense'"
                 )
             points += [calls[layer.name][k][1] for k in layer.calls]
-        gradients = [_stack_of(point, len(self.outputs)) for point in points]
+        gradients = [p.new_empty(len(self.outputs), *p.shape) for p in points]
         for row, output in enumerate(self.outputs):
             last = row + 1 == len(self.outputs)
             found = torch.autograd.grad(
@@ -275,27 +273,6 @@ class _Plan:
         ]
         stacked = (torch.stack(row) for row in zip(*rows, strict=True))
         return dict(zip(parameters, stacked, strict=True))
-
-
-def _arrangement(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what puts pictures in channels-last order, two to three times faster, or leaves them.
-
-    A model that uses ``view`` on what its convolutions make takes them only as they are.
-    """
-
-    def channels_last(x: Tensor) -> Tensor:
-        _, channels, height, width = x.shape
-        strides = (channels * height * width, 1, channels * width, channels)
-        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-    if x.ndim != 4 or not any(isinstance(m, nn.Conv2d) for m in model.modules()):
-        return lambda x: x
-    try:
-        with torch.no_grad():
-            model(channels_last(x[:2]))
-    except RuntimeError:
-        return lambda x: x
-    return channels_last
 
 
 def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
@@ -456,11 +433,3 @@ def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _stack_of(tensor: Tensor, count: int) -> Tensor:
-    """Room for `count` tensors like this one, each in its order of memory."""
-    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        strides = (tensor.numel(), *tensor.stride())
-        return tensor.new_empty_strided((count, *tensor.shape), strides)
-    return tensor.new_empty(count, *tensor.shape)
