@@ -43,7 +43,8 @@ def jacobian(
     Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
-    make it ``w = 2 r + (2 + 2 C) a + 4 C p``. r and a are found with one example, and the sum is
+    make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
+    top. r and a are found with one example, and the sum is
     checked before the others are worked on.
 
     Parameters

@@ -106,7 +106,7 @@ def evolve(
     memory_budget : int, optional
         Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
         available by default. Past it no matrix is built, and the solver takes products with
-        :meth:`Jacobian.mean_product`, which cost C^2 times the full kernel's.
+        :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
 
     Returns
     -------
