@@ -58,8 +58,10 @@ def main() -> None:
                 finished = run(config)
                 folders.append(finished.folder)
                 splits[str(seed)] = finished.summary["split"]
-                for target, first in finished.summary["rounds-to-target"].items():
-                    reached.setdefault(name, {}).setdefault(target, []).append(first)
+                for target, first in finished.summary["to-target"].items():
+                    reached.setdefault(name, {}).setdefault(target, []).append(
+                        first and first["round"]
+                    )
                 settings = config.values()
                 configs[name] = {
                     k: v for k, v in settings.items() if k not in ("out", "data-dir", "seed")
@@ -86,11 +88,10 @@ def main() -> None:
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     accuracy_curves(
         rounds,
-        stem.with_suffix(".png"),
         title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 clients a round",
         target=0.85,
         bottom=0.5,
-    )
+    ).savefig(stem.with_suffix(".png"))
     print(shown.round(4).to_string())
     print(shown.groupby("run").mean().round(4).to_string())
     print(json.dumps({k: v for k, v in summary.items() if k != "configurations"}, indent=2))

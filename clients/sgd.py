@@ -15,6 +15,7 @@ from torch import nn
 from fedntk.ntk import loss_value
 
 from .base import ModelClient, Scalar
+from .randomness import own_randomness
 from .weights import get_weights, set_weights
 
 __all__ = ["SGDClient"]
@@ -54,10 +55,13 @@ class SGDClient(ModelClient):
         super().__init__(*args, **model_options)
         self.local_epochs = local_epochs
         self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.weight_decay = weight_decay
         self.seed = seed
+        self.optimizer = torch.optim.SGD(
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=learning_rate,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -78,23 +82,22 @@ class SGDClient(ModelClient):
         """
         set_weights(self.model, parameters)
         train_loss = loss_value(self.outputs(self.x), self.targets, self.loss)
-        optimizer = torch.optim.SGD(
-            [p for p in self.model.parameters() if p.requires_grad],
-            lr=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
-        self.model.train()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # dropout draws from the global generator
-            torch.manual_seed(self._round_seed(config))
-            for _ in range(self.local_epochs):
-                for batch in self._batches(torch.randperm(len(self.x))):
-                    optimizer.zero_grad()
-                    outputs = self.model(self.x[batch].to(self.device))
-                    self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
-                    optimizer.step()
+        if self.local_epochs:
+            probe = self.x[:2].to(self.device)
+            with own_randomness(self.model, probe, self._round_seed(config)) as generator:
+                set_weights(self.model, parameters)  # the probe may have moved statistics
+                self._train(generator)
         return get_weights(self.model), len(self.x), {"train-loss": train_loss}
+
+    def _train(self, generator: torch.Generator) -> None:
+        self.optimizer.state.clear()  # a round begins without momentum
+        self.model.train()
+        for _ in range(self.local_epochs):
+            for batch in self._batches(torch.randperm(len(self.x), generator=generator)):
+                self.optimizer.zero_grad()
+                outputs = self.model(self.x[batch].to(self.device))
+                self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
+                self.optimizer.step()
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
         batches = list(order.split(self.batch_size))

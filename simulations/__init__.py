@@ -9,20 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config, ConfigError
-    from .results import Run, RunFailed, load_model, load_results
-    from .runs import run
+    from .report import write_report
+    from .results import Run, RunFailed, load_model, load_results, read_runs
+    from .runs import compare, run
 
 _HOMES = {
     "Config": "config",
     "ConfigError": "config",
     "Run": "results",
     "RunFailed": "results",
+    "compare": "runs",
     "load_model": "results",
     "load_results": "results",
+    "read_runs": "results",
     "run": "runs",
+    "write_report": "report",
 }
 
-__all__ = ["Config", "ConfigError", "Run", "RunFailed", "load_model", "load_results", "run"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Run",
+    "RunFailed",
+    "compare",
+    "load_model",
+    "load_results",
+    "read_runs",
+    "run",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,11 @@ Keys are the field names in kebab-case. Flower's run-config knows no lists, so l
 strings: ``steps = "100,200,400"``.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import hashlib
+import json
 import math
 import operator
 import tomllib
@@ -18,12 +21,31 @@ import tomli_w
 
 from fedntk.strategies import DEFAULT_STEPS
 
+from .files import whole
+
 __all__ = ["Config", "ConfigError"]
+
+
+# metrics by which models can be compared; those of loss are the better the smaller
+MONITORED = (
+    "accuracy",
+    "loss",
+    "train-loss",
+    "client-accuracy-mean",
+    "client-accuracy-worst",
+    "client-loss-mean",
+    "client-loss-worst",
+)
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""
 
+
+# keys that do not change what a run computes, only where, how safely and with what machine
+INCIDENTAL = frozenset(
+    {"out", "resume", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}
+)
 
 _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("at_least", operator.ge, "at least"),
@@ -59,16 +81,26 @@ class Config:
 
     method: str = _option("ntk-fl", "what to run", choices=("ntk-fl", "fedavg"))
     name: str = _option("", "name of the run; the method by default")
-    out: str = _option("", "folder for results; runs/<name>-<dataset>-<seed> by default")
+    out: str = _option("", "folder for results; by default one in runs/, named after the settings")
     seed: int = _option(0, "of the split, the initial weights, and all sampling", at_least=0)
     rounds: int = _option(20, "communication rounds", at_least=0)
     num_clients: int = _option(50, "clients; the number of Flower's nodes", at_least=1)
     clients_per_round: int = _option(10, "clients trained on a round", at_least=1)
     clients_per_evaluation: int = _option(
-        0, "clients that evaluate the new model in a round", at_least=0
+        10, "clients that evaluate the new model in a round; 0: none", at_least=0
     )
     min_completed: int = _option(1, "fewer valid replies leave the model unchanged", at_least=1)
     targets: str = _option("0.8,0.85,0.9", "accuracies whose first round is reported")
+    monitor: str = _option(
+        "accuracy",
+        "metric by which a model is the best: kept as best.safetensors, and for patience",
+        choices=MONITORED,
+    )
+    patience: int = _option(
+        0, "stop after so many rounds without a better model; 0: never", at_least=0
+    )
+    checkpoint_every: int = _option(1, "rounds between checkpoints", at_least=1)
+    resume: bool = _option(False, "go on from the newest checkpoint in the run's folder")
 
     dataset: str = _option(
         "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"
@@ -179,10 +211,9 @@ class Config:
                 f"clients-per-round: expected at most the {trainable} clients that train, "
                 f"got {self.clients_per_round}"
             )
-        if self.clients_per_evaluation > self.num_clients:
+        if self.monitor.startswith("client-") and not self.clients_per_evaluation:
             raise ConfigError(
-                f"clients-per-evaluation: expected at most num-clients = {self.num_clients}, "
-                f"got {self.clients_per_evaluation}"
+                f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
             )
         if self.min_completed > self.clients_per_round:
             raise ConfigError(
@@ -202,9 +233,23 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """Where results go: `out`, or a folder in ``runs`` named after the run."""
-        name = f"{self.name or self.method}-{self.dataset.replace(':', '-').replace('/', '-')}"
-        return Path(self.out or f"runs/{name}-{self.seed}").expanduser().absolute()
+        """Where results go: `out`, or a folder in ``runs`` of its own for each configuration."""
+        if self.out:
+            return Path(self.out).expanduser().absolute()
+        dataset = self.dataset.replace(":", "-").replace("/", "-")
+        settings = json.dumps({k: v for k, v in self.values().items() if k not in INCIDENTAL})
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:6]
+        name = f"{self.name or self.method}-{dataset}-{self.seed}-{digest}"
+        return Path("runs").absolute() / name
+
+    def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+        """Key -> (own value, the other's) of the settings that can change a run's results."""
+        theirs = other.values()
+        return {
+            key: (value, theirs[key])
+            for key, value in self.values().items()
+            if value != theirs[key] and key not in INCIDENTAL
+        }
 
     @property
     def steps_grid(self) -> tuple[int, ...]:
@@ -219,13 +264,41 @@ class Config:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from kebab-case (or snake_case) keys; the rest are defaults."""
-        known = [_key(field.name) for field in fields(cls)]
         for key in values:
-            if _key(key) not in known:
-                near = difflib.get_close_matches(_key(key), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-                raise ConfigError(f"unknown key {key!r}; {hint}")
+            cls._field(key)
         return cls(**{key.replace("-", "_"): value for key, value in values.items()})
+
+    @classmethod
+    def _field(cls, key: str) -> dataclasses.Field[Any]:
+        known = {_key(field.name): field for field in fields(cls)}
+        if _key(key) not in known:
+            near = difflib.get_close_matches(_key(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown key {key!r}; {hint}")
+        return known[_key(key)]
+
+    @classmethod
+    def convert(cls, key: str, text: str) -> bool | float | int | str:
+        """Read a value from text, as the type of its key.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such key, or the text is no such value.
+        """
+        kind = type(cls._field(key).default)
+        if kind is bool:
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
+        else:
+            with contextlib.suppress(ValueError):
+                value: float | int | str = kind(text)
+                return value
+        raise ConfigError(f"{_key(key)}: expected {kind.__name__}, got {text!r}")
+
+    def replace(self, **overrides: Any) -> Self:
+        """Return a copy with other settings (snake_case)."""
+        return self.parse({**self.values(), **{_key(k): v for k, v in overrides.items()}})
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
@@ -250,7 +323,8 @@ class Config:
 
     def save(self, path: str | Path) -> None:
         """Write all keys as TOML."""
-        Path(path).write_text(tomli_w.dumps(self.values()), encoding="utf-8")
+        with whole(Path(path)) as file:
+            file.write(tomli_w.dumps(self.values()).encode())
 
     @classmethod
     def describe(cls) -> str:

@@ -22,6 +22,7 @@ def compare_on_digits(folder: Path) -> list[Run]:
         run(
             Config.load(CONF / f"{stem}.toml", name=name, out=str(folder / stem)),
             engine="ray",
+            again=True,
         )
         for stem, name in (("ntk_fl_digits", "NTK-FL"), ("fedavg_digits", "FedAvg"))
     ]
@@ -37,9 +38,10 @@ def table(runs: list[Run], target: float = TARGET) -> Table:
     for number in curves[0].index:
         result.add_row(str(number), *(f"{100 * curve[number]:.1f} %" for curve in curves))
     result.add_section()
-    reached = [each.summary["rounds-to-target"].get(str(target)) for each in runs]
+    reached = [each.summary["to-target"].get(str(target)) for each in runs]
     result.add_row(
-        f"rounds to {100 * target:g} %", *("not reached" if r is None else str(r) for r in reached)
+        f"rounds to {100 * target:g} %",
+        *("not reached" if r is None else str(r["round"]) for r in reached),
     )
     result.add_row("bytes up, MB", *(f"{each.summary['bytes-up'] / 1e6:.1f}" for each in runs))
     result.add_row("bytes down, MB", *(f"{each.summary['bytes-down'] / 1e6:.1f}" for each in runs))
@@ -60,12 +62,12 @@ def main() -> None:
     folder = Path("runs/demo").absolute()
     runs = compare_on_digits(folder)
     console.print(table(runs))
-    picture = accuracy_curves(
+    picture = folder / "accuracy.png"
+    accuracy_curves(
         load_results([each.folder for each in runs]),
-        folder / "accuracy.png",
         title="Digits, 50 clients, Dirichlet(0.1), 10 clients a round",
         target=TARGET,
-    )
+    ).savefig(picture)
     console.print(f"Curves: {picture}\nAll metrics of each round: {folder}/*/rounds.parquet")
 
 

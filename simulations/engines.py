@@ -1,25 +1,45 @@
-"""Grids: an in-process one that needs no Ray, and one that counts bytes around any other."""
+"""Grids: an in-process one that needs no Ray, and one that meters any other."""
 
 import copy
+import json
+import threading
+import time
 import traceback
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from logging import WARNING, getLogger
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from ._flower import Run, become_server, stamp
+from .meter import METER
 
 __all__ = ["LocalGrid", "MeteredGrid", "message_bytes"]
 
 logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION = 2
+HASH = 64  # hexadecimal digits of SHA-256
+CHUNK = 5 * 2**20  # bytes: Flower cuts an array's data into such pieces
+OnAnswer = Callable[[str, int, int], None]
 
 
 class LocalGrid(Grid):
-    """Virtual clients in this process, one after the other.
+    """Virtual clients in this process.
 
     Node ids are 1 ... num_clients, for the partitions 0 ... num_clients - 1. A client that raises
     becomes an error reply, as on any other grid. Torch's number of threads is restored after each
@@ -28,16 +48,30 @@ class LocalGrid(Grid):
     Parameters
     ----------
     app : ClientApp
-        Serves all nodes.
+        Answers each message.
     num_clients : int
         Number of nodes.
     run_config : dict
         Flat run-config that each client's context holds.
+    workers : int
+        Clients at work at the same time, each in a thread. With 1 there is no other thread. The
+        replies are the same with any number, if the clients share nothing that they change.
+        More than one: use the grid as a context manager, so that the threads end with it.
+    on_answer : callable, optional
+        Is told of each reply: kind of message, replies so far, messages in this exchange.
     """
 
     def __init__(
-        self, app: ClientApp, num_clients: int, run_config: dict[str, bool | float | int | str]
+        self,
+        app: ClientApp,
+        num_clients: int,
+        run_config: dict[str, bool | float | int | str],
+        *,
+        workers: int = 1,
+        on_answer: OnAnswer | None = None,
     ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers: expected at least 1, got {workers}")
         become_server()
         self.app = app
         self._run = Run.create_empty(run_id=1)
@@ -52,6 +86,21 @@ class LocalGrid(Grid):
             for partition in range(num_clients)
         }
         self._replies: dict[str, Message] = {}
+        self._on_answer = on_answer
+        self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
@@ -79,11 +128,21 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have each message answered at once; return the message ids."""
-        ids = []
-        for message in messages:
-            stamp(message)
-            self._replies[message.metadata.message_id] = self._answer(message)
-            ids.append(message.metadata.message_id)
+        messages = [stamp(message) for message in messages]
+        answered = 0
+
+        def answer(message: Message) -> Message:
+            nonlocal answered
+            reply = self._answer(message)
+            with self._lock:
+                answered += 1
+                if self._on_answer is not None:
+                    self._on_answer(message.metadata.message_type, answered, len(messages))
+            return reply
+
+        ids = [message.metadata.message_id for message in messages]
+        each = map if self._pool is None else self._pool.map
+        self._replies |= zip(ids, each(answer, messages), strict=True)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -122,24 +181,37 @@ def _own_copy(message: Message) -> Message:
 
 
 class MeteredGrid(Grid):
-    """Counts the bytes of every message through another grid.
+    """Counts what every exchange through another grid costs.
 
     Parameters
     ----------
     grid : Grid
         The grid that sends and receives.
-
-    Attributes
-    ----------
-    bytes_down, bytes_up : int
-        Of the content of all messages sent to clients, and of all replies: what each client
-        receives and sends, whether or not the transport stores a shared content once.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.bytes_down = 0
-        self.bytes_up = 0
+        self._costs: Counter[str] = Counter()
+        self._peak = 0.0
+
+    def take(self) -> dict[str, float]:
+        """Return what has been counted since the last call.
+
+        Returns
+        -------
+        dict
+            ``bytes-up``, ``bytes-down``: of the content of all replies and of all messages to
+            clients, whether or not the transport stores a shared content once. Evaluation of the
+            new model is counted apart, as ``evaluation-bytes-up`` and ``-down``; the one question
+            which partition a node holds is not counted. ``seconds-clients``: that clients were at
+            work, added up. ``seconds-waiting``: that the server waited for them.
+            ``peak-memory-clients``: MB, of the largest client process so far; 0 where clients do
+            not tell.
+        """
+        names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
+        costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
+        self._costs.clear()
+        return {**costs, "peak-memory-clients": self._peak}
 
     def set_run(self, run: Run) -> None:
         """Set the inner grid's run."""
@@ -167,38 +239,107 @@ class MeteredGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""
-        return self.grid.push_messages(self._sent(messages))
+        return self._waited(self.grid.push_messages, self._sent(messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive and count."""
-        return self._received(self.grid.pull_messages(message_ids))
+        return self._received(self._waited(self.grid.pull_messages, message_ids))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Count, send, receive and count."""
-        replies = self.grid.send_and_receive(self._sent(messages), timeout=timeout)
-        return self._received(replies)
+        sent = self._sent(messages)
+        return self._received(self._waited(self.grid.send_and_receive, sent, timeout=timeout))
+
+    def _waited(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        start = time.perf_counter()
+        result = list(exchange(*args, **options))
+        self._costs["seconds-waiting"] += time.perf_counter() - start  # type: ignore[assignment]
+        return result
 
     def _sent(self, messages: Iterable[Message]) -> list[Message]:
         messages = list(messages)
-        self.bytes_down += sum(map(message_bytes, messages))
+        self._count("down", messages)
         return messages
 
     def _received(self, replies: Iterable[Message]) -> list[Message]:
         replies = list(replies)
-        self.bytes_up += sum(map(message_bytes, replies))
+        for reply in replies:
+            if reply.has_content() and METER in reply.content:
+                seconds, peak = _metered(reply.content[METER])
+                del reply.content[METER]
+                self._costs["seconds-clients"] += seconds  # type: ignore[assignment]
+                self._peak = max(self._peak, peak)
+        self._count("up", replies)
         return replies
 
+    def _count(self, way: str, messages: list[Message]) -> None:
+        known: dict[int, int] = {}  # messages of a round share their records
+        for message in messages:
+            if (kind := message.metadata.message_type) != "query.partition":
+                prefix = "evaluation-" if kind.startswith("evaluate") else ""
+                self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
 
-def message_bytes(message: Message) -> int:
-    """Size of a message's content: its arrays' serialised data, and its other records as sent."""
+
+def _metered(record: object) -> tuple[float, float]:
+    """Seconds and MB that a client claims; 0 for what cannot be."""
+    values = record if isinstance(record, MetricRecord) else {}
+    claimed = (values.get("seconds"), values.get("peak-memory"))
+    seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0.0 for v in claimed)
+    return seconds, peak
+
+
+def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
+    """Size of a message's content in Flower's serialisation, without serialising its arrays.
+
+    Flower sends a tree of objects: the content, its records, their arrays, and the arrays' data
+    in chunks, which name each other by hashes. Objects that are equal count each time.
+
+    Parameters
+    ----------
+    message : Message
+        An error counts as its reason.
+    known : dict, optional
+        Sizes of records by their ``id``, filled and used for records that messages share.
+    """
     if message.has_error():
         return len(message.error.reason or "")
-    content = message.content
-    size = 0
-    for arrays in content.array_records.values():
-        size += sum(len(array.data) for array in arrays.values())
-    for record in (*content.metric_records.values(), *content.config_records.values()):
-        size += len(record.deflate())
+    known = {} if known is None else known
+    size = _object_bytes("RecordDict", len(message.content), _references(message.content))
+    for record in message.content.values():
+        if id(record) not in known:
+            known[id(record)] = _record_bytes(record)
+        size += known[id(record)]
     return size
+
+
+def _record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    if not isinstance(record, ArrayRecord):
+        try:
+            return len(record.deflate())
+        except (OverflowError, TypeError, ValueError):  # cannot have come over a wire
+            return 0
+    size = _object_bytes("ArrayRecord", len(record), _references(record))
+    return size + sum(map(_array_bytes, record.values()))
+
+
+def _array_bytes(array: Array) -> int:
+    sizes = [min(CHUNK, len(array.data) - start) for start in range(0, len(array.data), CHUNK)]
+    described = {
+        "dtype": array.dtype,
+        "shape": array.shape,
+        "stype": array.stype,
+        "arraychunk_ids": list(range(len(sizes))),
+    }
+    size = _object_bytes("Array", len(sizes), len(json.dumps(described)))
+    return size + sum(_object_bytes("ArrayChunk", 0, own) for own in sizes)
+
+
+def _references(names: Iterable[str]) -> int:
+    return len(json.dumps(dict.fromkeys(names, "0" * HASH)))
+
+
+def _object_bytes(kind: str, children: int, body: int) -> int:
+    """Size of one object: ``kind child,child,... length``, a zero byte, and its body."""
+    return len(f"{kind}  {body}") + max((HASH + 1) * children - 1, 0) + 1 + body

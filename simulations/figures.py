@@ -1,72 +1,240 @@
-"""Pictures of runs: colour-blind safe, labelled with units."""
+"""Pictures of runs: colour-blind safe, labelled with units. Each returns a matplotlib Figure."""
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
-__all__ = ["COLOURS", "accuracy_curves"]
+__all__ = [
+    "COLOURS",
+    "accuracy_against_heterogeneity",
+    "accuracy_curves",
+    "client_accuracies",
+    "label_distribution",
+]
 
-# Okabe and Ito's palette
+# Okabe and Ito's palette; each colour with a marker of its own
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dvp*"
+
+# what an accuracy can be drawn against -> (label, factor from the table's unit)
+AXES = {
+    "rounds": ("communication round", 1.0),
+    "bytes-up": ("data sent by clients (MB)", 1e-6),
+    "seconds": ("time (s)", 1.0),
+}
 
 
 def accuracy_curves(
     rounds: pd.DataFrame,
-    path: str | Path,
     *,
+    against: str = "rounds",
     title: str = "",
     target: float | None = None,
     bottom: float = 0.0,
-) -> Path:
-    """Draw test accuracy against communication rounds, one curve a run.
+) -> Figure:
+    """Draw test accuracy against rounds, data sent or time: one curve a run.
+
+    Several seeds of one run become their mean, with a band from the lowest to the highest. Data and
+    time are means over the seeds, too, summed from round 0 on.
 
     Parameters
     ----------
     rounds : DataFrame
-        Tidy, as :func:`~fedntk.simulations.load_results` returns it. Several seeds of one run
-        become their mean, with a band from the lowest to the highest.
-    path : path
-        Of the PNG to write.
+        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
+    against : {"rounds", "bytes-up", "seconds"}
+        The horizontal axis.
     title : str
         Above the picture.
     target : float, optional
         Accuracy to mark with a line.
     bottom : float
         Accuracy at which the axis begins; rounds under it are cut off.
-
-    Returns
-    -------
-    Path
-        `path`.
     """
-    figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    accuracy = rounds[rounds.metric == "accuracy"]
-    for i, (name, rows) in enumerate(accuracy.groupby("run", sort=False)):
-        by_round = rows.groupby("round").value.agg(["mean", "min", "max"]) * 100
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        axes.plot(
-            by_round.index, by_round["mean"], color=colour, marker=marker, ms=4, label=str(name)
-        )
+    if against not in AXES:
+        raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
+    figure, axes = _figure(title)
+    label, factor = AXES[against]
+    many = False
+    for name, rows, style in _runs(rounds):
+        accuracy = _by_round(rows, "accuracy") * 100
+        x = accuracy.index.to_numpy(dtype=float)
+        if against != "rounds":
+            x = (_by_round(rows, against)["mean"].cumsum() * factor).to_numpy()
+        every = max(len(x) // 20, 1)
+        axes.plot(x, accuracy["mean"], ms=4, markevery=every, label=name, **style)
         if rows.seed.nunique() > 1:
+            many = True
             axes.fill_between(
-                by_round.index, by_round["min"], by_round["max"], color=colour, alpha=0.2, lw=0
+                x, accuracy["min"], accuracy["max"], color=style["color"], alpha=0.2, lw=0
             )
     if target is not None:
-        axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
-        axes.annotate(
-            f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
-            xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
-        )  # fmt: skip
-    axes.set(xlabel="communication round", ylabel="test accuracy (%)", title=title)
+        _mark(axes, 100 * target)
+    axes.set(xlabel=label, ylabel="test accuracy (%)")
     axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
+    if against == "rounds":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        axes.set_xlim(left=0)
+    axes.legend(
+        loc="lower right", frameon=False, title="band: range over seeds" if many else None
+    )
+    return figure
+
+
+def accuracy_against_heterogeneity(
+    rounds: pd.DataFrame, alphas: Mapping[tuple[str, int], float], *, title: str = ""
+) -> Figure:
+    """Draw the best test accuracy against the concentration alpha: one curve a method.
+
+    Parameters
+    ----------
+    rounds : DataFrame
+        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
+    alphas : dict of (run, seed) to float
+        Concentration of the Dirichlet split of each run.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    best = (
+        rounds[rounds.metric == "accuracy"]
+        .groupby(["run", "method", "seed"], sort=False)
+        .value.max()
+        .reset_index()
+    )
+    best["alpha"] = [alphas[run, seed] for run, seed in zip(best.run, best.seed, strict=True)]
+    many = False
+    for (method, rows), style in zip(best.groupby("method", sort=False), _styles(), strict=False):
+        values = rows.groupby("alpha").value.agg(["mean", "min", "max", "size"])
+        means = values["mean"] * 100
+        spread = np.stack([means - values["min"] * 100, values["max"] * 100 - means])
+        many = many or bool((values["size"] > 1).any())
+        axes.errorbar(means.index, means, spread, capsize=3, label=str(method), **style)
+    axes.set_xscale("log")
+    shown = sorted(best.alpha.unique())
+    axes.set_xticks(shown, [f"{alpha:g}" for alpha in shown])
+    axes.set_xticks([], minor=True)
+    axes.set(
+        xlabel="Dirichlet concentration α (smaller: more heterogeneous)",
+        ylabel="best test accuracy (%)",
+    )
+    axes.legend(
+        loc="lower right", frameon=False, title="bars: range over seeds" if many else None
+    )
+    return figure
+
+
+def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw how accurate each run's last model is for single clients: share of clients below.
+
+    Parameters
+    ----------
+    clients : DataFrame
+        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. The last five rounds
+        that clients evaluated count, so that more clients than a round asks are in it.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    for name, rows, style in _runs(clients):
+        values = 100 * np.sort(last_accuracies(rows))
+        shares = 100 * np.arange(1, len(values) + 1) / len(values)
+        style = {**style, "marker": ""}
+        axes.step([0, *values, 100], [0, *shares, 100], where="post", label=name, **style)
+    axes.set(
+        xlabel="accuracy on a client's own examples (%)",
+        ylabel="clients with at most this accuracy (%)",
+        xlim=(0, 100),
+        ylim=(0, 101),
+    )
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def last_accuracies(clients: pd.DataFrame, rounds: int = 5) -> NDArray[np.float64]:
+    """Return each client's newest accuracy of a run's last rounds, over all seeds."""
+    accuracy = clients[clients.metric == "accuracy"]
+    recent = accuracy[accuracy["round"] > accuracy["round"].max() - rounds]
+    newest = recent.sort_values("round").groupby(["seed", "partition"]).value.last()
+    values: NDArray[np.float64] = newest.to_numpy(dtype=np.float64)
+    return values
+
+
+def label_distribution(
+    labels: NDArray[np.int64],
+    clients: Sequence[NDArray[np.int64]],
+    *,
+    title: str = "",
+    most: int = 50,
+) -> Figure:
+    """Draw how many examples of each class each client holds: a disc's area is their number.
+
+    Parameters
+    ----------
+    labels : ndarray of int64, shape (n,)
+        Of all training examples.
+    clients : sequence of ndarray of int64
+        Indices of each client's examples.
+    title : str
+        Above the picture.
+    most : int
+        Only so many clients are drawn, the first.
+    """
+    figure, axes = _figure(title, width=8.0)
+    shown, classes = clients[:most], int(labels.max()) + 1
+    counts = np.stack([np.bincount(labels[own], minlength=classes) for own in shown])
+    client, label = np.nonzero(counts)
+    sizes = counts[client, label]
+    largest = int(counts.max())
+    axes.scatter(client, label, s=110 * sizes / largest, color=COLOURS[0], lw=0)
+    for example in (largest, max(largest // 4, 1)):
+        axes.scatter([], [], s=110 * example / largest, color=COLOURS[0], lw=0, label=f"{example}")
+    few = f" (the first {most} of {len(clients)})" if len(clients) > most else ""
+    axes.set(
+        xlabel=f"client{few}", ylabel="class", xlim=(-1, len(shown)), ylim=(-0.7, classes - 0.3)
+    )
+    axes.set_yticks(range(classes)) if classes <= 20 else None
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(
+        title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
+    return figure
+
+
+def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, 4.0), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    path = Path(path)
-    figure.savefig(path)
-    return path
+    return figure, axes
+
+
+def _styles() -> Iterator[dict[str, Any]]:
+    for colour, marker in cycle(zip(COLOURS, MARKERS, strict=True)):
+        yield {"color": colour, "marker": marker}
+
+
+def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
+    for (name, rows), style in zip(table.groupby("run", sort=False), _styles(), strict=False):
+        yield str(name), rows, style
+
+
+def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    return rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max"])
+
+
+def _mark(axes: Axes, height: float) -> None:
+    axes.axhline(height, color="0.5", lw=1, ls="--", zorder=0)
+    axes.annotate(
+        f"{height:g} %", (1.0, height), xycoords=("axes fraction", "data"),
+        xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
+    )  # fmt: skip

@@ -103,14 +103,15 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         def validation_loss(arrays: ArrayRecord) -> float:
             return evaluate_arrays(config, model, arrays, x, y)[0]
 
+    evaluating = min(config.clients_per_evaluation, config.num_clients)
     options: dict[str, Any] = {
         "seed": config.seed,
         "min_completed": config.min_completed,
         "max_examples": len(data.y_train),
         "fraction_train": config.clients_per_round / config.num_clients,
         "min_train_nodes": config.clients_per_round,
-        "fraction_evaluate": config.clients_per_evaluation / config.num_clients,
-        "min_evaluate_nodes": config.clients_per_evaluation,
+        "fraction_evaluate": evaluating / config.num_clients,
+        "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
     }
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for

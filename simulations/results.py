@@ -1,34 +1,42 @@
 """What a run writes, and how it is read back.
 
-A run's folder holds ``config.toml``, ``rounds.jsonl`` (one line a round, as it happens),
-``rounds.parquet`` (tidy: run, method, seed, round, metric, value), ``model.safetensors`` and
-``summary.json``.
+A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
+``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the same,
+and partition: each client's own evaluations); ``model.safetensors`` and ``best.safetensors`` (the
+last model and the best one); ``summary.json``; and ``checkpoints``.
 """
 
 import json
 import platform
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import psutil
 import torch
-from safetensors.numpy import load_file, save_file
+from numpy.typing import NDArray
 
+from .checkpoints import Checkpoint, best_path, keep_newest
 from .config import Config
+from .files import whole
+from .tensors import load_tensors, save_tensors
 
 __all__ = [
     "Run",
     "RunFailed",
+    "clear_run",
     "load_model",
     "load_results",
     "machine",
     "read_run",
-    "rounds_to_target",
+    "read_runs",
+    "to_target",
     "write_run",
+    "write_summary",
 ]
 
 logger = getLogger("flwr")
@@ -50,13 +58,17 @@ class Run:
         What was run.
     rounds : DataFrame
         Tidy: one row for each round and metric.
+    clients : DataFrame
+        Tidy: one row for each round, partition and metric of the clients' own evaluations.
     summary : dict
-        Final accuracy, rounds to each target, bytes, seconds, machine, the split's checksum.
+        Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, threads,
+        machine, the split's checksum.
     """
 
     folder: Path
     config: Config
     rounds: pd.DataFrame
+    clients: pd.DataFrame
     summary: dict[str, Any]
 
     def curve(self, metric: str = "accuracy") -> pd.Series:
@@ -65,56 +77,93 @@ class Run:
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
 
 
+def clear_run(folder: Path, *, checkpoints: bool) -> None:
+    """Remove a run's results from its folder, and its checkpoints if asked."""
+    for name in (
+        *("summary.json", "rounds.jsonl", "rounds.parquet", "clients.parquet"),
+        *("model.safetensors", "best.safetensors"),
+    ):
+        (folder / name).unlink(missing_ok=True)
+    if checkpoints:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
 def write_run(
-    folder: Path, config: Config, records: Sequence[dict[str, float]], **summary: Any
+    folder: Path, config: Config, checkpoint: Checkpoint, **summary: Any
 ) -> dict[str, Any]:
-    """Write ``rounds.parquet`` and ``summary.json`` of a finished run; return the summary."""
+    """Write all results of a finished run; return the summary, `summary` included."""
     name = config.name or config.method
-    rows = [
-        (name, config.method, config.seed, int(record["round"]), metric, float(value))
-        for record in records
-        for metric, value in record.items()
-        if metric != "round"
-    ]
-    frame = pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value"])
-    frame.to_parquet(folder / "rounds.parquet", index=False)
-    last = records[-1]
+    whose = {"run": name, "method": config.method, "seed": config.seed}
+    records = checkpoint.records
+    _tidy(whose, records, ["round"]).to_parquet(folder / "rounds.parquet", index=False)
+    clients = _tidy(whose, checkpoint.evaluations, ["round", "partition"])
+    clients.to_parquet(folder / "clients.parquet", index=False)
+    save_tensors(folder / "model.safetensors", checkpoint.weights, {"round": checkpoint.round})
+    last, best = records[-1], checkpoint.best
+    if best is not None:
+        shutil.copyfile(best_path(folder, best.round), folder / "best.safetensors")
     content = {
         "status": "finished",
-        "run": name,
-        "method": config.method,
-        "seed": config.seed,
+        **whose,
         "rounds": int(last["round"]),
         "accuracy": last["accuracy"],
         "loss": last["loss"],
-        "rounds-to-target": {
-            str(target): rounds_to_target(records, target) for target in config.target_accuracies
+        "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
+        "to-target": {
+            str(target): to_target(records, target) for target in config.target_accuracies
         },
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
-        "bytes-up": sum(record["bytes-up"] for record in records),
-        "bytes-down": sum(record["bytes-down"] for record in records),
-        "seconds": sum(record["seconds"] for record in records),
+        **{total: sum(record[total] for record in records) for total in TOTALS},
         "machine": machine(),
         **summary,
     }
+    keep_newest(folder)
     write_summary(folder, content)
     return content
 
 
+TOTALS = ("bytes-up", "bytes-down", "seconds")
+
+
+def _tidy(
+    whose: dict[str, Any], records: Sequence[dict[str, Any]], keys: list[str]
+) -> pd.DataFrame:
+    rows = [
+        (*whose.values(), *(int(record[key]) for key in keys), metric, float(value))
+        for record in records
+        for metric, value in record.items()
+        if metric not in keys
+    ]
+    return pd.DataFrame(rows, columns=[*whose, *keys, "metric", "value"])
+
+
 def write_summary(folder: Path, content: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    (folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole(folder / "summary.json") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
-def rounds_to_target(records: Iterable[dict[str, float]], target: float) -> int | None:
-    """First round whose test accuracy is at least `target`; None if there is none.
+def to_target(records: Iterable[dict[str, float]], target: float) -> dict[str, float] | None:
+    """First round whose test accuracy is at least `target`, and what it took up to there.
+
+    Returns
+    -------
+    dict or None
+        ``round``, ``bytes-up``, ``bytes-down`` and ``seconds``, the latter summed over all rounds
+        up to that one; None if the target is not reached.
 
     Examples
     --------
-    >>> rounds_to_target([{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.9}], 0.8)
-    1
+    >>> costs = {"bytes-up": 10, "bytes-down": 20, "seconds": 0.5}
+    >>> to_target([{"round": r, "accuracy": r / 2, **costs} for r in (0, 1, 2)], 0.4)
+    {'round': 1, 'bytes-up': 20, 'bytes-down': 40, 'seconds': 1.0}
     """
-    return next((int(r["round"]) for r in records if r["accuracy"] >= target), None)
+    spent: dict[str, float] = dict.fromkeys(TOTALS, 0)
+    for record in records:
+        spent = {total: spent[total] + record[total] for total in TOTALS}
+        if record["accuracy"] >= target:
+            return {"round": int(record["round"]), **spent}
+    return None
 
 
 def read_run(folder: str | Path) -> Run:
@@ -133,13 +182,47 @@ def read_run(folder: str | Path) -> Run:
         raise FileNotFoundError(f"no finished run in {folder}: {path.name} is missing")
     summary = json.loads(path.read_text(encoding="utf-8"))
     if summary["status"] != "finished":
-        raise RunFailed(summary["error"])
+        raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
     return Run(
         folder,
         Config.load(folder / "config.toml"),
         pd.read_parquet(folder / "rounds.parquet"),
+        pd.read_parquet(folder / "clients.parquet"),
         summary,
     )
+
+
+def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
+    """Read several finished runs.
+
+    Parameters
+    ----------
+    folders : path or iterable of paths
+        Runs' folders, or folders that hold runs' folders at any depth. Of the latter, runs that did
+        not finish are left out, with a warning.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a folder holds no finished run.
+    RunFailed
+        If a run that is named itself did not finish.
+    """
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    runs: list[Run] = []
+    for folder in map(Path, given):
+        if (folder / "summary.json").exists():
+            runs.append(read_run(folder))
+            continue
+        found = len(runs)
+        for path in sorted(path.parent for path in folder.rglob("summary.json")):
+            try:
+                runs.append(read_run(path))
+            except RunFailed as error:
+                logger.log(WARNING, "%s is left out: %s", path, error)
+        if len(runs) == found:
+            raise FileNotFoundError(f"no finished run in {folder}")
+    return runs
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -148,42 +231,25 @@ def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     Parameters
     ----------
     folders : path or iterable of paths
-        Runs' folders, or folders that hold runs' folders. Of the latter, runs that failed are left
-        out, with a warning.
+        As of :func:`read_runs`, which see for what is raised.
+    """
+    return pd.concat([run.rounds for run in read_runs(folders)], ignore_index=True)
+
+
+def load_model(
+    folder: str | Path, which: Literal["model", "best"] = "model"
+) -> dict[str, NDArray[Any]]:
+    """Name -> array of a run's last or best weights, in the order of the network's state dict.
 
     Raises
     ------
+    DamagedFile
+        If the file is not as it was written.
     FileNotFoundError
-        If a folder holds no run.
-    RunFailed
-        If a run that is named itself has failed.
+        If there is none.
     """
-    given = [folders] if isinstance(folders, str | Path) else list(folders)
-    tables: list[pd.DataFrame] = []
-    for folder in map(Path, given):
-        if (folder / "summary.json").exists():
-            tables.append(read_run(folder).rounds)
-            continue
-        runs = sorted(path.parent for path in folder.glob("*/summary.json"))
-        if not runs:
-            raise FileNotFoundError(f"no finished run in {folder}")
-        for path in runs:
-            try:
-                tables.append(read_run(path).rounds)
-            except RunFailed as error:
-                logger.log(WARNING, "%s is left out: it failed: %s", path, error)
-    return pd.concat(tables, ignore_index=True)
-
-
-def save_model(path: Path, arrays: dict[str, Any]) -> None:
-    """Write weights as safetensors."""
-    save_file(arrays, path)
-
-
-def load_model(folder: str | Path) -> dict[str, Any]:
-    """Name -> array of a run's final weights, in the order of the file."""
-    weights: dict[str, Any] = load_file(Path(folder) / "model.safetensors")
-    return weights
+    arrays, _ = load_tensors(Path(folder) / f"{which}.safetensors")
+    return arrays
 
 
 def machine() -> dict[str, Any]:

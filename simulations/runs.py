@@ -1,62 +1,63 @@
-"""Run a configuration, in this process or through ``flwr run`` on Ray."""
+"""Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
-from logging import WARNING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import psutil
-import tomli_w
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+import pandas as pd
 
 from ._flower import log_from
+from .checkpoints import newest
 from .client_app import app as client_application
-from .config import Config
+from .config import Config, ConfigError
 from .engines import LocalGrid
-from .results import Run, RunFailed, read_run
-from .server_app import OnRound, serve
+from .flwr_run import flwr_run
+from .progress import Progress, progress
+from .results import Run, RunFailed, load_results, read_run
+from .server_app import prepare, serve
+from .writers import check_writers, writing
 
-__all__ = ["Engine", "run"]
+__all__ = ["Engine", "compare", "run"]
 
 Engine = Literal["local", "ray"]
-APP = Path(__file__).parent
+logger = getLogger("flwr")
 
 
 def run(
     config: Config | str | Path,
     *,
     engine: Engine = "local",
+    workers: int = 1,
     progress: bool = True,
+    again: bool = False,
+    writers: Sequence[str] = (),
     **overrides: Any,
 ) -> Run:
     """Run a configuration and read its results back.
+
+    A run that is finished in its folder is not run again, and one that was interrupted goes on from
+    its newest checkpoint, with the same bits as if nothing had happened.
 
     Parameters
     ----------
     config : Config, or path of a TOML file
         What to run.
     engine : {"local", "ray"}
-        ``"local"``: virtual clients one after the other in this process, no Ray. ``"ray"``:
-        ``flwr run`` as a subprocess, with a SuperLink of its own that is stopped afterwards;
-        Flower's files go into the run's folder. The same seed gives the same model bits on both.
+        ``"local"``: virtual clients in this process, no Ray. ``"ray"``: ``flwr run`` as a
+        subprocess, with a SuperLink of its own that is stopped afterwards; Flower's files go into
+        the run's folder. The same seed gives the same model bits on both.
+    workers : int
+        On the local engine: clients at work at the same time, each in a thread. On Ray, see the
+        settings client-cpus and client-gpus.
     progress : bool
-        Show a line with the round, the accuracy and the time left.
+        Show round, clients, accuracy and the time left.
+    again : bool
+        Remove what is in the folder and run anew.
+    writers : sequence of {"tensorboard", "mlflow"}
+        Where each round's metrics go besides the run's folder.
     **overrides
         Settings (snake_case) that win over `config`.
 
@@ -68,7 +69,8 @@ def run(
     Raises
     ------
     ConfigError
-        If a setting cannot work; nothing has been run.
+        If a setting cannot work, or the folder holds a run with other settings; nothing has been
+        run.
     RunFailed
         If the run ended early on the ray engine, with the reason it gave.
 
@@ -80,166 +82,217 @@ def run(
     >>> list(result.curve().index)
     [0, 1]
     """
-    if engine not in get_args(Engine):
-        raise ValueError(f"engine: expected one of {', '.join(get_args(Engine))}, got {engine!r}")
-    if isinstance(config, Config):
-        config = replace(config, **overrides)
-    else:
-        config = Config.load(config, **overrides)
-    with _display(config, progress) as on_round:
-        if engine == "local":
-            grid = LocalGrid(client_application, config.num_clients, config.values())
-            with log_from(WARNING):  # the display and the results say the rest
-                serve(grid, config, on_round)
-        else:
-            _flwr_run(config, on_round)
-    return read_run(config.folder)
+    _check(engine, workers, writers)
+    config = _settle(config, overrides)
+    state = _state(config, again=again)
+    if state != "finished":
+        prepare(config)
+    with _shown([config], progress) as shown:
+        return _run(config, state, engine, workers, writers, shown)
 
 
-@contextlib.contextmanager
-def _display(config: Config, enabled: bool) -> Iterator[OnRound]:
-    """Show a progress bar over the rounds."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as progress:
-        name = f"{config.name or config.method} on {config.dataset}"
-        task = progress.add_task(name, total=config.rounds, state="starting")
+def compare(
+    configs: Mapping[str, Config | str | Path],
+    *,
+    seeds: Iterable[int] = (0,),
+    out: str | Path = "runs/compare",
+    engine: Engine = "local",
+    workers: int = 1,
+    progress: bool = True,
+    again: bool = False,
+    writers: Sequence[str] = (),
+    **overrides: Any,
+) -> pd.DataFrame:
+    """Run each configuration with each seed, and read all results back.
 
-        def on_round(record: dict[str, float]) -> None:
-            state = f"accuracy {record['accuracy']:.3f}"
-            progress.update(task, completed=int(record["round"]), state=state)
+    All settings are checked before the first run. Finished runs are not run again and an
+    interrupted one goes on where it stopped, so the same call goes on with a comparison that was
+    cut off. A run that fails does not keep the others from running.
 
-        yield on_round
+    Parameters
+    ----------
+    configs : dict of str to Config or path
+        What to compare, by the names that tables and pictures will show.
+    seeds : iterable of int
+        Of split, first weights and sampling. All configurations share them.
+    out : path
+        Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
+    engine, workers, progress, again, writers
+        As in :func:`run`.
+    **overrides
+        Settings (snake_case) that win over all of `configs`.
 
+    Returns
+    -------
+    DataFrame
+        Tidy: run, method, seed, round, metric, value.
 
-def _flwr_run(config: Config, on_round: OnRound) -> None:
-    """``flwr run`` on a SuperLink of our own, following the rounds as they are written."""
-    folder = config.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("summary.json", "rounds.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    config = replace(config, out=str(folder), data_dir=_absolute(config.data_dir))
-    settings = folder / "run-config.toml"
-    config.save(settings)
-    federation = (
-        f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
-        f"client-resources-num-gpus={config.client_gpus}"
-    )
-    with (
-        _superlink(folder / "flwr") as (superlink, environment),
-        (folder / "flwr.log").open("w", encoding="utf-8") as log,
-    ):
-        command = [
-            *(_tool("flwr"), "run", str(APP), "fedntk", "--stream"),
-            *("--run-config", str(settings), "--federation-config", federation),
-        ]
-        process = subprocess.Popen(  # noqa: S603
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT
+    Raises
+    ------
+    ConfigError
+        If a setting cannot work, or a folder holds a run with other settings; nothing has been run.
+    RunFailed
+        If some runs failed, after all others have been run.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = compare({"wide": Config(width=20), "narrow": Config(width=5)}, seeds=[0, 1],
+    ...                     out=folder, rounds=1, progress=False)
+    >>> table.groupby(["run", "seed"], sort=False).size().index.tolist()
+    [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
+    """
+    _check(engine, workers, writers)
+    planned = _plan(configs, list(seeds), Path(out), overrides)
+    states = [_state(config, again=again) for config in planned]
+    for config, state in zip(planned, states, strict=True):
+        if state != "finished":
+            with _named(config):
+                prepare(config)
+    failed = []
+    with _shown(planned, progress) as shown:
+        for config, state in zip(planned, states, strict=True):
+            try:
+                _run(config, state, engine, workers, writers, shown)
+            except Exception as error:  # the other runs' results are worth having
+                failed.append(f"{config.name}, seed {config.seed}: {error}")
+                shown.end("failed")
+                logger.log(ERROR, "failed: %s", failed[-1])
+    if failed:
+        raise RunFailed(
+            f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
+            f"{Path(out)}: load_results reads them. Call again to try the failed ones again."
         )
-        try:
-            shown = 0
-            while True:
-                ended = process.poll() is not None or superlink.poll() is not None
-                shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
-                if ended:
-                    break
-                time.sleep(0.2)
-        finally:
-            _stop(process)
-    settings.unlink()
-    if not (folder / "summary.json").exists():
-        last = (folder / "flwr.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
-        raise RunFailed(f"flwr run ended without a result ({' '.join(last)}); see {log.name}")
+    return load_results([config.folder for config in planned])
 
 
-def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
-    if not path.exists():
-        return shown
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
-    for line in lines[shown:]:
-        on_round(json.loads(line))
-    return len(lines)
+def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
+    if engine not in get_args(Engine):
+        raise ConfigError(f"engine: expected one of {', '.join(get_args(Engine))}, got {engine!r}")
+    if workers < 1:
+        raise ConfigError(f"workers: expected at least 1, got {workers}")
+    check_writers(writers)
+
+
+def _settle(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+    if isinstance(config, Config):
+        return config.replace(**overrides)
+    return Config.load(config, **overrides)
+
+
+def _plan(
+    configs: Mapping[str, Config | str | Path],
+    seeds: Sequence[int],
+    out: Path,
+    overrides: Mapping[str, Any],
+) -> list[Config]:
+    if not configs or not seeds:
+        raise ConfigError(
+            f"expected at least one configuration and seed, got {len(configs)} and {len(seeds)}"
+        )
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds: expected each once, got {seeds}")
+    reserved = {"name", "seed", "out"} & overrides.keys()
+    if reserved:
+        raise ConfigError(f"{', '.join(sorted(reserved))}: set for each run by the comparison")
+    folders = {name: name.replace("/", "-").replace("\\", "-").strip(". ") for name in configs}
+    if "" in folders.values() or len(set(folders.values())) < len(folders):
+        raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
+    return [
+        _settle(config, overrides).replace(
+            name=name, seed=seed, out=str(out / folders[name] / f"seed-{seed}")
+        )
+        for name, config in configs.items()
+        for seed in seeds
+    ]
 
 
 @contextlib.contextmanager
-def _superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """Start a SuperLink in simulation mode; yield it and the environment for its user."""
-    home.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {
-        "FLWR_HOME": str(home),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    for _ in range(3):  # another process may take a port that was free a moment ago
-        port = _free_port()
-        command = [
-            *(_tool("flower-superlink"), "--insecure", "--simulation"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-        ]
-        with (home / "superlink.log").open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(  # noqa: S603
-                command, env=environment, stdout=log, stderr=log
-            )
-        try:
-            if not _listens(process, port):
-                continue
-            connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-            settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
-            (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-            yield process, environment
-            return
-        finally:
-            _stop(process)
-    raise RunFailed(f"the SuperLink did not start; see {home / 'superlink.log'}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _listens(process: subprocess.Popen[bytes], port: int, timeout: float = 60) -> bool:
-    """Wait until the process itself listens on the port."""
-    deadline = time.monotonic() + timeout
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(psutil.Error):
-            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return True
-        time.sleep(0.1)
-    return False
-
-
-def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
-    """End a process and all that it started, and wait until they are gone."""
+def _named(config: Config) -> Iterator[None]:
+    """Say which configuration an error is about."""
     try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=patience)
-    _, left = psutil.wait_procs(family, timeout=patience)
-    for survivor in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    psutil.wait_procs(left, timeout=patience)
-    process.kill()
-    process.wait()
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{config.name}: {error}") from error
 
 
-def _tool(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
+State = Literal["new", "interrupted", "finished"]
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else path
+def _state(config: Config, *, again: bool) -> State:
+    """Say how far this run has come in its folder; refuse one that holds another run."""
+    folder = config.folder
+    started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
+    if again or not started or not (folder / "config.toml").exists():
+        return "new"
+    saved = Config.load(folder / "config.toml")
+    differing = saved.differences(config)
+    longer = config.rounds > saved.rounds
+    if longer:
+        del differing["rounds"]
+    if differing:
+        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
+            "or replace that run with again"
+        )
+    summary = folder / "summary.json"
+    if longer or not summary.exists():
+        return "interrupted"
+    status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+    return "finished" if status == "finished" else "interrupted"
+
+
+@contextlib.contextmanager
+def _shown(configs: Sequence[Config], enabled: bool) -> Iterator[Progress]:
+    total = sum(config.rounds for config in configs)
+    with progress(total, len(configs), enabled=enabled) as shown:
+        yield shown
+
+
+def _run(
+    config: Config,
+    state: State,
+    engine: Engine,
+    workers: int,
+    writers: Sequence[str],
+    shown: Progress,
+) -> Run:
+    label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
+    if state == "finished":
+        shown.begin(label, config.rounds, done=config.rounds)
+        shown.end("finished before")
+        return read_run(config.folder)
+    config, done = config.replace(resume=state == "interrupted"), -1
+    if config.resume:
+        with log_from(ERROR):  # the server says what it cannot use
+            checkpoint = newest(config.folder)
+        done = -1 if checkpoint is None else checkpoint.round
+    shown.begin(label, config.rounds, max(done, 0))
+    try:
+        with writing(writers, config, fresh=done < 0) as write:
+
+            def on_round(record: Mapping[str, Any]) -> None:
+                if record["round"] > done:
+                    shown.on_round(record)
+                    write(record)
+
+            if engine == "ray":
+                flwr_run(config, on_round)
+            else:
+                grid = LocalGrid(
+                    client_application,
+                    config.num_clients,
+                    config.values(),
+                    workers=workers,
+                    on_answer=shown.on_answer,
+                )
+                with grid, log_from(WARNING):  # the display and the results say the rest
+                    serve(grid, config, on_round)
+        result = read_run(config.folder)
+    except KeyboardInterrupt:
+        shown.end(f"interrupted; go on with: fedntk run --resume {config.folder}")
+        raise
+    shown.end()
+    return result

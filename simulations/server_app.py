@@ -1,29 +1,35 @@
 """The server half of the Flower app: checks, runs and records the configured method."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR, INFO, WARNING, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from filelock import FileLock, Timeout
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
-from torch import Tensor, nn
+from torch import nn
 
 from fedntk.strategies import SeededFedAvg
 
+from .checkpoints import Best, Checkpoint, best_path, newest, save
 from .config import Config, ConfigError
-from .data import load_data
+from .data import Data, load_data
 from .engines import MeteredGrid
-from .methods import device_of, evaluate_arrays, make_strategy
+from .meter import peak_memory, reset_peak_memory
+from .methods import device_of, evaluate_arrays, make_client, make_strategy
 from .models import build_model
-from .partitions import load_split
-from .results import save_model, write_run, write_summary
+from .partitions import Split, load_split
+from .results import clear_run, write_run, write_summary
+from .tensors import save_tensors
 
-__all__ = ["app", "serve"]
+__all__ = ["app", "prepare", "serve"]
 
 logger = getLogger("flwr")
 app = ServerApp()
@@ -44,6 +50,9 @@ def main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     """Run a configured method on a grid and write its results into ``config.folder``.
 
+    With ``config.resume`` it goes on from the newest checkpoint there that is whole, and gives the
+    same bits as a run that was never interrupted; without, what is there is removed.
+
     Parameters
     ----------
     grid : Grid
@@ -51,60 +60,117 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     config : Config
         What to run.
     on_round : callable, optional
-        Is given each round's metrics.
+        Is given the metrics of each round that is run.
 
     Raises
     ------
     ConfigError
-        Before round 1, if data, split, model or nodes do not fit the configuration.
+        Before the first round, if data, split, model, nodes or checkpoint do not fit the
+        configuration, or another process is at work in the folder.
     """
     folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("summary.json", "rounds.jsonl", "rounds.parquet", "model.safetensors"):
-        (folder / name).unlink(missing_ok=True)
-    config.save(folder / "config.toml")
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(config.server_threads or os.cpu_count() or 1)
-        _serve(grid, config, folder, on_round)
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        logger.log(ERROR, "%s", reason)
-        write_summary(folder, {"status": "failed", "error": reason})
-        raise
-    finally:
-        torch.set_num_threads(threads)
+        with FileLock(folder / ".lock", blocking=False):
+            try:
+                torch.set_num_threads(config.server_threads or os.cpu_count() or 1)
+                _serve(grid, config, folder, on_round)
+            except BaseException as error:
+                stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                if not stopped:
+                    logger.log(ERROR, "%s", reason)
+                status = "interrupted" if stopped else "failed"
+                write_summary(folder, {"status": status, "error": reason})
+                raise
+            finally:
+                torch.set_num_threads(threads)
+    except Timeout:
+        raise ConfigError(
+            f"another process is at work in {folder}; wait for it, or choose another folder with "
+            "out"
+        ) from None
 
 
-def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -> None:
+class Prepared(NamedTuple):
+    """What a run needs besides clients; made, and so checked, before the first round."""
+
+    data: Data
+    split: Split
+    model: nn.Module
+    strategy: SeededFedAvg
+
+
+def prepare(config: Config) -> Prepared:
+    """Load data and split, build network, strategy and, as a trial, a client.
+
+    Raises
+    ------
+    ConfigError
+        If one of them cannot be had.
+    """
     data, split = load_data(config), load_split(config)
     model = build_model(config, data.input_shape, data.num_classes)
     device_of(config)
-    strategy = make_strategy(config, data, split, model)
+    make_client(config, 0, data, split, model)
+    return Prepared(data, split, model, make_strategy(config, data, split, model))
+
+
+def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -> None:
+    checkpoint = newest(folder) if config.resume else None
+    data, split, model, strategy = prepare(config)
+    if checkpoint is not None and checkpoint.split != split.checksum:
+        raise ConfigError(
+            f"the split is not that of the checkpoint in {folder}: the data set has changed since; "
+            "choose another folder with out"
+        )
     _await_nodes(grid, config)
+    clear_run(folder, checkpoints=checkpoint is None)
+    config.replace(resume=False).save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    recorder = _Recorder(config, folder, metered, strategy, model, data.test(), on_round)
+    recorder = _Recorder(config, folder, metered, strategy, split.checksum, on_round)
+    recorder.evaluate = lambda arrays: evaluate_arrays(config, model, arrays, *data.test())
     initial = ArrayRecord(dict(model.state_dict()))
-    strategy.start(
-        grid=metered,
-        initial_arrays=initial,
-        num_rounds=config.rounds,
-        train_config=ConfigRecord(),
-        evaluate_config=ConfigRecord(),
-        evaluate_fn=recorder,
-    )
-    weights = {name: array.numpy() for name, array in recorder.arrays.items()}
-    save_model(folder / "model.safetensors", weights)
+    if checkpoint is not None:
+        initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+        strategy.load_state_dict(checkpoint.strategy)
+        recorder.go_on_from(checkpoint, initial)
+    elif config.resume:
+        logger.log(WARNING, "no checkpoint in %s can be used: starting with round 1", folder)
+    try:
+        strategy.start(
+            grid=metered,
+            initial_arrays=initial,
+            num_rounds=config.rounds,
+            train_config=ConfigRecord(),
+            evaluate_config=ConfigRecord(),
+            evaluate_fn=recorder,
+        )
+    except _NoBetterModel:
+        logger.log(INFO, "no better model in %d rounds: stopped", config.patience)
+    except BaseException:
+        recorder.save()
+        raise
+    recorder.save()
     sizes = [len(own) for own in split.clients]
     summary = write_run(
         folder,
         config,
-        recorder.records,
-        **{"split": split.checksum, "examples-per-client": [min(sizes), max(sizes)]},
+        recorder.checkpoint,
+        **{
+            "split": split.checksum,
+            "examples-per-client": [min(sizes), max(sizes)],
+            "threads": {"server": torch.get_num_threads(), "client": config.client_threads},
+        },
     )
     if unchanged := summary["rounds-unchanged"]:
-        logger.log(WARNING, "%d of %d rounds left the model as it was", unchanged, config.rounds)
+        logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)
+
+
+class _NoBetterModel(Exception):  # noqa: N818
+    """Ends a run before its last round."""
 
 
 def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
@@ -125,7 +191,9 @@ def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
 
 
 class _Recorder:
-    """Evaluates the global model after each round and records what the round did."""
+    """Evaluates the global model after each round, and records and saves what the round did."""
+
+    evaluate: Callable[[ArrayRecord], tuple[float, float]]
 
     def __init__(
         self,
@@ -133,43 +201,113 @@ class _Recorder:
         folder: Path,
         grid: MeteredGrid,
         strategy: SeededFedAvg,
-        model: nn.Module,
-        test: tuple[Tensor, Tensor],
+        split: str,
         on_round: OnRound | None,
     ) -> None:
-        self.records: list[dict[str, float]] = []
-        self.arrays = ArrayRecord()
-        self._config, self._grid, self._strategy = config, grid, strategy
-        self._model, self._test, self._on_round = model, test, on_round
-        self._path = folder / "rounds.jsonl"
-        self._before = (0, 0)
-        self._start = time.monotonic()
+        self._config, self._folder = config, folder
+        self._grid, self._strategy, self._on_round = grid, strategy, on_round
+        self._arrays = ArrayRecord()
+        self._saved = -1
+        self._start = time.perf_counter()
+        self.checkpoint = Checkpoint(weights={}, strategy={}, split=split)
+        reset_peak_memory()
+
+    def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
+        """Take over what was recorded; `arrays` are what the strategy is started from."""
+        self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
+        self._append(*checkpoint.records)
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is anything new."""
+        if self.checkpoint.round > self._saved:
+            save(self._folder, self.checkpoint)
+            self._saved = self.checkpoint.round
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        seconds = time.monotonic() - self._start
-        updated = arrays is not self.arrays  # Flower hands the same record on where none came
-        loss, accuracy = evaluate_arrays(self._config, self._model, arrays, *self._test)
+        seconds = time.perf_counter() - self._start
+        if server_round > self.checkpoint.round:  # not what a run that goes on begins with
+            self._record(server_round, arrays, seconds)
+        last, best = self.checkpoint.records[-1], self.checkpoint.best
+        if best is not None and 0 < self._config.patience <= server_round - best.round:
+            raise _NoBetterModel
+        self._start = time.perf_counter()
+        reset_peak_memory()
+        return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
+
+    def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
+        updated = arrays is not self._arrays  # Flower hands the same record on where none came
+        loss, accuracy = self.evaluate(arrays)
         record: dict[str, Any] = {"round": server_round, "accuracy": accuracy, "loss": loss}
         if server_round > 0:
             record["model-updated"] = int(updated)
-        self.arrays = arrays
         record |= _numbers(self._strategy.train_metrics.get(server_round), "")
         record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
-        up, down = self._grid.bytes_up, self._grid.bytes_down
-        record["bytes-up"] = up - self._before[0]
-        record["bytes-down"] = down - self._before[1]
-        record["seconds"] = seconds
-        self._before = (up, down)
-        self.records.append(record)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        evaluations = []
+        if server_round in self._strategy.evaluate_metrics:
+            evaluations = sorted(self._strategy.client_evaluations.items())
+            record |= _among_clients([metrics for _, metrics in evaluations])
+        costs = self._grid.take()
+        waiting = costs.pop("seconds-waiting")
+        record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
+        record["peak-memory"] = peak_memory()
+
+        before = self.checkpoint
+        best = _better(before.best, record, self._config.monitor)
+        weights = {name: array.numpy() for name, array in arrays.items()}
+        if best is not before.best:
+            save_tensors(best_path(self._folder, server_round), weights, {"round": server_round})
+        self._arrays = arrays
+        self.checkpoint = Checkpoint(
+            weights=weights,
+            strategy=self._strategy.state_dict(),
+            split=before.split,
+            records=[*before.records, record],
+            evaluations=[
+                *before.evaluations,
+                *(
+                    {"round": server_round, "partition": partition, **_numbers(metrics, "")}
+                    for partition, metrics in evaluations
+                ),
+            ],
+            best=best,
+        )
+        if server_round % self._config.checkpoint_every == 0:
+            self.save()
+        self._append(record)
         if self._on_round is not None:
             self._on_round(record)
-        self._start = time.monotonic()
-        return MetricRecord({"accuracy": accuracy, "loss": loss})
+
+    def _append(self, *records: dict[str, Any]) -> None:
+        with (self._folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _numbers(metrics: MetricRecord | None, prefix: str) -> dict[str, float]:
+def _among_clients(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean, worst and standard deviation over the clients, each counting once."""
+    statistics: dict[str, float] = {}
+    for name, worst in (("accuracy", min), ("loss", max)):
+        values = [float(own[name]) for own in metrics if isinstance(own.get(name), int | float)]
+        if values:
+            statistics |= {
+                f"client-{name}-mean": float(np.mean(values)),
+                f"client-{name}-worst": worst(values),
+                f"client-{name}-std": float(np.std(values)),
+            }
+    return statistics
+
+
+def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best | None:
+    """The best so far; the earliest of equals."""
+    value = record.get(monitor)
+    if value is None or math.isnan(value):
+        return best
+    sign = -1 if "loss" in monitor else 1
+    if best is not None and sign * value <= sign * best.value:
+        return best
+    return Best(int(record["round"]), float(value))
+
+
+def _numbers(metrics: Mapping[str, Any] | None, prefix: str) -> dict[str, float]:
     """Name the scalars of a record for the table of rounds."""
     items = {} if metrics is None else metrics
     return {f"{prefix}{k}": v for k, v in items.items() if not isinstance(v, list)}

@@ -26,12 +26,13 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, Result
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 
 from .replies import Reply, agreeing, checked_weights
+from .resumption import EvaluateFn, start_after
 
 __all__ = ["SeededFedAvg"]
 
@@ -65,6 +66,10 @@ class SeededFedAvg(FedAvg):
     train_metrics, evaluate_metrics : dict of int to MetricRecord
         What each round's aggregation returned: weighted means of the clients' metrics and the
         counts ``replies-accepted``, ``replies-rejected`` and ``rejected-<reason>``.
+    client_evaluations : dict of int to dict
+        Partition -> metrics of each client whose evaluation the newest round accepted.
+    server_round : int
+        The round at work, or the last one; 0 before the first.
 
     Raises
     ------
@@ -100,13 +105,79 @@ class SeededFedAvg(FedAvg):
         self.train_metrics_aggr_fn = _no_metrics
         self.train_metrics: dict[int, MetricRecord] = {}
         self.evaluate_metrics: dict[int, MetricRecord] = {}
+        self.client_evaluations: dict[int, dict[str, Any]] = {}
         self.partitions: dict[int, int] = {}
         self.global_arrays = ArrayRecord()
+        self.server_round = 0
+        self._rounds_loaded = 0
 
     def summary(self) -> None:
         """Log the settings."""
         super().summary()
         logger.log(INFO, "\t└──> Seed %d, at least %d valid replies", self.seed, self.min_completed)
+
+    # ------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on besides the global weights and the settings.
+
+        A strategy made with the same settings that loads it, and is started from the same weights,
+        goes on bit for bit as this one would. There is no generator in it: draws are seeded by
+        (seed, round). Methods add what they keep from round to round.
+
+        Returns
+        -------
+        dict
+            Name -> array, or what JSON holds. Later rounds do not change it.
+        """
+        return {
+            "strategy": type(self).__name__,
+            "seed": self.seed,
+            "server-round": self.server_round,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
+
+        Raises
+        ------
+        ValueError
+            If it is the state of another class of strategy, or of another seed.
+        """
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ValueError(f"state: expected {sorted(own)}, got {sorted(state)}")
+        for key in ("strategy", "seed"):
+            if state[key] != own[key]:
+                raise ValueError(f"state: expected {key} = {own[key]}, got {state[key]}")
+        self.server_round = self._rounds_loaded = int(state["server-round"])
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run Flower's ``Strategy.start``; after :meth:`load_state_dict`, the rounds that remain.
+
+        Then `num_rounds` counts the rounds before, too, and `initial_arrays` are the weights that
+        belong to the state.
+        """
+        done, self._rounds_loaded = self._rounds_loaded, 0
+        options: dict[str, Any] = {
+            "grid": grid,
+            "initial_arrays": initial_arrays,
+            "num_rounds": num_rounds,
+            "timeout": timeout,
+            "train_config": train_config,
+            "evaluate_config": evaluate_config,
+            "evaluate_fn": evaluate_fn,
+        }
+        return start_after(self, done, **options) if done else super().start(**options)
 
     # ---------------------------------------------------------------- sampling
 
@@ -114,7 +185,7 @@ class SeededFedAvg(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the global model to a sample of the partitions that are not held out."""
-        self.global_arrays = arrays
+        self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
         minimum = max(self.min_train_nodes, self.min_completed)
@@ -258,6 +329,10 @@ class SeededFedAvg(FedAvg):
     ) -> MetricRecord | None:
         """Average the metrics of the accepted replies."""
         pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
+        self.client_evaluations = {
+            self.order(reply)[0]: {**reply.metrics, self.weighted_by_key: reply.num_examples}
+            for reply, _ in pairs
+        }
         if not pairs and not rejected:
             return None
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected, is_train=False)

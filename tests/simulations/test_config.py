@@ -25,7 +25,13 @@ from fedntk.simulations import Config, ConfigError
         ({"steps": "200,100"}, "steps: expected increasing whole numbers"),
         ({"targets": "85"}, "targets: expected numbers between 0 and 1"),
         ({"clients-per-round": 51}, "clients-per-round: expected at most the 50 clients that"),
-        ({"clients-per-evaluation": 51}, "clients-per-evaluation: expected at most num-clients"),
+        ({"clients-per-evaluation": -1}, "clients-per-evaluation: expected at least 0, got -1"),
+        ({"monitor": "accurcy"}, "got 'accurcy'; did you mean 'accuracy'"),
+        (
+            {"monitor": "client-loss-worst", "clients-per-evaluation": 0},
+            "monitor = client-loss-worst needs clients-per-evaluation of at least 1",
+        ),
+        ({"resume": 1}, "resume: expected bool, got int 1"),
         ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
         ({"selection": "validation"}, "selection = validation goes with one of"),
         ({"validation-clients": 2}, "selection = validation goes with one of"),
@@ -74,3 +80,41 @@ def test_description_names_every_key():
     lines = Config.describe().splitlines()
     assert len(lines) == len(Config().values())
     assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in Config.describe()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("rounds", "7", 7),
+        ("learning-rate", "1e-3", 0.001),
+        ("learning_rate", "2", 2.0),
+        ("resume", "True", True),
+        ("steps", "10,20", "10,20"),
+    ],
+)
+def test_text_becomes_a_value_of_the_keys_type(key, text, value):
+    converted = Config.convert(key, text)
+    assert (converted, type(converted)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("rounds", "1.5", "rounds: expected int, got '1.5'"),
+        ("resume", "yes", "resume: expected bool, got 'yes'"),
+        ("roundz", "1", "unknown key 'roundz'; did you mean 'rounds'"),
+    ],
+)
+def test_text_that_is_no_such_value_is_refused(key, text, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.convert(key, text)
+
+
+def test_each_configuration_has_a_default_folder_of_its_own():
+    """Another setting, another folder; where results go and how safely does not count."""
+    folder = Config().folder
+    assert Config(learning_rate=0.02).folder != folder
+    assert Config(seed=1).folder != folder
+    assert Config(checkpoint_every=5, resume=True).folder == folder
+    assert folder.parent.name == "runs"
+    assert folder.name.startswith("ntk-fl-digits-0-")

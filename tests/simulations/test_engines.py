@@ -1,13 +1,17 @@
 """The local grid behaves as Flower's; the meter counts what is sent."""
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedntk.simulations.engines import LocalGrid, MeteredGrid, message_bytes
+from fedntk.simulations.meter import METER, meter
 
 
 def echo(message: Message, context: Context) -> Message:
@@ -83,28 +87,101 @@ def test_replies_are_pulled_once():
     assert list(local.pull_messages(ids)) == []
 
 
-def test_meter_counts_the_content_of_every_message_both_ways():
-    metered = MeteredGrid(grid())
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_any_number_of_workers_gives_the_same_replies(workers):
+    def slow(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        time.sleep(0.02 * (partition % 3))
+        return Message(RecordDict({"m": MetricRecord({"p": partition})}), reply_to=message)
+
+    app = ClientApp()
+    app.train()(slow)
+    told = []
+    with LocalGrid(
+        app, 7, {}, workers=workers, on_answer=lambda *answer: told.append(answer)
+    ) as local:
+        sent = [Message(RecordDict(), node, "train") for node in (5, 1, 7, 2, 4)]
+        replies = list(local.send_and_receive(sent))
+    assert [reply.content["m"]["p"] for reply in replies] == [4, 0, 6, 1, 3]
+    assert told == [("train", i, 5) for i in range(1, 6)]
+    assert not any(thread.name.startswith("client") for thread in threading.enumerate())
+
+
+def serialised(content: RecordDict) -> int:
+    """Bytes of all objects that Flower sends for a content, one by one as it serialises them."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    return sum(len(each.deflate()) for each in get_all_nested_objects(content).values())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        RecordDict(),
+        RecordDict({"metrics": MetricRecord({"loss": 0.5, "losses": [1.0, 2.0], "n": 3})}),
+        RecordDict({"config": ConfigRecord({"server-round": 1, "name": "x", "raw": b"abc"})}),
+        RecordDict({"arrays": ArrayRecord({"w": Array(np.arange(3.0))})}),
+        RecordDict({"arrays": ArrayRecord({"none": Array(np.zeros((0, 4)))})}),
+        RecordDict(
+            {
+                "arrays": ArrayRecord(
+                    {f"layer.{i}": Array(np.random.default_rng(i).random((100, i))) for i in range(1, 9)}
+                ),
+                "metrics": MetricRecord({"num-examples": 10}),
+            }
+        ),
+        RecordDict({"arrays": ArrayRecord({"big": Array(np.arange(3_000_000.0))})}),
+    ],
+)  # fmt: skip
+def test_counted_bytes_are_flowers_serialised_size(content):
+    """Exactly, where no two objects are equal; the issue asks for 1 %. The last is sent in chunks."""
+    assert message_bytes(Message(content, 1, "train")) == serialised(content)
+
+
+def test_meter_counts_training_and_evaluation_apart():
+    metered = MeteredGrid(LocalGrid(training_app(), 4, {}))
     array = np.zeros(1000, dtype=np.float32)
     content = RecordDict(
         {"arrays": ArrayRecord({"w": Array(array)}), "config": ConfigRecord({"round": 1})}
     )
-    sent = messages(content)
-    replies = list(metered.send_and_receive(sent))
-    assert metered.bytes_down == sum(map(message_bytes, sent))
-    assert metered.bytes_up == sum(map(message_bytes, replies))
-    assert metered.bytes_up > 2 * array.nbytes  # of two replies; the third is an error
-    ids = metered.push_messages(messages(content))
-    list(metered.pull_messages(ids))
-    assert metered.bytes_down == 2 * sum(map(message_bytes, sent))
+    for kind in ("query.partition", "train", "evaluate"):
+        sent = [Message(content, node, kind) for node in (3, 1, 4)]
+        replies = list(metered.send_and_receive(sent))
+        assert len(replies) == 3
+        assert not any(METER in reply.content for reply in replies if reply.has_content())
+        costs = metered.take()
+        down, up = sum(map(message_bytes, sent)), sum(map(message_bytes, replies))
+        assert down > 3 * array.nbytes
+        training = (down, up) if kind == "train" else (0, 0)
+        evaluation = (down, up) if kind == "evaluate" else (0, 0)
+        assert (costs["bytes-down"], costs["bytes-up"]) == training
+        assert (costs["evaluation-bytes-down"], costs["evaluation-bytes-up"]) == evaluation
+        assert 0 < costs["seconds-clients"] <= costs["seconds-waiting"]
+        assert costs["peak-memory-clients"] > 1
+    assert metered.take()["bytes-down"] == 0
 
 
-def test_counted_bytes_are_the_serialised_size_within_one_per_cent():
-    """Against Flower's own serialisation of the whole content, for a message of a model's size."""
-    from flwr.common.serde import recorddict_to_proto
+def training_app() -> ClientApp:
+    app = ClientApp(mods=[meter])
+    for register in (app.train(), app.evaluate(), app.query(), app.query("partition")):
+        register(echo)
+    return app
 
-    arrays = {str(i): Array(np.ones(20_000, dtype=np.float32)) for i in range(10)}
-    content = RecordDict({"arrays": ArrayRecord(arrays), "m": MetricRecord({"loss": 0.5})})
-    message = Message(content, 1, "train")
-    wire = recorddict_to_proto(content).ByteSize()
-    assert abs(message_bytes(message) - wire) < 0.01 * wire
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        MetricRecord(),
+        MetricRecord({"seconds": [1.0], "peak-memory": float("nan")}),
+        MetricRecord({"seconds": float("inf"), "peak-memory": -1.0}),
+        ConfigRecord({"seconds": "long"}),
+    ],
+)
+def test_a_false_meter_counts_nothing_and_ends_nothing(claim):
+    app = ClientApp()
+    app.train()(lambda message, _: Message(RecordDict({METER: claim}), reply_to=message))
+    metered = MeteredGrid(LocalGrid(app, 4, {}))
+    (reply,) = metered.send_and_receive([Message(RecordDict(), 1, "train")])
+    assert METER not in reply.content
+    costs = metered.take()
+    assert (costs["seconds-clients"], costs["peak-memory-clients"]) == (0, 0)

@@ -25,11 +25,11 @@ from fedntk.simulations import (
 from fedntk.simulations.client_app import app
 from fedntk.simulations.data import load_data
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.figures import accuracy_curves
 from fedntk.simulations.methods import METHODS
 from fedntk.simulations.models import build_model
 from fedntk.simulations.partitions import load_split
-from fedntk.simulations.results import read_run, rounds_to_target
+from fedntk.simulations.flwr_run import flwr_run
+from fedntk.simulations.results import read_run, to_target
 from fedntk.simulations.server_app import main, serve
 
 from ..conftest import ROOT
@@ -41,10 +41,19 @@ def bits(folder: Path) -> dict[str, bytes]:
     return {name: w.tobytes() for name, w in load_model(folder).items()}
 
 
+def metrics(folder: Path) -> pd.DataFrame:
+    """All metrics but what the machine made of them: seconds and memory."""
+    rounds = read_run(folder).rounds
+    return rounds[~rounds.metric.str.contains("seconds|memory")].reset_index(drop=True)
+
+
 def test_a_run_writes_its_folder(tmp_path):
     config = replace(SMALL, out=str(tmp_path / "a"), targets="0.3")
     result = run(config, progress=False)
-    assert sorted(p.name for p in result.folder.iterdir()) == [
+    assert sorted(p.name for p in result.folder.iterdir() if p.name != ".lock") == [
+        "best.safetensors",
+        "checkpoints",
+        "clients.parquet",
         "config.toml",
         "model.safetensors",
         "rounds.jsonl",
@@ -58,7 +67,9 @@ def test_a_run_writes_its_folder(tmp_path):
     first = frame[frame["round"] == 1].set_index("metric").value
     for metric in (
         *("accuracy", "loss", "train-loss", "t", "kernel-products", "candidate-loss"),
-        *("client-accuracy", "client-loss", "bytes-up", "bytes-down", "seconds"),
+        *("client-accuracy", "client-loss", "bytes-up", "bytes-down"),
+        *("evaluation-bytes-up", "evaluation-bytes-down", "peak-memory", "peak-memory-clients"),
+        *("seconds", "seconds-server", "seconds-clients"),
     ):
         assert np.isfinite(first[metric]), metric
     assert first["replies-accepted"] == 4
@@ -67,10 +78,53 @@ def test_a_run_writes_its_folder(tmp_path):
     assert result.summary["split"] == split.checksum
     assert result.summary["accuracy"] == result.curve()[2]
     assert result.summary["bytes-up"] == frame[frame.metric == "bytes-up"].value.sum()
-    curve = result.curve()
-    assert result.summary["rounds-to-target"] == {
-        "0.3": next((r for r in curve.index if curve[r] >= 0.3), None)
-    }
+    curve, up = result.curve(), result.curve("bytes-up")
+    reached = next(r for r in curve.index if curve[r] >= 0.3)
+    assert result.summary["to-target"]["0.3"]["round"] == reached
+    assert result.summary["to-target"]["0.3"]["bytes-up"] == up.loc[:reached].sum()
+    assert result.summary["threads"] == {"server": os.cpu_count(), "client": 1}
+
+
+def test_per_client_evaluations_and_their_statistics(tmp_path):
+    """Mean, worst and deviation over the clients are those of the table of clients."""
+    config = replace(SMALL, out=str(tmp_path), local_test_fraction=0.3, clients_per_evaluation=5)
+    result = run(config, progress=False)
+    table = result.clients
+    assert list(table.columns) == [
+        *("run", "method", "seed", "round", "partition", "metric", "value")
+    ]
+    for metric, worst in (("accuracy", "min"), ("loss", "max")):
+        values = table[table.metric == metric].groupby("round").value
+        assert values.size().tolist() == [5, 5]
+        for name, expected in (
+            ("mean", values.mean()),
+            ("worst", values.agg(worst)),
+            ("std", values.std(ddof=0)),
+        ):
+            recorded = result.curve(f"client-{metric}-{name}")
+            np.testing.assert_allclose(recorded, expected, rtol=1e-12)
+
+
+def test_evaluation_does_not_change_what_training_costs(tmp_path):
+    """Bytes of evaluation are apart; the model does not depend on them."""
+    without = run(replace(SMALL, clients_per_evaluation=0, out=str(tmp_path / "a")), progress=False)
+    with_it = run(replace(SMALL, out=str(tmp_path / "b")), progress=False)
+    assert bits(without.folder) == bits(with_it.folder)
+    for metric in ("bytes-up", "bytes-down"):
+        pd.testing.assert_series_equal(without.curve(metric), with_it.curve(metric))
+        assert (without.curve(f"evaluation-{metric}") == 0).all()
+        assert (with_it.curve(f"evaluation-{metric}")[1:] > 0).all()
+
+
+def test_seconds_add_up(tmp_path):
+    """Serial clients work while the server waits, and it waits or works: within the clock's noise."""
+    result = run(replace(SMALL, out=str(tmp_path)), progress=False)
+    total, server, clients = (
+        result.curve(f"seconds{part}")[1:] for part in ("", "-server", "-clients")
+    )
+    assert (server > 0).all()
+    assert (clients > 0).all()
+    assert (server + clients <= total).all()
 
 
 def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
@@ -93,9 +147,8 @@ def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
         config = replace(SMALL, method=method, seed=seed, out=str(tmp_path / name))
         folders.append(run(config, progress=False).folder)
     assert bits(folders[0]) == bits(folders[1]) != bits(folders[2])
-    first, second = (read_run(f).rounds for f in folders[:2])
-    keep = first.metric != "seconds"
-    pd.testing.assert_frame_equal(first[keep], second[keep])
+    first, second = (metrics(f) for f in folders[:2])
+    pd.testing.assert_frame_equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +177,8 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     config = replace(SMALL, out=str(tmp_path), rounds=0)
     run(config, progress=False)
     with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
-        run(replace(config, wire="dense"), progress=False)
+        run(replace(config, wire="dense"), progress=False, again=True)
+    assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
 def test_results_of_several_runs_are_one_table(tmp_path):
@@ -138,26 +192,18 @@ def test_results_of_several_runs_are_one_table(tmp_path):
         load_results(tmp_path / "nowhere")
 
 
-def test_rounds_to_target():
-    records = [{"round": float(i), "accuracy": a} for i, a in enumerate((0.1, 0.5, 0.4, 0.8))]
-    assert rounds_to_target(records, 0.5) == 1
-    assert rounds_to_target(records, 0.6) == 3
-    assert rounds_to_target(records, 0.9) is None
-
-
-def test_picture_of_two_runs_with_seeds(tmp_path):
-    frame = pd.DataFrame(
-        [
-            (name, "m", seed, r, "accuracy", r / 10 + seed / 20)
-            for name in ("one", "two")
-            for seed in (0, 1)
-            for r in range(5)
-        ],
-        columns=["run", "method", "seed", "round", "metric", "value"],
-    )
-    path = accuracy_curves(frame, tmp_path / "a.png", title="t", target=0.4)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size < 300_000
+def test_to_target():
+    """First round that reaches it; costs summed up to there, round 0 included."""
+    records = [
+        {"round": i, "accuracy": a, "bytes-up": 10**i, "bytes-down": 1, "seconds": 0.5}
+        for i, a in enumerate((0.1, 0.5, 0.4, 0.8))
+    ]
+    assert to_target(records, 0.5) == {
+        "round": 1, "bytes-up": 11, "bytes-down": 2, "seconds": 1.0
+    }  # fmt: skip
+    assert to_target(records, 0.6)["round"] == 3
+    assert to_target(records, 0.6)["bytes-up"] == 1111
+    assert to_target(records, 0.9) is None
 
 
 # -------------------------------------------------------------------------- refusals
@@ -181,10 +227,16 @@ def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         run(config, progress=False)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "rounds.jsonl").exists()
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    with pytest.raises(RunFailed, match=message):
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_is_kept_with_its_reason(tmp_path):
+    """As Flower's own command meets it, which does not go through `run`."""
+    config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
+    with pytest.raises(ConfigError, match="no file at"):
+        serve(_grid(SMALL), config)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    with pytest.raises(RunFailed, match="no file at /nowhere.npz"):
         read_run(tmp_path)
 
 
@@ -206,10 +258,14 @@ def test_a_wrong_value_in_flowers_run_config_is_logged_in_one_line(tmp_path, cap
 
 
 def test_unknown_engine_and_setting():
-    with pytest.raises(ValueError, match="engine: expected one of local, ray, got 'dask'"):
+    with pytest.raises(ConfigError, match="engine: expected one of local, ray, got 'dask'"):
         run(SMALL, engine="dask")
-    with pytest.raises(TypeError, match="learning_rat"):
+    with pytest.raises(ConfigError, match="unknown key 'learning-rat'; did you mean 'learning-ra"):
         run(SMALL, learning_rat=0.1)
+    with pytest.raises(ConfigError, match="workers: expected at least 1, got 0"):
+        run(SMALL, workers=0)
+    with pytest.raises(ConfigError, match="writers: expected some of tensorboard, mlflow, got 'w"):
+        run(SMALL, writers=["wandb"])
 
 
 # ------------------------------------------------------------------------------- Ray
@@ -223,12 +279,9 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
         config = replace(SMALL, out=str(tmp_path / engine), min_completed=2)
         folders[engine] = run(config, engine=engine, progress=False).folder
     assert bits(folders["ray"]) == bits(folders["local"])
-    ray, local = (read_run(folders[engine]).rounds for engine in ("ray", "local"))
-    same = ~ray.metric.isin(["seconds", "bytes-up", "bytes-down"])
-    pd.testing.assert_frame_equal(ray[same], local[same])
-    # messages differ by the length of node ids in reply errors only: there were none
-    moved = ray.metric.isin(["bytes-up", "bytes-down"])
-    pd.testing.assert_frame_equal(ray[moved], local[moved])
+    pd.testing.assert_frame_equal(metrics(folders["ray"]), metrics(folders["local"]))
+    pd.testing.assert_frame_equal(*(read_run(folder).clients for folder in folders.values()))
+    assert (read_run(folders["ray"]).curve("seconds-clients")[1:] > 0).all()
     assert processes_of(tmp_path) == []
 
 
@@ -253,7 +306,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr("fedntk.simulations.runs._show_rounds", interrupt)
+    monkeypatch.setattr("fedntk.simulations.flwr_run._show_rounds", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(replace(SMALL, out=str(tmp_path), rounds=50), engine="ray", progress=False)
     assert any("flower-superlink" in line for line in seen)
@@ -265,7 +318,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process(tmp_path, monkeypatch):
 def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
     config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
     with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
-        run(config, engine="ray", progress=False)
+        flwr_run(config, lambda record: None)
 
 
 def test_mathematics_runs_on_torch_and_numpy_alone():

@@ -1,0 +1,53 @@
+"""Random numbers of one client, whatever other clients draw in the same process."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["own_randomness"]
+
+# torch has one global state, from which dropout draws; threads that draw take turns
+_GLOBAL_STATE = threading.RLock()
+
+
+@contextlib.contextmanager
+def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Generator]:
+    """Yield a generator, and let what `model` draws while it trains depend on `seed` alone.
+
+    Torch's global state is the same afterwards as before. Clients of one process train at the same
+    time, in threads of their own, unless their networks draw random numbers: those take turns.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its buffers may change.
+    x : Tensor, shape (n, ...)
+        Examples on the model's device, to find out whether it draws.
+    seed : int
+        Of the generator and, if the model draws, of torch's global state.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    devices = [x.device] if x.device.type == "cuda" else []
+    with contextlib.ExitStack() as stack:
+        if _draws(model, x, devices):
+            stack.enter_context(_GLOBAL_STATE)
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            torch.manual_seed(seed)
+        yield generator
+
+
+@torch.no_grad()
+def _draws(model: nn.Module, x: Tensor, devices: list[torch.device]) -> bool:
+    """Whether a forward pass in training mode changes torch's global state."""
+    training = model.training
+    with _GLOBAL_STATE, torch.random.fork_rng(devices=devices):
+        before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        try:
+            model.train()(x)
+        finally:
+            model.train(training)
+        after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,223 @@
+"""The command ``fedntk``: run, compare, report."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .config import Config, ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Federated learning with Jacobians and tangent kernels: run, compare, report.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
+]
+EngineOption = Annotated[
+    str, typer.Option(help="[b]local[/]: clients in this process. [b]ray[/]: flwr run on Ray.")
+]
+Workers = Annotated[int, typer.Option(min=1, help="Local engine: clients at work at a time.")]
+Again = Annotated[bool, typer.Option("--again", help="Replace what is in the folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's events too.")]
+MLflow = Annotated[bool, typer.Option("--mlflow", help="Log to MLflow too.")]
+
+
+@app.command("run")
+def run_command(
+    conf: Annotated[
+        Path | None, typer.Argument(help="A TOML file, such as simulations/conf/ntk_fl_digits.toml")
+    ] = None,
+    *,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Go on with the interrupted run in this folder."),
+    ] = None,
+    out: Annotated[str, typer.Option(help="Folder for the results.")] = "",
+    settings: Settings = None,
+    engine: EngineOption = "local",
+    workers: Workers = 1,
+    again: Again = False,
+    quiet: Quiet = False,
+    tensorboard: TensorBoard = False,
+    mlflow: MLflow = False,
+) -> None:
+    """Run one configuration.
+
+    A finished run is not run again; an interrupted one goes on from its newest checkpoint.
+
+    [b]Examples[/]
+
+      fedntk run simulations/conf/ntk_fl_digits.toml
+
+      fedntk run simulations/conf/fedavg_digits.toml --set rounds=40 --set learning-rate=0.1 --out runs/a
+
+      fedntk run --resume runs/a
+
+      fedntk run --resume runs/a --set rounds=100
+
+      fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
+    """
+    from .runs import run
+
+    with _errors_in_one_line():
+        overrides = _overrides(settings)
+        if resume is not None:
+            if conf is not None or out or again:
+                raise ConfigError("--resume FOLDER takes its settings and folder from that run")
+            if not (resume / "config.toml").exists():
+                raise ConfigError(f"no run in {resume}: config.toml is missing")
+            conf, out = resume / "config.toml", str(resume)
+        if out:
+            overrides["out"] = out
+        config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
+        result = run(
+            config,
+            engine=engine,  # type: ignore[arg-type]
+            workers=workers,
+            progress=not quiet,
+            again=again,
+            writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
+        )
+        accuracy = 100 * result.summary["accuracy"]
+        typer.echo(f"{accuracy:.1f} % after round {result.summary['rounds']}: {result.folder}")
+
+
+@app.command("compare")
+def compare_command(
+    confs: Annotated[list[Path], typer.Argument(help="TOML files, one for each method.")],
+    *,
+    seeds: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/compare"),
+    settings: Settings = None,
+    engine: EngineOption = "local",
+    workers: Workers = 1,
+    again: Again = False,
+    quiet: Quiet = False,
+    tensorboard: TensorBoard = False,
+    mlflow: MLflow = False,
+) -> None:
+    """Run several configurations with several seeds, and report on them.
+
+    Give the same command again to go on with a comparison that was interrupted.
+
+    [b]Examples[/]
+
+      fedntk compare simulations/conf/*_digits.toml --seeds 0,1,2 --out runs/digits
+
+      fedntk compare a.toml b.toml --set rounds=10 --engine ray
+    """
+    from .report import write_report
+    from .runs import compare
+
+    with _errors_in_one_line():
+        configs = {conf.stem: Config.load(conf) for conf in confs}
+        if len(configs) < len(confs):
+            raise ConfigError("expected files of different names, which become the runs' names")
+        configs = {config.name or stem: config for stem, config in configs.items()}
+        if len(configs) < len(confs):
+            raise ConfigError("expected configurations of different names")
+        compare(
+            configs,
+            seeds=_seeds(seeds),
+            out=out,
+            engine=engine,  # type: ignore[arg-type]
+            workers=workers,
+            progress=not quiet,
+            again=again,
+            writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
+            **_overrides(settings),
+        )
+        _show(write_report(out))
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or one that holds runs.")],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; FOLDER/report by default.")
+    ] = None,
+) -> None:
+    """Write tables (Markdown, LaTeX) and pictures of finished runs.
+
+    [b]Examples[/]
+
+      fedntk report runs/digits
+
+      fedntk report runs --out report
+    """
+    from .report import write_report
+
+    with _errors_in_one_line():
+        _show(write_report(folder, out))
+
+
+@app.command("settings")
+def settings_command() -> None:
+    """List all settings with their defaults and meanings."""
+    typer.echo(Config.describe())
+
+
+def _show(report: Path) -> None:
+    from rich.markdown import Markdown
+
+    text = report.read_text(encoding="utf-8")
+    tables = [line for line in text.splitlines() if not line.startswith("!")]
+    Console().print(Markdown("\n".join(tables)))
+    typer.echo(f"Report: {report}")
+
+
+def _overrides(settings: list[str] | None) -> dict[str, Any]:
+    """Parse ``key=value`` as the key's type."""
+    overrides: dict[str, Any] = {}
+    for setting in settings or []:
+        key, sign, text = setting.partition("=")
+        if not sign:
+            raise ConfigError(f"--set: expected KEY=VALUE, got {setting!r}")
+        overrides[key.strip().replace("-", "_")] = Config.convert(key.strip(), text.strip())
+    return overrides
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds: expected whole numbers with commas, got {text!r}") from None
+
+
+def _writers(**chosen: bool) -> list[str]:
+    return [name for name, wanted in chosen.items() if wanted]
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures."""
+    from .results import RunFailed
+
+    try:
+        yield
+    except (ConfigError, FileNotFoundError) as error:
+        typer.echo(f"fedntk: {error}", err=True)
+        sys.exit(2)
+    except RunFailed as error:
+        typer.echo(f"fedntk: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    app()

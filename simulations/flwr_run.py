@@ -1,0 +1,185 @@
+"""``flwr run`` on Ray as a subprocess, on a SuperLink of our own."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+
+from .config import Config
+from .results import RunFailed
+
+__all__ = ["flwr_run"]
+
+OnRound = Callable[[dict[str, Any]], None]
+APP = Path(__file__).parent
+
+
+def flwr_run(config: Config, on_round: OnRound) -> None:
+    """Run a configuration with ``flwr run``, following the rounds as they are written.
+
+    The SuperLink is started for this run and stopped after it; all of Flower's files are in the
+    run's folder.
+
+    Parameters
+    ----------
+    config : Config
+        What to run; with ``resume`` it goes on from the newest checkpoint.
+    on_round : callable
+        Is given the metrics of each round, those of a resumed run's earlier rounds too.
+
+    Raises
+    ------
+    RunFailed
+        If the run ends without a result, with the reason it gave.
+    """
+    folder = config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("summary.json", "rounds.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    _end_leftovers(folder / "flwr")
+    config = config.replace(out=str(folder), data_dir=_absolute(config.data_dir))
+    settings = folder / "run-config.toml"
+    config.save(settings)
+    federation = (
+        f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
+        f"client-resources-num-gpus={config.client_gpus}"
+    )
+    with (
+        _superlink(folder / "flwr") as (superlink, environment),
+        (folder / "flwr.log").open("w", encoding="utf-8") as log,
+    ):
+        command = [
+            *(_tool("flwr"), "run", str(APP), "fedntk", "--stream"),
+            *("--run-config", str(settings), "--federation-config", federation),
+        ]
+        process = subprocess.Popen(  # noqa: S603
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            shown = 0
+            while True:
+                ended = process.poll() is not None or superlink.poll() is not None
+                shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
+                if ended:
+                    break
+                time.sleep(0.2)
+        finally:
+            _stop(process)
+    settings.unlink()
+    if not (folder / "summary.json").exists():
+        last = (folder / "flwr.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
+        raise RunFailed(f"flwr run ended without a result ({' '.join(last)}); see {log.name}")
+
+
+def _end_leftovers(home: Path) -> None:
+    """End what an earlier run in this folder left at work, when it was killed itself.
+
+    All that such a run starts has the folder as Flower's home, in its environment.
+    """
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("FLWR_HOME") == str(home):
+                process.terminate()
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=15)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=15)
+
+
+def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
+    if not path.exists():
+        return shown
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
+    for line in lines[shown:]:
+        on_round(json.loads(line))
+    return len(lines)
+
+
+@contextlib.contextmanager
+def _superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """Start a SuperLink in simulation mode; yield it and the environment for its user."""
+    home.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    for _ in range(3):  # another process may take a port that was free a moment ago
+        port = _free_port()
+        command = [
+            *(_tool("flower-superlink"), "--insecure", "--simulation"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ]
+        with (home / "superlink.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(  # noqa: S603
+                command, env=environment, stdout=log, stderr=log
+            )
+        try:
+            if not _listens(process, port):
+                continue
+            connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+            settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
+            (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+            yield process, environment
+            return
+        finally:
+            _stop(process)
+    raise RunFailed(f"the SuperLink did not start; see {home / 'superlink.log'}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(process: subprocess.Popen[bytes], port: int, timeout: float = 60) -> bool:
+    """Wait until the process itself listens on the port."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+        time.sleep(0.1)
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
+    """End a process and all that it started, and wait until they are gone."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+    _, left = psutil.wait_procs(family, timeout=patience)
+    for survivor in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=patience)
+    process.kill()
+    process.wait()
+
+
+def _tool(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else path

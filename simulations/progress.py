@@ -1,0 +1,201 @@
+"""What a run shows of itself while it works: in a terminal, in Jupyter, or in a log."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Progress", "progress"]
+
+LOG_EVERY = 10.0  # seconds between lines in a log
+JUPYTER_EVERY = 0.25
+
+
+@dataclass
+class Progress:
+    """How far one run, or a comparison of several, has come.
+
+    Attributes
+    ----------
+    rounds : int
+        Of all runs together; those that are finished already included.
+    runs : int
+        How many there are.
+    """
+
+    rounds: int
+    runs: int = 1
+    sink: "Sink | None" = None
+    run: int = 0
+    name: str = ""
+    round: int = 0
+    run_rounds: int = 0
+    state: str = ""
+    accuracy: float | None = None
+    ended: bool = False
+    _done: int = 0  # rounds of all runs, those found finished included
+    _worked: int = 0  # rounds run here
+    _start: float = field(default_factory=time.monotonic)
+
+    def begin(self, name: str, rounds: int, done: int = 0) -> None:
+        """Begin the next run, of which `done` rounds are there already."""
+        self.run += 1
+        self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
+        self.accuracy, self.state, self.ended = None, "starting", False
+        self._show(now=True)
+
+    def on_answer(self, kind: str, answered: int, asked: int) -> None:
+        """Take note of a client's answer: for :class:`~fedntk.simulations.engines.LocalGrid`."""
+        verb = {"train": "training", "evaluate": "evaluating"}.get(kind, "answering")
+        self.state = f"{verb} {answered}/{asked} clients"
+        self._show()
+
+    def on_round(self, record: Mapping[str, Any]) -> None:
+        """Take note of a round's metrics."""
+        number = int(record["round"])
+        step = max(number - self.round, 0)
+        self._done, self._worked = self._done + step, self._worked + step
+        self.round, self.accuracy = number, record["accuracy"]
+        if "replies-accepted" in record:
+            rejected = int(record["replies-rejected"])
+            self.state = f"{record['replies-accepted']:.0f} clients" + (
+                f", {rejected} rejected" if rejected else ""
+            )
+        self._show()
+
+    def end(self, state: str = "done") -> None:
+        """End the current run, whether or not all its rounds were run."""
+        self._done += self.run_rounds - self.round
+        self.state, self.ended = state, True
+        self._show(now=True)
+
+    @property
+    def elapsed(self) -> str:
+        """Time since the start, as h:mm:ss."""
+        return str(timedelta(seconds=int(time.monotonic() - self._start)))
+
+    @property
+    def left(self) -> str:
+        """Time that the rounds left will take if they go on as so far; empty before the first."""
+        if not self._worked:
+            return ""
+        seconds = (time.monotonic() - self._start) / self._worked * (self.rounds - self._done)
+        return str(timedelta(seconds=int(seconds)))
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [f"round {self.round}/{self.run_rounds}", self.state]
+        if self.runs > 1:
+            parts.insert(0, f"run {self.run}/{self.runs}")
+        if self.accuracy is not None:
+            parts.append(f"accuracy {100 * self.accuracy:.1f} %")
+        parts.append(self.elapsed)
+        if self.left and self._done < self.rounds:
+            parts.append(f"{self.left} left")
+        return f"{self.name}: " + ", ".join(parts)
+
+    def _show(self, *, now: bool = False) -> None:
+        if self.sink is not None:
+            self.sink.show(self, now=now)
+
+
+class Sink(Protocol):
+    """Shows a state; as often as fits the place, and at once where `now` says so."""
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        """Show it, or leave it for later."""
+
+
+class _Log:
+    """A line at the beginning, at the end, and every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._last = console, -float("inf")
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        if now or time.monotonic() - self._last > LOG_EVERY:
+            self._last = time.monotonic()
+            self._console.print(str(state), markup=False, highlight=False, soft_wrap=True)
+
+
+class _Jupyter:
+    """One output of the cell, rewritten in place."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(self._output("..."), raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        self._last = 0.0
+        self._ended: list[str] = []
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        if now or time.monotonic() - self._last > JUPYTER_EVERY:
+            self._last = time.monotonic()
+            lines = [*self._ended, str(state)]
+            self._handle.update(self._output("\n".join(lines)), raw=True)
+            if state.ended:
+                self._ended = lines
+
+    @staticmethod
+    def _output(text: str) -> dict[str, str]:
+        return {"text/plain": text}
+
+
+class _Terminal:
+    """A line with a bar, rewritten in place; the lines of ended runs stay above it."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        del now  # rich refreshes by itself
+        self._live.update(self._row(state))
+        if state.ended and state.run < state.runs:
+            self._live.console.print(str(state), markup=False, highlight=False)
+
+    @staticmethod
+    def _row(state: Progress) -> Table:
+        row = Table.grid(padding=(0, 1))
+        name, _, rest = str(state).partition(": ")
+        bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
+        row.add_row(Text(name), bar, Text(rest))
+        return row
+
+
+@contextlib.contextmanager
+def progress(
+    rounds: int, runs: int = 1, *, enabled: bool = True, console: Console | None = None
+) -> Iterator[Progress]:
+    """Show the progress of some runs, in the way that fits where the output goes.
+
+    Parameters
+    ----------
+    rounds, runs : int
+        See :class:`Progress`.
+    enabled : bool
+        Show nothing if not.
+    console : Console, optional
+        Where to: the error output by default.
+    """
+    state = Progress(rounds, runs)
+    console = console or Console(stderr=True)
+    if not enabled:
+        yield state
+    elif console.is_jupyter:
+        state.sink = _Jupyter()
+        yield state
+    elif console.is_terminal:
+        with Live(console=console, refresh_per_second=4) as live:
+            state.sink = _Terminal(live)
+            yield state
+    else:
+        state.sink = _Log(console)
+        yield state

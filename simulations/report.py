@@ -1,0 +1,199 @@
+"""Tables and pictures of finished runs, in one folder."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from .config import ConfigError
+from .data import load_data
+from .figures import (
+    AXES,
+    accuracy_against_heterogeneity,
+    accuracy_curves,
+    client_accuracies,
+    label_distribution,
+)
+from .partitions import load_split
+from .results import Run, read_runs
+
+__all__ = ["final_table", "target_table", "write_report"]
+
+logger = logging.getLogger("flwr")
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Write a report on all finished runs in a folder.
+
+    It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, where
+    splits of several concentrations were run; what it took to reach each target, in Markdown and
+    LaTeX; the accuracies of single clients; and the split of the labels.
+
+    Parameters
+    ----------
+    folder : path
+        A run's folder, or one that holds runs at any depth.
+    out : path, optional
+        Where to: ``report`` in `folder` by default.
+
+    Returns
+    -------
+    Path
+        Of ``report.md``, beside the pictures and ``targets.tex``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no finished run.
+    """
+    runs = read_runs(folder)
+    out = Path(out) if out is not None else Path(folder) / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
+    clients = pd.concat([run.clients for run in runs], ignore_index=True)
+    targets = target_table(runs)
+    (out / "targets.tex").write_text(
+        targets.style.hide(axis="index")
+        .format(escape="latex")
+        .format_index(escape="latex", axis="columns")
+        .to_latex(hrules=True),
+        encoding="utf-8",
+    )
+    pictures = {
+        f"accuracy-{against}": accuracy_curves(rounds, against=against, title=_setting(runs))
+        for against in AXES
+    }
+    alphas = {(r.summary["run"], r.summary["seed"]): r.config.alpha for r in runs}
+    dirichlet = all("dirichlet" in run.config.partition for run in runs)
+    if dirichlet and len(set(alphas.values())) > 1:
+        pictures["heterogeneity"] = accuracy_against_heterogeneity(rounds, alphas)
+    if len(clients):
+        pictures["clients"] = client_accuracies(clients, title="Clients' own examples, last model")
+    pictures |= _splits(runs)
+    for name, figure in pictures.items():
+        figure.savefig(out / f"{name}.png")
+    lines = [
+        "# Report",
+        "",
+        _setting(runs) or "Runs on several data sets or splits.",
+        "",
+        "## Accuracy",
+        "",
+        _markdown(final_table(runs)),
+        "",
+        "## Rounds, data and time to each accuracy",
+        "",
+        "Median over the seeds that reach it; in brackets how many do, if not all. Data is what the "
+        "clients send and receive for training.",
+        "",
+        _markdown(targets),
+        "",
+        *(f"![{name}]({name}.png)" for name in pictures),
+        "",
+    ]
+    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    return out / "report.md"
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    return table.to_markdown(index=False, disable_numparse=True)
+
+
+def final_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row a run: accuracy of its last and best model, clients, data, time; means over seeds."""
+    rows = []
+    for name, own in _by_name(runs):
+        summaries = [run.summary for run in own]
+        last = pd.Series([100 * summary["accuracy"] for summary in summaries])
+        best = pd.Series([100 * run.curve().max() for run in own])
+        worst = pd.Series([100 * _last(run, "client-accuracy-worst") for run in own])
+        rows.append(
+            {
+                "run": name,
+                "seeds": len(own),
+                "rounds": _range([s["rounds"] for s in summaries]),
+                "last accuracy (%)": _spread(last),
+                "best accuracy (%)": _spread(best),
+                "worst client (%)": _spread(worst),
+                "MB up": f"{pd.Series([s['bytes-up'] for s in summaries]).mean() / 1e6:.1f}",
+                "MB down": f"{pd.Series([s['bytes-down'] for s in summaries]).mean() / 1e6:.1f}",
+                "seconds": f"{pd.Series([s['seconds'] for s in summaries]).mean():.1f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def target_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Rounds, MB up and seconds to each target accuracy: one row a run, medians over seeds."""
+    rows = []
+    targets = sorted({target for run in runs for target in run.config.target_accuracies})
+    for name, own in _by_name(runs):
+        row = {"run": name}
+        for target in targets:
+            found = [run.summary["to-target"].get(str(target)) for run in own]
+            reached = [each for each in found if each is not None]
+            few = f" ({len(reached)} of {len(own)})" if 0 < len(reached) < len(own) else ""
+            for label, key, unit, form in (
+                ("rounds", "round", 1.0, "{:.0f}"),
+                ("MB up", "bytes-up", 1e6, "{:.1f}"),
+                ("s", "seconds", 1.0, "{:.1f}"),
+            ):
+                median = pd.Series([each[key] / unit for each in reached], dtype=float).median()
+                value = form.format(median) + few if reached else "–"
+                row[f"{label} to {100 * target:g} %"] = value
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    names = dict.fromkeys(str(run.summary["run"]) for run in runs)
+    return [(name, [run for run in runs if run.summary["run"] == name]) for name in names]
+
+
+def _last(run: Run, metric: str) -> float:
+    curve = run.curve(metric)
+    return float(curve.iloc[-1]) if len(curve) else float("nan")
+
+
+def _spread(values: "pd.Series[float]") -> str:
+    if values.isna().all():
+        return "–"
+    return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _setting(runs: Sequence[Run]) -> str:
+    """What all runs share, in words; empty where they do not share it."""
+    described = {
+        f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
+        + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
+        for c in (run.config for run in runs)
+    }
+    return described.pop() if len(described) == 1 else ""
+
+
+def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Pictures of the splits: of each setting once, by its first seed."""
+    pictures: dict[str, Figure] = {}
+    seen = set()
+    for run in runs:
+        config = run.config
+        key = (config.dataset, config.partition, config.alpha, config.num_clients)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            labels, clients = load_data(config).y_train, load_split(config).clients
+        except (ConfigError, OSError) as error:
+            logger.warning("no picture of the split: %s", error)
+            continue
+        title = f"{_setting([run])}: seed {config.seed}"
+        name = "labels" if not pictures else f"labels-{len(pictures) + 1}"
+        pictures[name] = label_distribution(labels, clients, title=title)
+    return pictures

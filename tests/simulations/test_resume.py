@@ -1,0 +1,328 @@
+"""A run that was cut off goes on to the same bits; the best model; early stopping."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedntk.simulations import Config, ConfigError, Run, load_model, run
+from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save
+from fedntk.simulations.client_app import app
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.methods import METHODS
+from fedntk.simulations.results import read_run
+from fedntk.simulations.server_app import serve
+from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
+
+SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5)
+
+
+def outcome(folder: Path) -> tuple[object, ...]:
+    """All of a run that must not depend on whether it was interrupted."""
+    result = read_run(folder)
+    rounds = result.rounds[~result.rounds.metric.str.contains("seconds|memory")]
+    models = [
+        {name: w.tobytes() for name, w in load_model(folder, which).items()}
+        for which in ("model", "best")
+    ]
+    summary = {k: v for k, v in result.summary.items() if k not in ("seconds", "to-target")}
+    return (*models, rounds.to_csv(), result.clients.to_csv(), summary)
+
+
+def interrupted(config: Config, after: int, error: type[BaseException] = RuntimeError) -> None:
+    """Run until `error` is raised at the end of a round."""
+
+    def stop(record: dict[str, float]) -> None:
+        if record["round"] == after:
+            raise error
+
+    grid = LocalGrid(app, config.num_clients, config.values())
+    with pytest.raises(error):
+        serve(grid, config, stop)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs that were not interrupted, by method."""
+    known: dict[str, Run] = {}
+
+    def of(method: str) -> Run:
+        if method not in known:
+            config = replace(SMALL, method=method, out=str(tmp_path_factory.mktemp("straight")))
+            known[method] = run(config, progress=False)
+        return known[method]
+
+    return of
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize(("after", "every"), [(0, 1), (2, 1), (3, 2), (4, 3)])
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method, after, every):
+    config = replace(SMALL, method=method, out=str(tmp_path), checkpoint_every=every)
+    interrupted(config, after)
+    seen: list[float] = []
+    serve(
+        LocalGrid(app, config.num_clients, config.values()),
+        replace(config, resume=True),
+        lambda record: seen.append(record["round"]),
+    )
+    assert seen == list(range(after + 1, 6))  # an exception saves what there is
+    assert outcome(tmp_path) == outcome(straight(method).folder)
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == list(range(6))
+    assert [path.name for path in (tmp_path / "checkpoints").glob("round-*")] == [
+        next((straight(method).folder / "checkpoints").glob("round-*")).name
+    ]
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, capsys, monkeypatch):
+    config = replace(SMALL, out=str(tmp_path))
+
+    def stop(self: object, record: dict[str, float]) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedntk.simulations.progress.Progress.on_round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert f"fedntk run --resume {tmp_path}" in capsys.readouterr().err
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    run(config, progress=False)
+    assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
+
+
+KILLER = """
+import os, signal, sys, warnings
+import torch
+from fedntk.simulations import Config, run
+from fedntk.simulations.runs import run as _
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+base, first, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5,
+                method="fedavg", checkpoint_every=2, server_threads=1)
+
+def attempt(folder, fatal):
+    # fork: the imports are paid for once, and no thread has been started
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left = fatal
+
+    def count(event, arguments):
+        global left
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            if str(arguments[0]).startswith(folder):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    globals()["left"] = left
+    sys.addaudithook(count)
+    run(config, out=folder, progress=False)
+    os._exit(0)
+
+for fatal in range(first, 10_000, step):
+    folder = f"{base}/{fatal}"
+    if attempt(folder, fatal) == 0:
+        break  # the run has fewer file operations
+    assert attempt(folder, 0) == 0, fatal
+"""
+
+
+def test_kill_9_at_any_operation_on_a_file(tmp_path):
+    """Killed at every seventh file it opens, renames or removes, and then gone on with."""
+    config = replace(
+        SMALL, method="fedavg", checkpoint_every=2, server_threads=1, out=str(tmp_path / "whole")
+    )
+    expected = outcome(run(config, progress=False).folder)
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", KILLER, str(tmp_path), "1", "7"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    killed = [path for path in tmp_path.iterdir() if path.name != "whole"]
+    assert len(killed) > 8
+    for folder in killed:
+        assert outcome(folder) == expected, folder.name
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "cut off":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:  # one bit, in the middle of the weights or in the metadata
+        data[len(data) // 2 if kind == "bit of weights" else 60] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["cut off", "empty", "bit of weights", "bit of metadata"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, straight, kind, caplog):
+    config = replace(SMALL, out=str(tmp_path))
+    interrupted(config, after=3)
+    files = sorted((tmp_path / "checkpoints").glob("round-*"))
+    assert [int(path.name[6:12]) for path in files] == [2, 3]
+    damage(files[1], kind)
+    assert newest(tmp_path).round == 2
+    assert any("going back" in record.getMessage() for record in caplog.records)
+    run(config, progress=False)
+    assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
+
+
+def test_without_any_whole_checkpoint_it_begins_again(tmp_path, straight, caplog):
+    config = replace(SMALL, out=str(tmp_path))
+    interrupted(config, after=3)
+    for path in (tmp_path / "checkpoints").glob("*"):
+        damage(path, "cut off")
+    run(config, progress=False)
+    assert any("starting with round 1" in record.getMessage() for record in caplog.records)
+    assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
+
+
+def test_more_rounds_go_on_from_a_finished_run(tmp_path, straight):
+    config = replace(SMALL, out=str(tmp_path))
+    run(config, rounds=2, progress=False)
+    run(config, progress=False)
+    assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
+
+
+def test_a_finished_run_is_not_run_again_unless_asked(tmp_path, monkeypatch):
+    config = replace(SMALL, out=str(tmp_path), rounds=1)
+    first = run(config, progress=False)
+    ran = []
+    monkeypatch.setattr("fedntk.simulations.runs.serve", lambda *_: ran.append(True))
+    second = run(config, progress=False)
+    assert not ran
+    pd.testing.assert_frame_equal(first.rounds, second.rounds)
+    run(config, progress=False, again=True)
+    assert ran
+
+
+def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path):
+    config = replace(SMALL, out=str(tmp_path), rounds=1)
+    run(config, progress=False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ConfigError, match=r"other settings: learning-rate = 0.01 \(now 0.02\); ch"):
+        run(config, learning_rate=0.02, progress=False)
+    with pytest.raises(ConfigError, match=r"rounds = 1 \(now 0\)"):
+        run(config, rounds=0, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    """The configuration is the same; the file it names is not."""
+    generator = np.random.default_rng(0)
+
+    def write(n: int) -> None:
+        x, y = generator.random((n, 4)), np.arange(n) % 3
+        np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
+
+    config = replace(
+        SMALL, dataset=f"npz:{tmp_path}/d.npz", partition="iid", out=str(tmp_path / "run")
+    )
+    write(90)
+    interrupted(config, after=2)
+    write(100)
+    with pytest.raises(ConfigError, match="the split is not that of the checkpoint"):
+        run(config, progress=False)
+
+
+def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
+    config = replace(SMALL, out=str(tmp_path), rounds=1)
+
+    def again(record: dict[str, float]) -> None:
+        with pytest.raises(ConfigError, match="another process is at work in"):
+            serve(LocalGrid(app, config.num_clients, config.values()), config)
+
+    serve(LocalGrid(app, config.num_clients, config.values()), config, again)
+    assert read_run(tmp_path).summary["rounds"] == 1
+
+
+# ------------------------------------------------------- best model, early stopping
+
+
+def test_the_best_model_is_that_of_the_best_round(tmp_path, straight):
+    """The weights of the run that ends with the best round; the first of equals."""
+    whole = straight("ntk-fl")
+    curve = whole.curve()
+    best = int(np.argmax(curve.to_numpy()))
+    assert whole.summary["best"] == {"metric": "accuracy", "round": best, "value": curve[best]}
+    until = run(SMALL, out=str(tmp_path), rounds=best, progress=False)
+    expected, actual = load_model(until.folder), load_model(whole.folder, "best")
+    assert {k: v.tobytes() for k, v in expected.items()} == {
+        k: v.tobytes() for k, v in actual.items()
+    }
+    assert list(actual) == ["1.weight", "1.bias", "3.weight", "3.bias"]
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_early_stopping_after_patience_rounds_without_a_better_model(tmp_path, interrupt):
+    """No local epochs: the accuracy of round 0 stays, so rounds 1 ... patience are the last."""
+    config = replace(SMALL, method="fedavg", local_epochs=0, patience=3, out=str(tmp_path))
+    if interrupt:
+        interrupted(config, after=2)
+    result = run(config, progress=False)
+    assert result.curve().index.tolist() == [0, 1, 2, 3]
+    assert result.summary["best"]["round"] == 0
+    more = run(config, rounds=9, progress=False)
+    assert more.curve().index.tolist() == [0, 1, 2, 3]
+
+
+def test_a_loss_is_the_better_the_smaller(tmp_path):
+    result = run(SMALL, monitor="loss", out=str(tmp_path), progress=False)
+    loss = result.curve("loss")
+    assert result.summary["best"]["value"] == loss.min()
+    assert loss.max() > loss.min()
+
+
+# --------------------------------------------------------------------------- files
+
+
+def test_tensors_keep_names_order_types_and_shapes(tmp_path):
+    tensors = {
+        "b": np.arange(6, dtype=np.float64).reshape(2, 3).T,
+        "a": np.array(3, dtype=np.int64),
+        "empty": np.zeros((0, 2), dtype=np.float16),
+    }
+    save_tensors(tmp_path / "t", tensors, {"round": 3})
+    loaded, content = load_tensors(tmp_path / "t")
+    assert content == {"round": 3}
+    assert list(loaded) == list(tensors)
+    for name, array in tensors.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(loaded[name], array)
+    with pytest.raises(FileNotFoundError):
+        load_tensors(tmp_path / "nowhere")
+    (tmp_path / "other").write_bytes(b"no tensors at all")
+    with pytest.raises(DamagedFile, match="other cannot be read"):
+        load_tensors(tmp_path / "other")
+
+
+def test_checkpoints_keep_the_last_two_and_the_best_weights_they_speak_of(tmp_path):
+    weights = {"w": np.ones(3, np.float32)}
+    state = {"strategy": "X", "momentum": np.arange(4.0), "momenta": {"beta": [0.9, 1]}}
+    for server_round, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
+        save_tensors(tmp_path / "checkpoints" / f"best-{best:06}.safetensors", weights)
+        records = [{"round": r, "accuracy": 0.5} for r in range(server_round + 1)]
+        save(tmp_path, Checkpoint(weights, state, "s", records, [], Best(best, 0.5)))
+        kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        bests = [name for name in kept if name.startswith("best")]
+        assert len(kept) - len(bests) == min(server_round, 2)
+        assert len(bests) == (2 if server_round == 3 else 1)  # 2 and 3 speak of 1 and 3
+    loaded = newest(tmp_path)
+    assert (loaded.round, loaded.best, loaded.split) == (5, Best(3, 0.5), "s")
+    np.testing.assert_array_equal(loaded.strategy.pop("momentum"), np.arange(4.0))
+    assert loaded.strategy == {"strategy": "X", "momenta": {"beta": [0.9, 1]}}
