@@ -101,14 +101,16 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, cap
 
 KILLER = """
 import os, signal, sys, warnings
+import pyarrow.parquet
 import torch
 from fedntk.simulations import Config, run
-from fedntk.simulations.runs import run as _
+from fedntk.simulations.server_app import prepare
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 base, first, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5,
                 method="fedavg", checkpoint_every=2, server_threads=1)
+prepare(config)
 
 def attempt(folder, fatal):
     # fork: the imports are paid for once, and no thread has been started

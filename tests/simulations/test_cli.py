@@ -1,0 +1,146 @@
+"""The command: what it does, what it says, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedntk.simulations import Config, load_model, read_runs, run
+from fedntk.simulations.cli import app
+
+from ..conftest import ROOT
+
+CONF = ROOT / "simulations" / "conf"
+SMALL = {
+    "num-clients": 8, "clients-per-round": 3, "clients-per-evaluation": 2, "rounds": 2
+}  # fmt: skip
+
+
+def fedntk(*arguments: object, fails: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == fails, result.output
+    return result.output
+
+
+def settings(**others: object) -> list[str]:
+    return [f"--set={key}={value}" for key, value in (SMALL | others).items()]
+
+
+def test_run_again_resume_and_longer(tmp_path):
+    folder = tmp_path / "a"
+    said = fedntk("run", CONF / "ntk_fl_digits.toml", "--out", folder, "--quiet", *settings())
+    assert re.fullmatch(rf"\d+\.\d % after round 2: {folder}\n", said)
+    first = (folder / "model.safetensors").stat().st_mtime_ns
+    fedntk("run", "--resume", folder, "--quiet")
+    assert (folder / "model.safetensors").stat().st_mtime_ns == first
+    said = fedntk("run", "--resume", folder, "--quiet", "--set", "rounds=3")
+    assert "after round 3" in said
+    config = Config.load(CONF / "ntk_fl_digits.toml", **{**SMALL, "rounds": 3, "seed": 0})
+    whole = run(config, out=str(tmp_path / "b"), progress=False)
+    (resumed,) = read_runs(folder)
+    assert {k: v.tobytes() for k, v in load_model(folder).items()} == {
+        k: v.tobytes() for k, v in load_model(whole.folder).items()
+    }
+    assert resumed.curve().tolist() == whole.curve().tolist()
+
+
+def test_compare_and_report(tmp_path):
+    fedntk(
+        "compare", CONF / "ntk_fl_digits.toml", CONF / "fedavg_digits.toml", "--seeds", "0,1",
+        "--out", tmp_path, "--quiet", *settings(),
+    )  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fedavg_digits", "ntk_fl_digits", "report"]
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| fedavg_digits |" in text.replace("  ", "")
+    said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")
+    assert f"{tmp_path}/other/report.md" in said.replace("\n", "")
+    assert (tmp_path / "other" / "targets.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nowhere.toml"], "no configuration at nowhere.toml"),
+        (["run", "--set", "alpa=1"], "unknown key 'alpa'; did you mean 'alpha'?"),
+        (["run", "--set", "alpha=x"], "alpha: expected float, got 'x'"),
+        (["run", "--set", "alpha"], "--set: expected KEY=VALUE, got 'alpha'"),
+        (["run", "--set", "alpha=-1"], "alpha: expected more than 0, got -1.0"),
+        (["run", "--engine", "dask"], "engine: expected one of local, ray, got 'dask'"),
+        (["run", "--resume", "nowhere"], "no run in nowhere: config.toml is missing"),
+        (["run", "a.toml", "--resume", "b"], "--resume FOLDER takes its settings and folder"),
+        (["compare", str(CONF / "ntk_fl_digits.toml"), "--seeds", "a"], "--seeds: expected whole"),
+        (["compare", *[str(CONF / "ntk_fl_digits.toml")] * 2], "files of different names"),
+        (["report", "nowhere"], "no finished run in nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = fedntk(*arguments, fails=2)
+    assert said.startswith("fedntk: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "report"])
+def test_help_has_examples(command):
+    said = fedntk(command, "--help")
+    assert "Examples" in said
+    assert f"fedntk {command}" in said
+
+
+def test_settings_are_listed():
+    assert fedntk("settings").splitlines() == Config.describe().splitlines()
+
+
+def test_ctrl_c_and_kill_9_from_outside(tmp_path):
+    """The command in a process of its own: interrupted, killed, and gone on with to the end."""
+    folder = tmp_path / "a"
+    options = {"rounds": 150, "method": "fedavg", "server-threads": 1}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(*arguments: object) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "fedntk.simulations.cli", "run", *map(str, arguments)]
+        return subprocess.Popen(  # noqa: S603
+            command, env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    def rounds() -> int:
+        lines = folder / "rounds.jsonl"
+        return lines.read_text().count("\n") if lines.exists() else 0
+
+    def until(more: int, process: "subprocess.Popen[str]") -> None:
+        deadline = time.monotonic() + 90
+        while rounds() < more and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll() is None, process.communicate()[1]
+
+    first = start("--out", folder, *settings(**options))
+    until(5, first)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert f"go on with: fedntk run --resume {folder}" in said.replace("\n", "")
+    second = start("--resume", folder)
+    until(rounds() + 10, second)
+    second.kill()
+    second.communicate()
+    assert 15 <= rounds() < 150
+    fedntk("run", "--resume", folder, "--quiet")
+    whole = run(Config.load(folder / "config.toml", out=str(tmp_path / "b")), progress=False)
+    assert read_runs(folder)[0].curve().tolist() == whole.curve().tolist()
+    assert {k: v.tobytes() for k, v in load_model(folder).items()} == {
+        k: v.tobytes() for k, v in load_model(whole.folder).items()
+    }
+
+
+def test_command_is_installed():
+    command = Path(sys.executable).parent / "fedntk"
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)  # noqa: S603
+    assert "compare" in done.stdout

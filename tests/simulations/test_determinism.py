@@ -1,0 +1,66 @@
+"""The same bits whatever the order of replies and the number of workers."""
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from fedntk.simulations import Config
+from fedntk.simulations.client_app import app
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.methods import METHODS
+from fedntk.simulations.server_app import serve
+
+from .test_resume import outcome
+
+SMALL = Config(num_clients=12, clients_per_round=6, clients_per_evaluation=5, rounds=3)
+
+
+class Shuffled(LocalGrid):
+    """Gives nodes and replies in another order each time."""
+
+    generator = np.random.default_rng(5)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.generator.permutation(list(super().get_node_ids())).tolist()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        return [replies[i] for i in self.generator.permutation(len(replies))]
+
+
+def result(config: Config, folder: Path, kind: type[LocalGrid], workers: int) -> object:
+    config = replace(config, out=str(folder))
+    with kind(app, config.num_clients, config.values(), workers=workers) as grid:
+        serve(grid, config)
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, method):
+    config = replace(SMALL, method=method, local_epochs=3, learning_rate=0.05)
+    expected = result(config, tmp_path / "serial", LocalGrid, 1)
+    for workers in (1, 2, 4):
+        assert result(config, tmp_path / str(workers), Shuffled, workers) == expected
+
+
+def test_dropout_in_clients_at_work_at_the_same_time(tmp_path, monkeypatch):
+    """Torch's generator, from which dropout draws, is one for all threads."""
+    code = """
+        from torch import nn
+        def make(input_shape, num_classes):
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(),
+                                 nn.Dropout(0.5), nn.Linear(32, num_classes))
+    """
+    (tmp_path / "dropout_network.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = replace(
+        SMALL, method="fedavg", model="dropout_network:make", local_epochs=3, min_partition_size=2
+    )
+    expected = result(config, tmp_path / "serial", LocalGrid, 1)
+    for workers in (2, 4):
+        assert result(config, tmp_path / str(workers), Shuffled, workers) == expected
