@@ -21,6 +21,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from fedntk.ntk import from_npy, to_npy
+
 __all__ = ["client_app"]
 
 ClientFn = Callable[[Context], NumPyClient]
@@ -107,7 +109,7 @@ def _unpack(message: Message) -> tuple[list[str], list[NDArray[Any]], dict[str, 
     parameters: list[NDArray[Any]] = []
     for arrays in message.content.array_records.values():
         names += list(arrays)
-        parameters += [array.numpy() for array in arrays.values()]
+        parameters += [from_npy(array.data).copy() for array in arrays.values()]
     config: dict[str, Any] = {}
     for record in message.content.config_records.values():
         config.update(record)
@@ -119,7 +121,8 @@ def _names(received: list[str], result: list[NDArray[Any]]) -> list[str]:
 
 
 def _array(array: NDArray[Any]) -> Array:
-    return Array(np.asarray(array))
+    array = np.asarray(array)
+    return Array(str(array.dtype), array.shape, "numpy.ndarray", to_npy(array))
 
 
 def _reply(

@@ -9,6 +9,7 @@ from .features import entk_features, random_projection
 from .jacobian import Jacobian
 from .losses import Loss, check_loss, loss_value, one_hot, output_hessian, output_scale, residual
 from .memory import available_memory, require_memory
+from .npy import from_npy, to_npy
 from .payloads import JacobianUpload, stack_candidates, unstack_candidates
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_loss",
     "entk_features",
     "evolve",
+    "from_npy",
     "jacobian",
     "loss_value",
     "one_hot",
@@ -38,5 +40,6 @@ __all__ = [
     "require_memory",
     "residual",
     "stack_candidates",
+    "to_npy",
     "unstack_candidates",
 ]

@@ -1,15 +1,19 @@
 """All that fedntk needs of Flower's private parts: the one place to look when Flower moves."""
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator
 from logging import getLogger
+from typing import TypeVar
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "become_server", "log_from", "stamp"]
+__all__ = ["Run", "become_server", "log_from", "own_copy", "stamp"]
+
+Record = TypeVar("Record", RecordDict, ArrayRecord, MetricRecord, ConfigRecord)
 
 _message_ids = itertools.count(1)
 
@@ -24,6 +28,25 @@ def stamp(message: Message) -> Message:
     """Give a message the id that a SuperLink would give it."""
     message.metadata.__dict__["_message_id"] = str(next(_message_ids))
     return message
+
+
+def own_copy(message: Message) -> Message:
+    """Copy a message's records, which a strategy may share among messages; arrays are shared."""
+    content = _copy(message.content)
+    for name, record in message.content.items():
+        content.__dict__["_data"][name] = _copy(record)
+    copied = copy.copy(message)
+    copied.__dict__.update(message.__dict__)
+    copied.content = content
+    return copied
+
+
+def _copy(record: Record) -> Record:
+    """Copy a dictionary of Flower's without checking each value again."""
+    copied = object.__new__(type(record))
+    copied.__dict__.update(record.__dict__)
+    copied.__dict__["_data"] = dict(record.__dict__["_data"])
+    return copied
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 import copy
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from flwr.app import Context
@@ -12,45 +15,43 @@ from torch import nn
 from fedntk.clients import client_app
 
 from .config import Config
-from .data import load_data
+from .data import Data, load_data
 from .meter import meter
 from .methods import make_client
 from .models import build_model
-from .partitions import load_split
+from .partitions import Split, load_split
 
 __all__ = ["app"]
 
 
 def client_fn(context: Context) -> NumPyClient:
     """Make the client of the partition that the node's configuration names."""
-    config = _config(tuple(context.run_config.items()))
-    torch.set_num_threads(config.client_threads)
+    if (_thread.run_id, _thread.run_config) != (context.run_id, context.run_config):
+        _thread.prepare(context)
+    torch.set_num_threads(_thread.config.client_threads)
     partition = int(context.node_config["partition-id"])
-    return make_client(config, partition, load_data(config), load_split(config), _model(config))
-
-
-@lru_cache(maxsize=4)
-def _config(items: tuple[tuple[str, bool | float | int | str], ...]) -> Config:
-    return Config.parse(dict(items))
+    return make_client(_thread.config, partition, _thread.data, _thread.split, _thread.model)
 
 
 class _Thread(threading.local):
-    """The network of a thread, and the configuration it was built for."""
+    """What the clients of one run share in a thread: every message overwrites the weights."""
 
-    config: Config | None = None
+    run_id: int | None = None
+    run_config: Mapping[str, Any] = MappingProxyType({})
+    config: Config
+    data: Data
+    split: Split
     model: nn.Module
+
+    def prepare(self, context: Context) -> None:
+        self.config = config = Config.parse(context.run_config)
+        with _building:  # building draws from torch's global state, copying does not
+            self.data, self.split = load_data(config), load_split(config)
+            self.model = copy.deepcopy(_template(config))
+        self.run_id, self.run_config = context.run_id, dict(context.run_config)
 
 
 _thread, _building = _Thread(), threading.Lock()
-
-
-def _model(config: Config) -> nn.Module:
-    """One network for each thread at work: every message overwrites its weights."""
-    if _thread.config != config:
-        with _building:  # building draws from torch's global state, copying does not
-            _thread.model = copy.deepcopy(_template(config))
-        _thread.config = config
-    return _thread.model
 
 
 @lru_cache(maxsize=1)

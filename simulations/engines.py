@@ -1,6 +1,6 @@
 """Grids: an in-process one that needs no Ray, and one that meters any other."""
 
-import copy
+import itertools
 import json
 import threading
 import time
@@ -26,7 +26,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from ._flower import Run, become_server, stamp
+from ._flower import Run, become_server, own_copy, stamp
 from .meter import METER
 
 __all__ = ["LocalGrid", "MeteredGrid", "message_bytes"]
@@ -36,6 +36,7 @@ CLIENT_APP_RAISED_EXCEPTION = 2
 HASH = 64  # hexadecimal digits of SHA-256
 CHUNK = 5 * 2**20  # bytes: Flower cuts an array's data into such pieces
 OnAnswer = Callable[[str, int, int], None]
+_run_ids = itertools.count(1)
 
 
 class LocalGrid(Grid):
@@ -74,10 +75,11 @@ class LocalGrid(Grid):
             raise ValueError(f"workers: expected at least 1, got {workers}")
         become_server()
         self.app = app
-        self._run = Run.create_empty(run_id=1)
+        run_id = next(_run_ids)
+        self._run = Run.create_empty(run_id=run_id)
         self.contexts = {
             partition + 1: Context(
-                run_id=1,
+                run_id=run_id,
                 node_id=partition + 1,
                 node_config={"partition-id": partition, "num-partitions": num_clients},
                 state=RecordDict(),
@@ -159,7 +161,7 @@ class LocalGrid(Grid):
         context = self.contexts[message.metadata.dst_node_id]
         threads = torch.get_num_threads()
         try:
-            return self.app(_own_copy(message), context)
+            return self.app(own_copy(message), context)
         except (Exception, SystemExit) as error:  # a client must not end the run
             partition = context.node_config["partition-id"]
             logger.log(WARNING, "client %s: %s", partition, traceback.format_exc())
@@ -167,17 +169,6 @@ class LocalGrid(Grid):
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         finally:
             torch.set_num_threads(threads)
-
-
-def _own_copy(message: Message) -> Message:
-    """Copy a message's records, which a strategy may share among messages; arrays are immutable."""
-    content = RecordDict()
-    for name, record in message.content.items():
-        content[name] = type(record)(dict(record))  # type: ignore[arg-type]
-    copied = copy.copy(message)
-    copied.__dict__.update(message.__dict__)
-    copied.content = content
-    return copied
 
 
 class MeteredGrid(Grid):

@@ -17,7 +17,7 @@ import tomli_w
 from .config import Config
 from .results import RunFailed
 
-__all__ = ["flwr_run"]
+__all__ = ["flwr_run", "superlink", "tool"]
 
 OnRound = Callable[[dict[str, Any]], None]
 APP = Path(__file__).parent
@@ -54,11 +54,11 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
         f"client-resources-num-gpus={config.client_gpus}"
     )
     with (
-        _superlink(folder / "flwr") as (superlink, environment),
+        superlink(folder / "flwr") as (server, environment),
         (folder / "flwr.log").open("w", encoding="utf-8") as log,
     ):
         command = [
-            *(_tool("flwr"), "run", str(APP), "fedntk", "--stream"),
+            *(tool("flwr"), "run", str(APP), "fedntk", "--stream"),
             *("--run-config", str(settings), "--federation-config", federation),
         ]
         process = subprocess.Popen(  # noqa: S603
@@ -67,7 +67,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
         try:
             shown = 0
             while True:
-                ended = process.poll() is not None or superlink.poll() is not None
+                ended = process.poll() is not None or server.poll() is not None
                 shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
                 if ended:
                     break
@@ -108,8 +108,19 @@ def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
 
 
 @contextlib.contextmanager
-def _superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """Start a SuperLink in simulation mode; yield it and the environment for its user."""
+def superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """Start a SuperLink in simulation mode, and stop it with all that it started.
+
+    Parameters
+    ----------
+    home : Path
+        Where Flower's files go.
+
+    Yields
+    ------
+    tuple of Popen and dict
+        The process, and the environment with which ``flwr run`` finds it.
+    """
     home.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "FLWR_HOME": str(home),
@@ -120,7 +131,7 @@ def _superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, 
     for _ in range(3):  # another process may take a port that was free a moment ago
         port = _free_port()
         command = [
-            *(_tool("flower-superlink"), "--insecure", "--simulation"),
+            *(tool("flower-superlink"), "--insecure", "--simulation"),
             *("--host", "127.0.0.1", "--port", str(port)),
         ]
         with (home / "superlink.log").open("w", encoding="utf-8") as log:
@@ -177,7 +188,8 @@ def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
     process.wait()
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
+    """Path of a command that was installed with this Python."""
     return str(Path(sys.executable).parent / name)
 
 

@@ -1,16 +1,15 @@
 """A client's reply, checked before any of it is used."""
 
-import io
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Array, Message
+from flwr.app import Message
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply
+from fedntk.ntk import BadReply, from_npy
 
 __all__ = ["Reply", "agreeing", "checked_weights"]
 
@@ -97,39 +96,12 @@ class Reply:
         arrays = {}
         for name, array in record.items():
             try:
-                arrays[name] = _from_npy(array)
+                if array.stype != "numpy.ndarray":
+                    raise ValueError(f"serialised as {array.stype!r}")
+                arrays[name] = from_npy(array.data)
             except Exception as error:  # whatever hostile bytes provoke
                 raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
         return arrays
-
-
-def _from_npy(array: Array) -> NDArray[Any]:
-    """Read an array in NumPy's file format, refusing sizes that its bytes do not have.
-
-    ``np.load``, and so ``array.numpy()``, reserves what a header declares before it reads.
-    """
-    if array.stype != "numpy.ndarray":
-        raise ValueError(f"serialised as {array.stype!r}")
-    data = array.data
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
-        raise ValueError(f"version {version} of the format")
-    shape, fortran_order, dtype = _HEADERS[version](file)
-    count, left = math.prod(shape), len(data) - file.tell()
-    size = count * dtype.itemsize
-    if dtype.hasobject or dtype.itemsize == 0 or min(shape, default=0) < 0 or size != left:
-        raise ValueError(f"{left} bytes for {dtype} of shape {shape}")
-    if left == 0:
-        return np.empty(shape, dtype)
-    flat: NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell())
-    return flat.reshape(shape, order="F" if fortran_order else "C")
-
-
-_HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], tuple[tuple[int, ...], bool, Any]]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 def agreeing(

@@ -1,12 +1,16 @@
 """What every strategy must do, whatever its method: a new one passes by being listed here."""
 
+import inspect
+import json
+import re
+import sys
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedntk.clients import NTKFLClient, SGDClient
 from fedntk.strategies import NTKFL, SeededFedAvg
@@ -210,6 +214,88 @@ def test_bad_arguments_are_refused(method, options, message):
     make, _ = method
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_state_saved_and_restored_mid_run_gives_the_same_bits(method):
+    """Through JSON and copies of arrays, into a new strategy, on a grid with other node ids."""
+    make, clients = method
+    options = {
+        "fraction_train": 0.5, "min_train_nodes": 3, "seed": 3,
+        "fraction_evaluate": 0.5, "min_evaluate_nodes": 3,
+    }  # fmt: skip
+    straight = make(**options)
+    expected = start(straight, Grid(clients), rounds=4)
+
+    first = make(**options)
+    grid = Grid(clients)
+    halfway = start(first, grid, rounds=2)
+    state = first.state_dict()
+    kept = saved(state)
+    start(first, grid, rounds=4)  # what the strategy does later does not change what was saved
+    assert saved(state) == kept
+
+    second = make(**options)
+    second.load_state_dict(restored(kept))
+    seen = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(server_round)
+        return MetricRecord({"round": server_round})
+
+    grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=2)
+    arrays = ArrayRecord({name: Array(array) for name, array in halfway.items()})
+    result = second.start(grid, arrays, num_rounds=4, evaluate_fn=evaluate)
+    assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
+    assert seen == [2, 3, 4]
+    assert sorted(result.evaluate_metrics_serverapp) == [2, 3, 4]
+    for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        assert sorted(getattr(result, name)) == [3, 4]
+    for number in (3, 4):
+        assert dict(second.train_metrics[number]) == dict(straight.train_metrics[number])
+        assert dict(second.evaluate_metrics[number]) == dict(straight.evaluate_metrics[number])
+    assert saved(second.state_dict()) == saved(straight.state_dict())
+
+
+def saved(state: dict[str, Any]) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
+    """As a file would hold it: JSON, and arrays by name."""
+    arrays = {k: v for k, v in state.items() if isinstance(v, np.ndarray)}
+    plain = json.dumps({k: v for k, v in state.items() if k not in arrays})
+    return plain, {k: (str(a.dtype), a.shape, a.tobytes()) for k, a in arrays.items()}
+
+
+def restored(
+    file: tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]],
+) -> dict[str, Any]:
+    plain, arrays = file
+    return json.loads(plain) | {
+        k: np.frombuffer(data, dtype).reshape(shape) for k, (dtype, shape, data) in arrays.items()
+    }
+
+
+def test_a_state_of_another_strategy_or_seed_is_refused(method):
+    make, _ = method
+    state = make(seed=1).state_dict()
+    with pytest.raises(ValueError, match="expected seed = 2, got 1"):
+        make(seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="expected strategy = .*, got Other"):
+        make(seed=1).load_state_dict(state | {"strategy": "Other"})
+    with pytest.raises(ValueError, match="state: expected .*, got"):
+        make(seed=1).load_state_dict({"seed": 1})
+
+
+def test_docstring_is_its_own_and_complete(method):
+    """Every own parameter described, and the paper it comes from."""
+    make, _ = method
+    kind = type(make())
+    text = kind.__dict__["__doc__"]
+    parameters = text.split("Parameters\n")[1].split("Raises\n")[0]
+    for name, parameter in inspect.signature(kind).parameters.items():
+        shown = f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name
+        described = re.search(rf"^    (.*, )?{re.escape(shown)}(,.*)?( :.*)?$", parameters, re.M)
+        assert described, f"{kind.__name__}: {shown} is not described"
+    assert re.search(r"[A-Z]\w+ et al\.", text + sys.modules[kind.__module__].__doc__)
+    for hook in ("state_dict", "load_state_dict", "aggregate_train", "configure_train"):
+        assert getattr(kind, hook).__doc__, hook
 
 
 def test_every_strategy_is_listed():

@@ -1,0 +1,91 @@
+"""Arrays in NumPy's file format, as they travel; headers that come again are read once."""
+
+import functools
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["from_npy", "to_npy"]
+
+Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
+
+
+def from_npy(data: bytes) -> NDArray[Any]:
+    """Read an array, refusing sizes that its bytes do not have.
+
+    ``np.load`` reserves what a header declares before it reads.
+
+    Parameters
+    ----------
+    data : bytes
+        A whole file, as ``np.save`` writes it.
+
+    Returns
+    -------
+    ndarray
+        Read-only: a view of `data`.
+
+    Raises
+    ------
+    ValueError
+        If these are not the bytes of one array of numbers.
+    """
+    version = np.lib.format.read_magic(io.BytesIO(data[:8]))
+    if version not in _READERS:
+        raise ValueError(f"version {version} of the format")
+    width, _ = _READERS[version]
+    start = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+    shape, fortran_order, dtype = _header(version, data[8:start])
+    left = len(data) - start
+    size = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or dtype.itemsize == 0 or min(shape, default=0) < 0 or size != left:
+        raise ValueError(f"{left} bytes for {dtype} of shape {shape}")
+    if left == 0:
+        return np.empty(shape, dtype)
+    flat: NDArray[Any] = np.frombuffer(data, dtype, offset=start)
+    return flat.reshape(shape, order="F" if fortran_order else "C")
+
+
+def to_npy(array: NDArray[Any]) -> bytes:
+    """Write an array as ``np.save`` does.
+
+    Examples
+    --------
+    >>> from_npy(to_npy(np.arange(3)))
+    array([0, 1, 2])
+    """
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        return buffer.getvalue()
+    return _head(array.dtype, array.shape) + array.tobytes()
+
+
+_READERS: dict[tuple[int, int], tuple[int, Callable[[io.BytesIO], Header]]] = {
+    (1, 0): (2, np.lib.format.read_array_header_1_0),
+    (2, 0): (4, np.lib.format.read_array_header_2_0),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _header(version: tuple[int, int], data: bytes) -> Header:
+    _, read = _READERS[version]
+    return read(io.BytesIO(data))
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer,
+        {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": shape,
+        },
+    )
+    return buffer.getvalue()

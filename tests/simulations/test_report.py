@@ -1,0 +1,167 @@
+"""Tables and pictures say what the runs' records say."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fedntk.simulations import Config, Run, compare, read_runs, write_report
+from fedntk.simulations.figures import (
+    accuracy_against_heterogeneity,
+    accuracy_curves,
+    client_accuracies,
+    label_distribution,
+    last_accuracies,
+)
+from fedntk.simulations.report import final_table, target_table
+
+SMALL = Config(
+    num_clients=8, clients_per_round=3, clients_per_evaluation=4, rounds=3, targets="0.3,0.99"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    configs = {
+        "NTK-FL, 0.1": SMALL,
+        "NTK-FL, 100": replace(SMALL, alpha=100.0),
+        "FedAvg_%": replace(SMALL, method="fedavg", learning_rate=0.1, local_epochs=3),
+    }
+    compare(configs, seeds=[0, 1], out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def runs(folder: Path) -> list[Run]:
+    return read_runs(folder)
+
+
+def test_final_table_holds_means_and_deviations_over_seeds(runs):
+    table = final_table(runs).set_index("run")
+    own = [run for run in runs if run.summary["run"] == "NTK-FL, 0.1"]
+    last = 100 * np.array([run.curve().iloc[-1] for run in own])
+    row = table.loc["NTK-FL, 0.1"]
+    assert row["seeds"] == 2
+    assert row["last accuracy (%)"] == f"{last.mean():.1f} ± {last.std(ddof=1):.1f}"
+    up = np.mean([run.curve("bytes-up").sum() for run in own]) / 1e6
+    assert row["MB up"] == f"{up:.1f}"
+
+
+def test_target_table_holds_medians_of_those_that_reach_it(runs):
+    table = target_table(runs).set_index("run")
+    for name in table.index:
+        own = [run for run in runs if run.summary["run"] == name]
+        reached = [r[r >= 0.3].index[0] for run in own if ((r := run.curve()) >= 0.3).any()]
+        cell = table.loc[name, "rounds to 30 %"]
+        if not reached:
+            assert cell == "–"
+        else:
+            few = f" ({len(reached)} of 2)" if len(reached) < 2 else ""
+            assert cell == f"{np.median(reached):.0f}{few}"
+    assert (table["rounds to 99 %"] == "–").all()
+    assert list(table.columns)[:3] == ["rounds to 30 %", "MB up to 30 %", "s to 30 %"]
+
+
+def test_report_has_tables_in_markdown_and_latex_and_readable_pictures(folder, tmp_path):
+    text = write_report(folder, tmp_path).read_text()
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == [
+        *("accuracy-bytes-up.png", "accuracy-rounds.png", "accuracy-seconds.png"),
+        *("clients.png", "heterogeneity.png", "labels-2.png", "labels.png"),
+    ]
+    for name in pictures:
+        assert f"]({name})" in text
+        assert (tmp_path / name).stat().st_size < 300_000
+        picture = np.asarray(Image.open(tmp_path / name).convert("L"))
+        assert 0.005 < (picture < 200).mean() < 0.5  # neither empty nor covered
+    latex = (tmp_path / "targets.tex").read_text()
+    assert r"FedAvg\_\%" in latex
+    assert r"rounds to 30 \%" in latex
+    assert latex.count(r"\\") == 4
+    assert "| NTK-FL, 0.1 |" in text
+
+
+def test_one_run_can_be_reported(folder, tmp_path):
+    text = write_report(folder / "NTK-FL, 0.1" / "seed-0", tmp_path).read_text()
+    assert "digits, 8 clients, 3 a round, dirichlet(0.1)" in text
+    assert not (tmp_path / "heterogeneity.png").exists()
+
+
+def line(figure, number):
+    return figure.axes[0].lines[number].get_xydata()
+
+
+def table(seeds=(0, 1), rounds=5):
+    costs = {"bytes-up": 2e6, "seconds": 0.5}
+    rows = [
+        (name, "m", seed, r, metric, value)
+        for name in ("one", "two")
+        for seed in seeds
+        for r in range(rounds)
+        for metric, value in {"accuracy": r / 10 + seed / 20, **costs}.items()
+    ]
+    return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value"])
+
+
+@pytest.mark.parametrize(
+    ("against", "x", "label"),
+    [
+        ("rounds", [0, 1, 2, 3, 4], "communication round"),
+        ("bytes-up", [2, 4, 6, 8, 10], "data sent by clients (MB)"),
+        ("seconds", [0.5, 1, 1.5, 2, 2.5], "time (s)"),
+    ],
+)
+def test_curves_are_means_over_seeds_against_summed_costs(against, x, label):
+    figure = accuracy_curves(table(), against=against, title="t", target=0.4)
+    axes = figure.axes[0]
+    np.testing.assert_allclose(line(figure, 0)[:, 0], x)
+    np.testing.assert_allclose(line(figure, 0)[:, 1], 100 * (np.arange(5) / 10 + 0.025))
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert (round(band.y0, 6), round(band.y1, 6)) == (0, 45)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (label, "test accuracy (%)")
+    assert axes.get_legend().get_title().get_text() == "band: range over seeds"
+    figure.savefig(io.BytesIO())
+    with pytest.raises(ValueError, match="against: expected one of rounds, bytes-up, seconds, got"):
+        accuracy_curves(table(), against="joules")
+
+
+def test_one_seed_has_no_band():
+    figure = accuracy_curves(table(seeds=(0,)))
+    assert not figure.axes[0].collections
+    assert figure.axes[0].get_legend().get_title().get_text() == ""
+
+
+def test_heterogeneity_takes_the_best_round_of_each_seed():
+    alphas = {("one", 0): 0.1, ("one", 1): 0.1, ("two", 0): 10.0, ("two", 1): 10.0}
+    figure = accuracy_against_heterogeneity(table(), alphas)
+    np.testing.assert_allclose(line(figure, 0), [[0.1, 42.5], [10, 42.5]])
+    assert figure.axes[0].get_xscale() == "log"
+
+
+def test_clients_newest_accuracies_are_drawn_as_shares():
+    rows = [
+        ("one", "m", 0, r, p, "accuracy", value)
+        for r, p, value in [(1, 0, 0.1), (7, 0, 0.5), (8, 1, 0.25), (9, 2, 1.0), (9, 0, 0.75)]
+    ]
+    columns = ["run", "method", "seed", "round", "partition", "metric", "value"]
+    clients = pd.DataFrame(rows, columns=columns)
+    assert sorted(last_accuracies(clients)) == [0.25, 0.75, 1.0]
+    steps = line(client_accuracies(clients), 0)
+    np.testing.assert_allclose(steps[1:4], [[25, 100 / 3], [75, 200 / 3], [100, 100]])
+
+
+def test_discs_are_as_large_as_the_numbers_of_examples():
+    labels = np.array([0, 0, 0, 0, 1, 1, 2])
+    clients = [np.array([0, 1, 2, 3]), np.array([4]), np.array([5, 6])]
+    figure = label_distribution(labels, clients)
+    discs = figure.axes[0].collections[0]
+    assert discs.get_offsets().tolist() == [[0, 0], [1, 1], [2, 1], [2, 2]]
+    sizes = discs.get_sizes()
+    np.testing.assert_allclose(sizes / sizes[0], [1, 0.25, 0.25, 0.25])
+    many = label_distribution(labels, [np.array([0])] * 60)
+    assert "the first 50 of 60" in many.axes[0].get_xlabel()
