@@ -67,7 +67,9 @@ def fedavg(engine: str, clients: int, rounds: int, scratch: Path) -> list[float]
 
 def back_to_back(engine: str, times: int, scratch: Path) -> dict[str, Any]:
     """Compare two methods again and again in this process; memory after each, processes left."""
-    configs = {m: Config(method=m, num_clients=8, clients_per_round=4) for m in ("ntk-fl", "fedavg")}
+    configs = {
+        m: Config(method=m, num_clients=8, clients_per_round=4) for m in ("ntk-fl", "fedavg")
+    }
     process, memory = psutil.Process(), []
     for i in range(times):
         out = scratch / f"{engine}-again-{i}"

@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = ["Run", "become_server", "log_from", "own_copy", "stamp"]
 
-Record = TypeVar("Record", RecordDict, ArrayRecord, MetricRecord, ConfigRecord)
+Record = TypeVar("Record", bound=RecordDict | ArrayRecord | MetricRecord | ConfigRecord)
 
 _message_ids = itertools.count(1)
 

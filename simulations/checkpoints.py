@@ -129,9 +129,7 @@ def _load(path: Path) -> Checkpoint:
     )
 
 
-def _under(
-    prefix: str, tensors: Mapping[str, NDArray[Any]]
-) -> Iterator[tuple[str, NDArray[Any]]]:
+def _under(prefix: str, tensors: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
     for name, array in tensors.items():
         if name.startswith(prefix):
             yield name.removeprefix(prefix), array

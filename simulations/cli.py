@@ -62,7 +62,7 @@ def run_command(
 
       fedntk run simulations/conf/ntk_fl_digits.toml
 
-      fedntk run simulations/conf/fedavg_digits.toml --set rounds=40 --set learning-rate=0.1 --out runs/a
+      fedntk run simulations/conf/fedavg_digits.toml --set rounds=40 --out runs/a
 
       fedntk run --resume runs/a
 

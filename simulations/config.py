@@ -286,7 +286,7 @@ class Config:
         ConfigError
             If there is no such key, or the text is no such value.
         """
-        kind = type(cls._field(key).default)
+        kind: type[Any] = type(cls._field(key).default)
         if kind is bool:
             if text.lower() in ("true", "false"):
                 return text.lower() == "true"

@@ -82,9 +82,7 @@ def accuracy_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         axes.set_xlim(left=0)
-    axes.legend(
-        loc="lower right", frameon=False, title="band: range over seeds" if many else None
-    )
+    axes.legend(loc="lower right", frameon=False, title="band: range over seeds" if many else None)
     return figure
 
 
@@ -122,12 +120,10 @@ def accuracy_against_heterogeneity(
     axes.set_xticks(shown, [f"{alpha:g}" for alpha in shown])
     axes.set_xticks([], minor=True)
     axes.set(
-        xlabel="Dirichlet concentration α (smaller: more heterogeneous)",
+        xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
         ylabel="best test accuracy (%)",
     )
-    axes.legend(
-        loc="lower right", frameon=False, title="bars: range over seeds" if many else None
-    )
+    axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure
 
 
@@ -202,9 +198,7 @@ def label_distribution(
     )
     axes.set_yticks(range(classes)) if classes <= 20 else None
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(
-        title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
-    )
+    axes.legend(title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

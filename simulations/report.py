@@ -85,8 +85,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         "",
         "## Rounds, data and time to each accuracy",
         "",
-        "Median over the seeds that reach it; in brackets how many do, if not all. Data is what the "
-        "clients send and receive for training.",
+        "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
+        "clients send for training.",
         "",
         _markdown(targets),
         "",
@@ -102,7 +102,7 @@ def _markdown(table: pd.DataFrame) -> str:
 
 
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """One row a run: accuracy of its last and best model, clients, data, time; means over seeds."""
+    """Return one row a run: accuracy of its models, clients, data, time; means over seeds."""
     rows = []
     for name, own in _by_name(runs):
         summaries = [run.summary for run in own]
@@ -126,7 +126,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def target_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Rounds, MB up and seconds to each target accuracy: one row a run, medians over seeds."""
+    """Return one row a run: rounds, MB up and seconds to each target; medians over seeds."""
     rows = []
     targets = sorted({target for run in runs for target in run.config.target_accuracies})
     for name, own in _by_name(runs):
@@ -141,7 +141,7 @@ def target_table(runs: Sequence[Run]) -> pd.DataFrame:
                 ("s", "seconds", 1.0, "{:.1f}"),
             ):
                 median = pd.Series([each[key] / unit for each in reached], dtype=float).median()
-                value = form.format(median) + few if reached else "–"
+                value = form.format(median) + few if reached else "-"
                 row[f"{label} to {100 * target:g} %"] = value
         rows.append(row)
     return pd.DataFrame(rows)
@@ -159,17 +159,17 @@ def _last(run: Run, metric: str) -> float:
 
 def _spread(values: "pd.Series[float]") -> str:
     if values.isna().all():
-        return "–"
+        return "-"
     return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
 
 
 def _range(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}–{high}"
+    return str(low) if low == high else f"{low}-{high}"
 
 
 def _setting(runs: Sequence[Run]) -> str:
-    """What all runs share, in words; empty where they do not share it."""
+    """Say in words what all runs share; empty where they do not share it."""
     described = {
         f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
         + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")

@@ -1,8 +1,8 @@
 """What a run writes, and how it is read back.
 
 A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
-``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the same,
-and partition: each client's own evaluations); ``model.safetensors`` and ``best.safetensors`` (the
+``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
+same, and partition: each client's own evaluations); ``model.safetensors`` and ``best.safetensors`` (the
 last model and the best one); ``summary.json``; and ``checkpoints``.
 """
 

@@ -297,7 +297,7 @@ def _among_clients(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best | None:
-    """The best so far; the earliest of equals."""
+    """Return the best so far; the earliest of equals."""
     value = record.get(monitor)
     if value is None or math.isnan(value):
         return best

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError
@@ -16,24 +15,24 @@ OnRound = Callable[[Mapping[str, Any]], None]
 
 @contextlib.contextmanager
 def _tensorboard(config: Config, *, fresh: bool) -> Iterator[OnRound]:
-    """Event files in ``tensorboard`` in the run's folder."""
+    """Write event files into ``tensorboard`` in the run's folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = config.folder / "tensorboard"
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as writer:  # type: ignore[no-untyped-call]
+    with SummaryWriter(str(folder)) as writer:
 
         def on_round(record: Mapping[str, Any]) -> None:
             for name, value in _metrics(record):
-                writer.add_scalar(name, value, int(record["round"]))  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, value, int(record["round"]))
 
         yield on_round
 
 
 @contextlib.contextmanager
 def _mlflow(config: Config, *, fresh: bool) -> Iterator[OnRound]:
-    """A run in MLflow's experiment ``fedntk``, at the tracking server that MLflow is set to."""
+    """Log to a run in the experiment ``fedntk``, at the tracking server that MLflow is set to."""
     import mlflow
 
     remembered = config.folder / "mlflow-run-id"

@@ -55,7 +55,11 @@ def test_compare_and_report(tmp_path):
         "compare", CONF / "ntk_fl_digits.toml", CONF / "fedavg_digits.toml", "--seeds", "0,1",
         "--out", tmp_path, "--quiet", *settings(),
     )  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["fedavg_digits", "ntk_fl_digits", "report"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "fedavg_digits",
+        "ntk_fl_digits",
+        "report",
+    ]
     text = (tmp_path / "report" / "report.md").read_text()
     assert "| fedavg_digits |" in text.replace("  ", "")
     said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")

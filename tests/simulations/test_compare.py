@@ -118,4 +118,3 @@ def test_twenty_comparisons_leave_nothing_behind_and_memory_flat(tmp_path):
     assert process.children(recursive=True) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("client")]
     assert used[-1] - used[9] < 8, used
-

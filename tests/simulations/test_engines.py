@@ -125,7 +125,7 @@ def serialised(content: RecordDict) -> int:
         RecordDict(
             {
                 "arrays": ArrayRecord(
-                    {f"layer.{i}": Array(np.random.default_rng(i).random((100, i))) for i in range(1, 9)}
+                    {f"l.{i}": Array(np.random.default_rng(i).random((99, i))) for i in range(1, 9)}
                 ),
                 "metrics": MetricRecord({"num-examples": 10}),
             }
@@ -134,7 +134,7 @@ def serialised(content: RecordDict) -> int:
     ],
 )  # fmt: skip
 def test_counted_bytes_are_flowers_serialised_size(content):
-    """Exactly, where no two objects are equal; the issue asks for 1 %. The last is sent in chunks."""
+    """Exactly, where no two objects are equal. The last array is sent in chunks."""
     assert message_bytes(Message(content, 1, "train")) == serialised(content)
 
 

@@ -59,11 +59,11 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
         reached = [r[r >= 0.3].index[0] for run in own if ((r := run.curve()) >= 0.3).any()]
         cell = table.loc[name, "rounds to 30 %"]
         if not reached:
-            assert cell == "–"
+            assert cell == "-"
         else:
             few = f" ({len(reached)} of 2)" if len(reached) < 2 else ""
             assert cell == f"{np.median(reached):.0f}{few}"
-    assert (table["rounds to 99 %"] == "–").all()
+    assert (table["rounds to 99 %"] == "-").all()
     assert list(table.columns)[:3] == ["rounds to 30 %", "MB up to 30 %", "s to 30 %"]
 
 

@@ -25,10 +25,10 @@ from fedntk.simulations import (
 from fedntk.simulations.client_app import app
 from fedntk.simulations.data import load_data
 from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.flwr_run import flwr_run
 from fedntk.simulations.methods import METHODS
 from fedntk.simulations.models import build_model
 from fedntk.simulations.partitions import load_split
-from fedntk.simulations.flwr_run import flwr_run
 from fedntk.simulations.results import read_run, to_target
 from fedntk.simulations.server_app import main, serve
 
@@ -117,7 +117,7 @@ def test_evaluation_does_not_change_what_training_costs(tmp_path):
 
 
 def test_seconds_add_up(tmp_path):
-    """Serial clients work while the server waits, and it waits or works: within the clock's noise."""
+    """Serial clients work while the server waits; the rest is the server's and the engine's."""
     result = run(replace(SMALL, out=str(tmp_path)), progress=False)
     total, server, clients = (
         result.curve(f"seconds{part}")[1:] for part in ("", "-server", "-clients")
@@ -236,7 +236,7 @@ def test_a_failure_is_kept_with_its_reason(tmp_path):
     with pytest.raises(ConfigError, match="no file at"):
         serve(_grid(SMALL), config)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-    with pytest.raises(RunFailed, match="no file at /nowhere.npz"):
+    with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
         read_run(tmp_path)
 
 

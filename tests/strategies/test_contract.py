@@ -277,9 +277,9 @@ def test_a_state_of_another_strategy_or_seed_is_refused(method):
     state = make(seed=1).state_dict()
     with pytest.raises(ValueError, match="expected seed = 2, got 1"):
         make(seed=2).load_state_dict(state)
-    with pytest.raises(ValueError, match="expected strategy = .*, got Other"):
+    with pytest.raises(ValueError, match=r"expected strategy = .*, got Other"):
         make(seed=1).load_state_dict(state | {"strategy": "Other"})
-    with pytest.raises(ValueError, match="state: expected .*, got"):
+    with pytest.raises(ValueError, match=r"state: expected .*, got"):
         make(seed=1).load_state_dict({"seed": 1})
 
 
