@@ -1,5 +1,9 @@
-"""Pictures of runs: colour-blind safe, labelled with units. Each returns a matplotlib Figure."""
+"""Pictures of runs: colour-blind safe, labelled with units.
 
+Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` writes.
+"""
+
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -62,7 +66,7 @@ def accuracy_curves(
     figure, axes = _figure(title)
     label, factor = AXES[against]
     many = False
-    for name, rows, style in _runs(rounds):
+    for name, rows, style in _each(rounds, "run"):
         accuracy = _by_round(rows, "accuracy") * 100
         x = accuracy.index.to_numpy(dtype=float)
         if against != "rounds":
@@ -87,7 +91,11 @@ def accuracy_curves(
 
 
 def accuracy_against_heterogeneity(
-    rounds: pd.DataFrame, alphas: Mapping[tuple[str, int], float], *, title: str = ""
+    rounds: pd.DataFrame,
+    alphas: Mapping[str, float],
+    *,
+    labels: Mapping[str, str] | None = None,
+    title: str = "",
 ) -> Figure:
     """Draw the best test accuracy against the concentration alpha: one curve a method.
 
@@ -95,8 +103,10 @@ def accuracy_against_heterogeneity(
     ----------
     rounds : DataFrame
         Tidy, as :func:`~fedntk.simulations.load_results` returns it.
-    alphas : dict of (run, seed) to float
-        Concentration of the Dirichlet split of each run.
+    alphas : dict of str to float
+        Concentration of the Dirichlet split of each run, by the run's name.
+    labels : dict of str to str, optional
+        To which curve each run belongs; by default, to its method's.
     title : str
         Above the picture.
     """
@@ -107,14 +117,16 @@ def accuracy_against_heterogeneity(
         .value.max()
         .reset_index()
     )
-    best["alpha"] = [alphas[run, seed] for run, seed in zip(best.run, best.seed, strict=True)]
+    best["alpha"] = best.run.map(alphas)
+    if labels is not None:
+        best["method"] = best.run.map(labels)
     many = False
-    for (method, rows), style in zip(best.groupby("method", sort=False), _styles(), strict=False):
+    for method, rows, style in _each(best, "method"):
         values = rows.groupby("alpha").value.agg(["mean", "min", "max", "size"])
         means = values["mean"] * 100
         spread = np.stack([means - values["min"] * 100, values["max"] * 100 - means])
         many = many or bool((values["size"] > 1).any())
-        axes.errorbar(means.index, means, spread, capsize=3, label=str(method), **style)
+        axes.errorbar(means.index, means, spread, capsize=3, label=method, **style)
     axes.set_xscale("log")
     shown = sorted(best.alpha.unique())
     axes.set_xticks(shown, [f"{alpha:g}" for alpha in shown])
@@ -139,7 +151,7 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
         Above the picture.
     """
     figure, axes = _figure(title)
-    for name, rows, style in _runs(clients):
+    for name, rows, style in _each(clients, "run"):
         values = 100 * np.sort(last_accuracies(rows))
         shares = 100 * np.arange(1, len(values) + 1) / len(values)
         style = {**style, "marker": ""}
@@ -202,8 +214,17 @@ def label_distribution(
     return figure
 
 
+class _Picture(Figure):
+    """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=80)
+        return buffer.getvalue()
+
+
 def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, 4.0), dpi=120, layout="constrained")
+    figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -212,14 +233,13 @@ def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _styles() -> Iterator[dict[str, Any]]:
-    for colour, marker in cycle(zip(COLOURS, MARKERS, strict=True)):
-        yield {"color": colour, "marker": marker}
-
-
-def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
-    for (name, rows), style in zip(table.groupby("run", sort=False), _styles(), strict=False):
-        yield str(name), rows, style
+def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
+    """Rows by the values of a column, in their order; a value has its style in every picture."""
+    pairs = cycle(zip(COLOURS, MARKERS, strict=True))
+    styles = dict(zip(sorted(table[column].unique()), pairs, strict=False))
+    for name, rows in table.groupby(column, sort=False):
+        colour, marker = styles[name]
+        yield str(name), rows, {"color": colour, "marker": marker}
 
 
 def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:

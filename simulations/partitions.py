@@ -77,7 +77,9 @@ def split_data(config: Config, data: Data) -> Split:
         if data.natural_ids is None:
             raise ConfigError(f"partition = natural: {config.dataset} has no natural ids")
         columns["id"] = data.natural_ids[rest]
-    from datasets import Dataset  # slow to import, and needed only for a split that is new
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a progress bar that Jupyter cannot show
+        from datasets import Dataset  # slow to import, and needed only for a split that is new
 
     from .partitioners import column
 

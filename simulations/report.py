@@ -1,6 +1,7 @@
 """Tables and pictures of finished runs, in one folder."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,10 +66,12 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         f"accuracy-{against}": accuracy_curves(rounds, against=against, title=_setting(runs))
         for against in AXES
     }
-    alphas = {(r.summary["run"], r.summary["seed"]): r.config.alpha for r in runs}
+    alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
-        pictures["heterogeneity"] = accuracy_against_heterogeneity(rounds, alphas)
+        pictures["heterogeneity"] = accuracy_against_heterogeneity(
+            rounds, alphas, labels=_without_alpha(runs)
+        )
     if len(clients):
         pictures["clients"] = client_accuracies(clients, title="Clients' own examples, last model")
     pictures |= _splits(runs)
@@ -176,6 +179,20 @@ def _setting(runs: Sequence[Run]) -> str:
         for c in (run.config for run in runs)
     }
     return described.pop() if len(described) == 1 else ""
+
+
+def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
+    """Name of the run -> name of the runs that differ from it in alpha only."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = run.config.replace(alpha=1.0, seed=0, name="", out="", rounds=0).values()
+        groups.setdefault(str(settings), []).append(run)
+    labels = {}
+    for own in groups.values():
+        names = list(dict.fromkeys(str(run.summary["run"]) for run in own))
+        shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths
+        labels |= dict.fromkeys(names, shared or own[0].config.method)
+    return labels
 
 
 def _splits(runs: Sequence[Run]) -> dict[str, Figure]:

@@ -2,8 +2,8 @@
 
 A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
 ``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
-same, and partition: each client's own evaluations); ``model.safetensors`` and ``best.safetensors`` (the
-last model and the best one); ``summary.json``; and ``checkpoints``.
+same, and partition: each client's own evaluations); ``model.safetensors`` and
+``best.safetensors`` (the last model and the best one); ``summary.json``; and ``checkpoints``.
 """
 
 import json

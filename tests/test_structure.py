@@ -25,6 +25,7 @@ def test_method_has_its_file_in_every_room(method):
         f"clients/{stem}.py",
         f"tests/strategies/test_{stem}.py",
         f"tests/clients/test_{stem}.py",
+        f"notebooks/{stem}.ipynb",
     ):
         assert (ROOT / path).is_file(), path
     assert list((ROOT / "simulations" / "conf").glob(f"{stem}*.toml"))

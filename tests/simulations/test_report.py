@@ -17,7 +17,7 @@ from fedntk.simulations.figures import (
     label_distribution,
     last_accuracies,
 )
-from fedntk.simulations.report import final_table, target_table
+from fedntk.simulations.report import _without_alpha, final_table, target_table
 
 SMALL = Config(
     num_clients=8, clients_per_round=3, clients_per_evaluation=4, rounds=3, targets="0.3,0.99"
@@ -86,6 +86,12 @@ def test_report_has_tables_in_markdown_and_latex_and_readable_pictures(folder, t
     assert "| NTK-FL, 0.1 |" in text
 
 
+def test_runs_that_differ_in_alpha_alone_are_one_curve(runs):
+    assert _without_alpha(runs) == {
+        "NTK-FL, 0.1": "NTK-FL", "NTK-FL, 100": "NTK-FL", "FedAvg_%": "FedAvg_%"
+    }  # fmt: skip
+
+
 def test_one_run_can_be_reported(folder, tmp_path):
     text = write_report(folder / "NTK-FL, 0.1" / "seed-0", tmp_path).read_text()
     assert "digits, 8 clients, 3 a round, dirichlet(0.1)" in text
@@ -137,10 +143,21 @@ def test_one_seed_has_no_band():
 
 
 def test_heterogeneity_takes_the_best_round_of_each_seed():
-    alphas = {("one", 0): 0.1, ("one", 1): 0.1, ("two", 0): 10.0, ("two", 1): 10.0}
+    alphas = {"one": 0.1, "two": 10.0}
     figure = accuracy_against_heterogeneity(table(), alphas)
     np.testing.assert_allclose(line(figure, 0), [[0.1, 42.5], [10, 42.5]])
     assert figure.axes[0].get_xscale() == "log"
+    apart = accuracy_against_heterogeneity(table(), alphas, labels={"one": "a", "two": "b"})
+    np.testing.assert_allclose(line(apart, 0), [[0.1, 42.5]])
+
+
+def test_a_run_has_its_colour_in_whatever_order_it_comes():
+    both, turned = table(), table().iloc[::-1]
+    colours = [
+        {line.get_label(): line.get_color() for line in accuracy_curves(rows).axes[0].lines}
+        for rows in (both, turned)
+    ]
+    assert colours[0] == colours[1]
 
 
 def test_clients_newest_accuracies_are_drawn_as_shares():
