@@ -1,12 +1,12 @@
 """What a round costs without training, on the local engine and on Ray, by the number of clients.
 
-    python benchmarks/overhead.py [--clients 10,100,500,1000] [--rounds 6]
+    python benchmarks/overhead.py [--clients 10,100,500,1000] [--rounds 11]
 
 Two measures. "idle": clients that send the weights back at once, so that only the engine and the
 strategy work (benchmarks/idle_app). "fedavg": FedAvg of fedntk's own app without local epochs,
 which builds client, data and network for each message and takes the loss once. The first round,
-in which workers start, is left out. Then 20 comparisons back to back in one process on the local
-engine, and 5 on Ray: memory in use and processes left. Writes results/overhead.csv and .json.
+in which workers start, is left out. Then 20 comparisons back to back in this process on each
+engine: memory in use after each, and processes left. Writes results/overhead.csv and .json.
 """
 
 import argparse
@@ -99,9 +99,8 @@ def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", default="10,100,500,1000")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--comparisons", type=int, default=20)
-    parser.add_argument("--comparisons-on-ray", type=int, default=5)
     options = parser.parse_args()
     lines = ["measure,engine,clients,median_seconds,min_seconds,max_seconds"]
     medians: dict[tuple[str, str, int], float] = {}
@@ -126,7 +125,7 @@ def main() -> None:
                 if engine == "local"
             },
             "back-to-back-local": back_to_back("local", options.comparisons, scratch),
-            "back-to-back-ray": back_to_back("ray", options.comparisons_on_ray, scratch),
+            "back-to-back-ray": back_to_back("ray", options.comparisons, scratch),
         }
     results = HERE / "results"
     results.mkdir(exist_ok=True)

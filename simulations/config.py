@@ -43,9 +43,7 @@ class ConfigError(ValueError):
 
 
 # keys that do not change what a run computes, only where, how safely and with what machine
-INCIDENTAL = frozenset(
-    {"out", "resume", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}
-)
+INCIDENTAL = frozenset({"out", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"})
 
 _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("at_least", operator.ge, "at least"),
@@ -100,7 +98,6 @@ class Config:
         0, "stop after so many rounds without a better model; 0: never", at_least=0
     )
     checkpoint_every: int = _option(1, "rounds between checkpoints", at_least=1)
-    resume: bool = _option(False, "go on from the newest checkpoint in the run's folder")
 
     dataset: str = _option(
         "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"

@@ -7,12 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["cache_dir", "whole"]
+from filelock import FileLock, Timeout
+
+__all__ = ["cache_dir", "claimed", "whole"]
 
 
 def cache_dir() -> Path:
     """Folder for what can be made again: ``fedntk`` in $XDG_CACHE_HOME or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes from working in a folder under the same name.
+
+    Raises
+    ------
+    BlockingIOError
+        If one is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f".{name}.lock", blocking=False):
+            yield
+    except Timeout:
+        raise BlockingIOError(
+            f"another process is at work in {folder}; wait for it, or choose another folder"
+        ) from None
 
 
 @contextlib.contextmanager

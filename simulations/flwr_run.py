@@ -17,7 +17,7 @@ import tomli_w
 from .config import Config
 from .results import RunFailed
 
-__all__ = ["flwr_run", "superlink", "tool"]
+__all__ = ["end_leftovers", "flwr_run", "superlink", "tool"]
 
 OnRound = Callable[[dict[str, Any]], None]
 APP = Path(__file__).parent
@@ -32,7 +32,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     Parameters
     ----------
     config : Config
-        What to run; with ``resume`` it goes on from the newest checkpoint.
+        What to run. If it has checkpoints already, it goes on from the newest.
     on_round : callable
         Is given the metrics of each round, those of a resumed run's earlier rounds too.
 
@@ -43,9 +43,8 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     """
     folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("summary.json", "rounds.jsonl"):
+    for name in ("summary.json", "rounds.jsonl"):  # which this run will write again
         (folder / name).unlink(missing_ok=True)
-    _end_leftovers(folder / "flwr")
     config = config.replace(out=str(folder), data_dir=_absolute(config.data_dir))
     settings = folder / "run-config.toml"
     config.save(settings)
@@ -76,16 +75,19 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
             _stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
-        last = (folder / "flwr.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
-        raise RunFailed(f"flwr run ended without a result ({' '.join(last)}); see {log.name}")
+        lines = (folder / "flwr.log").read_text(encoding="utf-8").splitlines()
+        said = [line.strip(" │") for line in lines if any(map(str.isalnum, line))]
+        raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log.name}")
 
 
-def _end_leftovers(home: Path) -> None:
-    """End what an earlier run in this folder left at work, when it was killed itself.
+def end_leftovers(folder: Path) -> None:
+    """End what an earlier run on Ray in this folder left at work, when it was killed itself.
 
-    All that such a run starts has the folder as Flower's home, in its environment.
+    All that such a run starts has ``flwr`` in the folder as Flower's home, in its environment.
     """
-    left = []
+    home, left = folder / "flwr", []
+    if not home.exists():
+        return
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("FLWR_HOME") == str(home):

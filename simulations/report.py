@@ -187,7 +187,7 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
     for run in runs:
         settings = run.config.replace(alpha=1.0, seed=0, name="", out="", rounds=0).values()
         groups.setdefault(str(settings), []).append(run)
-    labels = {}
+    labels: dict[str, str] = {}
     for own in groups.values():
         names = list(dict.fromkeys(str(run.summary["run"]) for run in own))
         shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths

@@ -21,19 +21,21 @@ import torch
 from numpy.typing import NDArray
 
 from .checkpoints import Checkpoint, best_path, keep_newest
-from .config import Config
+from .config import Config, ConfigError
 from .files import whole
 from .tensors import load_tensors, save_tensors
 
 __all__ = [
     "Run",
     "RunFailed",
+    "State",
     "clear_run",
     "load_model",
     "load_results",
     "machine",
     "read_run",
     "read_runs",
+    "run_state",
     "to_target",
     "write_run",
     "write_summary",
@@ -75,6 +77,41 @@ class Run:
         """Return one metric by round."""
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
+
+
+State = Literal["new", "interrupted", "finished"]
+
+
+def run_state(config: Config) -> State:
+    """Say how far a run has come in its folder.
+
+    More rounds than a finished run had make it an interrupted one.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds a run with other settings.
+    """
+    folder = config.folder
+    started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
+    if not started or not (folder / "config.toml").exists():
+        return "new"
+    saved = Config.load(folder / "config.toml")
+    differing = saved.differences(config)
+    longer = config.rounds > saved.rounds
+    if longer:
+        del differing["rounds"]
+    if differing:
+        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
+            "or replace that run with again"
+        )
+    summary = folder / "summary.json"
+    if longer or not summary.exists():
+        return "interrupted"
+    status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+    return "finished" if status == "finished" else "interrupted"
 
 
 def clear_run(folder: Path, *, checkpoints: bool) -> None:

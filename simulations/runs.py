@@ -1,7 +1,6 @@
 """Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
@@ -14,9 +13,10 @@ from .checkpoints import newest
 from .client_app import app as client_application
 from .config import Config, ConfigError
 from .engines import LocalGrid
-from .flwr_run import flwr_run
+from .files import claimed
+from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
-from .results import Run, RunFailed, load_results, read_run
+from .results import Run, RunFailed, State, clear_run, load_results, read_run, run_state
 from .server_app import prepare, serve
 from .writers import check_writers, writing
 
@@ -84,7 +84,7 @@ def run(
     """
     _check(engine, workers, writers)
     config = _settle(config, overrides)
-    state = _state(config, again=again)
+    state = "new" if again else run_state(config)
     if state != "finished":
         prepare(config)
     with _shown([config], progress) as shown:
@@ -145,7 +145,7 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = _plan(configs, list(seeds), Path(out), overrides)
-    states = [_state(config, again=again) for config in planned]
+    states: list[State] = ["new" if again else run_state(config) for config in planned]
     for config, state in zip(planned, states, strict=True):
         if state != "finished":
             with _named(config):
@@ -217,33 +217,6 @@ def _named(config: Config) -> Iterator[None]:
         raise ConfigError(f"{config.name}: {error}") from error
 
 
-State = Literal["new", "interrupted", "finished"]
-
-
-def _state(config: Config, *, again: bool) -> State:
-    """Say how far this run has come in its folder; refuse one that holds another run."""
-    folder = config.folder
-    started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
-    if again or not started or not (folder / "config.toml").exists():
-        return "new"
-    saved = Config.load(folder / "config.toml")
-    differing = saved.differences(config)
-    longer = config.rounds > saved.rounds
-    if longer:
-        del differing["rounds"]
-    if differing:
-        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
-        raise ConfigError(
-            f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
-            "or replace that run with again"
-        )
-    summary = folder / "summary.json"
-    if longer or not summary.exists():
-        return "interrupted"
-    status = json.loads(summary.read_text(encoding="utf-8"))["status"]
-    return "finished" if status == "finished" else "interrupted"
-
-
 @contextlib.contextmanager
 def _shown(configs: Sequence[Config], enabled: bool) -> Iterator[Progress]:
     total = sum(config.rounds for config in configs)
@@ -262,37 +235,47 @@ def _run(
     label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
     if state == "finished":
         shown.begin(label, config.rounds, done=config.rounds)
+        with contextlib.suppress(BlockingIOError), claimed(config.folder, "run"):
+            end_leftovers(config.folder)
         shown.end("finished before")
         return read_run(config.folder)
-    config, done = config.replace(resume=state == "interrupted"), -1
-    if config.resume:
+    done = -1
+    if state == "interrupted":
         with log_from(ERROR):  # the server says what it cannot use
             checkpoint = newest(config.folder)
         done = -1 if checkpoint is None else checkpoint.round
     shown.begin(label, config.rounds, max(done, 0))
+
+    def on_round(record: Mapping[str, Any]) -> None:
+        if record["round"] > done:
+            shown.on_round(record)
+            write(record)
+
     try:
-        with writing(writers, config, fresh=done < 0) as write:
-
-            def on_round(record: Mapping[str, Any]) -> None:
-                if record["round"] > done:
-                    shown.on_round(record)
-                    write(record)
-
+        with (
+            claimed(config.folder, "run"),
+            writing(writers, config, fresh=done < 0) as write,
+            log_from(WARNING),  # the display and the results say the rest
+        ):
+            end_leftovers(config.folder)
+            if state == "new":
+                clear_run(config.folder, checkpoints=True)
             if engine == "ray":
                 flwr_run(config, on_round)
             else:
-                grid = LocalGrid(
+                with LocalGrid(
                     client_application,
                     config.num_clients,
                     config.values(),
                     workers=workers,
                     on_answer=shown.on_answer,
-                )
-                with grid, log_from(WARNING):  # the display and the results say the rest
+                ) as grid:
                     serve(grid, config, on_round)
         result = read_run(config.folder)
     except KeyboardInterrupt:
         shown.end(f"interrupted; go on with: fedntk run --resume {config.folder}")
         raise
+    except BlockingIOError as error:
+        raise ConfigError(str(error)) from error
     shown.end()
     return result

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
@@ -22,11 +21,12 @@ from .checkpoints import Best, Checkpoint, best_path, newest, save
 from .config import Config, ConfigError
 from .data import Data, load_data
 from .engines import MeteredGrid
+from .files import claimed
 from .meter import peak_memory, reset_peak_memory
 from .methods import device_of, evaluate_arrays, make_client, make_strategy
 from .models import build_model
 from .partitions import Split, load_split
-from .results import clear_run, write_run, write_summary
+from .results import clear_run, run_state, write_run, write_summary
 from .tensors import save_tensors
 
 __all__ = ["app", "prepare", "serve"]
@@ -50,8 +50,8 @@ def main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     """Run a configured method on a grid and write its results into ``config.folder``.
 
-    With ``config.resume`` it goes on from the newest checkpoint there that is whole, and gives the
-    same bits as a run that was never interrupted; without, what is there is removed.
+    If there are checkpoints of this run already, it goes on from the newest that is whole, to the
+    same bits as if it had never been interrupted; if it is finished, nothing is done.
 
     Parameters
     ----------
@@ -66,31 +66,30 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     ------
     ConfigError
         Before the first round, if data, split, model, nodes or checkpoint do not fit the
-        configuration, or another process is at work in the folder.
+        configuration, or the folder holds a run with other settings.
+    BlockingIOError
+        If another process is at work in the folder.
     """
     folder = config.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    state = run_state(config)
+    if state == "finished":
+        logger.log(INFO, "finished before; results are in %s", folder)
+        return
     threads = torch.get_num_threads()
-    try:
-        with FileLock(folder / ".lock", blocking=False):
-            try:
-                torch.set_num_threads(config.server_threads or os.cpu_count() or 1)
-                _serve(grid, config, folder, on_round)
-            except BaseException as error:
-                stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-                if not stopped:
-                    logger.log(ERROR, "%s", reason)
-                status = "interrupted" if stopped else "failed"
-                write_summary(folder, {"status": status, "error": reason})
-                raise
-            finally:
-                torch.set_num_threads(threads)
-    except Timeout:
-        raise ConfigError(
-            f"another process is at work in {folder}; wait for it, or choose another folder with "
-            "out"
-        ) from None
+    with claimed(folder, "server"):
+        try:
+            torch.set_num_threads(config.server_threads or os.cpu_count() or 1)
+            _serve(grid, config, folder, on_round, resume=state == "interrupted")
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if not stopped:
+                logger.log(ERROR, "%s", reason)
+            status = "interrupted" if stopped else "failed"
+            write_summary(folder, {"status": status, "error": reason})
+            raise
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Prepared(NamedTuple):
@@ -117,8 +116,10 @@ def prepare(config: Config) -> Prepared:
     return Prepared(data, split, model, make_strategy(config, data, split, model))
 
 
-def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -> None:
-    checkpoint = newest(folder) if config.resume else None
+def _serve(
+    grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
+) -> None:
+    checkpoint = newest(folder) if resume else None
     data, split, model, strategy = prepare(config)
     if checkpoint is not None and checkpoint.split != split.checksum:
         raise ConfigError(
@@ -127,7 +128,7 @@ def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -
         )
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
-    config.replace(resume=False).save(folder / "config.toml")
+    config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
     recorder = _Recorder(config, folder, metered, strategy, split.checksum, on_round)
     recorder.evaluate = lambda arrays: evaluate_arrays(config, model, arrays, *data.test())
@@ -136,7 +137,7 @@ def _serve(grid: Grid, config: Config, folder: Path, on_round: OnRound | None) -
         initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
         strategy.load_state_dict(checkpoint.strategy)
         recorder.go_on_from(checkpoint, initial)
-    elif config.resume:
+    elif resume:
         logger.log(WARNING, "no checkpoint in %s can be used: starting with round 1", folder)
     try:
         strategy.start(

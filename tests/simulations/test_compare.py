@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from fedntk.simulations import Config, ConfigError, RunFailed, compare, load_results, read_runs, run
+from fedntk.simulations.results import run_state
 
 SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2)
 PAIR = {"NTK-FL": SMALL, "FedAvg": SMALL.replace(method="fedavg", learning_rate=0.1)}
@@ -34,11 +35,11 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
     expected = compare(PAIR, seeds=[0, 1], out=tmp_path / "whole", progress=False)
     from fedntk.simulations import runs
 
-    ran: list[tuple[str, bool]] = []
+    ran: list[tuple[str, str]] = []
     serve = runs.serve
 
     def counted(grid, config, on_round):
-        ran.append((f"{config.name} {config.seed}", config.resume))
+        ran.append((f"{config.name} {config.seed}", run_state(config)))
 
         def stop(record):
             on_round(record)
@@ -52,8 +53,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
         compare(PAIR, seeds=[0, 1], out=tmp_path / "cut", progress=False)
     table = compare(PAIR, seeds=[0, 1], out=tmp_path / "cut", progress=False)
     assert ran == [
-        *(("NTK-FL 0", False), ("NTK-FL 1", False), ("FedAvg 0", False)),
-        *(("FedAvg 0", True), ("FedAvg 1", False)),
+        *(("NTK-FL 0", "new"), ("NTK-FL 1", "new"), ("FedAvg 0", "new")),
+        *(("FedAvg 0", "interrupted"), ("FedAvg 1", "new")),
     ]
     measured = expected.metric.str.contains("seconds|memory")
     pd.testing.assert_frame_equal(table[~measured], expected[~measured])

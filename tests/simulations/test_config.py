@@ -31,7 +31,6 @@ from fedntk.simulations import Config, ConfigError
             {"monitor": "client-loss-worst", "clients-per-evaluation": 0},
             "monitor = client-loss-worst needs clients-per-evaluation of at least 1",
         ),
-        ({"resume": 1}, "resume: expected bool, got int 1"),
         ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
         ({"selection": "validation"}, "selection = validation goes with one of"),
         ({"validation-clients": 2}, "selection = validation goes with one of"),
@@ -88,7 +87,6 @@ def test_description_names_every_key():
         ("rounds", "7", 7),
         ("learning-rate", "1e-3", 0.001),
         ("learning_rate", "2", 2.0),
-        ("resume", "True", True),
         ("steps", "10,20", "10,20"),
     ],
 )
@@ -101,7 +99,6 @@ def test_text_becomes_a_value_of_the_keys_type(key, text, value):
     ("key", "text", "message"),
     [
         ("rounds", "1.5", "rounds: expected int, got '1.5'"),
-        ("resume", "yes", "resume: expected bool, got 'yes'"),
         ("roundz", "1", "unknown key 'roundz'; did you mean 'rounds'"),
     ],
 )
@@ -115,6 +112,6 @@ def test_each_configuration_has_a_default_folder_of_its_own():
     folder = Config().folder
     assert Config(learning_rate=0.02).folder != folder
     assert Config(seed=1).folder != folder
-    assert Config(checkpoint_every=5, resume=True).folder == folder
+    assert Config(checkpoint_every=5, data_dir="d").folder == folder
     assert folder.parent.name == "runs"
     assert folder.name.startswith("ntk-fl-digits-0-")

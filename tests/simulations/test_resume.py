@@ -16,6 +16,7 @@ from fedntk.simulations import Config, ConfigError, Run, load_model, run
 from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.files import claimed
 from fedntk.simulations.methods import METHODS
 from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
@@ -70,7 +71,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     seen: list[float] = []
     serve(
         LocalGrid(app, config.num_clients, config.values()),
-        replace(config, resume=True),
+        config,
         lambda record: seen.append(record["round"]),
     )
     assert seen == list(range(after + 1, 6))  # an exception saves what there is
@@ -205,12 +206,19 @@ def test_a_finished_run_is_not_run_again_unless_asked(tmp_path, monkeypatch):
     config = replace(SMALL, out=str(tmp_path), rounds=1)
     first = run(config, progress=False)
     ran = []
-    monkeypatch.setattr("fedntk.simulations.runs.serve", lambda *_: ran.append(True))
+
+    def counted(*arguments: object) -> None:
+        ran.append(True)
+        serve(*arguments)
+
+    monkeypatch.setattr("fedntk.simulations.runs.serve", counted)
     second = run(config, progress=False)
     assert not ran
     pd.testing.assert_frame_equal(first.rounds, second.rounds)
     run(config, progress=False, again=True)
     assert ran
+    run(config, width=5, progress=False, again=True)
+    assert Config.load(tmp_path / "config.toml").width == 5
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path):
@@ -246,11 +254,25 @@ def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
     config = replace(SMALL, out=str(tmp_path), rounds=1)
 
     def again(record: dict[str, float]) -> None:
-        with pytest.raises(ConfigError, match="another process is at work in"):
+        with pytest.raises(BlockingIOError, match="another process is at work in"):
             serve(LocalGrid(app, config.num_clients, config.values()), config)
 
     serve(LocalGrid(app, config.num_clients, config.values()), config, again)
     assert read_run(tmp_path).summary["rounds"] == 1
+    with claimed(tmp_path, "run"), pytest.raises(ConfigError, match="another process is at work"):
+        run(config, rounds=2, progress=False)
+
+
+def test_flowers_own_command_neither_repeats_nor_overwrites(tmp_path):
+    """`serve` is what `flwr run` calls: it goes by what is in the folder."""
+    config = replace(SMALL, out=str(tmp_path), rounds=1)
+    run(config, progress=False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    grid = LocalGrid(app, config.num_clients, config.values())
+    serve(grid, config, lambda record: pytest.fail("ran again"))
+    with pytest.raises(ConfigError, match="other settings: width = 100"):
+        serve(grid, replace(config, width=50))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 # ------------------------------------------------------- best model, early stopping

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def metrics(folder: Path) -> pd.DataFrame:
 def test_a_run_writes_its_folder(tmp_path):
     config = replace(SMALL, out=str(tmp_path / "a"), targets="0.3")
     result = run(config, progress=False)
-    assert sorted(p.name for p in result.folder.iterdir() if p.name != ".lock") == [
+    assert sorted(p.name for p in result.folder.iterdir() if p.name[0] != ".") == [
         "best.safetensors",
         "checkpoints",
         "clients.parquet",
@@ -296,29 +297,65 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.ray
-def test_an_interrupted_run_on_ray_leaves_no_process(tmp_path, monkeypatch):
-    """The exception arises while Ray's workers are up: at the first round's record."""
-    seen = []
+def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monkeypatch):
+    """The exception arises while Ray's workers are up: at the second round's record.
 
-    def interrupt(*_: object) -> int:
-        if (tmp_path / "rounds.jsonl").exists():
+    It goes on on the other engine, to the bits of a run that was not interrupted.
+    """
+    seen = []
+    config = replace(SMALL, out=str(tmp_path / "ray"), rounds=6)
+
+    def interrupt(path: Path, *_: object) -> int:
+        if path.exists() and path.read_text().count("\n") > 2:
             seen.extend(processes_of(tmp_path))
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr("fedntk.simulations.flwr_run._show_rounds", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(replace(SMALL, out=str(tmp_path), rounds=50), engine="ray", progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("fedntk.simulations.flwr_run._show_rounds", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, engine="ray", progress=False)
     assert any("flower-superlink" in line for line in seen)
     assert any("simulation" in line for line in seen)
     assert processes_of(tmp_path) == []
+    resumed = run(config, progress=False)
+    whole = run(config, out=str(tmp_path / "whole"), progress=False)
+    assert bits(resumed.folder) == bits(whole.folder)
+    pd.testing.assert_frame_equal(metrics(resumed.folder), metrics(whole.folder))
+
+
+@pytest.mark.ray
+def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
+    """Killed, the command leaves Flower's processes at work, which would write on."""
+    folder = tmp_path / "ray"
+    config = replace(SMALL, rounds=200, method="fedavg", server_threads=1)
+    config.save(tmp_path / "conf.toml")
+    command = [
+        *(sys.executable, "-m", "fedntk.simulations.cli", "run", str(tmp_path / "conf.toml")),
+        *("--out", str(folder), "--engine", "ray"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: S603
+    lines, deadline = folder / "rounds.jsonl", time.monotonic() + 120
+    while not (lines.exists() and lines.read_text().count("\n") > 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert processes_of(tmp_path) != []
+    resumed = run(config, out=str(folder), progress=False)
+    assert processes_of(tmp_path) == []
+    whole = run(config, out=str(tmp_path / "whole"), progress=False)
+    assert bits(resumed.folder) == bits(whole.folder)
+    pd.testing.assert_frame_equal(metrics(resumed.folder), metrics(whole.folder))
 
 
 @pytest.mark.ray
 def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
     config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
+    flwr_run(config, lambda record: None)
     with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
-        flwr_run(config, lambda record: None)
+        read_run(tmp_path)
 
 
 def test_mathematics_runs_on_torch_and_numpy_alone():
