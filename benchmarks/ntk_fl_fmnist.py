@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fedntk.simulations import Config, load_results, run
+from fedntk.simulations import Config, compare, read_runs
 from fedntk.simulations.figures import accuracy_curves
 from fedntk.simulations.results import machine
 
@@ -40,33 +40,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", default="0,1,2")
     arguments = parser.parse_args()
-    folders, splits, configs = [], {}, {}
+    configs = {
+        name: Config.load(ROOT / "simulations" / "conf" / f"{stem}.toml", **overrides)
+        for name, (stem, overrides) in RUNS.items()
+    }
+    splits, settings = {}, {}
     reached: dict[str, dict[str, list[int | None]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for seed in map(int, arguments.seeds.split(",")):
-            for name, (stem, overrides) in RUNS.items():
-                config = Config.load(
-                    ROOT / "simulations" / "conf" / f"{stem}.toml",
-                    name=name,
-                    seed=seed,
-                    rounds=arguments.rounds,
-                    data_dir=arguments.data_dir,
-                    out=f"{scratch}/{name}-{seed}",
-                    targets=",".join(map(str, TARGETS)),
-                    **overrides,
-                )
-                finished = run(config)
-                folders.append(finished.folder)
-                splits[str(seed)] = finished.summary["split"]
-                for target, first in finished.summary["to-target"].items():
-                    reached.setdefault(name, {}).setdefault(target, []).append(
-                        first and first["round"]
-                    )
-                settings = config.values()
-                configs[name] = {
-                    k: v for k, v in settings.items() if k not in ("out", "data-dir", "seed")
-                }
-        rounds = load_results(folders)
+        rounds = compare(
+            configs,
+            seeds=map(int, arguments.seeds.split(",")),
+            out=scratch,
+            rounds=arguments.rounds,
+            data_dir=arguments.data_dir,
+            targets=",".join(map(str, TARGETS)),
+        )
+        for finished in read_runs(scratch):
+            name, summary = finished.summary["run"], finished.summary
+            splits[str(summary["seed"])] = summary["split"]
+            for target, first in summary["to-target"].items():
+                reached.setdefault(name, {}).setdefault(target, []).append(first and first["round"])
+            settings[name] = {
+                key: value
+                for key, value in finished.config.values().items()
+                if key not in ("out", "data-dir", "seed")
+            }
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     stem = results / "ntk_fl_fmnist"
@@ -80,7 +78,7 @@ def main() -> None:
     seconds = rounds[(rounds.metric == "seconds") & (rounds["round"] > 0)].groupby("run").value
     summary = {
         "machine": machine(),
-        "configurations": configs,
+        "configurations": settings,
         "splits": splits,
         "rounds-to-target": reached,
         "median-seconds-a-round": seconds.median().round(2).to_dict(),

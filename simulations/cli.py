@@ -56,6 +56,7 @@ def run_command(
 ) -> None:
     """Run one configuration.
 
+    CONF is a TOML file of settings; without it, all settings are defaults or given with --set.
     A finished run is not run again; an interrupted one goes on from its newest checkpoint.
 
     [b]Examples[/]
@@ -111,6 +112,7 @@ def compare_command(
 ) -> None:
     """Run several configurations with several seeds, and report on them.
 
+    CONFS are TOML files of settings; each names a run by its file or by its own key name.
     Give the same command again to go on with a comparison that was interrupted.
 
     [b]Examples[/]
@@ -152,6 +154,8 @@ def report_command(
     ] = None,
 ) -> None:
     """Write tables (Markdown, LaTeX) and pictures of finished runs.
+
+    FOLDER is a run's folder, or one that holds runs at any depth.
 
     [b]Examples[/]
 

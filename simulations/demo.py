@@ -5,10 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .config import Config
 from .figures import accuracy_curves
-from .results import Run, load_results
-from .runs import run
+from .results import Run, load_results, read_runs
+from .runs import compare
 
 __all__ = ["compare_on_digits", "main", "table"]
 
@@ -18,14 +17,9 @@ TARGET = 0.9
 
 def compare_on_digits(folder: Path) -> list[Run]:
     """Run both methods on the same split, network and first weights, one after the other."""
-    return [
-        run(
-            Config.load(CONF / f"{stem}.toml", name=name, out=str(folder / stem)),
-            engine="ray",
-            again=True,
-        )
-        for stem, name in (("ntk_fl_digits", "NTK-FL"), ("fedavg_digits", "FedAvg"))
-    ]
+    configs = {"NTK-FL": CONF / "ntk_fl_digits.toml", "FedAvg": CONF / "fedavg_digits.toml"}
+    compare(configs, out=folder, engine="ray", again=True)
+    return read_runs([folder / name for name in configs])
 
 
 def table(runs: list[Run], target: float = TARGET) -> Table:
@@ -68,7 +62,7 @@ def main() -> None:
         title="Digits, 50 clients, Dirichlet(0.1), 10 clients a round",
         target=TARGET,
     ).savefig(picture)
-    console.print(f"Curves: {picture}\nAll metrics of each round: {folder}/*/rounds.parquet")
+    console.print(f"Curves: {picture}\nAll metrics of each round: {folder}/*/seed-0/rounds.parquet")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks' networks are the simulations', and each measurement can be made."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 import torch
+from flwr.clientapp import ClientApp
 
+from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
 from .conftest import ROOT
@@ -34,6 +37,16 @@ def test_networks_are_those_of_the_simulations(network, ours):
     model, x = common.make(network, 2, "cpu")
     assert sizes(model) == sizes(ours())
     assert model(x).shape == (2, 10)
+
+
+def test_rounds_without_training_take_time_and_every_client_answers(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS / "idle_app")
+    idle = importlib.import_module("idle")
+    seconds = idle.rounds(LocalGrid(idle.client, 4, {}), 4, 3)
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+    with pytest.raises(RuntimeError, match="expected 4 replies a round, got"):
+        idle.rounds(LocalGrid(ClientApp(), 4, {}), 4, 1)  # an app that answers with errors
 
 
 @pytest.mark.parametrize(
