@@ -55,13 +55,10 @@ class SGDClient(ModelClient):
         super().__init__(*args, **model_options)
         self.local_epochs = local_epochs
         self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+        self.weight_decay = weight_decay
         self.seed = seed
-        self.optimizer = torch.optim.SGD(
-            [p for p in self.model.parameters() if p.requires_grad],
-            lr=learning_rate,
-            momentum=momentum,
-            weight_decay=weight_decay,
-        )
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -90,14 +87,19 @@ class SGDClient(ModelClient):
         return get_weights(self.model), len(self.x), {"train-loss": train_loss}
 
     def _train(self, generator: torch.Generator) -> None:
-        self.optimizer.state.clear()  # a round begins without momentum
+        optimizer = torch.optim.SGD(
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
         self.model.train()
         for _ in range(self.local_epochs):
             for batch in self._batches(torch.randperm(len(self.x), generator=generator)):
-                self.optimizer.zero_grad()
+                optimizer.zero_grad()
                 outputs = self.model(self.x[batch].to(self.device))
                 self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
-                self.optimizer.step()
+                optimizer.step()
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
         batches = list(order.split(self.batch_size))

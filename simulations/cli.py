@@ -1,5 +1,6 @@
 """The command ``fedntk``: run, compare, report."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +153,9 @@ def report_command(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; FOLDER/report by default.")
     ] = None,
+    targets: Annotated[
+        str, typer.Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
+    ] = "",
 ) -> None:
     """Write tables (Markdown, LaTeX) and pictures of finished runs.
 
@@ -161,12 +165,13 @@ def report_command(
 
       fedntk report runs/digits
 
-      fedntk report runs --out report
+      fedntk report runs --out report --targets 0.5,0.9
     """
     from .report import write_report
 
     with _errors_in_one_line():
-        _show(write_report(folder, out))
+        wanted = Config(targets=targets).target_accuracies if targets else None
+        _show(write_report(folder, out, targets=wanted))
 
 
 @app.command("settings")
@@ -208,9 +213,13 @@ def _writers(**chosen: bool) -> list[str]:
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures."""
+    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures.
+
+    A request to terminate saves what there is, as Ctrl-C does.
+    """
     from .results import RunFailed
 
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (ConfigError, FileNotFoundError) as error:
@@ -221,6 +230,8 @@ def _errors_in_one_line() -> Iterator[None]:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

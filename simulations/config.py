@@ -11,26 +11,27 @@ import hashlib
 import json
 import math
 import operator
+import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import tomli_w
 
 from fedntk.strategies import DEFAULT_STEPS
 
 from .files import whole
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["Config", "ConfigError", "nearest"]
 
 
 # metrics by which models can be compared; those of loss are the better the smaller
 MONITORED = (
     "accuracy",
     "loss",
-    "train-loss",
     "client-accuracy-mean",
     "client-accuracy-worst",
     "client-loss-mean",
@@ -43,7 +44,9 @@ class ConfigError(ValueError):
 
 
 # keys that do not change what a run computes, only where, how safely and with what machine
-INCIDENTAL = frozenset({"out", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"})
+INCIDENTAL = frozenset(
+    {"out", "targets", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}
+)
 
 _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("at_least", operator.ge, "at least"),
@@ -97,7 +100,9 @@ class Config:
     patience: int = _option(
         0, "stop after so many rounds without a better model; 0: never", at_least=0
     )
-    checkpoint_every: int = _option(1, "rounds between checkpoints", at_least=1)
+    checkpoint_every: int = _option(
+        1, "rounds between checkpoints; what is lost at most when a run is killed", at_least=1
+    )
 
     dataset: str = _option(
         "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"
@@ -174,11 +179,9 @@ class Config:
         self._check_together()
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
-        value, limits, key = getattr(self, field.name), field.metadata, _key(field.name)
-        expected: type = type(field.default)
-        if expected is float and type(value) is int:
-            value = float(value)
-            object.__setattr__(self, field.name, value)
+        limits, key, expected = field.metadata, _key(field.name), type(field.default)
+        value = _plain(getattr(self, field.name), expected)
+        object.__setattr__(self, field.name, value)
         if type(value) is not expected:
             raise ConfigError(
                 f"{key}: expected {expected.__name__}, got {type(value).__name__} {value!r}"
@@ -186,10 +189,9 @@ class Config:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}: expected a finite number, got {value}")
         if "choices" in limits and value not in limits["choices"]:
-            near = difflib.get_close_matches(str(value), limits["choices"], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{key}: expected one of {', '.join(limits['choices'])}, got {value!r}{hint}"
+                f"{key}: expected one of {', '.join(limits['choices'])}, "
+                f"got {value!r}{nearest(str(value), limits['choices'])}"
             )
         for limit, holds, words in _LIMITS:
             if limit in limits and not holds(value, limits[limit]):
@@ -225,6 +227,8 @@ class Config:
                 f"validation-examples = {self.validation_examples} and "
                 f"validation-clients = {self.validation_clients}"
             )
+        if self.client_gpus and self.device == "cpu":
+            raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
         if self.partition == "natural" and not self.natural_column:
             raise ConfigError("partition = natural needs natural-column, the column of the ids")
 
@@ -269,9 +273,8 @@ class Config:
     def _field(cls, key: str) -> dataclasses.Field[Any]:
         known = {_key(field.name): field for field in fields(cls)}
         if _key(key) not in known:
-            near = difflib.get_close_matches(_key(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"unknown key {key!r}; {hint}")
+            hint = nearest(_key(key), known) or f"; known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown key {key!r}{hint}")
         return known[_key(key)]
 
     @classmethod
@@ -312,7 +315,10 @@ class Config:
             raise ConfigError(f"no configuration at {path}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
-        return cls.parse({**{_key(k): v for k, v in values.items()}, **overrides})
+        try:
+            return cls.parse({**{_key(k): v for k, v in values.items()}, **overrides})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def values(self) -> dict[str, Any]:
         """Kebab-case key -> value, for a run-config or a TOML file."""
@@ -332,6 +338,21 @@ class Config:
             among = f" ({', '.join(choices)})" if choices else ""
             lines.append(f"{_key(field.name)} = {field.default!r}{among}: {field.metadata['doc']}")
         return "\n".join(lines)
+
+
+def nearest(value: str, known: Iterable[str]) -> str:
+    """Say which of the known words is meant, if one is near; empty if none is."""
+    near = difflib.get_close_matches(value, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _plain(value: Any, expected: type) -> Any:
+    """Convert what users have at hand: NumPy's numbers, paths, whole numbers for floats."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if expected is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return float(value) if expected is float and type(value) is int else value
 
 
 def _key(name: str) -> str:

@@ -5,7 +5,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .config import Config, ConfigError
+from .config import Config, ConfigError, nearest
 from .files import cache_dir, whole
 
 __all__ = ["Data", "load_data"]
@@ -83,6 +83,15 @@ class Data:
         """Shape of one example."""
         return tuple(self.x_train.shape[1:])
 
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of all examples and labels."""
+        digest = hashlib.sha256()
+        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
     def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return training examples standardised by the training set, with their labels.
 
@@ -145,7 +154,7 @@ def _load(
         return _BY_NAME[dataset](Path(data_dir).expanduser())
     raise ConfigError(
         f"dataset: expected {', '.join(_BY_NAME)}, hf:<name or folder> or npz:<file>, "
-        f"got {dataset!r}"
+        f"got {dataset!r}{nearest(dataset, _BY_NAME)}"
     )
 
 

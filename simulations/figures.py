@@ -5,7 +5,6 @@ Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` w
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,10 @@ __all__ = [
     "label_distribution",
 ]
 
-# Okabe and Ito's palette; each colour with a marker of its own
+# Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dvp*"
+LINES = ("-", "--", ":")
 
 # what an accuracy can be drawn against -> (label, factor from the table's unit)
 AXES = {
@@ -45,8 +45,8 @@ def accuracy_curves(
 ) -> Figure:
     """Draw test accuracy against rounds, data sent or time: one curve a run.
 
-    Several seeds of one run become their mean, with a band from the lowest to the highest. Data and
-    time are means over the seeds, too, summed from round 0 on.
+    Several seeds of one run become their mean, with a band from the lowest to the highest, as far
+    as all have rounds. Data and time are means over the seeds, too, summed from round 0 on.
 
     Parameters
     ----------
@@ -140,13 +140,13 @@ def accuracy_against_heterogeneity(
 
 
 def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
-    """Draw how accurate each run's last model is for single clients: share of clients below.
+    """Draw how accurate each run's last models are for single clients: share of clients below.
 
     Parameters
     ----------
     clients : DataFrame
-        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. The last five rounds
-        that clients evaluated count, so that more clients than a round asks are in it.
+        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. A client's newest
+        accuracy in the last five rounds counts, so that more clients than a round asks are in it.
     title : str
         Above the picture.
     """
@@ -169,7 +169,8 @@ def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
 def last_accuracies(clients: pd.DataFrame, rounds: int = 5) -> NDArray[np.float64]:
     """Return each client's newest accuracy of a run's last rounds, over all seeds."""
     accuracy = clients[clients.metric == "accuracy"]
-    recent = accuracy[accuracy["round"] > accuracy["round"].max() - rounds]
+    last = accuracy.groupby("seed")["round"].transform("max")
+    recent = accuracy[accuracy["round"] > last - rounds]
     newest = recent.sort_values("round").groupby(["seed", "partition"]).value.last()
     values: NDArray[np.float64] = newest.to_numpy(dtype=np.float64)
     return values
@@ -235,15 +236,17 @@ def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
     """Rows by the values of a column, in their order; a value has its style in every picture."""
-    pairs = cycle(zip(COLOURS, MARKERS, strict=True))
-    styles = dict(zip(sorted(table[column].unique()), pairs, strict=False))
+    numbers = {name: i for i, name in enumerate(sorted(table[column].unique()))}
     for name, rows in table.groupby(column, sort=False):
-        colour, marker = styles[name]
-        yield str(name), rows, {"color": colour, "marker": marker}
+        again, i = divmod(numbers[name], len(COLOURS))
+        dashes = LINES[again % len(LINES)]
+        yield str(name), rows, {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": dashes}
 
 
 def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    return rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max"])
+    """Mean and range over the seeds, of the rounds that all seeds have."""
+    values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
+    return values[values["size"] == rows.seed.nunique()]
 
 
 def _mark(axes: Axes, height: float) -> None:

@@ -46,14 +46,13 @@ def _ntk_fl_strategy(
     options: dict[str, Any],
     validation_loss: Callable[[ArrayRecord], float] | None,
 ) -> SeededFedAvg:
-    held_out = range(config.num_clients - config.validation_clients, config.num_clients)
     return NTKFL(
         learning_rate=config.learning_rate,
         steps=config.steps_grid,
         loss=config.loss,  # type: ignore[arg-type]
         selection=config.selection,  # type: ignore[arg-type]
         validation_loss=validation_loss,
-        validation_partitions=held_out,
+        validation_partitions=options.pop("held_out"),
         kernel=config.kernel,  # type: ignore[arg-type]
         residuals=config.residuals,  # type: ignore[arg-type]
         tolerance=config.tolerance,
@@ -113,6 +112,8 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         "fraction_evaluate": evaluating / config.num_clients,
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
+        # clients held out for validation are trained on by no method
+        "held_out": range(config.num_clients - config.validation_clients, config.num_clients),
     }
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         return METHODS[config.method].strategy(config, options, validation_loss)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Config, ConfigError
+from .config import Config, ConfigError, nearest
 
 __all__ = ["MLP", "LeNet", "SimpleCNN", "build_model", "resnet18"]
 
@@ -177,10 +177,11 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
         case "resnet18":
             return resnet18(input_shape, num_classes, config.norm)
     module, _, factory = config.model.partition(":")
+    names = ("mlp", "simple-cnn", "lenet", "resnet18")
     if not factory:
         raise ConfigError(
-            "model: expected mlp, simple-cnn, lenet, resnet18 or <module>:<factory>, "
-            f"got {config.model!r}"
+            f"model: expected {', '.join(names)} or <module>:<factory>, "
+            f"got {config.model!r}{nearest(config.model, names)}"
         )
     try:
         make = getattr(importlib.import_module(module), factory)

@@ -17,7 +17,7 @@ from .files import cache_dir, whole
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Split", "load_split", "split_data"]
+__all__ = ["SPLIT_SETTINGS", "Split", "load_split", "split_data"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def _load_split(config: Config, data: Data) -> Split:
     digest = hashlib.sha256(data.y_train.tobytes())
     if data.natural_ids is not None:
         digest.update(repr(data.natural_ids.tolist()).encode())
-    digest.update(repr([getattr(config, name) for name in _SPLIT_SETTINGS]).encode())
+    digest.update(repr([getattr(config, name) for name in SPLIT_SETTINGS]).encode())
     digest.update(importlib.metadata.version("flwr-datasets").encode())
     path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"
     if not path.exists():
@@ -168,7 +168,7 @@ def _load_split(config: Config, data: Data) -> Split:
         return Split(tuple(np.split(saved["clients"], ends[:-1])), saved["validation"])
 
 
-_SPLIT_SETTINGS = (
+SPLIT_SETTINGS = (
     "seed",
     "num_clients",
     "validation_examples",

@@ -17,7 +17,7 @@ from .figures import (
     client_accuracies,
     label_distribution,
 )
-from .partitions import load_split
+from .partitions import SPLIT_SETTINGS, load_split
 from .results import Run, read_runs
 
 __all__ = ["final_table", "target_table", "write_report"]
@@ -25,7 +25,9 @@ __all__ = ["final_table", "target_table", "write_report"]
 logger = logging.getLogger("flwr")
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+def write_report(
+    folder: str | Path, out: str | Path | None = None, *, targets: Sequence[float] | None = None
+) -> Path:
     """Write a report on all finished runs in a folder.
 
     It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, where
@@ -38,6 +40,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         A run's folder, or one that holds runs at any depth.
     out : path, optional
         Where to: ``report`` in `folder` by default.
+    targets : sequence of float, optional
+        Accuracies for the table of rounds to targets; by default the runs' own.
 
     Returns
     -------
@@ -54,9 +58,9 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
     clients = pd.concat([run.clients for run in runs], ignore_index=True)
-    targets = target_table(runs)
+    to_targets = target_table(runs, targets)
     (out / "targets.tex").write_text(
-        targets.style.hide(axis="index")
+        to_targets.style.hide(axis="index")
         .format(escape="latex")
         .format_index(escape="latex", axis="columns")
         .to_latex(hrules=True),
@@ -73,7 +77,9 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
             rounds, alphas, labels=_without_alpha(runs)
         )
     if len(clients):
-        pictures["clients"] = client_accuracies(clients, title="Clients' own examples, last model")
+        pictures["clients"] = client_accuracies(
+            clients, title="Clients' own examples, last five rounds"
+        )
     pictures |= _splits(runs)
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
@@ -91,7 +97,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
         "clients send for training.",
         "",
-        _markdown(targets),
+        _markdown(to_targets),
         "",
         *(f"![{name}]({name}.png)" for name in pictures),
         "",
@@ -128,14 +134,15 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def target_table(runs: Sequence[Run]) -> pd.DataFrame:
+def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
     """Return one row a run: rounds, MB up and seconds to each target; medians over seeds."""
     rows = []
-    targets = sorted({target for run in runs for target in run.config.target_accuracies})
+    if targets is None:
+        targets = sorted({target for run in runs for target in run.config.target_accuracies})
     for name, own in _by_name(runs):
         row = {"run": name}
         for target in targets:
-            found = [run.summary["to-target"].get(str(target)) for run in own]
+            found = [run.to_target(target) for run in own]
             reached = [each for each in found if each is not None]
             few = f" ({len(reached)} of {len(own)})" if 0 < len(reached) < len(own) else ""
             for label, key, unit, form in (
@@ -176,6 +183,7 @@ def _setting(runs: Sequence[Run]) -> str:
     described = {
         f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
         + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
+        + (f" of {c.classes_per_client} classes" if c.partition == "pathological" else "")
         for c in (run.config for run in runs)
     }
     return described.pop() if len(described) == 1 else ""
@@ -201,7 +209,7 @@ def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
     seen = set()
     for run in runs:
         config = run.config
-        key = (config.dataset, config.partition, config.alpha, config.num_clients)
+        key = (config.dataset, *(getattr(config, k) for k in SPLIT_SETTINGS if k != "seed"))
         if key in seen:
             continue
         seen.add(key)

@@ -9,12 +9,13 @@ same, and partition: each client's own evaluations); ``model.safetensors`` and
 import json
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import psutil
 import torch
@@ -63,8 +64,8 @@ class Run:
     clients : DataFrame
         Tidy: one row for each round, partition and metric of the clients' own evaluations.
     summary : dict
-        Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, threads,
-        machine, the split's checksum.
+        Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, machine,
+        device, threads, checksums of data and split.
     """
 
     folder: Path
@@ -77,6 +78,12 @@ class Run:
         """Return one metric by round."""
         rows = self.rounds[self.rounds.metric == metric]
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
+
+    def to_target(self, target: float) -> dict[str, float] | None:
+        """Return the first round of at least this accuracy, and what it took: see `to_target`."""
+        table = self.rounds.pivot_table(index="round", columns="metric", values="value")
+        records = table.reset_index().to_dict("records")
+        return to_target([{str(key): value for key, value in r.items()} for r in records], target)
 
 
 State = Literal["new", "interrupted", "finished"]
@@ -132,8 +139,8 @@ def write_run(
     name = config.name or config.method
     whose = {"run": name, "method": config.method, "seed": config.seed}
     records = checkpoint.records
-    _tidy(whose, records, ["round"]).to_parquet(folder / "rounds.parquet", index=False)
-    clients = _tidy(whose, checkpoint.evaluations, ["round", "partition"])
+    _tidy(whose, records).to_parquet(folder / "rounds.parquet", index=False)
+    clients = _tidy_clients(whose, checkpoint.evaluations)
     clients.to_parquet(folder / "clients.parquet", index=False)
     save_tensors(folder / "model.safetensors", checkpoint.weights, {"round": checkpoint.round})
     last, best = records[-1], checkpoint.best
@@ -162,16 +169,28 @@ def write_run(
 TOTALS = ("bytes-up", "bytes-down", "seconds")
 
 
-def _tidy(
-    whose: dict[str, Any], records: Sequence[dict[str, Any]], keys: list[str]
-) -> pd.DataFrame:
+def _tidy(whose: dict[str, Any], records: Sequence[dict[str, Any]]) -> pd.DataFrame:
     rows = [
-        (*whose.values(), *(int(record[key]) for key in keys), metric, float(value))
+        (*whose.values(), int(record["round"]), metric, float(value))
         for record in records
         for metric, value in record.items()
-        if metric not in keys
+        if metric != "round"
     ]
-    return pd.DataFrame(rows, columns=[*whose, *keys, "metric", "value"])
+    return pd.DataFrame(rows, columns=[*whose, "round", "metric", "value"])
+
+
+def _tidy_clients(
+    whose: dict[str, Any], evaluations: Mapping[str, NDArray[np.float64]]
+) -> pd.DataFrame:
+    keys = ["round", "partition"]
+    empty = {key: np.empty(0) for key in keys}
+    wide = pd.DataFrame(dict(evaluations) or empty)
+    tidy = wide.melt(keys, var_name="metric", ignore_index=False).dropna(subset=["value"])
+    tidy = tidy.sort_index(kind="stable").astype(dict.fromkeys(keys, "int64"))
+    tidy["metric"] = tidy.metric.astype(str)
+    for position, (name, value) in enumerate(whose.items()):
+        tidy.insert(position, name, value)
+    return tidy.reset_index(drop=True)
 
 
 def write_summary(folder: Path, content: dict[str, Any]) -> None:
@@ -232,6 +251,8 @@ def read_run(folder: str | Path) -> Run:
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     """Read several finished runs.
 
+    Runs of one name whose settings differ in more than the seed get names that say how.
+
     Parameters
     ----------
     folders : path or iterable of paths
@@ -252,14 +273,40 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
             runs.append(read_run(folder))
             continue
         found = len(runs)
-        for path in sorted(path.parent for path in folder.rglob("summary.json")):
+        for path in sorted(path.parent for path in folder.rglob("config.toml")):
+            if not (path / "rounds.jsonl").exists():
+                continue  # Flower's own settings, or a run that never began
             try:
                 runs.append(read_run(path))
-            except RunFailed as error:
+            except (RunFailed, FileNotFoundError) as error:
                 logger.log(WARNING, "%s is left out: %s", path, error)
         if len(runs) == found:
             raise FileNotFoundError(f"no finished run in {folder}")
-    return runs
+    return _with_names_apart(runs)
+
+
+def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
+    """Add the settings that differ to the names of different runs of one name."""
+    named: list[Run] = []
+    for run in runs:
+        alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
+        keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
+        values = run.config.values()
+        name = ", ".join([run.summary["run"], *(f"{key} = {values[key]}" for key in sorted(keys))])
+        named.append(
+            replace(
+                run,
+                rounds=run.rounds.assign(run=name),
+                clients=run.clients.assign(run=name),
+                summary={**run.summary, "run": name},
+            )
+        )
+    seen: dict[tuple[str, int], Run] = {}
+    for run in named:
+        first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
+        if first is not run:
+            logger.log(WARNING, "%s is left out: it is the run of %s", run.folder, first.folder)
+    return list(seen.values())
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:

@@ -1,17 +1,22 @@
 """Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pandas as pd
+import torch
 
 from ._flower import log_from
 from .checkpoints import newest
 from .client_app import app as client_application
 from .config import Config, ConfigError
+from .data import load_data
 from .engines import LocalGrid
 from .files import claimed
 from .flwr_run import end_leftovers, flwr_run
@@ -84,11 +89,19 @@ def run(
     """
     _check(engine, workers, writers)
     config = _settle(config, overrides)
-    state = "new" if again else run_state(config)
-    if state != "finished":
+    _check_resources(config, engine)
+    if again or run_state(config) != "finished":
         prepare(config)
     with _shown([config], progress) as shown:
-        return _run(config, state, engine, workers, writers, shown)
+        try:
+            return _run(config, engine, workers, writers, shown, again=again)
+        except KeyboardInterrupt:
+            logger.log(
+                WARNING,
+                "interrupted; go on with the same call, or: fedntk run --resume %s",
+                shlex.quote(str(config.folder)),
+            )
+            raise
 
 
 def compare(
@@ -144,21 +157,24 @@ def compare(
     [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
     """
     _check(engine, workers, writers)
-    planned = _plan(configs, list(seeds), Path(out), overrides)
-    states: list[State] = ["new" if again else run_state(config) for config in planned]
-    for config, state in zip(planned, states, strict=True):
-        if state != "finished":
-            with _named(config):
+    planned = _plan(configs, seeds, Path(out), overrides)
+    for config in planned:
+        with _named(config.name):
+            _check_resources(config, engine)
+            if again or run_state(config) != "finished":
                 prepare(config)
     failed = []
     with _shown(planned, progress) as shown:
-        for config, state in zip(planned, states, strict=True):
+        for config in planned:
             try:
-                _run(config, state, engine, workers, writers, shown)
+                _run(config, engine, workers, writers, shown, again=again)
+            except KeyboardInterrupt:
+                logger.log(WARNING, "interrupted; go on with the same call")
+                raise
             except Exception as error:  # the other runs' results are worth having
-                failed.append(f"{config.name}, seed {config.seed}: {error}")
+                failed.append(f"{config.name}, seed {config.seed}: {type(error).__name__}: {error}")
                 shown.end("failed")
-                logger.log(ERROR, "failed: %s", failed[-1])
+                logger.log(ERROR, "%s", failed[-1], exc_info=not isinstance(error, RunFailed))
     if failed:
         raise RunFailed(
             f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
@@ -172,7 +188,27 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
         raise ConfigError(f"engine: expected one of {', '.join(get_args(Engine))}, got {engine!r}")
     if workers < 1:
         raise ConfigError(f"workers: expected at least 1, got {workers}")
+    if workers > 1 and engine == "ray":
+        raise ConfigError(
+            "workers is for the local engine; on Ray as many clients work at a time as client-cpus "
+            "and client-gpus let"
+        )
     check_writers(writers)
+
+
+def _check_resources(config: Config, engine: str) -> None:
+    """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
+    if engine != "ray":
+        return
+    available = {"client-cpus": os.cpu_count() or 1, "client-gpus": torch.cuda.device_count()}
+    for key, most in available.items():
+        if (asked := config.values()[key]) > most:
+            raise ConfigError(f"{key}: expected at most this machine's {most}, got {asked}")
+    if config.device.startswith("cuda") and not config.client_gpus:
+        raise ConfigError(
+            f"device = {config.device}: set client-gpus, a client's share of a GPU; Ray hides the "
+            "GPUs from clients that have none"
+        )
 
 
 def _settle(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
@@ -183,10 +219,15 @@ def _settle(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config
 
 def _plan(
     configs: Mapping[str, Config | str | Path],
-    seeds: Sequence[int],
+    seeds: Iterable[int],
     out: Path,
     overrides: Mapping[str, Any],
 ) -> list[Config]:
+    if not isinstance(configs, Mapping):
+        raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"seeds: expected numbers such as [0, 1, 2], got {seeds!r}")
+    seeds = [int(seed) for seed in seeds]
     if not configs or not seeds:
         raise ConfigError(
             f"expected at least one configuration and seed, got {len(configs)} and {len(seeds)}"
@@ -199,22 +240,24 @@ def _plan(
     folders = {name: name.replace("/", "-").replace("\\", "-").strip(". ") for name in configs}
     if "" in folders.values() or len(set(folders.values())) < len(folders):
         raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
-    return [
-        _settle(config, overrides).replace(
-            name=name, seed=seed, out=str(out / folders[name] / f"seed-{seed}")
-        )
-        for name, config in configs.items()
-        for seed in seeds
-    ]
+    planned = []
+    for name, config in configs.items():
+        with _named(name):
+            settled = _settle(config, overrides)
+        planned += [
+            settled.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
+            for seed in seeds
+        ]
+    return planned
 
 
 @contextlib.contextmanager
-def _named(config: Config) -> Iterator[None]:
+def _named(name: str) -> Iterator[None]:
     """Say which configuration an error is about."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{config.name}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -226,56 +269,85 @@ def _shown(configs: Sequence[Config], enabled: bool) -> Iterator[Progress]:
 
 def _run(
     config: Config,
-    state: State,
     engine: Engine,
     workers: int,
     writers: Sequence[str],
     shown: Progress,
+    *,
+    again: bool,
 ) -> Run:
-    label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
-    if state == "finished":
-        shown.begin(label, config.rounds, done=config.rounds)
-        with contextlib.suppress(BlockingIOError), claimed(config.folder, "run"):
-            end_leftovers(config.folder)
-        shown.end("finished before")
-        return read_run(config.folder)
-    done = -1
+    folder = config.folder
+    try:
+        # what is in the folder is looked at when nobody else works there
+        with claimed(folder, "run"), log_from(WARNING):  # display and results say the rest
+            end_leftovers(folder)
+            state: State = "new" if again else run_state(config)
+            before = _records_before(config, state)
+            done = int(before[-1]["round"]) if before else -1
+            label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
+            shown.begin(label, config.rounds, max(done, 0))
+            with writing(writers, config, before) as write:
+
+                def on_round(record: Mapping[str, Any]) -> None:
+                    if record["round"] > done:
+                        shown.on_round(record)
+                        write(record)
+
+                if state == "new":
+                    clear_run(folder, checkpoints=True)
+                if state != "finished":
+                    _start(config, engine, workers, shown, on_round)
+    except BlockingIOError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        shown.end("interrupted")
+        raise
+    shown.end("finished before" if state == "finished" else "done")
+    return read_run(folder)
+
+
+def _records_before(config: Config, state: State) -> list[dict[str, Any]]:
+    """Metrics of the rounds that need not be run."""
     if state == "interrupted":
         with log_from(ERROR):  # the server says what it cannot use
             checkpoint = newest(config.folder)
-        done = -1 if checkpoint is None else checkpoint.round
-    shown.begin(label, config.rounds, max(done, 0))
+        return [] if checkpoint is None else checkpoint.records
+    if state == "new":
+        return []
+    _require_same_data(config)
+    lines = (config.folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
-    def on_round(record: Mapping[str, Any]) -> None:
-        if record["round"] > done:
-            shown.on_round(record)
-            write(record)
 
+def _require_same_data(config: Config) -> None:
+    """Refuse results of other data than the configuration names now, where it can be had."""
+    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
     try:
-        with (
-            claimed(config.folder, "run"),
-            writing(writers, config, fresh=done < 0) as write,
-            log_from(WARNING),  # the display and the results say the rest
-        ):
-            end_leftovers(config.folder)
-            if state == "new":
-                clear_run(config.folder, checkpoints=True)
-            if engine == "ray":
-                flwr_run(config, on_round)
-            else:
-                with LocalGrid(
-                    client_application,
-                    config.num_clients,
-                    config.values(),
-                    workers=workers,
-                    on_answer=shown.on_answer,
-                ) as grid:
-                    serve(grid, config, on_round)
-        result = read_run(config.folder)
-    except KeyboardInterrupt:
-        shown.end(f"interrupted; go on with: fedntk run --resume {config.folder}")
-        raise
-    except BlockingIOError as error:
-        raise ConfigError(str(error)) from error
-    shown.end()
-    return result
+        data = load_data(config)
+    except ConfigError:
+        return  # results can be read without it
+    if data.checksum != summary["data"]:
+        raise ConfigError(
+            f"the data set has changed since the run in {config.folder}; choose another folder "
+            "with out, or replace that run with again"
+        )
+
+
+def _start(
+    config: Config,
+    engine: Engine,
+    workers: int,
+    shown: Progress,
+    on_round: Callable[[Mapping[str, Any]], None],
+) -> None:
+    if engine == "ray":
+        flwr_run(config, on_round)
+        return
+    with LocalGrid(
+        client_application,
+        config.num_clients,
+        config.values(),
+        workers=workers,
+        on_answer=shown.on_answer,
+    ) as grid:
+        serve(grid, config, on_round)

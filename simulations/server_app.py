@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from logging import ERROR, INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from fedntk.clients import SGDClient
 from fedntk.strategies import SeededFedAvg
 
-from .checkpoints import Best, Checkpoint, best_path, newest, save
+from .checkpoints import Best, Checkpoint, newest, save, with_rows
 from .config import Config, ConfigError
 from .data import Data, load_data
 from .engines import MeteredGrid
@@ -27,7 +29,6 @@ from .methods import device_of, evaluate_arrays, make_client, make_strategy
 from .models import build_model
 from .partitions import Split, load_split
 from .results import clear_run, run_state, write_run, write_summary
-from .tensors import save_tensors
 
 __all__ = ["app", "prepare", "serve"]
 
@@ -112,7 +113,9 @@ def prepare(config: Config) -> Prepared:
     data, split = load_data(config), load_split(config)
     model = build_model(config, data.input_shape, data.num_classes)
     device_of(config)
-    make_client(config, 0, data, split, model)
+    if isinstance(make_client(config, 0, data, split, model), SGDClient):
+        # a first optimizer imports much; not in the first round's time
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     return Prepared(data, split, model, make_strategy(config, data, split, model))
 
 
@@ -121,16 +124,14 @@ def _serve(
 ) -> None:
     checkpoint = newest(folder) if resume else None
     data, split, model, strategy = prepare(config)
-    if checkpoint is not None and checkpoint.split != split.checksum:
-        raise ConfigError(
-            f"the split is not that of the checkpoint in {folder}: the data set has changed since; "
-            "choose another folder with out"
-        )
+    source = _source(config, data, split)
+    if checkpoint is not None:
+        _require_same(checkpoint.source, source, folder)
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    recorder = _Recorder(config, folder, metered, strategy, split.checksum, on_round)
+    recorder = _Recorder(config, folder, metered, strategy, source, on_round)
     recorder.evaluate = lambda arrays: evaluate_arrays(config, model, arrays, *data.test())
     initial = ArrayRecord(dict(model.state_dict()))
     if checkpoint is not None:
@@ -160,14 +161,38 @@ def _serve(
         config,
         recorder.checkpoint,
         **{
-            "split": split.checksum,
+            **source,
             "examples-per-client": [min(sizes), max(sizes)],
-            "threads": {"server": torch.get_num_threads(), "client": config.client_threads},
         },
     )
     if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)
+
+
+def _source(config: Config, data: Data, split: Split) -> dict[str, str]:
+    """Say what the bits of a run depend on besides its configuration."""
+    return {
+        "data": data.checksum,
+        "split": split.checksum,
+        "device": device_of(config),
+        "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
+    }
+
+
+def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
+    """Refuse to go on with other data; warn where the machine may make other bits."""
+    for key, name in (("data", "data set"), ("split", "split of the data set")):
+        if before[key] != now[key]:
+            raise ConfigError(
+                f"the {name} has changed since the checkpoint in {folder}; choose another folder "
+                "with out, or replace that run with again"
+            )
+    for key in ("device", "threads"):
+        if before[key] != now[key]:
+            logger.log(
+                WARNING, "%s: %s before, %s now: bits may differ", key, before[key], now[key]
+            )
 
 
 class _NoBetterModel(Exception):  # noqa: N818
@@ -202,7 +227,7 @@ class _Recorder:
         folder: Path,
         grid: MeteredGrid,
         strategy: SeededFedAvg,
-        split: str,
+        source: dict[str, str],
         on_round: OnRound | None,
     ) -> None:
         self._config, self._folder = config, folder
@@ -210,7 +235,7 @@ class _Recorder:
         self._arrays = ArrayRecord()
         self._saved = -1
         self._start = time.perf_counter()
-        self.checkpoint = Checkpoint(weights={}, strategy={}, split=split)
+        self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
         reset_peak_memory()
 
     def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
@@ -223,6 +248,7 @@ class _Recorder:
         if self.checkpoint.round > self._saved:
             save(self._folder, self.checkpoint)
             self._saved = self.checkpoint.round
+            self.checkpoint = replace(self.checkpoint, best_weights={})  # a file has them
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         seconds = time.perf_counter() - self._start
@@ -238,11 +264,12 @@ class _Recorder:
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands the same record on where none came
         loss, accuracy = self.evaluate(arrays)
-        record: dict[str, Any] = {"round": server_round, "accuracy": accuracy, "loss": loss}
+        # what clients name as they like comes first, so that it replaces nothing
+        record: dict[str, Any] = _numbers(self._strategy.train_metrics.get(server_round), "")
+        record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
+        record |= {"round": server_round, "accuracy": accuracy, "loss": loss}
         if server_round > 0:
             record["model-updated"] = int(updated)
-        record |= _numbers(self._strategy.train_metrics.get(server_round), "")
-        record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
         evaluations = []
         if server_round in self._strategy.evaluate_metrics:
             evaluations = sorted(self._strategy.client_evaluations.items())
@@ -255,22 +282,21 @@ class _Recorder:
         before = self.checkpoint
         best = _better(before.best, record, self._config.monitor)
         weights = {name: array.numpy() for name, array in arrays.items()}
-        if best is not before.best:
-            save_tensors(best_path(self._folder, server_round), weights, {"round": server_round})
         self._arrays = arrays
         self.checkpoint = Checkpoint(
             weights=weights,
             strategy=self._strategy.state_dict(),
-            split=before.split,
+            source=before.source,
             records=[*before.records, record],
-            evaluations=[
-                *before.evaluations,
-                *(
-                    {"round": server_round, "partition": partition, **_numbers(metrics, "")}
+            evaluations=with_rows(
+                before.evaluations,
+                [
+                    {**_numbers(metrics, ""), "round": server_round, "partition": partition}
                     for partition, metrics in evaluations
-                ),
-            ],
+                ],
+            ),
             best=best,
+            best_weights=before.best_weights if best is before.best else weights,
         )
         if server_round % self._config.checkpoint_every == 0:
             self.save()

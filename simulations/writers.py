@@ -2,11 +2,14 @@
 
 import contextlib
 import importlib.util
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .config import Config, ConfigError
+from .results import run_state
 
 __all__ = ["WRITERS", "check_writers", "writing"]
 
@@ -14,13 +17,12 @@ OnRound = Callable[[Mapping[str, Any]], None]
 
 
 @contextlib.contextmanager
-def _tensorboard(config: Config, *, fresh: bool) -> Iterator[OnRound]:
-    """Write event files into ``tensorboard`` in the run's folder."""
+def _tensorboard(config: Config) -> Iterator[OnRound]:
+    """Write event files into ``tensorboard`` in the run's folder, from round 0 on."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = config.folder / "tensorboard"
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     with SummaryWriter(str(folder)) as writer:
 
         def on_round(record: Mapping[str, Any]) -> None:
@@ -31,24 +33,46 @@ def _tensorboard(config: Config, *, fresh: bool) -> Iterator[OnRound]:
 
 
 @contextlib.contextmanager
-def _mlflow(config: Config, *, fresh: bool) -> Iterator[OnRound]:
-    """Log to a run in the experiment ``fedntk``, at the tracking server that MLflow is set to."""
-    import mlflow
+def _mlflow(config: Config) -> Iterator[OnRound]:
+    """Log to a run at the tracking server that MLflow is set to; a run that goes on keeps its own.
 
-    remembered = config.folder / "mlflow-run-id"
-    mlflow.set_experiment("fedntk")
-    known = None if fresh or not remembered.exists() else remembered.read_text(encoding="utf-8")
-    name = f"{config.name or config.method}-{config.seed}"
-    with mlflow.start_run(run_id=known, run_name=None if known else name) as active:
+    The experiment is ``fedntk``, or the one in the environment's MLFLOW_EXPERIMENT_NAME. What else
+    is logged in this process is left alone.
+    """
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    client = MlflowClient()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedntk")
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+    remembered, logged = config.folder / "mlflow-run-id", -1
+    if run_state(config) != "new" and remembered.exists():
+        run_id = remembered.read_text(encoding="utf-8")
+        history = client.get_metric_history(run_id, "accuracy")
+        logged = max((metric.step for metric in history), default=-1)
+    else:
+        own = client.create_run(
+            experiment_id, run_name=f"{config.name or config.method}-{config.seed}"
+        )
+        run_id = own.info.run_id
         remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(active.info.run_id, encoding="utf-8")
-        if known is None:
-            mlflow.log_params(config.values())
+        remembered.write_text(run_id, encoding="utf-8")
+        params = [Param(key, str(value)) for key, value in config.values().items()]
+        client.log_batch(run_id, params=params)
 
-        def on_round(record: Mapping[str, Any]) -> None:
-            mlflow.log_metrics(dict(_metrics(record)), step=int(record["round"]))
+    def on_round(record: Mapping[str, Any]) -> None:
+        step, now = int(record["round"]), int(time.time() * 1000)
+        if step > logged:
+            metrics = [Metric(name, value, now, step) for name, value in _metrics(record)]
+            client.log_batch(run_id, metrics=metrics)
 
+    try:
         yield on_round
+    except BaseException:
+        client.set_terminated(run_id, "KILLED")
+        raise
+    client.set_terminated(run_id)
 
 
 # name, which is also the module that is needed and the extra that brings it -> writer
@@ -71,15 +95,34 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def writing(names: Sequence[str], config: Config, *, fresh: bool) -> Iterator[OnRound]:
-    """Open the named writers for a run; what is yielded takes each round's record."""
+def writing(
+    names: Sequence[str], config: Config, before: Sequence[Mapping[str, Any]]
+) -> Iterator[OnRound]:
+    """Open the named writers for a run.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of :data:`WRITERS`.
+    config : Config
+        Of the run.
+    before : sequence of dict
+        Metrics of the rounds that are there already, which the writers get first.
+
+    Yields
+    ------
+    callable
+        Takes each further round's metrics.
+    """
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(WRITERS[name](config, fresh=fresh)) for name in names]
+        opened = [stack.enter_context(WRITERS[name](config)) for name in names]
 
         def on_round(record: Mapping[str, Any]) -> None:
             for write in opened:
                 write(record)
 
+        for record in before:
+            on_round(record)
         yield on_round
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, from_npy
 
-__all__ = ["Reply", "agreeing", "checked_weights"]
+__all__ = ["Reply", "agreeing", "checked_accuracy", "checked_weights"]
 
 T = TypeVar("T")
 
@@ -35,14 +35,14 @@ class Reply:
     num_examples : int
         Between 1 and `max_examples`.
     metrics : dict of str to int, float or list
-        The other metrics, none of them NaN.
+        The other metrics: finite numbers, and lists without NaN.
     message : Message
         The reply itself.
 
     Raises
     ------
     BadReply
-        If there is not one MetricRecord, or a metric is NaN or the examples out of range.
+        If there is not one MetricRecord, or a metric is not finite or the examples out of range.
     """
 
     def __init__(self, message: Message, num_examples_key: str, max_examples: int) -> None:
@@ -56,8 +56,9 @@ class Reply:
         self.metrics: dict[str, Any] = dict(record)
         for key, value in self.metrics.items():
             for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, float) and math.isnan(number):
-                    raise BadReply("non-finite", f"metric {key!r} is not a number")
+                infinite = math.isinf(number) and not isinstance(value, list)
+                if math.isnan(number) or infinite:
+                    raise BadReply("non-finite", f"metric {key!r} is {number}")
                 if isinstance(number, int) and abs(number) >= 2**63:
                     raise BadReply("metrics", f"metric {key!r} has more than 64 bits")
         examples = self.metrics.pop(num_examples_key, None)
@@ -131,3 +132,10 @@ def checked_weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[
         if not np.isfinite(array).all():
             raise BadReply("non-finite", f"{name} holds NaN or infinity")
     return arrays
+
+
+def checked_accuracy(reply: Reply) -> None:
+    """Check that an accuracy, where a client reports one, is between 0 and 1."""
+    accuracy = reply.metrics.get("accuracy", 0.0)
+    if isinstance(accuracy, int | float) and not 0 <= accuracy <= 1:
+        raise BadReply("metrics", f"expected an accuracy of 0 ... 1, got {accuracy}")

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 
-from .replies import Reply, agreeing, checked_weights
+from .replies import Reply, agreeing, checked_accuracy, checked_weights
 from .resumption import EvaluateFn, start_after
 
 __all__ = ["SeededFedAvg"]
@@ -326,7 +326,7 @@ class SeededFedAvg(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the metrics of the accepted replies."""
-        pairs, rejected = self.accepted(replies, lambda reply: None, is_train=False)
+        pairs, rejected = self.accepted(replies, checked_accuracy, is_train=False)
         self.client_evaluations = {
             self.order(reply)[0]: {**reply.metrics, self.weighted_by_key: reply.num_examples}
             for reply, _ in pairs

@@ -3,6 +3,7 @@
 import json
 import threading
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -15,7 +16,7 @@ PAIR = {"NTK-FL": SMALL, "FedAvg": SMALL.replace(method="fedavg", learning_rate=
 
 
 def test_table_of_all_rounds_and_folders_by_name_and_seed(tmp_path):
-    table = compare(PAIR, seeds=[3, 1], out=tmp_path, progress=False)
+    table = compare(PAIR, seeds=np.array([3, 1]), out=tmp_path, progress=False)
     assert list(table.columns) == ["run", "method", "seed", "round", "metric", "value"]
     accuracy = table[table.metric == "accuracy"]
     assert accuracy.groupby(["run", "seed", "round"]).size().eq(1).all()
@@ -60,6 +61,25 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
     pd.testing.assert_frame_equal(table[~measured], expected[~measured])
 
 
+def test_a_run_that_another_process_finishes_meanwhile_is_kept(tmp_path, monkeypatch):
+    from fedntk.simulations import runs
+
+    serve, ran = runs.serve, []
+
+    def slow(grid, config, on_round):
+        ran.append(config.seed)
+        if len(ran) == 1:  # the other process
+            with monkeypatch.context() as patch:
+                patch.setattr(runs, "serve", serve)
+                other = {"NTK-FL": SMALL}
+                compare(other, seeds=[1], out=tmp_path, progress=False)
+        serve(grid, config, on_round)
+
+    monkeypatch.setattr(runs, "serve", slow)
+    compare({"NTK-FL": SMALL}, seeds=[0, 1], out=tmp_path, progress=False)
+    assert ran == [0]
+
+
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     from fedntk.simulations import runs
 
@@ -72,7 +92,9 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "serve", failing)
-        with pytest.raises(RunFailed, match=r"1 of 2 runs failed \(NTK-FL, seed 0: out of luck\)"):
+        with pytest.raises(
+            RunFailed, match=r"1 of 2 runs failed \(NTK-FL, seed 0: RuntimeError: out of luck\)"
+        ):
             compare(PAIR, out=tmp_path, progress=False)
     assert load_results(tmp_path).run.unique().tolist() == ["FedAvg"]
     assert len(compare(PAIR, out=tmp_path, progress=False).run.unique()) == 2
@@ -85,7 +107,9 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
         (PAIR, {"seeds": []}, "got 2 and 0"),
         (PAIR, {"seeds": [1, 1]}, r"seeds: expected each once, got \[1, 1\]"),
         (PAIR, {"seed": 3}, "seed: set for each run by the comparison"),
-        (PAIR, {"learning_rat": 3.0}, "did you mean 'learning-rate'"),
+        (PAIR, {"learning_rat": 3.0}, "NTK-FL: unknown key .*did you mean 'learning-rate'"),
+        ([SMALL], {}, "configs: expected a dict of name to Config"),
+        (PAIR, {"seeds": 3}, "seeds: expected numbers such as"),
         ({"a/b": SMALL, "a-b": SMALL}, {}, "names that make different folders"),
         ({"..": SMALL}, {}, "names that make different folders"),
         (PAIR | {"c": "nowhere.toml"}, {}, "no configuration at nowhere.toml"),

@@ -1,5 +1,8 @@
 """Every wrong setting is refused at once, by name, with what was expected."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from fedntk.simulations import Config, ConfigError
@@ -26,6 +29,7 @@ from fedntk.simulations import Config, ConfigError
         ({"targets": "85"}, "targets: expected numbers between 0 and 1"),
         ({"clients-per-round": 51}, "clients-per-round: expected at most the 50 clients that"),
         ({"clients-per-evaluation": -1}, "clients-per-evaluation: expected at least 0, got -1"),
+        ({"client-gpus": 0.5, "device": "cpu"}, "client-gpus = 0.5 does not go with device = cpu"),
         ({"monitor": "accurcy"}, "got 'accurcy'; did you mean 'accuracy'"),
         (
             {"monitor": "client-loss-worst", "clients-per-evaluation": 0},
@@ -51,10 +55,12 @@ def test_held_out_clients_cannot_be_sampled():
         Config(clients_per_round=9, **options)
 
 
-def test_whole_numbers_are_taken_for_floats():
-    config = Config.parse({"learning-rate": 1})
-    assert config.learning_rate == 1.0
-    assert type(config.learning_rate) is float
+def test_what_users_have_at_hand_is_taken():
+    """Whole numbers for floats, NumPy's numbers, paths."""
+    config = Config(learning_rate=1, seed=np.int64(3), alpha=np.float32(0.5), out=Path("a/b"))
+    assert (config.learning_rate, config.seed, config.alpha, config.out) == (1.0, 3, 0.5, "a/b")
+    kinds = [type(v) for v in (config.learning_rate, config.seed, config.alpha, config.out)]
+    assert kinds == [float, int, float, str]
 
 
 def test_file_round_trip_and_overrides(tmp_path):

@@ -64,6 +64,8 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
             few = f" ({len(reached)} of 2)" if len(reached) < 2 else ""
             assert cell == f"{np.median(reached):.0f}{few}"
     assert (table["rounds to 99 %"] == "-").all()
+    own = target_table(runs, [0.2])
+    assert list(own.columns) == ["run", "rounds to 20 %", "MB up to 20 %", "s to 20 %"]
     assert list(table.columns)[:3] == ["rounds to 30 %", "MB up to 30 %", "s to 30 %"]
 
 
@@ -136,6 +138,19 @@ def test_curves_are_means_over_seeds_against_summed_costs(against, x, label):
         accuracy_curves(table(), against="joules")
 
 
+def test_seeds_of_different_length_are_drawn_as_far_as_all_go():
+    rows = table()
+    short = rows[(rows.seed == 0) | (rows["round"] < 3)]
+    np.testing.assert_allclose(line(accuracy_curves(short), 0)[:, 0], [0, 1, 2])
+
+
+def test_ten_runs_have_ten_styles():
+    rows = table(seeds=(0,), rounds=2)
+    many = pd.concat([rows[rows.run == "one"].assign(run=f"run {i}") for i in range(10)])
+    lines = accuracy_curves(many).axes[0].lines
+    assert len({(each.get_color(), each.get_linestyle()) for each in lines}) == 10
+
+
 def test_one_seed_has_no_band():
     figure = accuracy_curves(table(seeds=(0,)))
     assert not figure.axes[0].collections
@@ -162,8 +177,14 @@ def test_a_run_has_its_colour_in_whatever_order_it_comes():
 
 def test_clients_newest_accuracies_are_drawn_as_shares():
     rows = [
-        ("one", "m", 0, r, p, "accuracy", value)
-        for r, p, value in [(1, 0, 0.1), (7, 0, 0.5), (8, 1, 0.25), (9, 2, 1.0), (9, 0, 0.75)]
+        ("one", "m", seed, r, p, "accuracy", value)
+        for seed, r, p, value in [
+            (0, 1, 0, 0.1),
+            (0, 7, 0, 0.5),
+            (0, 8, 1, 0.25),
+            (0, 9, 0, 0.75),
+            (1, 2, 2, 1.0),
+        ]
     ]
     columns = ["run", "method", "seed", "round", "partition", "metric", "value"]
     clients = pd.DataFrame(rows, columns=columns)

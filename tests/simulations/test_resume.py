@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, ConfigError, Run, load_model, run
-from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save
+from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save, with_rows
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.files import claimed
@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     ]
 
 
-def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, caplog, monkeypatch):
     config = replace(SMALL, out=str(tmp_path))
 
     def stop(self: object, record: dict[str, float]) -> None:
@@ -93,8 +93,9 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, cap
     with monkeypatch.context() as patch:
         patch.setattr("fedntk.simulations.progress.Progress.on_round", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(config)
-    assert f"fedntk run --resume {tmp_path}" in capsys.readouterr().err
+            run(config, progress=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert f"interrupted; go on with the same call, or: fedntk run --resume {tmp_path}" in said
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     run(config, progress=False)
     assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
@@ -232,22 +233,66 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path):
-    """The configuration is the same; the file it names is not."""
-    generator = np.random.default_rng(0)
+@pytest.mark.parametrize("finished", [False, True])
+def test_data_that_changed_is_refused(tmp_path, finished):
+    """The configuration is the same, the labels are, and so is the split; the values are not."""
+    x, y = np.random.default_rng(0).random((90, 4)), np.arange(90) % 3
 
-    def write(n: int) -> None:
-        x, y = generator.random((n, 4)), np.arange(n) % 3
-        np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
+    def write(factor: float) -> None:
+        values = {"x_train": factor * x, "y_train": y, "x_test": x[:9], "y_test": y[:9]}
+        np.savez(tmp_path / "d.npz", **values)
 
     config = replace(
         SMALL, dataset=f"npz:{tmp_path}/d.npz", partition="iid", out=str(tmp_path / "run")
     )
-    write(90)
-    interrupted(config, after=2)
-    write(100)
-    with pytest.raises(ConfigError, match="the split is not that of the checkpoint"):
+    write(1.0)
+    if finished:
         run(config, progress=False)
+    else:
+        interrupted(config, after=2)
+    write(5.0)
+    with pytest.raises(ConfigError, match="the data set has changed since the"):
+        run(config, progress=False)
+    write(1.0)
+    assert run(config, progress=False).summary["rounds"] == 5
+
+
+def test_another_number_of_threads_than_before_is_said(tmp_path, caplog, monkeypatch):
+    config = replace(SMALL, out=str(tmp_path))
+    interrupted(config, after=2)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    run(config, progress=False)
+    assert any("bits may differ" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_best_weights_do_not_pile_up(tmp_path, every):
+    """A loss that falls in each round, and few checkpoints."""
+    config = replace(SMALL, out=str(tmp_path), monitor="loss", checkpoint_every=every)
+    counts = []
+
+    def count(record: dict[str, float]) -> None:
+        counts.append(len(list((tmp_path / "checkpoints").glob("best-*"))))
+
+    serve(LocalGrid(app, config.num_clients, config.values()), config, count)
+    assert max(counts) <= 2
+    assert outcome(tmp_path)
+
+
+def test_what_clients_report_does_not_replace_what_the_server_measured(tmp_path, monkeypatch):
+    from fedntk.clients import SGDClient
+
+    fit = SGDClient.fit
+
+    def boast(self, parameters, config):
+        weights, count, metrics = fit(self, parameters, config)
+        return weights, count, metrics | {"accuracy": 1.0, "round": 77.0, "seconds": -1.0}
+
+    monkeypatch.setattr(SGDClient, "fit", boast)
+    result = run(SMALL, method="fedavg", out=str(tmp_path), progress=False)
+    assert result.curve().index.tolist() == [0, 1, 2, 3, 4, 5]
+    assert result.curve().max() < 1
+    assert (result.curve("seconds") > 0).all()
 
 
 def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
@@ -338,15 +383,24 @@ def test_tensors_keep_names_order_types_and_shapes(tmp_path):
 def test_checkpoints_keep_the_last_two_and_the_best_weights_they_speak_of(tmp_path):
     weights = {"w": np.ones(3, np.float32)}
     state = {"strategy": "X", "momentum": np.arange(4.0), "momenta": {"beta": [0.9, 1]}}
+    source = {"split": "s", "device": "cpu"}
+    rows = with_rows({}, [{"round": 1, "partition": 4, "accuracy": 0.5}])
+    rows = with_rows(rows, [{"round": 2, "partition": 0, "loss": 0.1}])
     for server_round, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
-        save_tensors(tmp_path / "checkpoints" / f"best-{best:06}.safetensors", weights)
         records = [{"round": r, "accuracy": 0.5} for r in range(server_round + 1)]
-        save(tmp_path, Checkpoint(weights, state, "s", records, [], Best(best, 0.5)))
+        new = weights if best == server_round else {}
+        save(tmp_path, Checkpoint(weights, state, source, records, rows, Best(best, 0.5), new))
         kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
         bests = [name for name in kept if name.startswith("best")]
         assert len(kept) - len(bests) == min(server_round, 2)
         assert len(bests) == (2 if server_round == 3 else 1)  # 2 and 3 speak of 1 and 3
     loaded = newest(tmp_path)
-    assert (loaded.round, loaded.best, loaded.split) == (5, Best(3, 0.5), "s")
+    assert (loaded.round, loaded.best, loaded.source) == (5, Best(3, 0.5), source)
+    np.testing.assert_equal(
+        loaded.evaluations,
+        {
+            "round": [1, 2], "partition": [4, 0], "accuracy": [0.5, np.nan], "loss": [np.nan, 0.1]
+        },
+    )  # fmt: skip
     np.testing.assert_array_equal(loaded.strategy.pop("momentum"), np.arange(4.0))
     assert loaded.strategy == {"strategy": "X", "momenta": {"beta": [0.9, 1]}}

@@ -83,7 +83,10 @@ def test_a_run_writes_its_folder(tmp_path):
     reached = next(r for r in curve.index if curve[r] >= 0.3)
     assert result.summary["to-target"]["0.3"]["round"] == reached
     assert result.summary["to-target"]["0.3"]["bytes-up"] == up.loc[:reached].sum()
-    assert result.summary["threads"] == {"server": os.cpu_count(), "client": 1}
+    assert result.summary["threads"] == f"{os.cpu_count()} on the server, 1 in a client"
+    assert (result.summary["device"], result.summary["data"]) == ("cpu", load_data(config).checksum)
+    assert result.to_target(0.3) == result.summary["to-target"]["0.3"]
+    assert result.to_target(0.999) is None
 
 
 def test_per_client_evaluations_and_their_statistics(tmp_path):
@@ -182,6 +185,27 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
+def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
+    for folder, options in {
+        "a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}, "d": {}
+    }.items():  # fmt: skip
+        run(replace(SMALL, rounds=1, out=str(tmp_path / folder), **options), progress=False)
+    names = load_results(tmp_path).groupby(["run", "seed"]).size().index.tolist()
+    assert names == [
+        ("ntk-fl, learning-rate = 0.01", 0), ("ntk-fl, learning-rate = 0.01", 1),
+        ("ntk-fl, learning-rate = 0.5", 0),
+    ]  # fmt: skip
+    assert any("it is the run of" in record.getMessage() for record in caplog.records)
+
+
+def test_runs_that_did_not_finish_are_left_out_with_a_warning(tmp_path, caplog):
+    run(replace(SMALL, rounds=1, out=str(tmp_path / "a")), progress=False)
+    killed = run(replace(SMALL, rounds=1, seed=1, out=str(tmp_path / "b")), progress=False)
+    (killed.folder / "summary.json").unlink()
+    assert load_results(tmp_path).seed.unique().tolist() == [0]
+    assert any("b is left out" in record.getMessage() for record in caplog.records)
+
+
 def test_results_of_several_runs_are_one_table(tmp_path):
     for seed in (0, 1):
         run(replace(SMALL, seed=seed, rounds=1, out=str(tmp_path / str(seed))), progress=False)
@@ -265,6 +289,12 @@ def test_unknown_engine_and_setting():
         run(SMALL, learning_rat=0.1)
     with pytest.raises(ConfigError, match="workers: expected at least 1, got 0"):
         run(SMALL, workers=0)
+    with pytest.raises(ConfigError, match="workers is for the local engine"):
+        run(SMALL, workers=2, engine="ray")
+    with pytest.raises(ConfigError, match="client-cpus: expected at most this machine's"):
+        run(SMALL, engine="ray", client_cpus=10_000)
+    with pytest.raises(ConfigError, match="client-gpus: expected at most this machine's"):
+        run(SMALL, engine="ray", client_gpus=99.0)
     with pytest.raises(ConfigError, match="writers: expected some of tensorboard, mlflow, got 'w"):
         run(SMALL, writers=["wandb"])
 

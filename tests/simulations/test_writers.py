@@ -33,6 +33,18 @@ def in_two_parts(folder, monkeypatch, writer):
     return run(config, progress=False, writers=[writer])
 
 
+def test_a_finished_run_is_written_when_it_is_asked_for(tmp_path):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    config = SMALL.replace(out=tmp_path)
+    run(config, progress=False)
+    run(config, progress=False, writers=["tensorboard"])
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [s.step for s in events.Scalars("accuracy")] == [0, 1, 2, 3]
+
+
 def test_tensorboard(tmp_path, monkeypatch):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
@@ -52,7 +64,9 @@ def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
-    result = in_two_parts(tmp_path / "run", monkeypatch, "mlflow")
+    with mlflow.start_run() as active:  # a user's own, which goes on
+        result = in_two_parts(tmp_path / "run", monkeypatch, "mlflow")
+        assert mlflow.active_run().info.run_id == active.info.run_id
     (own,) = mlflow.search_runs(experiment_names=["fedntk"], output_format="list")
     assert own.info.run_name == "ntk-fl-0"
     assert own.data.params["learning-rate"] == "0.01"

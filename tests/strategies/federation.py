@@ -219,12 +219,13 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "zero num-examples": (with_metrics(num_examples=0), "num-examples"),
     "huge num-examples": (with_metrics(num_examples=2**62), "num-examples"),
     "NaN num-examples": (with_metrics(num_examples=float("nan")), "non-finite"),
-    "infinite num-examples": (with_metrics(num_examples=float("inf")), "num-examples"),
+    "infinite num-examples": (with_metrics(num_examples=float("inf")), "non-finite"),
     "list of num-examples": (with_metrics(num_examples=[1, 2]), "num-examples"),
     "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
     "no num-examples": (with_metrics(num_examples=None), "num-examples"),
     "metric of 67 bits": (with_metrics(train_loss=10**20), "metrics"),
     "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
+    "infinite metric": (with_metrics(train_loss=float("inf")), "non-finite"),
 }
 
 

@@ -134,6 +134,22 @@ def test_no_reply_to_any_other_message_ends_the_run(method, exchange, kind):
     assert strategy.evaluate_metrics[2]["replies-accepted"] >= 5
 
 
+@pytest.mark.parametrize("accuracy", [float("inf"), float("nan"), 1e6, -0.1])
+def test_a_false_evaluation_counts_as_none(method, accuracy):
+    make, clients = method
+    results = []
+    for change in (with_metrics(accuracy=accuracy), lost):
+        strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
+        start(strategy, Grid(clients, changes={2: change}, changed_kind="evaluate"))
+        results.append(strategy)
+    false, silent = results
+    assert false.client_evaluations == silent.client_evaluations
+    assert set(false.client_evaluations) == {0, 1, 3, 4, 5}
+    for name in ("accuracy", "loss", "num-examples", "replies-accepted"):
+        assert false.evaluate_metrics[1][name] == silent.evaluate_metrics[1][name]
+    assert false.evaluate_metrics[1]["replies-rejected"] == 1
+
+
 def test_two_clients_that_differ_in_metrics_are_both_used(method):
     """An attacker cannot have the other's reply dropped by its own oddity."""
     make, clients = method
