@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
 	$(BIN)/python -m fedntk.simulations.demo
 
-test: install ## unit tests, doctests and the README's examples
+test: install ## unit tests, doctests, the README's examples and the notebooks
 	$(BIN)/python -m pytest
 
 lint: install ## ruff: rules and format

@@ -1,13 +1,15 @@
 """What a run shows of itself while it works: in a terminal, in Jupyter, or in a log."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from logging import StreamHandler, getLogger
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -150,7 +152,7 @@ class _Jupyter:
 
 
 class _Terminal:
-    """A line with a bar, rewritten in place; the lines of ended runs stay above it."""
+    """A bar and a line, rewritten in place; the lines of ended runs stay above them."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -162,12 +164,25 @@ class _Terminal:
             self._live.console.print(str(state), markup=False, highlight=False)
 
     @staticmethod
-    def _row(state: Progress) -> Table:
+    def _row(state: Progress) -> Group:
         row = Table.grid(padding=(0, 1))
         name, _, rest = str(state).partition(": ")
         bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
-        row.add_row(Text(name), bar, Text(rest))
-        return row
+        row.add_row(Text(name), bar)
+        return Group(row, Text(rest))
+
+
+@contextlib.contextmanager
+def _log_above() -> Iterator[None]:
+    """Have Flower's log printed above what is live: as rich replaced the error output."""
+    handlers = [h for h in getLogger("flwr").handlers if isinstance(h, StreamHandler)]
+    before = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in before:
+            if stream is not None:
+                handler.setStream(stream)
 
 
 @contextlib.contextmanager
@@ -193,7 +208,7 @@ def progress(
         state.sink = _Jupyter()
         yield state
     elif console.is_terminal:
-        with Live(console=console, refresh_per_second=4) as live:
+        with Live(console=console, refresh_per_second=4) as live, _log_above():
             state.sink = _Terminal(live)
             yield state
     else:

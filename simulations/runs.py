@@ -92,16 +92,16 @@ def run(
     _check_resources(config, engine)
     if again or run_state(config) != "finished":
         prepare(config)
-    with _shown([config], progress) as shown:
-        try:
+    try:
+        with _shown([config], progress) as shown:
             return _run(config, engine, workers, writers, shown, again=again)
-        except KeyboardInterrupt:
-            logger.log(
-                WARNING,
-                "interrupted; go on with the same call, or: fedntk run --resume %s",
-                shlex.quote(str(config.folder)),
-            )
-            raise
+    except KeyboardInterrupt:
+        logger.log(
+            WARNING,
+            "interrupted; go on with the same call, or: fedntk run --resume %s",
+            shlex.quote(str(config.folder)),
+        )
+        raise
 
 
 def compare(
@@ -164,17 +164,19 @@ def compare(
             if again or run_state(config) != "finished":
                 prepare(config)
     failed = []
-    with _shown(planned, progress) as shown:
-        for config in planned:
-            try:
-                _run(config, engine, workers, writers, shown, again=again)
-            except KeyboardInterrupt:
-                logger.log(WARNING, "interrupted; go on with the same call")
-                raise
-            except Exception as error:  # the other runs' results are worth having
-                failed.append(f"{config.name}, seed {config.seed}: {type(error).__name__}: {error}")
-                shown.end("failed")
-                logger.log(ERROR, "%s", failed[-1], exc_info=not isinstance(error, RunFailed))
+    try:
+        with _shown(planned, progress) as shown:
+            for config in planned:
+                try:
+                    _run(config, engine, workers, writers, shown, again=again)
+                except Exception as error:  # the other runs' results are worth having
+                    reason = f"{type(error).__name__}: {error}"
+                    failed.append(f"{config.name}, seed {config.seed}: {reason}")
+                    shown.end("failed")
+                    logger.log(ERROR, "%s", failed[-1], exc_info=not isinstance(error, RunFailed))
+    except KeyboardInterrupt:
+        logger.log(WARNING, "interrupted; go on with the same call")
+        raise
     if failed:
         raise RunFailed(
             f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "

@@ -1,6 +1,7 @@
 """What is shown in a log, in a terminal and in Jupyter."""
 
 import io
+import logging
 
 import pytest
 from rich.console import Console
@@ -100,6 +101,24 @@ def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run():
     assert "first: run 1/2, round 4/4, done" in text
     assert "second" in text
     assert "━" in text
+
+
+def test_the_log_is_printed_above_what_is_live_in_a_terminal(monkeypatch):
+    """Lines that rich does not know of would be overwritten by its next picture."""
+    file, handler = io.StringIO(), logging.StreamHandler(io.StringIO())
+    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+    before = handler.stream
+    logging.getLogger("flwr").addHandler(handler)
+    try:
+        with progress(8, 2, console=console) as shown:
+            two_runs(shown)
+            logging.getLogger("flwr").warning("a client was dropped")
+            shown.end()
+    finally:
+        logging.getLogger("flwr").removeHandler(handler)
+    assert handler.stream is before
+    assert "a client was dropped" not in before.getvalue()
+    assert "a client was dropped\n" in file.getvalue()
 
 
 def test_jupyter_gets_one_output_that_is_rewritten(monkeypatch):
