@@ -1,6 +1,7 @@
 """What a run shows of itself while it works: in a terminal, in Jupyter, or in a log."""
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -44,14 +45,16 @@ class Progress:
     accuracy: float | None = None
     ended: bool = False
     _done: int = 0  # rounds of all runs, those found finished included
-    _worked: int = 0  # rounds run here
-    _start: float = field(default_factory=time.monotonic)
+    _start: float = field(default_factory=lambda: time.monotonic())
+    _last: float = 0.0  # when the last round ended, or the run began
+    _seconds: list[float] = field(default_factory=list)  # of each round run here
 
     def begin(self, name: str, rounds: int, done: int = 0) -> None:
         """Begin the next run, of which `done` rounds are there already."""
         self.run += 1
         self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
         self.accuracy, self.state, self.ended = None, "starting", False
+        self._last = time.monotonic()
         self._show(now=True)
 
     def on_answer(self, kind: str, answered: int, asked: int) -> None:
@@ -62,10 +65,11 @@ class Progress:
 
     def on_round(self, record: Mapping[str, Any]) -> None:
         """Take note of a round's metrics."""
-        number = int(record["round"])
-        step = max(number - self.round, 0)
-        self._done, self._worked = self._done + step, self._worked + step
-        self.round, self.accuracy = number, record["accuracy"]
+        number, now = int(record["round"]), time.monotonic()
+        if step := max(number - self.round, 0):
+            self._seconds += [(now - self._last) / step] * step
+        self._done += step
+        self.round, self.accuracy, self._last = number, record["accuracy"], now
         if "replies-accepted" in record:
             rejected = int(record["replies-rejected"])
             self.state = f"{record['replies-accepted']:.0f} clients" + (
@@ -86,11 +90,14 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """Time that the rounds left will take if they go on as so far; empty before the first."""
-        if not self._worked:
+        """Time that the rounds left will take; empty before the first one has been run.
+
+        By the median of the rounds so far, which the first one, slow on Ray, hardly moves.
+        """
+        if not self._seconds:
             return ""
-        seconds = (time.monotonic() - self._start) / self._worked * (self.rounds - self._done)
-        return str(timedelta(seconds=int(seconds)))
+        seconds = statistics.median(self._seconds) * (self.rounds - self._done)
+        return str(timedelta(seconds=round(seconds)))
 
     def __str__(self) -> str:
         """One line."""

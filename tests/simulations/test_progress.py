@@ -65,20 +65,20 @@ def test_a_slow_run_gets_a_line_in_between(clock):
     assert any("7 clients, 1 rejected" in line for line in lines)
 
 
-def test_time_left_is_that_of_the_rounds_left(clock):
-    """Rounds that were there already have taken no time: two rounds in 20 s, two left: 20 s."""
-    with progress(10, 2, enabled=False) as shown:
+def test_time_left_is_the_median_round_for_each_round_left(monkeypatch):
+    """Rounds of 100, 10 and 10 s, two left: 20 s. Rounds that were there already took no time."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress(11, 2, enabled=False) as shown:
         shown.begin("first", 4, done=4)
         shown.end("finished before")
-        shown.begin("second", 6, done=2)
+        shown.begin("second", 7, done=2)
         assert shown.left == ""
-        shown.on_round(record(3))
-        clock[0] = 20.0
-        shown.on_round(record(4))
-        clock[0] = 0.0
-        shown._start = module.time.monotonic() - 20
+        for number, seconds in ((3, 100), (4, 10), (5, 10)):
+            now[0] += seconds
+            shown.on_round(record(number))
         assert shown.left == "0:00:20"
-        assert str(shown).endswith("accuracy 40.0 %, 0:00:20, 0:00:20 left")
+        assert str(shown).endswith("accuracy 50.0 %, 0:02:00, 0:00:20 left")
 
 
 def test_a_run_that_stops_early_leaves_no_time_over(clock):
