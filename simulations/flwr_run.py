@@ -93,11 +93,7 @@ def end_leftovers(folder: Path) -> None:
             if process.environ().get("FLWR_HOME") == str(home):
                 process.terminate()
                 left.append(process)
-    _, alive = psutil.wait_procs(left, timeout=15)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=15)
+    _outlast(left)
 
 
 def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
@@ -172,6 +168,15 @@ def _listens(process: subprocess.Popen[bytes], port: int, timeout: float = 60) -
     return False
 
 
+def _outlast(processes: list[psutil.Process], patience: float = 15) -> None:
+    """Wait until processes have ended; kill those that are there after `patience` s."""
+    _, left = psutil.wait_procs(processes, timeout=patience)
+    for survivor in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=patience)
+
+
 def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
     """End a process and all that it started, and wait until they are gone."""
     try:
@@ -181,11 +186,7 @@ def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=patience)
-    _, left = psutil.wait_procs(family, timeout=patience)
-    for survivor in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    psutil.wait_procs(left, timeout=patience)
+    _outlast(family, patience)
     process.kill()
     process.wait()
 

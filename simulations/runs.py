@@ -262,11 +262,8 @@ def _named(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}: {error}") from error
 
 
-@contextlib.contextmanager
-def _shown(configs: Sequence[Config], enabled: bool) -> Iterator[Progress]:
-    total = sum(config.rounds for config in configs)
-    with progress(total, len(configs), enabled=enabled) as shown:
-        yield shown
+def _shown(configs: Sequence[Config], enabled: bool) -> contextlib.AbstractContextManager[Progress]:
+    return progress(sum(config.rounds for config in configs), len(configs), enabled=enabled)
 
 
 def _run(

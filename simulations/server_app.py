@@ -131,8 +131,16 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    recorder = _Recorder(config, folder, metered, strategy, source, on_round)
-    recorder.evaluate = lambda arrays: evaluate_arrays(config, model, arrays, *data.test())
+    test = data.test()  # standardised once, not in each round
+    recorder = _Recorder(
+        config,
+        folder,
+        metered,
+        strategy,
+        lambda arrays: evaluate_arrays(config, model, arrays, *test),
+        source,
+        on_round,
+    )
     initial = ArrayRecord(dict(model.state_dict()))
     if checkpoint is not None:
         initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
@@ -219,19 +227,19 @@ def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
 class _Recorder:
     """Evaluates the global model after each round, and records and saves what the round did."""
 
-    evaluate: Callable[[ArrayRecord], tuple[float, float]]
-
     def __init__(
         self,
         config: Config,
         folder: Path,
         grid: MeteredGrid,
         strategy: SeededFedAvg,
+        evaluate: Callable[[ArrayRecord], tuple[float, float]],
         source: dict[str, str],
         on_round: OnRound | None,
     ) -> None:
         self._config, self._folder = config, folder
-        self._grid, self._strategy, self._on_round = grid, strategy, on_round
+        self._grid, self._strategy = grid, strategy
+        self._evaluate, self._on_round = evaluate, on_round
         self._arrays = ArrayRecord()
         self._saved = -1
         self._start = time.perf_counter()
@@ -263,7 +271,7 @@ class _Recorder:
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands the same record on where none came
-        loss, accuracy = self.evaluate(arrays)
+        loss, accuracy = self._evaluate(arrays)
         # what clients name as they like comes first, so that it replaces nothing
         record: dict[str, Any] = _numbers(self._strategy.train_metrics.get(server_round), "")
         record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")

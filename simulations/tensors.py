@@ -68,5 +68,5 @@ def _checksum(arrays: Mapping[str, NDArray[Any]], text: str) -> str:
     digest = hashlib.sha256(text.encode())
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
+        digest.update(array.data)
     return digest.hexdigest()
