@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .config import Config, ConfigError
-from .results import run_state
 
 __all__ = ["WRITERS", "check_writers", "writing"]
 
 OnRound = Callable[[Mapping[str, Any]], None]
+Records = Sequence[Mapping[str, Any]]
 
 
 @contextlib.contextmanager
-def _tensorboard(config: Config) -> Iterator[OnRound]:
+def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
     """Write event files into ``tensorboard`` in the run's folder, from round 0 on."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -29,11 +29,13 @@ def _tensorboard(config: Config) -> Iterator[OnRound]:
             for name, value in _metrics(record):
                 writer.add_scalar(name, value, int(record["round"]))
 
+        for record in before:
+            on_round(record)
         yield on_round
 
 
 @contextlib.contextmanager
-def _mlflow(config: Config) -> Iterator[OnRound]:
+def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
     """Log to a run at the tracking server that MLflow is set to; a run that goes on keeps its own.
 
     The experiment is ``fedntk``, or the one in the environment's MLFLOW_EXPERIMENT_NAME. What else
@@ -47,7 +49,7 @@ def _mlflow(config: Config) -> Iterator[OnRound]:
     experiment = client.get_experiment_by_name(name)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
     remembered, logged = config.folder / "mlflow-run-id", -1
-    if run_state(config) != "new" and remembered.exists():
+    if before and remembered.exists():
         run_id = remembered.read_text(encoding="utf-8")
         history = client.get_metric_history(run_id, "accuracy")
         logged = max((metric.step for metric in history), default=-1)
@@ -67,6 +69,8 @@ def _mlflow(config: Config) -> Iterator[OnRound]:
             metrics = [Metric(name, value, now, step) for name, value in _metrics(record)]
             client.log_batch(run_id, metrics=metrics)
 
+    for record in before:
+        on_round(record)
     try:
         yield on_round
     except BaseException:
@@ -95,9 +99,7 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def writing(
-    names: Sequence[str], config: Config, before: Sequence[Mapping[str, Any]]
-) -> Iterator[OnRound]:
+def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[OnRound]:
     """Open the named writers for a run.
 
     Parameters
@@ -115,14 +117,12 @@ def writing(
         Takes each further round's metrics.
     """
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(WRITERS[name](config)) for name in names]
+        opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]
 
         def on_round(record: Mapping[str, Any]) -> None:
             for write in opened:
                 write(record)
 
-        for record in before:
-            on_round(record)
         yield on_round
 
 

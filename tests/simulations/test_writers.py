@@ -75,6 +75,21 @@ def test_mlflow(tmp_path, monkeypatch):
     assert [m.value for m in history] == result.curve().tolist()
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload``")  # MLflow's, about SQLAlchemy
+def test_a_run_that_is_replaced_gets_a_run_of_its_own_in_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    config = SMALL.replace(out=tmp_path / "run", rounds=1)
+    run(config, progress=False, writers=["mlflow"])
+    run(config, progress=False, writers=["mlflow"], again=True, width=5)
+    runs = mlflow.search_runs(experiment_names=["fedntk"], output_format="list")
+    assert sorted(own.data.params["width"] for own in runs) == ["100", "5"]
+    for own in runs:
+        history = mlflow.MlflowClient().get_metric_history(own.info.run_id, "accuracy")
+        assert [m.step for m in history] == [0, 1]
+
+
 def test_they_are_imported_only_when_asked_for(tmp_path):
     code = (
         "import sys\n"
