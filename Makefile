@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TYPES := build/types/fedntk
-ROOMS := ntk clients strategies simulations
+ROOMS := ntk trust clients strategies simulations
 
 # Flower's files stay inside the checkout; no telemetry, no version look-ups.
 export FLWR_HOME := $(CURDIR)/.flwr

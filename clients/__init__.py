@@ -2,15 +2,20 @@
 
 from .adapter import client_app
 from .base import ModelClient
+from .cp_ntk_fl import CPNTKFLClient
 from .ntk_fl import NTKFLClient
+from .projection import SealedProjection, project
 from .sgd import SGDClient
 from .weights import get_weights, set_weights
 
 __all__ = [
+    "CPNTKFLClient",
     "ModelClient",
     "NTKFLClient",
     "SGDClient",
+    "SealedProjection",
     "client_app",
     "get_weights",
+    "project",
     "set_weights",
 ]

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import JacobianUpload, jacobian, loss_value, unstack_candidates
 
-from .base import ModelClient, Scalar
+from .base import ModelClient
+from .projection import Scalar
 from .weights import set_weights
 
 __all__ = ["NTKFLClient"]
@@ -30,7 +31,8 @@ class NTKFLClient(ModelClient):
     chunk_size : int, optional
         Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
     **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval.
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval,
+        sampling_rate, projection, seed.
     """
 
     def __init__(
@@ -56,14 +58,19 @@ class NTKFLClient(ModelClient):
         tuple of list of ndarray, int, dict
             The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
         """
+        upload = self.upload(parameters, config)
+        train_loss = loss_value(upload.outputs, upload.targets, self.loss)
+        return upload.to_arrays(), len(upload.outputs), {"train-loss": train_loss}
+
+    def upload(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> JacobianUpload:
+        """Return Jacobian, outputs and targets of the round's examples at the given weights."""
         set_weights(self.model, parameters)
-        rows = jacobian(self.model, self.x.to(self.device), chunk_size=self.chunk_size)
+        x, targets = self.training_examples(config)
+        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
         if self.wire == "dense":
             rows = rows.to_dense()
-        outputs = self.outputs(self.x)
-        upload = JacobianUpload(rows, outputs, self.targets.to(outputs.dtype))
-        train_loss = loss_value(upload.outputs, upload.targets, self.loss)
-        return upload.to_arrays(), len(self.x), {"train-loss": train_loss}
+        outputs = self.outputs(x)
+        return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
     def query(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -75,12 +82,13 @@ class NTKFLClient(ModelClient):
         parameters : list of ndarray
             Weights stacked over candidates: shape (number of candidates, *weight shape).
         config : dict
-            Not used.
+            As for :meth:`fit`: the round's sample is the same.
 
         Returns
         -------
         dict
             ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
         """
-        losses = self.candidate_losses(unstack_candidates(parameters))
-        return {"losses": losses, "num-examples": len(self.x)}
+        x, targets = self.training_examples(config)
+        losses = self.candidate_losses(unstack_candidates(parameters), x, targets)
+        return {"losses": losses, "num-examples": len(x)}

@@ -2,15 +2,21 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["own_randomness"]
+__all__ = ["own_randomness", "round_seed"]
 
 # torch has one global state, from which dropout draws; threads that draw take turns
 _GLOBAL_STATE = threading.RLock()
+
+
+def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
+    """Return what seeds a client's draws in a round: (run's seed, partition, round)."""
+    return [*seed, int(config.get("server-round", 0))]
 
 
 @contextlib.contextmanager

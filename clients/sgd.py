@@ -14,8 +14,9 @@ from torch import nn
 
 from fedntk.ntk import loss_value
 
-from .base import ModelClient, Scalar
-from .randomness import own_randomness
+from .base import ModelClient
+from .projection import Scalar
+from .randomness import own_randomness, round_seed
 from .weights import get_weights, set_weights
 
 __all__ = ["SGDClient"]
@@ -35,10 +36,9 @@ class SGDClient(ModelClient):
         eta of plain SGD.
     momentum, weight_decay : float
         As in ``torch.optim.SGD``; 0 means none.
-    seed : tuple of int
-        Seeds the shuffling together with the round: (run's seed, partition).
     **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval.
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval,
+        sampling_rate, projection, seed (of the shuffling, too).
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class SGDClient(ModelClient):
         learning_rate: float = 0.01,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
-        seed: tuple[int, ...] = (0,),
         **model_options: Any,
     ) -> None:
         super().__init__(*args, **model_options)
@@ -58,7 +57,6 @@ class SGDClient(ModelClient):
         self.learning_rate = learning_rate
         self.momentum = momentum
         self.weight_decay = weight_decay
-        self.seed = seed
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -78,15 +76,17 @@ class SGDClient(ModelClient):
             New weights, number of examples, ``{"train-loss": ...}`` at the received weights.
         """
         set_weights(self.model, parameters)
-        train_loss = loss_value(self.outputs(self.x), self.targets, self.loss)
+        x, targets = self.training_examples(config)
+        train_loss = loss_value(self.outputs(x), targets, self.loss)
         if self.local_epochs:
-            probe = self.x[:2].to(self.device)
-            with own_randomness(self.model, probe, self._round_seed(config)) as generator:
+            entropy = np.random.SeedSequence(round_seed(self.seed, config))
+            seed = int(entropy.generate_state(1)[0])
+            with own_randomness(self.model, x[:2].to(self.device), seed) as generator:
                 set_weights(self.model, parameters)  # the probe may have moved statistics
-                self._train(generator)
-        return get_weights(self.model), len(self.x), {"train-loss": train_loss}
+                self._train(x, targets, generator)
+        return get_weights(self.model), len(x), {"train-loss": train_loss}
 
-    def _train(self, generator: torch.Generator) -> None:
+    def _train(self, x: torch.Tensor, targets: torch.Tensor, generator: torch.Generator) -> None:
         optimizer = torch.optim.SGD(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=self.learning_rate,
@@ -95,10 +95,10 @@ class SGDClient(ModelClient):
         )
         self.model.train()
         for _ in range(self.local_epochs):
-            for batch in self._batches(torch.randperm(len(self.x), generator=generator)):
+            for batch in self._batches(torch.randperm(len(x), generator=generator)):
                 optimizer.zero_grad()
-                outputs = self.model(self.x[batch].to(self.device))
-                self._batch_loss(outputs, self.targets[batch].to(self.device)).backward()
+                outputs = self.model(x[batch].to(self.device))
+                self._batch_loss(outputs, targets[batch].to(self.device)).backward()
                 optimizer.step()
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -115,7 +115,3 @@ class SGDClient(ModelClient):
         if self.loss == "mse":
             return torch.nn.functional.mse_loss(outputs, targets) / 2
         return torch.nn.functional.cross_entropy(outputs, targets)
-
-    def _round_seed(self, config: dict[str, Scalar]) -> int:
-        entropy = [*self.seed, int(config.get("server-round", 0))]
-        return int(np.random.SeedSequence(entropy).generate_state(1)[0])

@@ -130,8 +130,13 @@ def entk_features(
 def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     """``x P`` with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
 
-    Inner products are kept on average. P is made in blocks of rows from the seed, on the CPU and
-    so the same for any device, and is never stored as a whole.
+    Inner products are kept on average: x P is the paper's Z = X P, with its standard Gaussian
+    entries, over sqrt(p) (Yue et al. 2022, section 4.2). P is made in blocks of rows from the seed,
+    on the CPU and so the same for any device, and is never stored as a whole.
+
+    The seed may have any size, and 128 bits of it count: P cannot be found by trying seeds, as it
+    could with torch's generator, which keeps 32 bits of a seed on the CPU. Parties that share a
+    seed share P if their NumPy makes the same normal numbers from it.
 
     Parameters
     ----------
@@ -140,7 +145,7 @@ def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     num_features : int
         p.
     seed : int
-        Of P.
+        Of P, at least 0.
 
     Returns
     -------
@@ -177,13 +182,12 @@ def _blocks_of_matrix(
     """
     size = min(ROWS, max(1, BLOCK_BYTES // (4 * width)))
     for first in range(0, rows, ROWS):
-        state = np.random.SeedSequence([*seeds, first // ROWS]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+        generator = np.random.default_rng([*seeds, first // ROWS])
         last = min(first + ROWS, rows)
         for start in range(first, last, size):
             stop = min(start + size, last)
-            block = torch.randn(stop - start, width, generator=generator)
-            yield slice(start, stop), block.div_(math.sqrt(width))
+            block = generator.standard_normal((stop - start, width), dtype=np.float32)
+            yield slice(start, stop), torch.from_numpy(block).div_(math.sqrt(width))
 
 
 def _coordinates(

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ __all__ = ["Jacobian"]
 MAX_LAYOUT_BYTES = 1_000_000
 LARGEST = 1e12  # of a Jacobian's numbers: products of its factors must stay within float32
 LARGEST_STRIDE = 2**16
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,21 +320,72 @@ class Jacobian:
         if not arrays:
             raise BadReply("shape", "expected a layout and the blocks' arrays, got no array")
         blocks: list[Block] = []
-        rest = list(arrays[1:])
-        for empty in _parse_layout(arrays[0], parameters):
-            count = len(empty.arrays)
-            if len(rest) < count:
-                raise BadReply("shape", f"expected {count} arrays for {empty.layout}")
-            blocks.append(
-                empty.with_arrays(
-                    [_tensor(a, integers=k < empty.integers) for k, a in enumerate(rest[:count])]
-                )
-            )
-            rest = rest[count:]
-        if rest:
-            raise BadReply("shape", f"expected {len(arrays) - len(rest)} arrays, got {len(arrays)}")
+        for empty, own in _by_block(arrays[0], arrays[1:], parameters):
+            tensors = [_tensor(a, integers=k < empty.integers) for k, a in enumerate(own)]
+            blocks.append(empty.with_arrays(tensors))
         _check_shapes(blocks, parameters)
         return cls(tuple(blocks))
+
+    @staticmethod
+    def count_arrays(layout: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> int:
+        """Return how many arrays follow a layout; raises BadReply as :meth:`from_arrays`."""
+        return sum(len(empty.arrays) for empty in _parse_layout(layout, parameters))
+
+    @staticmethod
+    def require_form(
+        layout: NDArray[Any],
+        tensors: Sequence[Tensor],
+        parameters: Mapping[str, Sequence[int]],
+        num_outputs: int,
+    ) -> int:
+        """Check shapes and dtypes of a Jacobian's tensors, whose numbers may not be there yet.
+
+        Parameters
+        ----------
+        layout : ndarray of uint8
+            As received.
+        tensors : sequence of Tensor
+            The blocks' arrays; all but tokens may be on the device "meta".
+        parameters : mapping of str to sequence of int
+            Shape of each array of the global model.
+        num_outputs : int
+            C.
+
+        Returns
+        -------
+        int
+            Bytes that the numbers take: at most those of the dense Jacobian.
+
+        Raises
+        ------
+        BadReply
+            As :meth:`from_arrays`; ``"shape"`` too for factors that take more than a dense block.
+        """
+        blocks = [empty.with_arrays(own) for empty, own in _by_block(layout, tensors, parameters)]
+        _check_shapes(blocks, parameters)
+        if blocks[0].arrays[-1].shape[1] != num_outputs:
+            raise BadReply("shape", f"expected {num_outputs} outputs in {blocks[0].layout}")
+        for block in blocks:
+            if sum(array[0].numel() for array in block.arrays) > block.dense_size:
+                raise BadReply("shape", f"{block.layout}: factors larger than what they make")
+        return Jacobian(tuple(blocks)).nbytes
+
+
+def _by_block(
+    layout: NDArray[Any], arrays: Sequence[A], parameters: Mapping[str, Sequence[int]]
+) -> list[tuple[Block, Sequence[A]]]:
+    """Pair each block of the layout, without content, with its arrays."""
+    pairs = []
+    start = 0
+    for empty in _parse_layout(layout, parameters):
+        own = arrays[start : start + len(empty.arrays)]
+        start += len(empty.arrays)
+        if len(own) < len(empty.arrays):
+            raise BadReply("shape", f"expected {len(empty.arrays)} arrays for {empty.layout}")
+        pairs.append((empty, own))
+    if start < len(arrays):
+        raise BadReply("shape", f"expected {start} arrays after the layout, got {len(arrays)}")
+    return pairs
 
 
 def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> list[Block]:

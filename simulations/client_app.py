@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context
 from flwr.client import NumPyClient
 from torch import nn
 
@@ -23,6 +23,8 @@ from .partitions import Split, load_split
 
 __all__ = ["app"]
 
+STATE = "fedntk.client"  # name of the record that a client keeps
+
 
 def client_fn(context: Context) -> NumPyClient:
     """Make the client of the partition that the node's configuration names."""
@@ -30,7 +32,16 @@ def client_fn(context: Context) -> NumPyClient:
         _thread.prepare(context)
     torch.set_num_threads(_thread.config.client_threads)
     partition = int(context.node_config["partition-id"])
-    return make_client(_thread.config, partition, _thread.data, _thread.split, _thread.model)
+    if STATE not in context.state:
+        context.state[STATE] = ConfigRecord()
+    return make_client(
+        _thread.config,
+        partition,
+        _thread.data,
+        _thread.split,
+        _thread.model,
+        context.state.config_records[STATE],
+    )
 
 
 class _Thread(threading.local):

@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import tomli_w
 
+from fedntk.ntk import check_compression, check_privacy
 from fedntk.strategies import DEFAULT_STEPS
 
 from .files import whole
@@ -50,13 +51,14 @@ INCIDENTAL = frozenset(
 
 _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("at_least", operator.ge, "at least"),
+    ("at_most", operator.le, "at most"),
     ("above", operator.gt, "more than"),
     ("below", operator.lt, "less than"),
 )
 
 
 def _option(default: Any, doc: str, **limits: Any) -> Any:
-    """Field with its description and limits: choices, at_least, above, below."""
+    """Field with its description and limits: choices, at_least, at_most, above, below."""
     return dataclasses.field(default=default, metadata={"doc": doc, **limits})
 
 
@@ -80,7 +82,7 @@ class Config:
     fedntk.simulations.config.ConfigError: unknown key 'learning-rat'; did you mean 'learning-rate'?
     """
 
-    method: str = _option("ntk-fl", "what to run", choices=("ntk-fl", "fedavg"))
+    method: str = _option("ntk-fl", "what to run", choices=("ntk-fl", "cp-ntk-fl", "fedavg"))
     name: str = _option("", "name of the run; the method by default")
     out: str = _option("", "folder for results; by default one in runs/, named after the settings")
     seed: int = _option(0, "of the split, the initial weights, and all sampling", at_least=0)
@@ -139,6 +141,13 @@ class Config:
     loss: str = _option("cross-entropy", "of all methods", choices=("cross-entropy", "mse"))
     learning_rate: float = _option(0.01, "eta", above=0)
 
+    sampling_rate: float = _option(
+        1.0, "beta: share of its examples that a client draws for each round", above=0, at_most=1
+    )
+    projection: int = _option(
+        0, "d_1': features that inputs are randomly projected to; 0: as they are", at_least=0
+    )
+
     steps: str = _option(
         ",".join(map(str, DEFAULT_STEPS)), "ntk-fl: the grid of update steps t to choose from"
     )
@@ -161,6 +170,22 @@ class Config:
     wire: str = _option(
         "factored", "ntk-fl: form of the Jacobian on the wire", choices=("factored", "dense")
     )
+
+    sparsity: float = _option(
+        0.0, "cp-ntk-fl: share of each tensor's numbers that is dropped", at_least=0, below=1
+    )
+    bits: int = _option(32, "cp-ntk-fl: of each number sent, 1 ... 16; 32: as they are", at_least=1)
+    shuffle: bool = _option(False, "cp-ntk-fl: have a shuffling server mix the clients' rows")
+    clip: float = _option(
+        0.0, "cp-ntk-fl: norm of a row under differential privacy; 0: none", at_least=0
+    )
+    noise_multiplier: float = _option(
+        0.0, "cp-ntk-fl: noise on a row, in units of clip", at_least=0
+    )
+    label_noise: float = _option(
+        0.0, "cp-ntk-fl: probability that a label is drawn anew", at_least=0, at_most=1
+    )
+    delta: float = _option(1e-5, "cp-ntk-fl: at which epsilon is reported", above=0, below=1)
 
     local_epochs: int = _option(1, "fedavg: E", at_least=0)
     batch_size: int = _option(32, "fedavg: B", at_least=1)
@@ -219,6 +244,7 @@ class Config:
                 f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
                 f"got {self.min_completed}"
             )
+        self._check_tools()
         held_out = (self.validation_examples > 0) + (self.validation_clients > 0)
         if held_out != (self.selection == "validation"):
             raise ConfigError(
@@ -231,6 +257,27 @@ class Config:
             raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
         if self.partition == "natural" and not self.natural_column:
             raise ConfigError("partition = natural needs natural-column, the column of the ids")
+
+    def _check_tools(self) -> None:
+        try:
+            check_compression(self.sparsity, self.bits)
+            check_privacy(self.clip, self.noise_multiplier, self.label_noise)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("_", "-")) from None
+        guards = {"shuffle": self.shuffle, "noise-multiplier": self.noise_multiplier > 0}
+        for key, used in guards.items():
+            if used and self.method != "cp-ntk-fl":
+                raise ConfigError(f"{key} goes with method = cp-ntk-fl, got {self.method}")
+        if self.noise_multiplier and self.selection == "clients":
+            raise ConfigError(
+                "selection = clients asks for losses of training examples, which noise-multiplier "
+                f"= {self.noise_multiplier:g} does not cover; use linearised or validation"
+            )
+        if self.noise_multiplier and self.clients_per_evaluation and not self.local_test_fraction:
+            raise ConfigError(
+                "evaluations on training examples are not covered by noise-multiplier = "
+                f"{self.noise_multiplier:g}; set local-test-fraction, or clients-per-evaluation = 0"
+            )
 
     @property
     def folder(self) -> Path:

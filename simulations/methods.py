@@ -1,6 +1,6 @@
 """The table of methods: how each one's strategy and client are made from a configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from logging import ERROR
 from typing import Any
@@ -10,13 +10,14 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from fedntk.clients import ModelClient, NTKFLClient, SGDClient
+from fedntk.clients import CPNTKFLClient, ModelClient, NTKFLClient, SGDClient
 from fedntk.ntk import NotEnoughMemory, jacobian, require_memory
-from fedntk.strategies import NTKFL, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
 
 from ._flower import log_from
 from .config import Config, ConfigError
 from .data import Data
+from .parties import key_server, projected, run_name, sealed_projection, shuffling_server
 from .partitions import Split
 
 __all__ = ["METHODS", "Method", "device_of", "evaluate_arrays", "make_client", "make_strategy"]
@@ -41,20 +42,21 @@ class Method:
     client: Callable[[Config, int, dict[str, Any]], NumPyClient]
 
 
-def _ntk_fl_strategy(
+def _evolution(
     config: Config,
     options: dict[str, Any],
     validation_loss: Callable[[ArrayRecord], float] | None,
-) -> SeededFedAvg:
-    return NTKFL(
+) -> dict[str, Any]:
+    """Options of the strategies that evolve a kernel."""
+    return dict(
         learning_rate=config.learning_rate,
         steps=config.steps_grid,
-        loss=config.loss,  # type: ignore[arg-type]
-        selection=config.selection,  # type: ignore[arg-type]
+        loss=config.loss,
+        selection=config.selection,
         validation_loss=validation_loss,
         validation_partitions=options.pop("held_out"),
-        kernel=config.kernel,  # type: ignore[arg-type]
-        residuals=config.residuals,  # type: ignore[arg-type]
+        kernel=config.kernel,
+        residuals=config.residuals,
         tolerance=config.tolerance,
         memory_budget=round(config.memory_budget * 1e9) or None,
         device=device_of(config),
@@ -62,23 +64,54 @@ def _ntk_fl_strategy(
     )
 
 
+def _cp_ntk_fl_strategy(
+    config: Config,
+    options: dict[str, Any],
+    validation_loss: Callable[[ArrayRecord], float] | None,
+) -> SeededFedAvg:
+    return CPNTKFL(
+        sparsity=config.sparsity,
+        bits=config.bits,
+        shuffling_server=shuffling_server(config) if config.shuffle else None,
+        noise_multiplier=config.noise_multiplier,
+        label_noise=config.label_noise,
+        delta=config.delta,
+        **_evolution(config, options, validation_loss),
+    )
+
+
+def _cp_ntk_fl_client(config: Config, partition: int, options: dict[str, Any]) -> NumPyClient:
+    return CPNTKFLClient(
+        wire=config.wire,
+        sparsity=config.sparsity,
+        bits=config.bits,
+        clip=config.clip,
+        noise_multiplier=config.noise_multiplier,
+        label_noise=config.label_noise,
+        noise_seed=(config.seed, partition),
+        shuffling_key=shuffling_server(config).public_key if config.shuffle else None,
+        run=run_name(config),
+        **options,
+    )
+
+
 METHODS = {
     "ntk-fl": Method(
-        _ntk_fl_strategy,
+        lambda *arguments: NTKFL(**_evolution(*arguments)),
         lambda config, _, options: NTKFLClient(
             wire=config.wire,  # type: ignore[arg-type]
             **options,
         ),
     ),
+    "cp-ntk-fl": Method(_cp_ntk_fl_strategy, _cp_ntk_fl_client),
     "fedavg": Method(
         lambda _, options, __: SeededFedAvg(**options),
-        lambda config, partition, options: SGDClient(
+        lambda config, _, options: SGDClient(
             local_epochs=config.local_epochs,
             batch_size=config.batch_size,
             learning_rate=config.learning_rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
-            seed=(config.seed, partition),
             **options,
         ),
     ),
@@ -94,10 +127,11 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         If a round's Jacobians would not fit on the server.
     """
     validation_loss = None
-    if config.method == "ntk-fl":
+    if config.method != "fedavg":
         _require_room(config, data, split, model)
-    if config.method == "ntk-fl" and len(split.validation):
+    if config.method != "fedavg" and len(split.validation):
         x, y = data.train(split.validation)
+        x = projected(config, x)
 
         def validation_loss(arrays: ArrayRecord) -> float:
             return evaluate_arrays(config, model, arrays, x, y)[0]
@@ -114,6 +148,8 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         "min_available_nodes": config.num_clients,
         # clients held out for validation are trained on by no method
         "held_out": range(config.num_clients - config.validation_clients, config.num_clients),
+        "key_server": key_server(config) if config.projection else None,
+        "run": run_name(config),
     }
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         return METHODS[config.method].strategy(config, options, validation_loss)
@@ -122,10 +158,13 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
 def _require_room(config: Config, data: Data, split: Split, model: nn.Module) -> None:
     """Refuse what the server could not hold: the clients' Jacobians, and the global one."""
     x, _ = data.train(split.clients[0][:1])
-    row = jacobian(model.to(device_of(config)), x.to(device_of(config)))
+    device = device_of(config)
+    row = jacobian(model.to(device), projected(config, x).to(device))
     size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
     size = size if config.wire == "dense" else row.nbytes
-    sizes = sorted(len(own) for own in split.clients)[-config.clients_per_round :]
+    sizes = sorted(max(1, round(config.sampling_rate * len(own))) for own in split.clients)[
+        -config.clients_per_round :
+    ]
     try:
         require_memory(
             2 * size * sum(sizes),
@@ -137,9 +176,17 @@ def _require_room(config: Config, data: Data, split: Split, model: nn.Module) ->
 
 
 def make_client(
-    config: Config, partition: int, data: Data, split: Split, model: nn.Module
+    config: Config,
+    partition: int,
+    data: Data,
+    split: Split,
+    model: nn.Module,
+    state: MutableMapping[str, Any],
 ) -> NumPyClient:
-    """Make the client that `config` names, with the examples of one partition."""
+    """Make the client that `config` names, with the examples of one partition.
+
+    `state` is what the client keeps from one message to the next.
+    """
     train, test = split.train_and_test(partition, config)
     x, y = data.train(train)
     options: dict[str, Any] = {
@@ -148,7 +195,11 @@ def make_client(
         "y": y,
         "loss": config.loss,
         "device": device_of(config),
+        "sampling_rate": config.sampling_rate,
+        "seed": (config.seed, partition),
     }
+    if config.projection:
+        options["projection"] = sealed_projection(config, partition, state)
     if len(test):
         options["x_test"], options["y_test"] = data.train(test)
     return METHODS[config.method].client(config, partition, options)

@@ -137,7 +137,8 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
-    Torch's global generator is left as it was.
+    It takes the features of the random projection where there is one. Torch's global generator is
+    left as it was.
 
     Raises
     ------
@@ -145,6 +146,12 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
         If the name is unknown, the network does not take the examples, or its outputs are not one
         number for each class.
     """
+    if config.projection > math.prod(input_shape):
+        raise ConfigError(
+            f"projection: expected at most {math.prod(input_shape)}, the numbers in an example, "
+            f"got {config.projection}"
+        )
+    input_shape = (config.projection,) if config.projection else input_shape
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(config.seed)

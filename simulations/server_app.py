@@ -27,6 +27,7 @@ from .files import claimed
 from .meter import peak_memory, reset_peak_memory
 from .methods import device_of, evaluate_arrays, make_client, make_strategy
 from .models import build_model
+from .parties import projected
 from .partitions import Split, load_split
 from .results import clear_run, run_state, write_run, write_summary
 
@@ -113,7 +114,7 @@ def prepare(config: Config) -> Prepared:
     data, split = load_data(config), load_split(config)
     model = build_model(config, data.input_shape, data.num_classes)
     device_of(config)
-    if isinstance(make_client(config, 0, data, split, model), SGDClient):
+    if isinstance(make_client(config, 0, data, split, model, {}), SGDClient):
         # a first optimizer imports much; not in the first round's time
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     return Prepared(data, split, model, make_strategy(config, data, split, model))
@@ -131,13 +132,14 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    test = data.test()  # standardised once, not in each round
+    x_test, y_test = data.test()  # standardised and projected once, not in each round
+    x_test = projected(config, x_test)
     recorder = _Recorder(
         config,
         folder,
         metered,
         strategy,
-        lambda arrays: evaluate_arrays(config, model, arrays, *test),
+        lambda arrays: evaluate_arrays(config, model, arrays, x_test, y_test),
         source,
         on_round,
     )

@@ -9,10 +9,8 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 """
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
 
@@ -42,9 +40,10 @@ from fedntk.ntk import (
     loss_value,
     require_memory,
     stack_candidates,
+    usable,
 )
 
-from .replies import Reply, agreeing
+from .replies import Reply
 from .seeded_fedavg import SeededFedAvg, logger
 
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
@@ -174,22 +173,14 @@ class NTKFL(SeededFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
         weights = {name: array.numpy() for name, array in self.global_arrays.items()}
-        shapes = {name: array.shape for name, array in weights.items()}
-        pairs, rejected = self.accepted(replies, lambda reply: _Checked.parse(reply, shapes))
-        pairs, odd = agreeing(pairs, lambda _, checked: checked.upload.jacobian.form)
-        rejected += _dropped(odd, "layout", "its Jacobian has not the form of most replies'")
-        pairs, odd = _without_outliers(pairs)
-        rejected += _dropped(odd, "scale", "100 times larger than the median client's")
-        clients = [reply for reply, _ in pairs]
+        clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
-        if not self.enough(len(pairs)):
+        if not self.enough(len(clients)) or not uploads:
             return None, metrics
 
         try:
-            candidates, linearised = self._candidates(
-                [checked.upload for _, checked in pairs], weights, metrics
-            )
+            candidates, linearised = self._candidates(uploads, weights, metrics)
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             # what well-formed numbers of the clients can bring about must not end the run
             logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
@@ -209,6 +200,36 @@ class NTKFL(SeededFedAvg):
         metrics["linearised-loss"] = linearised[best]
         return _candidate(candidates, best), metrics
 
+    def gather(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+        """Check the replies whole and drop those that cannot be used.
+
+        Returns
+        -------
+        tuple of list of Reply, list of JacobianUpload, Counter
+            The clients whose rows are used; uploads that hold these rows, in an order that does
+            not depend on the replies'; how many replies were rejected for which reason.
+        """
+        shapes = {name: array.shape for name, array in self.global_arrays.items()}
+        pairs, rejected = self.accepted(replies, lambda reply: _parsed(reply, shapes))
+        return self.stackable(pairs, rejected)
+
+    def stackable(
+        self, pairs: list[tuple[Reply, JacobianUpload]], rejected: Counter[str]
+    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+        """Drop uploads that do not go with the others': see :func:`fedntk.ntk.usable`."""
+        clients, uploads = [], []
+        verdicts = usable([upload for _, upload in pairs])
+        for (reply, upload), verdict in zip(pairs, verdicts, strict=True):
+            if verdict is None:
+                clients.append(reply)
+                uploads.append(upload)
+            else:
+                rejected[verdict.reason] += 1
+                logger.log(WARNING, "dropped the reply of node %d: %s", reply.node, verdict)
+        return clients, uploads, rejected
+
     def _candidates(
         self,
         uploads: Sequence[JacobianUpload],
@@ -221,9 +242,9 @@ class NTKFL(SeededFedAvg):
             f"the global Jacobian of {len(uploads)} clients",
             cure="sample fewer clients a round, or have them send wire='factored'",
         )
-        jacobian = Jacobian.concatenate([upload.jacobian for upload in uploads]).to(self.device)
-        outputs = torch.cat([upload.outputs for upload in uploads]).to(self.device)
-        targets = torch.cat([upload.targets for upload in uploads]).to(self.device)
+        whole = uploads[0] if len(uploads) == 1 else JacobianUpload.concatenate(uploads)
+        jacobian = whole.jacobian.to(self.device)
+        outputs, targets = whole.outputs.to(self.device), whole.targets.to(self.device)
         evolution = self.evolve(jacobian, outputs, targets)
         metrics["kernel-products"] = evolution.kernel_products
         metrics["solver-steps"] = evolution.solver_steps
@@ -288,7 +309,7 @@ class NTKFL(SeededFedAvg):
                 self.configrecord_key: ConfigRecord({"server-round": server_round}),
             }
         )
-        instructions = self._construct_messages(record, list(nodes), MessageType.QUERY)
+        instructions = self.messages(record, list(nodes), MessageType.QUERY, self._grid)
         answers = self._grid.send_and_receive(instructions, timeout=self.query_timeout)
         pairs, rejected = self.accepted(answers, lambda reply: _losses(reply, len(self.steps)))
         metrics["losses-accepted"] = len(pairs)
@@ -303,58 +324,22 @@ class NTKFL(SeededFedAvg):
         return [float(value) / count if count else math.inf for value in total]
 
 
-@dataclass(frozen=True, eq=False)
-class _Checked:
-    """An upload, and the mean squares of its Jacobian's rows and of its outputs."""
+def _parsed(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUpload:
+    arrays = list(reply.arrays().values())
+    return of_its_size(JacobianUpload.from_arrays(arrays, parameters=shapes), reply)
 
-    upload: JacobianUpload
-    row: float
-    output: float
 
-    @classmethod
-    def parse(cls, reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> "_Checked":
-        upload = JacobianUpload.from_arrays(list(reply.arrays().values()), parameters=shapes)
-        if upload.jacobian.num_examples != reply.num_examples:
-            raise BadReply(
-                "num-examples",
-                f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}",
-            )
-        row = float(upload.jacobian.squared_norms().mean())
-        output = float(upload.outputs.double().square().mean())
-        if not math.isfinite(row + output):
-            raise BadReply("scale", "its Jacobian or its outputs have no finite norm")
-        return cls(upload, row, output)
+def of_its_size(upload: JacobianUpload, reply: Reply) -> JacobianUpload:
+    """Return the upload if it has as many examples as its client claims; else BadReply."""
+    if upload.jacobian.num_examples != reply.num_examples:
+        raise BadReply(
+            "num-examples", f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}"
+        )
+    return upload
 
 
 def _candidate(candidates: Mapping[str, NDArray[Any]], row: int) -> ArrayRecord:
     return ArrayRecord({name: Array(rows[row, ...]) for name, rows in candidates.items()})
-
-
-def _without_outliers(
-    pairs: list[tuple[Reply, _Checked]],
-) -> tuple[list[tuple[Reply, _Checked]], list[Reply]]:
-    """Split off clients whose rows or outputs are over 100 times larger than the median client's.
-
-    Root mean squares are compared; outputs up to 100 pass in any case. One such client would set
-    the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
-    of all. Among two clients neither is the outlier.
-    """
-    if len(pairs) < 3:
-        return pairs, []
-    row_limit = 100**2 * statistics.median_low(checked.row for _, checked in pairs)
-    output_limit = 100**2 * max(1.0, statistics.median_low(c.output for _, c in pairs))
-    fits = [
-        (checked.row <= row_limit or row_limit == 0) and checked.output <= output_limit
-        for _, checked in pairs
-    ]
-    kept = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
-    return kept, [pair[0] for pair, fit in zip(pairs, fits, strict=True) if not fit]
-
-
-def _dropped(replies: Sequence[Reply], reason: str, detail: str) -> Counter[str]:
-    for reply in replies:
-        logger.log(WARNING, "dropped the reply of node %d: %s: %s", reply.node, reason, detail)
-    return Counter({reason: len(replies)} if replies else {})
 
 
 def _losses(reply: Reply, count: int) -> NDArray[np.float64]:

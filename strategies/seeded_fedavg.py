@@ -30,9 +30,11 @@ from flwr.serverapp.strategy import FedAvg, Result
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.trust import SEALED_SEED
 
 from .replies import Reply, agreeing, checked_accuracy, checked_weights
 from .resumption import EvaluateFn, start_after
+from .third_parties import SealedSeeds, SealsSeeds
 
 __all__ = ["SeededFedAvg"]
 
@@ -58,6 +60,13 @@ class SeededFedAvg(FedAvg):
         asks between training and aggregation.
     held_out : sequence of int
         Partitions never sampled for training.
+    key_server : SealsSeeds, optional
+        Seals the seed of the random projection for each client, such as
+        :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The strategy never learns the seed;
+        clients have ``projection=SealedProjection(...)``.
+    run : str
+        Name of the training run, for the trusted third parties: a seed of one run opens in no
+        other. A run that goes on after a restart keeps its name.
     **fedavg_options
         Of ``flwr.serverapp.strategy.FedAvg``.
 
@@ -85,6 +94,8 @@ class SeededFedAvg(FedAvg):
         max_examples: int = 10_000_000,
         query_timeout: float = 600,
         held_out: Sequence[int] = (),
+        key_server: SealsSeeds | None = None,
+        run: str = "",
         **fedavg_options: Any,
     ) -> None:
         super().__init__(**fedavg_options)
@@ -97,6 +108,10 @@ class SeededFedAvg(FedAvg):
         self.max_examples = max_examples
         self.query_timeout = query_timeout
         self.held_out = tuple(held_out)
+        self.run = run
+        if key_server is not None and not run:
+            raise ValueError("key_server: name the training run with run=..., as its clients do")
+        self._seeds = None if key_server is None else SealedSeeds(key_server, run)
         # metrics are aggregated in round_metrics; Flower's aggregate_train averages weights alone
         self._aggregate_metrics = {
             True: self.train_metrics_aggr_fn,
@@ -192,7 +207,7 @@ class SeededFedAvg(FedAvg):
         nodes = self.sample(
             grid, server_round, "train", self.fraction_train, minimum, self.held_out
         )
-        return self._instructions(server_round, arrays, config, nodes, MessageType.TRAIN)
+        return self._instructions(server_round, arrays, config, nodes, MessageType.TRAIN, grid)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -203,7 +218,7 @@ class SeededFedAvg(FedAvg):
         nodes = self.sample(
             grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
         )
-        return self._instructions(server_round, arrays, config, nodes, MessageType.EVALUATE)
+        return self._instructions(server_round, arrays, config, nodes, MessageType.EVALUATE, grid)
 
     def _instructions(
         self,
@@ -212,10 +227,41 @@ class SeededFedAvg(FedAvg):
         config: ConfigRecord,
         nodes: list[int],
         message_type: str,
+        grid: Grid,
     ) -> Iterable[Message]:
         config["server-round"] = server_round
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        return self._construct_messages(record, nodes, message_type)
+        return self.messages(record, nodes, message_type, grid)
+
+    def messages(
+        self, record: RecordDict, nodes: list[int], message_type: str, grid: Grid
+    ) -> Iterable[Message]:
+        """Make a message for each node, with its own sealed seed where there is a key server.
+
+        Parameters
+        ----------
+        record : RecordDict
+            What all of them hold.
+        nodes, message_type : list of int, str
+            To whom, and of what kind.
+        grid : Grid
+            Over which nodes that have no seed yet are asked for their public keys.
+        """
+        if self._seeds is None:
+            return self._construct_messages(record, nodes, message_type)
+        self._seeds.fetch(nodes, lambda new: self._properties(new, grid))
+        messages: list[Message] = []
+        for node in nodes:
+            config = ConfigRecord(dict(record.config_records[self.configrecord_key]))
+            if (sealed := self._seeds.of(node)) is not None:
+                config[SEALED_SEED] = sealed
+            own = RecordDict({**record, self.configrecord_key: config})
+            messages += self._construct_messages(own, [node], message_type)
+        return messages
+
+    def _properties(self, nodes: list[int], grid: Grid) -> Iterable[Message]:
+        asked = self._construct_messages(RecordDict(), nodes, MessageType.QUERY)
+        return grid.send_and_receive(asked, timeout=self.query_timeout)
 
     def sample(
         self,
@@ -289,6 +335,9 @@ class SeededFedAvg(FedAvg):
         """
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
+        if self._seeds is not None:
+            for error_reply in errors:
+                self._seeds.forget(error_reply.metadata.src_node_id)
         parsed: list[tuple[Reply, T]] = []
         for message in contents:
             try:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedntk.clients import NTKFLClient, SGDClient
-from fedntk.strategies import NTKFL, SeededFedAvg
+from fedntk.clients import CPNTKFLClient, NTKFLClient, SGDClient
+from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
 
 from .federation import (
     HOSTILE,
@@ -38,6 +38,12 @@ STRATEGIES: dict[str, tuple[Callable[..., SeededFedAvg], Any]] = {
     "NTKFL": (
         lambda **o: NTKFL(learning_rate=0.1, steps=[5, 20, 50], **FEDAVG | o),
         app(NTKFLClient),
+    ),
+    "CPNTKFL": (
+        lambda **o: CPNTKFL(
+            learning_rate=0.1, steps=[5, 20, 50], sparsity=0.3, bits=8, **FEDAVG | o
+        ),
+        app(CPNTKFLClient, sparsity=0.3, bits=8),
     ),
 }
 

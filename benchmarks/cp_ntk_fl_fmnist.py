@@ -1,0 +1,290 @@
+"""CP-NTK-FL on non-IID Fashion-MNIST: bytes and rounds to 85 %, and what each tool costs.
+
+Yue et al. 2022, section 6: 300 clients, 20 a round, Dirichlet(0.1), MLP with 100 hidden units. The
+seed changes the split, the first weights, the sampling and the projection; runs of a seed share all
+of them.
+
+    python benchmarks/cp_ntk_fl_fmnist.py PART --data-dir FOLDER [--seeds 0,1,2]
+
+Parts, each with results/cp_ntk_fl_<part>.csv, .json and .png beside this file:
+
+table
+    Table 1 and figure 3: rounds and uplink to 85 %, of CP-NTK-FL and of FedAvg, with and without
+    the tools. The literal wire's bytes are measured over three rounds.
+grid
+    Figure 6: accuracy after 10 rounds, by sampling rate and features of the projection.
+bytes
+    Accuracy after 10 rounds against bytes a round: the factored and the literal Jacobian,
+    sparsified and quantised.
+privacy
+    Accuracy after 20 rounds against epsilon, of the two wires.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedntk.simulations import Config, compare
+from fedntk.simulations.figures import COLOURS, accuracy_curves
+from fedntk.simulations.results import machine
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+KEPT = ("accuracy", "bytes-up", "seconds", "t", "epsilon")
+TARGET = 0.85
+# (stem of the configuration, overrides)
+Run = tuple[str, dict[str, Any]]
+CP, FEDAVG = "cp_ntk_fl_fmnist", "fedavg_fmnist"
+TOOLS = {"sampling_rate": 0.3, "projection": 200}
+PLAIN = {"sparsity": 0.0, "bits": 32}
+SMALL = {"sparsity": 0.5, "bits": 6}  # paper 001, appendix E
+DENSE = {"wire": "dense", "clients_per_evaluation": 0}
+
+TABLE: dict[str, Run] = {
+    "CP-NTK-FL": (CP, PLAIN),
+    "CP-NTK-FL, sparsity 0.5, 6 bits": (CP, SMALL),
+    "NTK-FL (no tools)": (CP, PLAIN | {"sampling_rate": 1.0, "projection": 0}),
+    "FedAvg'": (FEDAVG, TOOLS),
+    "FedAvg": (FEDAVG, {}),
+}
+ROUNDS = {"CP-NTK-FL": 150, "CP-NTK-FL, sparsity 0.5, 6 bits": 150, "NTK-FL (no tools)": 40}
+LITERAL: dict[str, Run] = {
+    "literal": (CP, PLAIN | DENSE),
+    "literal, sparsity 0.5, 6 bits": (CP, SMALL | DENSE),
+}
+RATES = (0.1, 0.2, 0.3, 0.5, 1.0)
+FEATURES = (50, 100, 200, 400, 784)
+FACTORED_CODES = ((0.0, 32), (0.0, 8), (0.5, 6), (0.5, 3), (0.8, 4), (0.9, 3), (0.95, 3))
+LITERAL_CODES = ((0.5, 6), (0.9, 6), (0.98, 6), (0.995, 6), (0.998, 6), (0.999, 4))
+NOISES = (0.02, 0.1, 0.5, 2.0)
+
+
+def table(options: argparse.Namespace) -> None:
+    """Measure rounds and uplink to the target."""
+    parts = []
+    for name, run in TABLE.items():
+        rounds = options.rounds or ROUNDS.get(name, 300)
+        parts.append(measured({name: run}, options, rounds=rounds))
+    literal = measured(LITERAL, options, rounds=3)
+    rounds = pd.concat(parts)
+    reached: dict[str, Any] = {}
+    for name, rows in rounds.groupby("run", sort=False):
+        firsts, costs = [], []
+        for _, own in rows.groupby("seed"):
+            by_metric = own.pivot_table(index="round", columns="metric", values="value")
+            hits = by_metric.index[by_metric.accuracy >= TARGET]
+            firsts.append(int(hits[0]) if len(hits) else None)
+            if len(hits):
+                costs.append(float(by_metric["bytes-up"].loc[: hits[0]].sum() / 1e6))
+        reached[str(name)] = {
+            "rounds to 85 %": firsts,
+            "MB up to 85 %": [round(cost, 1) for cost in costs],
+            "MB up a round": megabytes_a_round(rows),
+            "rounds run": int(rows["round"].max()),
+            "accuracy after round 10, 40, last": [
+                mean_accuracy(rows, r) for r in (10, 40, int(rows["round"].max()))
+            ],
+            "median seconds a round": seconds_a_round(rows),
+        }
+    for name, rows in literal.groupby("run", sort=False):
+        reached[str(name)] = {
+            "MB up a round": megabytes_a_round(rows),
+            "median seconds a round": seconds_a_round(rows),
+            "accuracy after round 3": mean_accuracy(rows, 3),
+        }
+    write("table", pd.concat([rounds, literal]), {"reached": reached})
+    for against in ("rounds", "bytes-up"):
+        figure = accuracy_curves(
+            rounds,
+            against=against,
+            title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 a round",
+            target=TARGET,
+            bottom=0.5,
+        )
+        if against == "bytes-up":
+            figure.axes[0].set(xscale="log", xlim=(0.5, None))
+        save(figure, f"table_{against}")
+
+
+def grid(options: argparse.Namespace) -> None:
+    """Measure accuracy after 10 rounds over sampling rate and features."""
+    runs: dict[str, Run] = {
+        f"{rate:g} x {features}": (
+            CP,
+            PLAIN | {"sampling_rate": rate, "projection": features, "clients_per_evaluation": 0},
+        )
+        for rate in RATES
+        for features in FEATURES
+    }
+    rounds = measured(runs, options, rounds=10)
+    values = np.array([
+        [mean_accuracy(rounds[rounds.run == f"{rate:g} x {d}"], 10) for d in FEATURES]
+        for rate in RATES
+    ])  # fmt: skip
+    cells = pd.DataFrame(values, index=list(RATES), columns=list(FEATURES))
+    write("grid", rounds, {"accuracy after 10 rounds": json.loads(cells.to_json(orient="split"))})
+    figure = Figure(figsize=(6, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    picture = axes.imshow(100 * values, cmap="cividis", origin="lower", aspect="auto")
+    for (row, column), value in np.ndenumerate(100 * values):
+        dark = value < 100 * (values.min() + values.max()) / 2
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", color="w" if dark else "k")
+    axes.set_xticks(range(len(FEATURES)), FEATURES)
+    axes.set_yticks(range(len(RATES)), RATES)
+    axes.set(
+        xlabel="features of the projection, $d_1'$",
+        ylabel=r"sampling rate, $\beta$",
+        title="Test accuracy (%) of CP-NTK-FL after 10 rounds",
+    )
+    figure.colorbar(picture, ax=axes, label="test accuracy (%)")
+    save(figure, "grid")
+
+
+def by_bytes(options: argparse.Namespace) -> None:
+    """Measure accuracy after 10 rounds against bytes a round."""
+    runs: dict[str, Run] = {}
+    for wire, codes in (("factored", FACTORED_CODES), ("dense", LITERAL_CODES)):
+        for sparsity, bits in codes:
+            runs[f"{wire} {sparsity:g} {bits}"] = (
+                CP,
+                {"wire": wire, "sparsity": sparsity, "bits": bits, "clients_per_evaluation": 0},
+            )
+    rounds = measured(runs, options, rounds=10)
+    rows = []
+    for name, own in rounds.groupby("run", sort=False):
+        wire, sparsity, bits = str(name).split()
+        late = own[(own.metric == "accuracy") & (own["round"] >= 8)].groupby("seed").value.mean()
+        rows.append(
+            {
+                "wire": wire,
+                "sparsity": float(sparsity),
+                "bits": int(bits),
+                "MB up a round": megabytes_a_round(own),
+                "accuracy, mean of rounds 8 to 10": round(float(late.mean()), 4),
+                "lowest seed": round(float(late.min()), 4),
+                "highest seed": round(float(late.max()), 4),
+            }
+        )
+    cells = pd.DataFrame(rows)
+    write("bytes", rounds, {"settings": cells.to_dict(orient="records")})
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for (wire, own), colour, marker in zip(
+        cells.groupby("wire", sort=False), COLOURS, "os", strict=False
+    ):
+        own = own.sort_values("MB up a round")
+        middle = 100 * own["accuracy, mean of rounds 8 to 10"]
+        below, above = middle - 100 * own["lowest seed"], 100 * own["highest seed"] - middle
+        label = {"factored": "in factors", "dense": "literal tensor"}[str(wire)]
+        axes.errorbar(
+            own["MB up a round"], middle, [below, above], color=colour, marker=marker, label=label
+        )
+        for x, y, s, b in zip(own["MB up a round"], middle, own.sparsity, own.bits, strict=True):
+            axes.annotate(f"{s:g}, {b}", (x, y), (4, -11), textcoords="offset points", fontsize=7)
+    axes.set(
+        xscale="log",
+        xlabel="data sent by 20 clients in a round (MB)",
+        ylabel="test accuracy (%), mean of rounds 8 to 10",
+        title="Compressed Jacobians (sparsity, bits)",
+    )
+    axes.legend(frameon=False, loc="lower right", title="bars: range over seeds")
+    save(figure, "bytes")
+
+
+def privacy(options: argparse.Namespace) -> None:
+    """Measure accuracy after 20 rounds against epsilon."""
+    base = PLAIN | {"selection": "linearised", "clients_per_evaluation": 0, "steps": "50"}
+    runs: dict[str, Run] = {"no noise": (CP, base)}
+    for noise in NOISES:
+        runs[f"noise {noise:g}"] = (
+            CP,
+            base | {"clip": 20.0, "noise_multiplier": noise, "label_noise": 0.1},
+        )
+    rounds = measured(runs, options, rounds=20)
+    spent = {}
+    for name, own in rounds.groupby("run", sort=False):
+        last = own[own["round"] == own["round"].max()]
+        spent[str(name)] = {
+            "accuracy after 20 rounds": mean_accuracy(own, 20),
+            "epsilon at delta 1e-5, largest of the seeds": float(
+                last[last.metric == "epsilon"].value.max()
+            ),
+        }
+    write("privacy", rounds, {"settings": spent})
+
+
+def measured(runs: dict[str, Run], options: argparse.Namespace, *, rounds: int) -> pd.DataFrame:
+    """Run configurations over the seeds; return all rounds."""
+    configs = {
+        name: Config.load(ROOT / "simulations" / "conf" / f"{stem}.toml", **overrides)
+        for name, (stem, overrides) in runs.items()
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        return compare(
+            configs,
+            seeds=map(int, options.seeds.split(",")),
+            out=scratch,
+            rounds=rounds,
+            data_dir=options.data_dir,
+            targets=str(TARGET),
+            checkpoint_every=rounds,
+        )
+
+
+def megabytes_a_round(rows: pd.DataFrame) -> float:
+    """Mean over rounds and seeds."""
+    up = rows[(rows.metric == "bytes-up") & (rows["round"] > 0)]
+    return round(float(up.value.mean() / 1e6), 3)
+
+
+def seconds_a_round(rows: pd.DataFrame) -> float:
+    """Median over rounds and seeds."""
+    seconds = rows[(rows.metric == "seconds") & (rows["round"] > 0)]
+    return round(float(seconds.value.median()), 2)
+
+
+def mean_accuracy(rows: pd.DataFrame, server_round: int) -> float:
+    """Mean over the seeds, after a round."""
+    accuracy = rows[(rows.metric == "accuracy") & (rows["round"] == server_round)]
+    return round(float(accuracy.value.mean()), 4)
+
+
+def write(part: str, rounds: pd.DataFrame, summary: dict[str, Any]) -> None:
+    """Write all rounds as CSV, and the summary, machine and settings as JSON; print the latter."""
+    RESULTS.mkdir(exist_ok=True)
+    kept = rounds[rounds.metric.isin(KEPT)].drop(columns="method")
+    kept.to_csv(RESULTS / f"cp_ntk_fl_{part}.csv", index=False, float_format="%.6g")
+    configuration = (ROOT / "simulations" / "conf" / f"{CP}.toml").read_text(encoding="utf-8")
+    content = {"machine": machine(), "configuration": configuration.splitlines(), **summary}
+    text = json.dumps(content, indent=2)
+    (RESULTS / f"cp_ntk_fl_{part}.json").write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(summary, indent=2))
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write a picture."""
+    figure.savefig(RESULTS / f"cp_ntk_fl_{name}.png")
+
+
+PARTS = {"table": table, "grid": grid, "bytes": by_bytes, "privacy": privacy}
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rounds", type=int, help="of each run of the table")
+    options = parser.parse_args()
+    PARTS[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Client of CP-NTK-FL: NTK-FL's, with tools that save bytes and guard the examples.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2
+and figure 2. Each tool is optional and goes with any other, in this order:
+
+1. a sample of the examples, anew each round                 ``sampling_rate``
+2. the random projection of the inputs, Z = X P              ``projection``
+3. the Jacobian at Z, in factors or literally                ``wire``
+4. clipped rows, Gaussian noise, noisy labels                ``clip``, ``noise_multiplier``, ...
+5. top-k sparsification and quantisation                     ``sparsity``, ``bits``
+6. sealing for the shuffling server                          ``shuffling_key``
+
+PRIVACY.md says what each protects, and what it does not.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedntk.ntk import (
+    UNQUANTISED,
+    CompressedUpload,
+    JacobianUpload,
+    check_compression,
+    check_privacy,
+    loss_value,
+    privatise,
+)
+from fedntk.trust import seal_upload
+
+from .ntk_fl import NTKFLClient
+from .projection import Scalar
+from .randomness import round_seed
+
+__all__ = ["CPNTKFLClient"]
+
+
+class CPNTKFLClient(NTKFLClient):
+    """Computes J'_m, f(Z'_m) and Y'_m, and sends them compressed (section 4.2).
+
+    With differential privacy the client tells nothing else about its training examples: no loss
+    travels with an upload, it takes no part in the choice of t, and it evaluates on test examples
+    only.
+
+    Parameters
+    ----------
+    sparsity : float
+        Share of each tensor's numbers that is dropped: see
+        :meth:`fedntk.ntk.CompressedUpload.compress`.
+    bits : int
+        Of each number that stays, 1 ... 16; 32 leaves them as they are.
+    clip, noise_multiplier, label_noise : float
+        Of :func:`fedntk.ntk.privatise`. 0, the default, means no differential privacy.
+    noise_seed : tuple of int, optional
+        Makes the noise repeatable in a simulation. By default it comes from the system's entropy:
+        whoever knows its seed can take it off.
+    shuffling_key : bytes, optional
+        The shuffling server's public key: the upload is sealed for it.
+    run : str
+        Name of the training run, which the sealed upload is bound to; the strategy's is the same.
+    **ntk_fl_options
+        Of :class:`NTKFLClient` (wire, chunk_size) and :class:`ModelClient` (sampling_rate,
+        projection, seed, ...).
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or two do not go together.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
+        clip: float = 0.0,
+        noise_multiplier: float = 0.0,
+        label_noise: float = 0.0,
+        noise_seed: tuple[int, ...] | None = None,
+        shuffling_key: bytes | None = None,
+        run: str = "",
+        **ntk_fl_options: Any,
+    ) -> None:
+        super().__init__(*args, **ntk_fl_options)
+        check_compression(sparsity, bits)
+        check_privacy(clip, noise_multiplier, label_noise)
+        if shuffling_key is not None and not run:
+            raise ValueError("shuffling_key: name the training run with run=..., as the strategy's")
+        self.sparsity = sparsity
+        self.bits = bits
+        self.clip = clip
+        self.noise_multiplier = noise_multiplier
+        self.label_noise = label_noise
+        self.noise_seed = noise_seed
+        self.shuffling_key = shuffling_key
+        self.run = run
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Return the arrays of a :class:`~fedntk.ntk.CompressedUpload`; the weights stay.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            The upload, or its sealed bytes as one array; the number of examples; without
+            differential privacy ``{"train-loss": ...}`` at the received weights.
+        """
+        upload = self.upload(parameters, config)
+        metrics: dict[str, Scalar] = {}
+        if self.noise_multiplier:
+            upload = self._privatised(upload, config)
+        else:
+            metrics["train-loss"] = loss_value(upload.outputs, upload.targets, self.loss)
+        compressed = CompressedUpload.compress(upload, sparsity=self.sparsity, bits=self.bits)
+        arrays = compressed.to_arrays()
+        if self.shuffling_key is not None:
+            server_round = int(config["server-round"])
+            arrays = [
+                seal_upload(arrays, self.shuffling_key, run=self.run, server_round=server_round)
+            ]
+        return arrays, len(upload.outputs), metrics
+
+    def _privatised(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
+        entropy = None
+        if self.noise_seed is not None:
+            entropy = [*round_seed(self.noise_seed, config), *b"noise"]
+        return privatise(
+            upload,
+            clip=self.clip,
+            noise_multiplier=self.noise_multiplier,
+            label_noise=self.label_noise,
+            generator=np.random.default_rng(entropy),
+        )
+
+    def query(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> dict[str, list[float] | int]:
+        """Loss of the true network at each candidate, as :meth:`NTKFLClient.query`.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy: these losses are of the examples themselves.
+        """
+        if self.noise_multiplier:
+            raise ValueError(
+                "a loss of the training examples was asked for, which their differential privacy "
+                "does not cover; have the strategy use selection='linearised' or 'validation'"
+            )
+        return super().query(parameters, config)
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy of the given weights on the local test examples.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy, if there are none: training examples stand in for them.
+        """
+        if self.noise_multiplier and self.x_test is self.x:
+            raise ValueError(
+                "an evaluation on the training examples was asked for, which their differential "
+                "privacy does not cover; give the client test examples (x_test, y_test)"
+            )
+        return super().evaluate(parameters, config)

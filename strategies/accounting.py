@@ -1,0 +1,73 @@
+"""Epsilon of clients that send rows with Gaussian noise, round after round.
+
+Source: Mironov, *Renyi Differential Privacy*, CSF 2017, for the Gaussian mechanism and its
+composition, with the conversion of Balle et al., *Hypothesis Testing Interpretations and Renyi
+Differential Privacy*, AISTATS 2020, both as Opacus has them; and Bun and Steinke, *Concentrated
+Differential Privacy*, TCC 2016, proposition 3.3, for noisy labels: what is epsilon-private has a
+Renyi divergence of order a of at most min(epsilon, a epsilon^2 / 2).
+"""
+
+import math
+import warnings
+
+import numpy as np
+
+from fedntk.ntk import label_epsilon
+
+__all__ = ["epsilon_after"]
+
+ORDERS = [1 + x / 10 for x in range(1, 100)] + [*range(11, 64), 128, 256, 512, 1024]
+
+
+def epsilon_after(
+    uploads: int,
+    *,
+    noise_multiplier: float,
+    label_noise: float,
+    num_outputs: int,
+    delta: float,
+) -> float:
+    """Epsilon at `delta` of an example whose client has sent so many uploads.
+
+    Two data sets are neighbours if one example's values, and its label, are replaced. No credit is
+    given for what is sampled or shuffled, so it holds whatever the server knows of both.
+
+    Parameters
+    ----------
+    uploads : int
+        Times that a row of the example may have been sent.
+    noise_multiplier : float
+        sigma of :func:`fedntk.ntk.privatise`: replacing an example moves a row by up to twice the
+        norm that sigma is measured by.
+    label_noise : float
+        Of the same. At 0 labels are public, and epsilon is of the rows alone.
+    num_outputs : int
+        C.
+    delta : float
+        Probability with which the bound may fail.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Without Opacus: ``pip install 'fedntk[privacy]'``.
+
+    Examples
+    --------
+    >>> epsilon_after(0, noise_multiplier=2, label_noise=0, num_outputs=10, delta=1e-5)
+    0.0
+    """
+    if uploads == 0:
+        return 0.0
+    from opacus.accountants.analysis import rdp  # imports much
+
+    renyi = rdp.compute_rdp(
+        q=1.0, noise_multiplier=noise_multiplier / 2, steps=uploads, orders=ORDERS
+    )
+    if label_noise > 0:
+        pure = label_epsilon(label_noise, num_outputs)
+        orders = np.array(ORDERS)
+        renyi = renyi + uploads * np.minimum(pure, orders * pure**2 / 2)
+    with warnings.catch_warnings():  # that an order at the end of the list is the best
+        warnings.simplefilter("ignore")
+        epsilon, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=renyi, delta=delta)
+    return float(epsilon) if math.isfinite(epsilon) else math.inf

@@ -1,0 +1,105 @@
+"""What strategies ask of the trusted third parties, which may be here or elsewhere.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2 and
+figure 2. :mod:`fedntk.trust` has both, in this process and over HTTP.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from logging import WARNING, getLogger
+from typing import Protocol
+
+from flwr.app import Message
+
+from fedntk.ntk import Asked
+from fedntk.trust import Shuffled
+
+__all__ = ["SealedSeeds", "SealsSeeds", "Shuffles"]
+
+logger = getLogger("flwr")
+
+
+class SealsSeeds(Protocol):
+    """A key server, as strategies see it: :class:`fedntk.trust.KeyServer`, or a remote one."""
+
+    def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
+        """Return the projection's seed, sealed for one client."""
+
+
+class Shuffles(Protocol):
+    """A shuffling server, as strategies see it: :class:`fedntk.trust.ShufflingServer`."""
+
+    def shuffle(
+        self,
+        sealed: Sequence[bytes],
+        *,
+        asked: Asked,
+        run: str,
+        server_round: int,
+        num_examples: Sequence[int],
+    ) -> Shuffled:
+        """Open the uploads of a round and return all their rows, permuted."""
+
+
+class SealedSeeds:
+    """Each node's sealed seed, fetched once.
+
+    Parameters
+    ----------
+    key_server : SealsSeeds
+        Seals them.
+    run : str
+        Name of the training run.
+    """
+
+    def __init__(self, key_server: SealsSeeds, run: str) -> None:
+        self._key_server = key_server
+        self._run = run
+        self._sealed: dict[int, bytes] = {}
+
+    def of(self, node: int) -> bytes | None:
+        """Return a node's sealed seed, if it has one."""
+        return self._sealed.get(node)
+
+    def forget(self, node: int) -> None:
+        """Have a node's seed fetched anew: a client that was started again has lost its own."""
+        self._sealed.pop(node, None)
+
+    def fetch(self, nodes: Iterable[int], ask: Callable[[list[int]], Iterable[Message]]) -> None:
+        """Fetch the seeds of the nodes that have none yet; those that get none are logged.
+
+        Parameters
+        ----------
+        nodes : iterable of int
+            Ids.
+        ask : callable
+            Queries nodes for their properties and returns the replies.
+
+        Raises
+        ------
+        ConnectionError
+            If the key server cannot be reached and no node has a seed: nothing could be trained.
+        """
+        new = [node for node in nodes if node not in self._sealed]
+        failure: Exception | None = None
+        for reply in ask(new) if new else ():
+            node = reply.metadata.src_node_id
+            try:
+                self._sealed[node] = self._fetched(reply)
+            except Exception as error:  # a reply may hold anything; none may end the run
+                logger.log(WARNING, "node %d gets no projection seed: %s", node, error)
+                failure = error if isinstance(error, ConnectionError) else failure
+        if failure is not None and not self._sealed:
+            raise failure
+
+    def _fetched(self, reply: Message) -> bytes:
+        if reply.has_error():
+            raise ValueError(reply.error.reason)
+        properties = [dict(r) for r in reply.content.config_records.values()]
+        if len(properties) != 1:
+            raise ValueError(
+                "expected its public key; does its client have projection=SealedProjection(...)?"
+            )
+        public_key, challenge = (properties[0].get(k) for k in ("public-key", "challenge"))
+        if not isinstance(public_key, bytes) or not isinstance(challenge, bytes):
+            raise ValueError("expected a public key and a challenge, as bytes")
+        return self._key_server.sealed_seed(public_key, self._run, challenge)

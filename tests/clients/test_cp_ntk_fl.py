@@ -1,0 +1,255 @@
+"""CPNTKFLClient: each tool of section 4.2 does what it says, alone and together."""
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    NTKFLClient,
+    SealedProjection,
+    SGDClient,
+    get_weights,
+    project,
+)
+from fedntk.ntk import Asked, CompressedUpload, jacobian, one_hot
+from fedntk.trust import (
+    SEALED_SEED,
+    ClientKeys,
+    KeyServer,
+    SealError,
+    ShufflingServer,
+    new_key,
+    public_bytes,
+)
+
+N = 40
+X, Y = torch.randn(N, 2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
+RUN = "a run"
+
+
+def network(width=6):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Flatten(), nn.Linear(width, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def parsed(arrays, model, **asked):
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    return CompressedUpload.parse(arrays, Asked(shapes, **asked))
+
+
+def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
+    model = network(width)
+    client = kind(model, X, Y, **options)
+    config = {"server-round": round_number, **(config or {})}
+    return client, client.fit(get_weights(model), config)
+
+
+def test_without_tools_it_sends_what_ntk_fl_sends():
+    _, (plain, count, metrics) = fit(kind=NTKFLClient)
+    client, (arrays, own_count, own_metrics) = fit()
+    received = parsed(arrays, client.model).to_arrays()
+    assert [a.tobytes() for a in received] == [a.tobytes() for a in plain]
+    assert (own_count, own_metrics) == (count, metrics)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.1, 4), (0.3, 12), (0.99, 40), (1.0, 40)])
+def test_a_sample_has_its_size_and_no_example_twice(rate, size):
+    client, (arrays, count, _) = fit(sampling_rate=rate)
+    rows = parsed(arrays, client.model).jacobian.blocks[0].inputs[:, 0]
+    assert count == len(rows) == size
+    drawn = {row.tobytes() for row in rows.numpy()}
+    assert drawn <= {example.tobytes() for example in X.flatten(1).numpy()}
+    assert len(drawn) == size
+
+
+def test_every_example_is_drawn_equally_often():
+    """Of 400 rounds a quarter: 100 +- 8.7 each; 5 deviations allowed."""
+    client, _ = fit(sampling_rate=0.25)
+    counts = torch.zeros(N)
+    for server_round in range(400):
+        x, targets = client.training_examples({"server-round": server_round})
+        drawn = torch.cdist(x.flatten(1), X.flatten(1)).argmin(1)
+        assert torch.equal(targets, one_hot(Y, 3)[drawn])
+        counts[drawn] += 1
+    assert counts.sum() == 400 * 10
+    assert (counts - 100).abs().max() < 5 * 8.7
+
+
+def test_the_sample_is_the_rounds_and_the_partitions():
+    client, _ = fit(sampling_rate=0.25, seed=(3, 7))
+    other, _ = fit(sampling_rate=0.25, seed=(3, 8))
+    one, again, later = (client.training_examples({"server-round": r})[0] for r in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, later)
+    assert not torch.equal(one, other.training_examples({"server-round": 1})[0])
+
+
+def test_the_candidates_are_compared_on_the_examples_that_were_sent():
+    client, (arrays, count, _) = fit(sampling_rate=0.25)
+    sent = parsed(arrays, client.model)
+    stacked = [np.stack([w, w]) for w in get_weights(client.model)]
+    answer = client.query(stacked, {"server-round": 1})
+    expected = float(nn.functional.cross_entropy(sent.outputs, sent.targets.argmax(1)))
+    assert answer["num-examples"] == count
+    assert answer["losses"] == pytest.approx([expected] * 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.5, 1.01, float("nan")])
+@pytest.mark.parametrize("kind", [CPNTKFLClient, SGDClient])
+def test_a_rate_that_is_none_is_refused(kind, rate):
+    with pytest.raises(ValueError, match=r"sampling_rate: expected 0 < rate <= 1, got"):
+        kind(network(), X, Y, sampling_rate=rate)
+
+
+# -------------------------------------------------------------------- projection
+
+
+@pytest.fixture
+def party():
+    """Projection of an enrolled client, its key server, and a message's configuration."""
+    key, state = new_key(), {}
+    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
+    keys = ClientKeys(key, run=RUN, verify_key=server.verify_key, state=state)
+    asked = keys.request()
+    sealed = server.sealed_seed(asked["public-key"], RUN, asked["challenge"])
+    return SealedProjection(4, keys), server, {SEALED_SEED: sealed}
+
+
+def test_the_jacobian_is_taken_at_the_projected_inputs(party):
+    projection, server, config = party
+    client, (arrays, _, _) = fit(width=4, projection=projection, config=config)
+    z = project(X, 4, server.projection_seed(RUN))
+    expected = jacobian(client.model, z).dense()
+    for name, tensor in parsed(arrays, client.model).jacobian.dense().items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+def test_standardised_inputs_stay_standardised():
+    """Variance of 2,000 x 300 features of 784 inputs: standard error below 1 %."""
+    x = torch.randn(2000, 784, generator=torch.Generator().manual_seed(0))
+    z = project(x, 300, bytes(range(32)))
+    assert z.shape == (2000, 300)
+    assert float(z.var()) == pytest.approx(1, abs=0.03)
+
+
+def test_training_evaluation_and_choice_see_the_same_projection(party):
+    projection, server, config = party
+    client, _ = fit(width=4, projection=projection, config=config)
+    z = project(X, 4, server.projection_seed(RUN))
+    plain = CPNTKFLClient(network(4), z, Y)
+    weights = get_weights(client.model)
+    assert client.evaluate(weights, config) == plain.evaluate(weights, {})
+    stacked = [w[None] for w in weights]
+    assert client.query(stacked, config) == plain.query(stacked, {})
+
+
+def test_fedavgs_client_takes_the_same_tools(party):
+    projection, server, config = party
+    z = project(X, 4, server.projection_seed(RUN))
+    options = {"sampling_rate": 0.5, "seed": (1, 2), "kind": SGDClient, "width": 4}
+    _, (weights, count, _) = fit(projection=projection, config=config, **options)
+    plain = SGDClient(network(4), z, Y, sampling_rate=0.5, seed=(1, 2))
+    expected, _, _ = plain.fit(get_weights(network(4)), {"server-round": 1})
+    assert count == 20
+    assert [w.tobytes() for w in weights] == [w.tobytes() for w in expected]
+
+
+def test_a_message_without_a_seed_is_refused_with_the_cure(party):
+    projection, _, _ = party
+    with pytest.raises(SealError, match="give the strategy key_server="):
+        fit(width=4, projection=projection)
+
+
+def test_its_properties_ask_the_key_server(party):
+    projection, _, _ = party
+    client = CPNTKFLClient(network(4), X, Y, projection=projection)
+    assert set(client.get_properties({})) == {"public-key", "challenge"}
+    assert CPNTKFLClient(network(), X, Y).get_properties({}) == {}
+
+
+@pytest.mark.parametrize("features", [0, 7])
+def test_more_features_than_inputs_are_refused(party, features):
+    projection = SealedProjection(features, party[0].keys)
+    with pytest.raises(ValueError, match=r"projection: expected 1 ... 6 features"):
+        CPNTKFLClient(network(6), X, Y, projection=projection)
+
+
+# ---------------------------------------------------------- compression and sealing
+
+
+@pytest.mark.parametrize("wire", ["factored", "dense"])
+def test_an_upload_is_compressed_as_asked(wire):
+    client, (arrays, _, _) = fit(sparsity=0.5, bits=6, wire=wire)
+    sizes = {CPNTKFLClient: sum(a.nbytes for a in arrays)}
+    _, (plain, _, _) = fit(wire=wire)
+    received = parsed(arrays, client.model, sparsity=0.5, bits=6)
+    assert ('"dense"' in received.jacobian.layout) == (wire == "dense")
+    assert sizes[CPNTKFLClient] < 0.5 * sum(a.nbytes for a in plain)
+
+
+def test_a_sealed_upload_opens_for_the_shuffling_server_alone():
+    server = ShufflingServer()
+    sealed = [
+        fit(round_number=3, sparsity=0.5, bits=6, shuffling_key=server.public_key, run=RUN,
+            seed=(0, p), sampling_rate=0.5)[1][0]
+        for p in range(2)
+    ]  # fmt: skip
+    assert all(len(arrays) == 1 and arrays[0].dtype == np.uint8 for arrays in sealed)
+    shapes = {name: list(p.shape) for name, p in network().named_parameters()}
+    asked = Asked(shapes, sparsity=0.5, bits=6)
+    blobs = [arrays[0].tobytes() for arrays in sealed]
+    opened = server.shuffle(blobs, asked=asked, run=RUN, server_round=3)
+    assert opened.accepted == 2
+    stranger = ShufflingServer().shuffle(blobs, asked=asked, run=RUN, server_round=3)
+    assert [bad.reason for bad in stranger.rejected.values()] == ["sealed", "sealed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity: expected"),
+        ({"bits": 0}, "bits: expected"),
+        ({"clip": -1.0}, "clip: expected"),
+        ({"noise_multiplier": 1.0}, "takes clip and noise_multiplier above 0"),
+        ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
+        ({"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 1.5}, "label_noise: expected"),
+    ],
+)
+def test_tools_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CPNTKFLClient(network(), X, Y, **options)
+
+
+# ------------------------------------------------------------- differential privacy
+
+DP = {"clip": 1.0, "noise_multiplier": 2.0, "label_noise": 0.5}
+
+
+def test_noise_comes_from_the_system_unless_a_seed_is_given():
+    def sent(**options):
+        return fit(**DP, **options)[1][0][0]
+
+    assert not np.array_equal(sent(), sent())
+    assert np.array_equal(sent(noise_seed=(1, 2)), sent(noise_seed=(1, 2)))
+    assert not np.array_equal(sent(noise_seed=(1, 2)), sent(noise_seed=(1, 3)))
+    first, second = (fit(r, noise_seed=(1, 2), **DP)[1][0][0] for r in (1, 2))
+    assert not np.array_equal(first, second)
+
+
+def test_a_private_client_tells_nothing_else_of_its_training_examples():
+    client, (_, _, metrics) = fit(**DP)
+    assert metrics == {}
+    weights = get_weights(client.model)
+    with pytest.raises(ValueError, match="use selection='linearised'"):
+        client.query([w[None] for w in weights], {"server-round": 1})
+    with pytest.raises(ValueError, match="give the client test examples"):
+        client.evaluate(weights, {})
+    tested = CPNTKFLClient(network(), X, Y, x_test=X[:5], y_test=Y[:5], **DP)
+    assert tested.evaluate(weights, {})[1] == 5

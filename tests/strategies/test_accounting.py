@@ -1,0 +1,54 @@
+"""Epsilon against closed forms."""
+
+import math
+
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from fedntk.ntk import label_epsilon
+from fedntk.strategies.accounting import epsilon_after
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus' imports
+DELTA = 1e-5
+
+
+def exact(mu):
+    """Epsilon of a Gaussian mechanism of sensitivity mu (Balle and Wang, ICML 2018, theorem 8)."""
+
+    def excess(epsilon):
+        upper = norm.cdf(mu / 2 - epsilon / mu)
+        return upper - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - DELTA
+
+    return brentq(excess, 0, 100)
+
+
+def spent(uploads, **options):
+    defaults = {"noise_multiplier": 4.0, "label_noise": 0.0, "num_outputs": 10, "delta": DELTA}
+    return epsilon_after(uploads, **(defaults | options))
+
+
+@pytest.mark.parametrize("sigma", [2.0, 4.0, 10.0])
+@pytest.mark.parametrize("uploads", [1, 3, 10])
+def test_rows_cost_what_the_gaussian_mechanism_costs(sigma, uploads):
+    """k uploads are one of sensitivity 2 sqrt(k) / sigma; Renyi's bound is at most 15 % above."""
+    bound = exact(2 * math.sqrt(uploads) / sigma)
+    assert bound <= spent(uploads, noise_multiplier=sigma) <= 1.15 * bound
+
+
+def test_labels_cost_at_most_their_pure_epsilon_more_each_time():
+    rows = spent(5)
+    for label_noise in (0.1, 0.9, 1.0):
+        pure = label_epsilon(label_noise, 10)
+        both = spent(5, label_noise=label_noise)
+        assert rows <= both <= rows + 5 * pure + 1e-9
+
+
+def test_labels_that_say_nothing_cost_nothing():
+    assert spent(5, label_noise=1.0) == pytest.approx(spent(5))
+
+
+def test_more_uploads_cost_more_and_none_cost_nothing():
+    costs = [spent(uploads) for uploads in (0, 1, 2, 4, 8)]
+    assert costs[0] == 0
+    assert costs == sorted(set(costs))

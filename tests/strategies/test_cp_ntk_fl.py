@@ -1,0 +1,416 @@
+"""CPNTKFL: no tool is NTK-FL, shuffling changes no bit, and each tool's limits."""
+
+import math
+from logging import WARNING
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.client import NumPyClient
+from torch import nn
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    NTKFLClient,
+    SealedProjection,
+    SGDClient,
+    client_app,
+    get_weights,
+)
+from fedntk.simulations.engines import MeteredGrid
+from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
+from fedntk.strategies.accounting import epsilon_after
+from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
+
+from .federation import NUM_CLIENTS, Grid, app, bits, damaged, examples, lost, start
+
+RUN = "a run"
+OPTIONS = {
+    "learning_rate": 0.1, "steps": [5, 20, 50], "min_available_nodes": 6,
+    "fraction_train": 1.0, "fraction_evaluate": 0.0,
+}  # fmt: skip
+
+
+def close(one, other, rtol):
+    """Compare what two rounds changed: summation order and float32's rounding allowed."""
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=rtol, atol=rtol)
+
+
+# ---------------------------------------------------------------------- reductions
+
+
+def test_without_tools_it_is_ntk_fl():
+    """Equal up to the order of summation: float32, sums of 45 rows, two rounds."""
+    plain = start(NTKFL(**OPTIONS), Grid(app(NTKFLClient)), rounds=2)
+    without = start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient)), rounds=2)
+    close(plain, without, 1e-4)
+
+
+def test_compression_that_keeps_all_is_exact():
+    exact = start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient)))
+    asked = CPNTKFL(**OPTIONS, sparsity=0.0, bits=32)
+    assert bits(start(asked, Grid(app(CPNTKFLClient, sparsity=0.0, bits=32)))) == bits(exact)
+
+
+def test_finer_quantisation_comes_closer_to_the_exact_update():
+    initial = start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient)), rounds=0)
+    options = OPTIONS | {"steps": [20]}  # the same t for all
+    exact = start(CPNTKFL(**options), Grid(app(CPNTKFLClient)))
+    errors = []
+    for number in (3, 6, 9, 12, 16):
+        strategy = CPNTKFL(**options, bits=number)
+        weights = start(strategy, Grid(app(CPNTKFLClient, bits=number)))
+        moved = sum(float(np.abs(exact[k] - initial[k]).sum()) for k in exact)
+        errors.append(sum(float(np.abs(weights[k] - exact[k]).sum()) for k in exact) / moved)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-3
+
+
+def test_the_factored_and_the_literal_wire_give_the_same_update():
+    both = [
+        start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient, wire=wire)))
+        for wire in ("factored", "dense")
+    ]
+    close(*both, 1e-4)
+
+
+# ---------------------------------------------------------------------- shuffling
+
+
+def shuffled(changes=None, server=None, **options):
+    server = server or ShufflingServer()
+    clients = app(CPNTKFLClient, shuffling_key=server.public_key, run=RUN, sparsity=0.3, bits=8)
+    strategy = CPNTKFL(**OPTIONS, shuffling_server=server, run=RUN, sparsity=0.3, bits=8, **options)
+    return strategy, start(strategy, Grid(clients, changes=changes), rounds=2)
+
+
+def test_shuffling_changes_no_bit_of_the_update():
+    """Rows are sorted by their bytes, whoever permuted them before."""
+    plain = CPNTKFL(**OPTIONS, sparsity=0.3, bits=8)
+    expected = start(plain, Grid(app(CPNTKFLClient, sparsity=0.3, bits=8)), rounds=2)
+    for _ in range(2):  # two permutations
+        strategy, weights = shuffled()
+        assert bits(weights) == bits(expected)
+    assert strategy.train_metrics[2]["num-examples"] == plain.train_metrics[2]["num-examples"]
+
+
+SEALED = {
+    "flipped bit": (damaged(0, lambda a: a ^ np.uint8([1] + [0] * (len(a) - 1))), "sealed"),
+    "cut off": (damaged(0, lambda a: a[:-1]), "sealed"),
+    "other dtype": (damaged(0, lambda a: a.astype(np.float32)), "sealed"),
+    "empty": (damaged(0, lambda a: a[:0]), "sealed"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(SEALED))
+def test_a_bad_sealed_reply_is_dropped_alone(kind, caplog):
+    change, reason = SEALED[kind]
+    with caplog.at_level(WARNING, "flwr"):
+        strategy, weights = shuffled({2: change})
+    _, without = shuffled({2: lost})
+    assert bits(weights) == bits(without)
+    assert strategy.train_metrics[1][f"rejected-{reason}"] == 1
+    assert any("dropped the reply" in record.getMessage() for record in caplog.records)
+
+
+def test_a_false_number_of_examples_is_noticed_by_the_shuffling_server():
+    from .federation import with_metrics
+
+    strategy, weights = shuffled({2: with_metrics(num_examples=99)})
+    assert strategy.train_metrics[1]["rejected-num-examples"] == 1
+    assert bits(weights) == bits(shuffled({2: lost})[1])
+
+
+@pytest.mark.parametrize("failure", ["raises", "too few"])
+def test_a_shuffling_server_that_gives_nothing_leaves_the_model(failure, caplog):
+    class Broken(ShufflingServer):
+        def shuffle(self, *args, **options):
+            raise ConnectionError("no shuffling-server answers")
+
+    server = Broken() if failure == "raises" else ShufflingServer(min_clients=7)
+    with caplog.at_level(WARNING, "flwr"):
+        _, weights = shuffled(server=server)
+    initial = {k: v.numpy() for k, v in network_state().items()}
+    assert bits(weights) == bits(initial)
+    words = {"raises": "no shuffling-server answers", "too few": "nothing was shuffled"}
+    assert words[failure] in caplog.text
+
+
+def network_state():
+    from .federation import network
+
+    return network().state_dict()
+
+
+# --------------------------------------------------------------------- key server
+
+
+class Parties:
+    """A key server with some clients enrolled, and clients that project 4 inputs to 3."""
+
+    def __init__(self, enrolled=range(NUM_CLIENTS), run=RUN, kind=CPNTKFLClient):
+        self.private = {p: new_key() for p in range(NUM_CLIENTS)}
+        keys = [public_bytes(self.private[p]) for p in enrolled]
+        self.server = KeyServer(bytes(32), keys, Ed25519PrivateKey.generate())
+        self.run, self.kind = run, kind
+        self.app = client_app(self.client)
+
+    def client(self, context: Context) -> NumPyClient:
+        partition = int(context.node_config["partition-id"])
+        if "keys" not in context.state:
+            context.state["keys"] = ConfigRecord()
+        keys = ClientKeys(
+            self.private[partition],
+            run=self.run,
+            verify_key=self.server.verify_key,
+            state=context.state.config_records["keys"],
+        )
+        x, y = examples(partition)
+        return self.kind(small(), x, y, projection=SealedProjection(3, keys))
+
+
+def small():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def run_projected(strategy, grid, rounds=2):
+    initial = ArrayRecord(dict(small().state_dict()))
+    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
+    arrays = result.arrays if len(result.arrays) else initial
+    return {name: array.numpy() for name, array in arrays.items()}
+
+
+EVALUATING = OPTIONS | {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
+STRATEGIES = {
+    "cp-ntk-fl": (lambda **o: CPNTKFL(**EVALUATING, **o), CPNTKFLClient),
+    "fedavg": (
+        lambda **o: SeededFedAvg(
+            fraction_train=1.0, fraction_evaluate=1.0, min_evaluate_nodes=6,
+            min_available_nodes=6, **o,
+        ),
+        SGDClient,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", sorted(STRATEGIES))
+def test_clients_train_choose_and_evaluate_on_projected_inputs(method):
+    make, kind = STRATEGIES[method]
+    parties = Parties(kind=kind)
+    strategy = make(key_server=parties.server, run=RUN)
+    grid = Grid(parties.app)
+    weights = run_projected(strategy, grid)
+    metrics = strategy.train_metrics
+    assert [metrics[r]["replies-accepted"] for r in (1, 2)] == [6, 6]
+    assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
+    assert metrics[2]["train-loss"] < metrics[1]["train-loss"]
+    asked = [kind for kind, _ in grid.exchanges]
+    once = 1 + (method == "cp-ntk-fl") * 2  # keys once, and the candidates' losses each round
+    assert asked.count("query") == once
+    assert bits(weights) == bits(run_projected(make(key_server=parties.server, run=RUN),
+                                               Grid(parties.app, order=3)))  # fmt: skip
+
+
+def holding(thing, depth=0, seen=None):
+    """All bytes that can be reached from an object's attributes, containers opened."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or depth > 6:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, bytes):
+        yield thing
+    elif isinstance(thing, str | int | float | type(None) | np.ndarray):
+        return
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from holding(value, depth + 1, seen)
+    elif isinstance(thing, list | tuple | set | frozenset):
+        for value in thing:
+            yield from holding(value, depth + 1, seen)
+    elif hasattr(thing, "__dict__"):
+        yield from holding(vars(thing), depth + 1, seen)
+
+
+def test_neither_the_strategy_nor_any_message_holds_the_seed():
+    """With the key server elsewhere: all that the aggregation server is given is sealed."""
+    parties = Parties()
+    secret = parties.server.projection_seed(RUN)
+    sent: list[Message] = []
+
+    class Elsewhere:
+        def sealed_seed(self, public_key, run, challenge):
+            return Elsewhere.server.sealed_seed(public_key, run, challenge)
+
+    Elsewhere.server = parties.server
+
+    class Recorded(Grid):
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            sent.extend([*messages, *replies])
+            return replies
+
+    strategy = CPNTKFL(**EVALUATING, key_server=Elsewhere(), run=RUN)
+    run_projected(strategy, Recorded(parties.app))
+    held = [*holding(strategy)]
+    for message in sent:
+        if message.has_content():
+            held += [
+                value
+                for record in message.content.config_records.values()
+                for value in record.values()
+                if isinstance(value, bytes)
+            ]
+            for record in message.content.array_records.values():
+                held += [array.data for array in record.values()]
+    sealed = [data for data in held if data.startswith(b"ntkseed1")]
+    assert len(sealed) >= NUM_CLIENTS
+    assert not any(secret in data for data in held)
+
+
+def test_a_client_that_is_not_enrolled_is_left_out_and_named(caplog):
+    parties = Parties(enrolled=range(5))
+    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
+    with caplog.at_level(WARNING, "flwr"):
+        run_projected(strategy, Grid(parties.app))
+    assert "is not enrolled with the key server" in caplog.text
+    assert strategy.train_metrics[2]["replies-accepted"] == 5
+    assert strategy.train_metrics[2]["rejected-error"] == 1
+
+
+def test_a_client_of_another_run_does_not_open_the_seed():
+    parties = Parties(run="another run")
+    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
+    weights = run_projected(strategy, Grid(parties.app))
+    assert strategy.train_metrics[1]["rejected-error"] == 6
+    assert bits(weights) == bits({k: v.numpy() for k, v in small().state_dict().items()})
+
+
+def test_a_client_that_lost_its_state_is_asked_again():
+    """Its challenge is gone, so the seed does not open; the next round fetches another."""
+    parties = Parties()
+    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
+    grid = Grid(parties.app)
+    original = strategy.aggregate_train
+
+    def lose_state(server_round, replies):
+        result = original(server_round, replies)
+        if server_round == 1:
+            del grid.contexts[3].state["keys"]
+        return result
+
+    strategy.aggregate_train = lose_state
+    run_projected(strategy, grid, rounds=3)
+    accepted = [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2, 3)]
+    assert accepted == [6, 5, 6]
+
+
+def test_clients_without_projection_are_told_apart_from_enrolled_ones(caplog):
+    parties = Parties()
+    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
+    with caplog.at_level(WARNING, "flwr"):
+        start(strategy, Grid(app(CPNTKFLClient)))
+    assert "does its client have projection=SealedProjection" in caplog.text
+    assert strategy.train_metrics[1]["replies-accepted"] == 6  # they project nothing, and may
+
+
+def test_a_key_server_that_cannot_be_reached_ends_the_run_before_it_begins():
+    class Gone:
+        def sealed_seed(self, *_):
+            raise ConnectionError("no key-server answers at that address")
+
+    strategy = CPNTKFL(**OPTIONS, key_server=Gone(), run=RUN)
+    with pytest.raises(ConnectionError, match="no key-server answers"):
+        run_projected(strategy, Grid(Parties().app))
+
+
+# ------------------------------------------------------------ differential privacy
+
+NOISE = {"noise_multiplier": 4.0, "label_noise": 0.2}
+
+
+def private_run(rounds=3, **options):
+    strategy = CPNTKFL(
+        **OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3}, selection="linearised",
+        **NOISE | options,
+    )  # fmt: skip
+    clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE | options)
+    start(strategy, Grid(clients), rounds=rounds)
+    return strategy
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus' imports
+def test_epsilon_is_that_of_the_client_asked_most_often():
+    strategy = private_run()
+    for server_round in (1, 2, 3):
+        assert "train-loss" not in strategy.train_metrics[server_round]
+    most = max(strategy.uploads_asked.values())
+    assert sum(strategy.uploads_asked.values()) == 3 * 3
+    expected = epsilon_after(most, num_outputs=3, delta=1e-5, **NOISE)
+    assert strategy.train_metrics[3]["epsilon"] == expected
+    assert math.isfinite(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_exact_labels_epsilon_says_so():
+    strategy = private_run(rounds=1, label_noise=0.0)
+    assert "epsilon" not in strategy.train_metrics[1]
+    assert strategy.train_metrics[1]["epsilon-without-labels"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_asked_of_whom_outlasts_a_restart():
+    strategy = private_run()
+    again = CPNTKFL(**OPTIONS, selection="linearised", **NOISE)
+    again.load_state_dict(strategy.state_dict())
+    assert again.uploads_asked == strategy.uploads_asked
+
+
+# ------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity: expected 0 <= sparsity < 1, got 1.0"),
+        ({"bits": 0}, r"bits: expected 1 ... 16, or 32"),
+        ({"delta": 0.0}, "delta: expected 0 < delta < 1, got 0.0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier: expected a number of at least 0"),
+        ({"noise_multiplier": 1.0}, "use 'linearised' or 'validation'"),
+        ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
+        ({"shuffling_server": ShufflingServer()}, "shuffling_server: name the training run"),
+        ({"key_server": Parties().server}, "key_server: name the training run"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CPNTKFL(**OPTIONS | options)
+
+
+def test_a_client_that_sends_more_than_was_asked_for_is_dropped():
+    strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=6)
+    start(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
+    assert strategy.train_metrics[1]["rejected-compression"] == 6
+
+
+def test_bytes_up_are_the_length_of_what_is_sent():
+    """Flower adds NumPy's heads of 128 bytes and its own to each array: under 600 in all."""
+    counted = {}
+    for options in ({}, {"sparsity": 0.5, "bits": 6}):
+        client = CPNTKFLClient(small(), torch.randn(50, 3), torch.arange(50) % 3, **options)
+        arrays, _, _ = client.fit(get_weights(small()), {"server-round": 1})
+        clients = client_app(lambda _, client=client: client)
+        metered = MeteredGrid(Grid(clients))
+        strategy = CPNTKFL(**OPTIONS | {"selection": "linearised"}, **options)
+        initial = ArrayRecord({k: Array(v.numpy()) for k, v in small().state_dict().items()})
+        strategy.start(grid=metered, initial_arrays=initial, num_rounds=1)
+        up = metered.take()["bytes-up"] / NUM_CLIENTS
+        counted[len(counted)] = up
+        own = sum(array.nbytes for array in arrays)
+        assert own < up < own + 600 * (len(arrays) + 1)
+    assert counted[1] < 0.5 * counted[0]

@@ -1,0 +1,121 @@
+"""What is sealed opens for its recipient and purpose alone; key files are kept safe."""
+
+import re
+import stat
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedntk.trust import SealError, load_key, new_key, public_bytes, save_key, seal, unseal
+from fedntk.trust.sealing import OVERHEAD, check_run, frame, unframe
+
+
+def test_opens_for_its_recipient_and_purpose():
+    key = new_key()
+    sealed = seal(b"rho" * 100, public_bytes(key), b"purpose")
+    assert unseal(sealed, key, b"purpose") == b"rho" * 100
+    assert len(sealed) == 300 + OVERHEAD
+    assert b"rho" not in sealed
+    assert sealed != seal(b"rho" * 100, public_bytes(key), b"purpose")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda sealed: b"",
+        lambda sealed: sealed[:OVERHEAD],
+        lambda sealed: sealed[:-1],
+        lambda sealed: sealed + b"\0",
+        lambda sealed: bytes(len(sealed)),  # an ephemeral key of small order
+        lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
+    ],
+)
+def test_damaged_bytes_do_not_open(spoil):
+    key = new_key()
+    sealed = seal(b"rho", public_bytes(key), b"purpose")
+    with pytest.raises(SealError, match="do not open"):
+        unseal(spoil(sealed), key, b"purpose")
+
+
+def test_another_key_or_purpose_does_not_open():
+    key = new_key()
+    sealed = seal(b"rho", public_bytes(key), b"purpose")
+    with pytest.raises(SealError, match="sealed for another key or another purpose"):
+        unseal(sealed, new_key(), b"purpose")
+    with pytest.raises(SealError, match="sealed for another key or another purpose"):
+        unseal(sealed, key, b"another")
+
+
+@pytest.mark.parametrize("public_key", [b"", b"short", bytes(31), bytes(33), bytes(32)])
+def test_what_is_no_public_key_is_refused(public_key):
+    """Zeros are a point of small order: with it everyone would have the shared secret."""
+    with pytest.raises(SealError, match=f"expected the 32 raw bytes.*got {len(public_key)} bytes"):
+        seal(b"rho", public_key, b"purpose")
+
+
+def test_key_file_is_its_owners_alone_and_never_replaced(tmp_path):
+    key, path = new_key(), tmp_path / "client.pem"
+    save_key(key, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert public_bytes(load_key(path)) == public_bytes(key)
+    with pytest.raises(SealError, match="exists and is not replaced"):
+        save_key(new_key(), path)
+    assert public_bytes(load_key(path)) == public_bytes(key)
+
+
+def pem(key, encryption):
+    encoding = serialization.Encoding.PEM
+    return key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, encryption)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "holds no private key"),
+        (b"-----BEGIN PRIVATE KEY-----\n", "holds no private key"),
+        (
+            pem(new_key(), serialization.BestAvailableEncryption(b"password")),
+            "holds no private key that can be read",
+        ),
+        (
+            pem(Ed25519PrivateKey.generate(), serialization.NoEncryption()),
+            "expected an X25519 key, got Ed25519PrivateKey",
+        ),
+    ],
+)
+def test_file_without_such_a_key_is_refused(tmp_path, data, message):
+    path = tmp_path / "client.pem"
+    path.write_bytes(data)
+    with pytest.raises(SealError, match=re.escape(str(path)) + ".*" + message):
+        load_key(path)
+
+
+def test_missing_key_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"client\.pem"):
+        load_key(tmp_path / "client.pem")
+
+
+@pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", b""], [b"x" * 300, b"\0" * 8]])
+def test_framed_parts_come_apart(parts):
+    assert unframe(frame(parts)) == parts
+
+
+def test_frames_that_declare_too_much_are_refused():
+    """Any cut inside a frame is seen, and nothing of a declared length is allocated."""
+    data = frame([b"abc", b"de"])
+    whole_frames = {0, 8 + 3, len(data)}
+    for end in set(range(len(data))) - whole_frames:
+        with pytest.raises(SealError, match="cut off"):
+            unframe(data[:end])
+    with pytest.raises(SealError, match="cut off"):
+        unframe(b"\xff" * 8 + b"abc")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [("", "got 0"), ("a" * 256, "got 256"), ("ü" * 128, "got 256"), ("\ud800", "in Unicode")],
+)
+def test_names_of_runs_have_a_length(run, message):
+    with pytest.raises(SealError, match=message):
+        check_run(run)

@@ -1,0 +1,313 @@
+"""Both servers as processes of their own: the same answers and refusals, and no secrets told."""
+
+import datetime
+import ipaddress
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from typer.testing import CliRunner
+
+from fedntk.ntk import Asked, JacobianUpload
+from fedntk.trust import (
+    ClientKeys,
+    KeyServer,
+    NotEnrolled,
+    RemoteKeyServer,
+    RemoteShufflingServer,
+    SealError,
+    load_key,
+    new_key,
+    public_bytes,
+)
+from fedntk.trust.__main__ import app
+from fedntk.trust.key_server import load_secret
+from fedntk.trust.sealing import frame
+from fedntk.trust.service import read_enrolled
+from fedntk.trust.shuffling_server import ShufflingServer
+
+from .uploads import ASKED, ROUND, RUN, rows, sealed, shuffle, upload
+
+BODY_LIMIT = 100_000
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output.strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process(log: Path, *arguments: object) -> Iterator[int]:
+    """Start a server and give its port; it is ended by its own id."""
+    port = free_port()
+    line = [sys.executable, "-m", "fedntk.trust", *map(str, arguments), "--port", str(port)]
+    with log.open("wb") as output:
+        server = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
+        try:
+            yield port
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def wait_until_it_listens(port: int, log: Path) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+        else:
+            return
+    raise TimeoutError(log.read_text())
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedntk")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    no_password = serialization.NoEncryption()
+    files = folder / "certificate.pem", folder / "certificate-key.pem"
+    files[0].write_bytes(made.public_bytes(pem))
+    files[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    return files
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Both servers: the key server behind TLS, the shuffling server with a small limit."""
+    folder = tmp_path_factory.mktemp("trust")
+    secret, enrolled, key = folder / "secret", folder / "enrolled", folder / "key.pem"
+    assert command("new-key-server", secret)[0] == command("new-key", key)[0] == 0
+    enrolled.write_text("# nobody yet\n")
+    cert, cert_key = certificate(folder)
+    logs = folder / "key-server.log", folder / "shuffling-server.log"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        process(
+            logs[0],
+            *("key-server", "--secret", secret, "--enrolled", enrolled),
+            *("--ssl-certfile", cert, "--ssl-keyfile", cert_key),
+        ) as key_port,
+        process(
+            logs[1], "shuffling-server", "--secret", key, "--body-limit", BODY_LIMIT
+        ) as shuffling_port,
+    ):
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        wait_until_it_listens(key_port, logs[0])
+        wait_until_it_listens(shuffling_port, logs[1])
+        yield SimpleNamespace(
+            secret=secret,
+            enrolled=enrolled,
+            cert=cert,
+            key=key,
+            logs=logs,
+            key_url=f"https://127.0.0.1:{key_port}",
+            shuffling_url=f"http://127.0.0.1:{shuffling_port}",
+        )
+
+
+@pytest.fixture
+def key_server(servers):
+    return RemoteKeyServer(servers.key_url, verify=servers.cert)
+
+
+@pytest.fixture
+def shuffling_server(servers):
+    return RemoteShufflingServer(servers.shuffling_url + "/")
+
+
+def enrol(servers, key) -> None:
+    with servers.enrolled.open("a") as file:
+        file.write(f"{public_bytes(key).hex()}  hospital of {RUN} # by phone\n")
+
+
+def test_seed_comes_from_another_process_and_stays_secret(servers, key_server):
+    local = KeyServer(load_secret(servers.secret)[0], [], load_secret(servers.secret)[1])
+    key, log = new_key(), servers.logs[0]
+    verify_key = bytes.fromhex(log.read_text().splitlines()[0])
+    client = ClientKeys(key, run=RUN, verify_key=verify_key, state={})
+    asked = client.request()
+    enrol(servers, key)
+    data = key_server.sealed_seed(asked["public-key"], RUN, asked["challenge"])
+    seed = client.open(data)
+    assert seed == local.projection_seed(RUN)
+    assert seed not in data
+    for secret in (seed, load_secret(servers.secret)[0]):
+        assert secret.hex() not in log.read_text()
+        assert repr(secret) not in log.read_text()
+
+
+def test_enrolled_keys_may_change_while_it_runs(servers, key_server):
+    key = new_key()
+    public_key = public_bytes(key)
+    local = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
+    with pytest.raises(NotEnrolled) as there:
+        key_server.sealed_seed(public_key, RUN, bytes(16))
+    with pytest.raises(NotEnrolled) as here:
+        local.sealed_seed(public_key, RUN, bytes(16))
+    assert str(there.value) == str(here.value)
+    enrol(servers, key)
+    key_server.sealed_seed(public_key, RUN, bytes(16))
+    before = servers.enrolled.read_text()
+    servers.enrolled.write_text(before + "half a li")
+    key_server.sealed_seed(public_key, RUN, bytes(16))
+    log = servers.logs[0].read_text()
+    assert f"line {len(before.splitlines()) + 1}: expected 64 hexadecimal digits" in log
+    servers.enrolled.write_text("")
+    with pytest.raises(NotEnrolled):
+        key_server.sealed_seed(public_key, RUN, bytes(16))
+
+
+def test_refusals_are_the_key_servers_own(servers, key_server):
+    key = new_key()
+    enrol(servers, key)
+    with pytest.raises(SealError, match="challenge: expected 16 bytes, got 3") as error:
+        key_server.sealed_seed(public_bytes(key), RUN, b"abc")
+    assert type(error.value) is SealError
+    with pytest.raises(SealError, match="at most 10000 bytes, got 20"):
+        key_server.sealed_seed(public_bytes(key), RUN, bytes(20_000))
+
+
+def test_certificate_is_checked(servers):
+    with pytest.raises(ConnectionError, match=re.escape(servers.key_url) + ".*CERTIFICATE"):
+        RemoteKeyServer(servers.key_url).sealed_seed(bytes(32), RUN, bytes(16))
+
+
+@pytest.mark.parametrize("body", [b"", b"rubbish!", b"\xff" * 8, frame([b"", b"\xff", b""])])
+def test_rubbish_is_refused_without_a_traceback(servers, body):
+    context = httpx.create_ssl_context(verify=False)
+    for url in (servers.key_url + "/sealed-seed", servers.shuffling_url + "/shuffle"):
+        answer = httpx.post(url, content=body, verify=context)
+        assert answer.status_code in (400, 403)
+        assert answer.json()["error"] in ("SealError", "NotEnrolled")
+        assert "Traceback" not in answer.text
+
+
+def test_wrong_address_is_named(servers, monkeypatch):
+    with pytest.raises(SealError, match=r"answered with status 404.*check the address"):
+        RemoteKeyServer(servers.shuffling_url).sealed_seed(bytes(32), RUN, bytes(16))
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust key-server"):
+        RemoteKeyServer(nobody).sealed_seed(bytes(32), RUN, bytes(16))
+    with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust shuffling-server"):
+        shuffle(RemoteShufflingServer(nobody), [])
+    with pytest.raises(ConnectionError, match="no key-server answers at localhost:9"):
+        RemoteKeyServer("localhost:9").sealed_seed(bytes(32), RUN, bytes(16))
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200, content=b"<html>"))
+    with pytest.raises(SealError, match="no shuffling server's"):
+        shuffle(RemoteShufflingServer(nobody), [])
+
+
+def test_uploads_are_shuffled_in_another_process(servers, shuffling_server):
+    owner = ShufflingServer(load_key(servers.key))
+    assert servers.logs[1].read_text().splitlines()[0] == owner.public_key.hex()
+    parts = [upload(seed, 10) for seed in range(2)]
+    data = [b"rubbish", *(sealed(part, owner) for part in parts)]
+    shuffled = shuffle(shuffling_server, data)
+    assert shuffled.accepted == 2
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == {0: "sealed"}
+    assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
+    again = shuffle(shuffling_server, data)
+    assert again.upload is None
+    assert "nothing was shuffled" in again.message
+
+
+def test_too_large_a_round_is_refused(shuffling_server):
+    message = f"expected a request of at most {BODY_LIMIT} bytes, got 50000"
+    with pytest.raises(SealError, match=message):
+        shuffle(shuffling_server, [bytes(50_000_000)])
+
+
+def test_refusals_are_the_shuffling_servers_own(shuffling_server):
+    with pytest.raises(SealError, match="run: expected a name"):
+        shuffling_server.shuffle([], asked=ASKED, run="", server_round=ROUND)
+
+
+def test_failure_tells_nothing(servers, shuffling_server):
+    """What was asked for is impossible, and makes the parsing of a good upload fail."""
+    owner = ShufflingServer(load_key(servers.key))
+    asked = Asked(ASKED.parameters, max_examples="many")
+    shuffled = shuffle(shuffling_server, [sealed(upload(0, 10), owner)], asked)
+    assert shuffled.upload is None
+    assert shuffled.rejected[0].reason == "malformed"
+    assert "Traceback" not in shuffled.rejected[0].detail
+
+
+@pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
+def test_line_without_a_key_is_named(tmp_path, word):
+    path = tmp_path / "enrolled"
+    path.write_text(f"# clients\n\n{'ab' * 32} first\n{word} second\n")
+    with pytest.raises(SealError, match="line 4: expected 64 hexadecimal digits, got"):
+        read_enrolled(path)
+    path.write_text(f"# clients\n\n{'ab' * 32} first\n   # {word}\n{'CD' * 32}#second\n")
+    assert read_enrolled(path) == [b"\xab" * 32, b"\xcd" * 32]
+
+
+def test_commands_print_public_keys_and_replace_nothing(tmp_path):
+    key, secret = tmp_path / "key.pem", tmp_path / "secret"
+    assert command("new-key", key) == (0, public_bytes(load_key(key)).hex())
+    code, verify_key = command("new-key-server", secret)
+    assert (code, verify_key) == (0, KeyServer(*_with_nobody(load_secret(secret))).verify_key.hex())
+    for name, path in (("new-key", key), ("new-key-server", secret)):
+        content = path.read_bytes()
+        code, output = command(name, path)
+        assert code == 2
+        assert "exists and is not replaced" in output
+        assert path.read_bytes() == content
+
+
+def _with_nobody(secret):
+    master, signing_key = secret
+    return master, [], signing_key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("key-server", "--secret", "none", "--enrolled", "none"), "No such file.*none"),
+        (("shuffling-server", "--secret", "none"), "No such file.*none"),
+        (("shuffling-server", "--secret", "other"), "other holds no private key"),
+        (("key-server", "--secret", "other", "--enrolled", "other"), "new-key-server makes one"),
+    ],
+)
+def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("other").write_text("something else")
+    code, output = command(*arguments)
+    assert code == 2
+    assert re.search(message, output)
+    assert output.startswith("fedntk.trust: ")
+    assert len(output.splitlines()) == 1

@@ -1,0 +1,268 @@
+"""Rows come back whole, in an order that tells nothing, and bad uploads are dropped alone."""
+
+import dataclasses
+import io
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from fedntk.ntk import Asked, BadReply, CompressedUpload, Jacobian, JacobianUpload, to_npy
+from fedntk.trust import SealError, ShufflingServer, new_key, public_bytes, seal, seal_upload
+from fedntk.trust.sealing import frame
+from fedntk.trust.shuffling_server import Shuffled
+
+from .uploads import ASKED, ROUND, RUN, rows, sealed, shuffle, upload
+
+
+def scaled(part: JacobianUpload, factor: float) -> JacobianUpload:
+    blocks = [b.with_arrays([factor * a for a in b.arrays]) for b in part.jacobian.blocks]
+    return JacobianUpload(Jacobian(tuple(blocks)), part.outputs, part.targets)
+
+
+@pytest.fixture
+def server():
+    return ShufflingServer()
+
+
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_rows_stay_whole_and_none_is_lost(server, structure):
+    parts = [upload(seed, 10 + seed, structure=structure) for seed in range(3)]
+    shuffled = shuffle(server, [sealed(part, server) for part in parts])
+    assert shuffled.rejected == {}
+    assert shuffled.accepted == 3
+    assert shuffled.message == ""
+    assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
+
+
+def test_order_is_neither_the_clients_nor_the_same_twice(server):
+    """Of 100! orders one comes twice, or leaves a client's 50 rows together, once in 10^28."""
+    parts = [upload(seed, 50) for seed in range(2)]
+    orders = []
+    for _ in range(2):
+        pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
+        orders.append([output.numpy().tobytes() for output in pooled.outputs])
+    first = {output.numpy().tobytes() for output in parts[0].outputs}
+    for order in orders:
+        assert 0 < sum(output in first for output in order[:50]) < 50
+    assert orders[0] != orders[1]
+
+
+def test_all_orders_are_equally_likely(server):
+    """Three rows of two clients, 300 times: chi squared of the 6 orders.
+
+    With five degrees of freedom it exceeds 50.8 with probability 1e-9.
+    """
+    parts = [upload(0, 1), upload(1, 2)]
+    data = JacobianUpload.concatenate(parts).outputs
+    counts = Counter()
+    for _ in range(300):
+        pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
+        counts[tuple(int((data == row).all(1).nonzero()) for row in pooled.outputs)] += 1
+    expected = 300 / 6
+    chi_squared = sum(
+        (counts[order] - expected) ** 2 / expected for order in permutations(range(3))
+    )
+    assert chi_squared < 50.8
+
+
+def test_update_of_the_weights_is_that_of_the_unshuffled_rows(server):
+    """Eq. (9b), J^T R with R a function of the row.
+
+    Each entry of the update is a sum of m = n C products of a residual and a product of two
+    factors. However it is summed, it differs from the exact sum by at most (m + 2) u times the sum
+    of the magnitudes, to first order in the unit roundoff u = eps / 2; two of them by twice that.
+    """
+    parts = [upload(seed, 20) for seed in range(3)]
+    whole = JacobianUpload.concatenate(parts)
+    pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
+    update = pooled.jacobian.vjp(pooled.targets - pooled.outputs)
+    residual = whole.targets - whole.outputs
+    expected = whole.jacobian.vjp(residual)
+    dense = whole.jacobian.dense()
+    for name, tensor in expected.items():
+        magnitudes = torch.tensordot(residual.abs(), dense[name].abs(), dims=2)
+        bound = (residual.numel() + 2) * torch.finfo(torch.float64).eps * magnitudes
+        assert ((update[name] - tensor).abs() <= bound).all()
+
+
+def hostile(kind: str, server: ShufflingServer, good: list[bytes]) -> bytes:
+    part = upload(9, 10)
+    arrays = CompressedUpload.compress(part).to_arrays()
+    key, place = server.public_key, {"run": RUN, "server_round": ROUND}
+
+    def replaced(**fields):
+        changed = dataclasses.replace(CompressedUpload.compress(part), **fields)
+        return seal_upload(changed.to_arrays(), key, **place).tobytes()
+
+    match kind:
+        case "rubbish":
+            return b"rubbish" * 100
+        case "empty":
+            return b""
+        case "changed":
+            return sealed(part, server)[:-1] + b"\0\0"
+        case "for another key":
+            return sealed(part, ShufflingServer())
+        case "of another run":
+            return sealed(part, server, run="run-8")
+        case "of another round":
+            return sealed(part, server, server_round=ROUND + 1)
+        case "for another purpose":
+            return seal(b"", key, b"purpose")
+        case "replayed":
+            return good[0]
+        case "no arrays":
+            return seal_upload([], key, **place).tobytes()
+        case "too few arrays":
+            return seal_upload(arrays[:-1], key, **place).tobytes()
+        case "not finite":
+            return replaced(outputs=np.full_like(arrays[0], np.nan))
+        case "labels":
+            return replaced(labels=np.full(10, 3, np.uint8))
+        case "too many examples":
+            return sealed(upload(9, ASKED.max_examples + 1), server)
+        case "another form":
+            return sealed(upload(9, 10, structure="dense"), server)
+        case "outlier":
+            return sealed(scaled(part, 1e4), server)
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("rubbish", "sealed"),
+        ("empty", "sealed"),
+        ("changed", "sealed"),
+        ("for another key", "sealed"),
+        ("of another run", "sealed"),
+        ("of another round", "sealed"),
+        ("for another purpose", "sealed"),
+        ("replayed", "replayed"),
+        ("no arrays", "shape"),
+        ("too few arrays", "shape"),
+        ("not finite", "non-finite"),
+        ("labels", "labels"),
+        ("too many examples", "shape"),
+        ("another form", "layout"),
+        ("outlier", "scale"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_bad_upload_is_dropped_alone(server, kind, reason, first):
+    parts = [upload(seed, 10) for seed in range(3)]
+    good = [sealed(part, server) for part in parts]
+    bad = hostile(kind, server, good)
+    shuffled = shuffle(server, [bad, *good] if first else [*good, bad])
+    # of the same bytes twice, the later ones are the replay
+    index = 1 if first and kind == "replayed" else 0 if first else 3
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == {index: reason}
+    assert shuffled.accepted == 3
+    assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
+
+
+def test_sealed_bytes_that_hold_no_arrays_are_dropped(server):
+    """Frames that are cut off, no array, one of fewer numbers than it declares, pickled objects."""
+    good = [sealed(upload(seed, 10), server) for seed in range(2)]
+    info = b'["fedntk upload 1", "run-7", 3]'
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([None]), allow_pickle=True)
+    arrays = [b"abc", to_npy(np.zeros(9))[:-1], pickled.getvalue()]
+    bodies = [b"\xff" * 8, *(frame([array]) for array in arrays)]
+    bad = [seal(data, server.public_key, info) for data in bodies]
+    shuffled = shuffle(server, [*bad, *good])
+    reasons = {i: error.reason for i, error in shuffled.rejected.items()}
+    assert reasons == dict.fromkeys(range(4), "arrays")
+    assert shuffled.accepted == 2
+
+
+def test_uploads_must_be_compressed_as_asked(server):
+    parts = [upload(seed, 10) for seed in range(3)]
+    data = [sealed(part, server, sparsity=0.5, bits=6) for part in parts]
+    asked = Asked(ASKED.parameters, 10, sparsity=0.5, bits=6)
+    shuffled = shuffle(server, [*data, sealed(upload(3, 10), server)], asked)
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == {3: "compression"}
+    expected = [
+        CompressedUpload.parse(
+            CompressedUpload.compress(part, sparsity=0.5, bits=6).to_arrays(), asked
+        )
+        for part in parts
+    ]
+    assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(expected))
+
+
+def test_upload_that_does_not_fit_in_memory_is_dropped(server, monkeypatch):
+    data = [sealed(upload(seed, 10), server) for seed in range(2)]
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda *_: 0)
+    shuffled = shuffle(server, data)
+    assert {error.reason for error in shuffled.rejected.values()} == {"memory"}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_client_alone_is_not_given_out(server, count):
+    data = [sealed(upload(seed, 10), server) for seed in range(count)]
+    shuffled = shuffle(server, [*data, b"rubbish"])
+    assert shuffled.upload is None
+    assert shuffled.accepted == count
+    assert list(shuffled.rejected) == [count]
+    assert f"expected the good uploads of 2 clients or more, got {count}" in shuffled.message
+
+
+def test_what_was_not_given_out_may_come_again(server):
+    one, other = (sealed(upload(seed, 10), server) for seed in range(2))
+    assert shuffle(server, [one]).upload is None
+    assert shuffle(server, [one, other]).accepted == 2
+
+
+def test_asking_again_without_one_client_reveals_nothing(server):
+    """The rows that are missing the second time would be that client's."""
+    data = [sealed(upload(seed, 10), server) for seed in range(3)]
+    assert shuffle(server, data).accepted == 3
+    again = shuffle(server, data[1:])
+    assert again.upload is None
+    assert {i: error.reason for i, error in again.rejected.items()} == dict.fromkeys(
+        range(2), "replayed"
+    )
+
+
+def test_more_clients_can_be_required():
+    server = ShufflingServer(min_clients=4)
+    data = [sealed(upload(seed, 10), server) for seed in range(4)]
+    assert shuffle(server, data[:3]).upload is None
+    assert shuffle(server, data).accepted == 4
+    with pytest.raises(ValueError, match="min_clients: expected at least 2, got 1"):
+        ShufflingServer(min_clients=1)
+
+
+def test_kept_key_opens_what_was_sealed_before():
+    key = new_key()
+    data = [sealed(upload(seed, 10), ShufflingServer(key)) for seed in range(2)]
+    again = ShufflingServer(key)
+    assert again.public_key == public_bytes(key)
+    assert shuffle(again, data).accepted == 2
+
+
+def test_malformed_key_or_run_is_refused(server):
+    with pytest.raises(SealError, match="public key: expected the 32 raw bytes"):
+        seal_upload([], b"abc", run=RUN, server_round=1)
+    with pytest.raises(SealError, match="run: expected a name"):
+        seal_upload([], server.public_key, run="", server_round=1)
+    with pytest.raises(SealError, match="run: expected a name"):
+        server.shuffle([], asked=ASKED, run="", server_round=1)
+
+
+def test_what_is_shuffled_travels(server):
+    data = [sealed(upload(seed, 10), server) for seed in range(2)]
+    shuffled = shuffle(server, [b"rubbish", *data])
+    for one in (shuffled, dataclasses.replace(shuffled, upload=None, message="too few")):
+        read = Shuffled.from_bytes(one.to_bytes(), parameters=ASKED.parameters)
+        assert (read.accepted, read.message) == (one.accepted, one.message)
+        assert isinstance(read.rejected[0], BadReply)
+        assert str(read.rejected[0]) == str(one.rejected[0])
+        assert (read.upload is None) == (one.upload is None)
+    read = Shuffled.from_bytes(shuffled.to_bytes(), parameters=ASKED.parameters)
+    assert torch.equal(read.upload.outputs, shuffled.upload.outputs)
+    assert rows(read.upload) == rows(shuffled.upload)

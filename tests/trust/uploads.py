@@ -1,0 +1,59 @@
+"""Clients' uploads of a small network, and their sealed form."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedntk.ntk import Asked, CompressedUpload, JacobianUpload, jacobian, one_hot
+from fedntk.trust import Shuffled, ShufflingServer, seal_upload
+
+RUN = "run-7"
+ROUND = 3
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+ASKED = Asked({name: tuple(p.shape) for name, p in network().named_parameters()}, max_examples=60)
+
+
+def upload(seed: int, num_examples: int, *, structure: str = "factored") -> JacobianUpload:
+    """Return a client's upload in float64; no two rows have equal outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_examples, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (num_examples,), generator=generator)
+    model = network()
+    with torch.no_grad():
+        outputs = model(x)
+    return JacobianUpload(
+        jacobian(model, x, structure=structure), outputs, one_hot(labels, 3, torch.float64)
+    )
+
+
+def sealed(
+    part: JacobianUpload,
+    server: ShufflingServer,
+    *,
+    run: str = RUN,
+    server_round: int = ROUND,
+    **compression: float,
+) -> bytes:
+    arrays = CompressedUpload.compress(part, **compression).to_arrays()
+    return seal_upload(arrays, server.public_key, run=run, server_round=server_round).tobytes()
+
+
+def shuffle(server: ShufflingServer, data: Sequence[bytes], asked: Asked = ASKED) -> Shuffled:
+    return server.shuffle(data, asked=asked, run=RUN, server_round=ROUND)
+
+
+def rows(part: JacobianUpload) -> list[bytes]:
+    """Each example's Jacobian, outputs and targets as one byte string, sorted."""
+    dense = part.jacobian.dense()
+    parts: list[Tensor] = [part.outputs, part.targets, *(dense[name] for name in sorted(dense))]
+    return sorted(
+        b"".join(array[i].numpy().tobytes() for array in parts) for i in range(len(part.outputs))
+    )

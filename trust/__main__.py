@@ -1,0 +1,125 @@
+"""The command ``python -m fedntk.trust``: keys, and the two servers as processes."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvicorn
+from fastapi import FastAPI
+
+from .key_server import KeyServer, load_secret, new_secret
+from .sealing import SealError, load_key, new_key, public_bytes, save_key
+from .service import BODY_LIMIT, key_server_app, read_enrolled, shuffling_server_app
+from .shuffling_server import ShufflingServer
+
+app = typer.Typer(
+    help="The trusted third parties of CP-NTK-FL: keys, a key server, a shuffling server.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(help="Port to listen at.")]
+Certificate = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
+CertificateKey = Annotated[Path | None, typer.Option(help="Private key of the certificate, PEM.")]
+
+
+@app.command("new-key")
+def new_key_command(file: Annotated[Path, typer.Argument()]) -> None:
+    """Make a private key, of a client or of a shuffling server, and print its public key.
+
+    FILE is written anew, for its owner's eyes alone; an existing one is not replaced.
+    """
+    with _errors_in_one_line():
+        key = new_key()
+        save_key(key, file)
+        typer.echo(public_bytes(key).hex())
+
+
+@app.command("new-key-server")
+def new_key_server_command(file: Annotated[Path, typer.Argument()]) -> None:
+    """Make a key server's secret, and print its verification key, which clients are given.
+
+    FILE is written anew, for its owner's eyes alone; an existing one is not replaced. Without it no
+    seed of the past can be made again.
+    """
+    with _errors_in_one_line():
+        typer.echo(new_secret(file).hex())
+
+
+@app.command("key-server")
+def key_server_command(
+    *,
+    secret: Annotated[Path, typer.Option(help="Made by new-key-server.")],
+    enrolled: Annotated[
+        Path,
+        typer.Option(help="Public keys of the clients, one a line; may change at any time."),
+    ],
+    host: Host = "127.0.0.1",
+    port: Port = 9191,
+    ssl_certfile: Certificate = None,
+    ssl_keyfile: CertificateKey = None,
+) -> None:
+    """Print the verification key, and give enrolled clients the projection's seed, sealed."""
+    with _errors_in_one_line():
+        master, signing_key = load_secret(secret)
+        server = KeyServer(master, read_enrolled(enrolled), signing_key)
+        service = key_server_app(server, enrolled)
+    typer.echo(server.verify_key.hex())
+    _serve(service, host, port, ssl_certfile, ssl_keyfile)
+
+
+@app.command("shuffling-server")
+def shuffling_server_command(
+    *,
+    secret: Annotated[Path, typer.Option(help="Private key, made by new-key.")],
+    min_clients: Annotated[
+        int, typer.Option(min=2, help="With fewer good uploads nothing is given out.")
+    ] = 2,
+    body_limit: Annotated[
+        int, typer.Option(min=1, help="Bytes of a round's sealed uploads together.")
+    ] = BODY_LIMIT,
+    host: Host = "127.0.0.1",
+    port: Port = 9192,
+    ssl_certfile: Certificate = None,
+    ssl_keyfile: CertificateKey = None,
+) -> None:
+    """Print the public key, and permute the rows of uploads that clients sealed with it."""
+    with _errors_in_one_line():
+        server = ShufflingServer(load_key(secret), min_clients=min_clients)
+    typer.echo(server.public_key.hex())
+    _serve(
+        shuffling_server_app(server, body_limit=body_limit), host, port, ssl_certfile, ssl_keyfile
+    )
+
+
+def _serve(
+    service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
+) -> None:
+    uvicorn.run(
+        service,
+        host=host,
+        port=port,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        server_header=False,
+    )
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Say what is wrong without a traceback; the exit code is 2."""
+    try:
+        yield
+    except (SealError, OSError) as error:
+        typer.echo(f"fedntk.trust: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m fedntk.trust")

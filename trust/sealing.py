@@ -1,0 +1,232 @@
+"""Bytes sealed to one public key, and the files in which keys are kept.
+
+Sealing is E(k^+, ·) of Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022,
+section 4.2 and figure 2; the paper names no cipher. Here it is HPKE (RFC 9180) in base mode:
+X25519, HKDF-SHA256, ChaCha20-Poly1305. Anyone can seal for a public key, only its owner can open,
+and bytes that were changed, or sealed for another purpose, do not open.
+"""
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+__all__ = [
+    "KEY_BYTES",
+    "OVERHEAD",
+    "SealError",
+    "check_run",
+    "fingerprint",
+    "frame",
+    "load_key",
+    "new_key",
+    "public_bytes",
+    "save_key",
+    "seal",
+    "unframe",
+    "unseal",
+    "write_secret",
+]
+
+KEY_BYTES = 32
+LONGEST_RUN = 255
+OVERHEAD = 48  # by which sealed bytes are longer: an ephemeral public key and a tag
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+_LENGTH = struct.Struct("<Q")
+
+
+class SealError(ValueError):
+    """Something sealed, or a key, that cannot be used; the message says why and what to do."""
+
+
+def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
+    """Encrypt for the owner of a public key.
+
+    Parameters
+    ----------
+    plaintext : bytes
+        Less than 2 GiB.
+    public_key : bytes
+        The recipient's, 32 raw bytes.
+    info : bytes
+        What the bytes are for; opens with the same alone.
+
+    Returns
+    -------
+    bytes
+        48 more than the plaintext; different each time.
+
+    Raises
+    ------
+    SealError
+        If this is no public key, or the plaintext is too long.
+
+    Examples
+    --------
+    >>> key = new_key()
+    >>> unseal(seal(b"rho", public_bytes(key), b"example"), key, b"example")
+    b'rho'
+    """
+    try:
+        recipient = X25519PublicKey.from_public_bytes(public_key)
+        return _SUITE.encrypt(plaintext, recipient, info=info)
+    except ValueError:
+        raise SealError(
+            f"public key: expected the {KEY_BYTES} raw bytes of an X25519 key, "
+            f"got {len(public_key)} bytes that are none; new_key and public_bytes make one"
+        ) from None
+    except OverflowError:
+        raise SealError(
+            f"expected less than 2 GiB to seal, got {len(plaintext)} bytes; send fewer examples"
+        ) from None
+
+
+def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
+    """Decrypt what :func:`seal` made for this key and the same `info`.
+
+    Raises
+    ------
+    SealError
+        If it was sealed for another key or another purpose, or changed or cut off.
+    """
+    try:
+        return _SUITE.decrypt(sealed, private_key, info=info)
+    except (InvalidTag, ValueError, OverflowError):
+        raise SealError(
+            f"{len(sealed)} sealed bytes do not open: sealed for another key or another purpose, "
+            "or damaged; seal them again with this recipient's public key"
+        ) from None
+
+
+def new_key() -> X25519PrivateKey:
+    """Make a private key from the operating system's entropy."""
+    return X25519PrivateKey.generate()
+
+
+def public_bytes(private_key: X25519PrivateKey) -> bytes:
+    """Public half of a key, 32 raw bytes."""
+    return private_key.public_key().public_bytes_raw()
+
+
+def fingerprint(public_key: bytes) -> str:
+    """First 16 hexadecimal digits of a key, by which messages name it.
+
+    Examples
+    --------
+    >>> fingerprint(bytes(range(32)))
+    '0001020304050607'
+    """
+    return public_key[:8].hex()
+
+
+def save_key(private_key: X25519PrivateKey, path: str | Path) -> None:
+    """Write a private key as PEM (PKCS #8) to a new file that its owner alone can read.
+
+    Raises
+    ------
+    SealError
+        If there is such a file already: a lost key cannot be made again.
+    """
+    write_secret(
+        path,
+        private_key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
+
+
+def load_key(path: str | Path) -> X25519PrivateKey:
+    """Read what :func:`save_key` wrote.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    SealError
+        If it holds something else.
+    """
+    data = Path(path).read_bytes()
+    try:
+        key = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError) as error:  # TypeError: protected by a password
+        raise SealError(f"{path} holds no private key that can be read: {error}") from None
+    if not isinstance(key, X25519PrivateKey):
+        raise SealError(f"{path}: expected an X25519 key, got {type(key).__name__}")
+    return key
+
+
+def write_secret(path: str | Path, data: bytes) -> None:
+    """Write a new file of mode 0600.
+
+    Raises
+    ------
+    SealError
+        If there is such a file already.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise SealError(
+            f"{path} exists and is not replaced: it may hold a key that is in use; "
+            "choose another name, or move it away"
+        ) from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def check_run(run: str) -> bytes:
+    """Return the name of a run as UTF-8.
+
+    Raises
+    ------
+    SealError
+        If it is empty, or has more than 255 bytes.
+    """
+    try:
+        name = run.encode()
+    except UnicodeEncodeError:
+        raise SealError(f"run: expected a name in Unicode, got {run!r}") from None
+    if not 1 <= len(name) <= LONGEST_RUN:
+        raise SealError(
+            f"run: expected a name of 1 ... {LONGEST_RUN} bytes, got {len(name)}; name the run "
+            "alike on clients and servers"
+        )
+    return name
+
+
+def frame(parts: Iterable[bytes]) -> bytes:
+    """Join byte strings so that :func:`unframe` can part them: each after its length."""
+    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
+
+
+def unframe(data: bytes) -> list[bytes]:
+    """Part what :func:`frame` joined.
+
+    Raises
+    ------
+    SealError
+        If a length goes beyond the end.
+
+    Examples
+    --------
+    >>> unframe(frame([b"a", b"", b"bc"]))
+    [b'a', b'', b'bc']
+    """
+    parts = []
+    start = 0
+    while start < len(data):
+        head = data[start : start + _LENGTH.size]
+        start += _LENGTH.size
+        end = start + int.from_bytes(head, "little")
+        if end > len(data):
+            raise SealError(f"cut off: expected {end} bytes or more, got {len(data)}")
+        parts.append(data[start:end])
+        start = end
+    return parts

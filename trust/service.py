@@ -1,0 +1,147 @@
+"""The key server and the shuffling server as small web applications."""
+
+import json
+from logging import getLogger
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+
+from fedntk.ntk import Asked
+
+from .key_server import KeyServer, NotEnrolled
+from .remote import SEALED_SEED_PATH, SHUFFLE_PATH
+from .sealing import KEY_BYTES, SealError, unframe
+from .shuffling_server import ShufflingServer
+
+__all__ = ["key_server_app", "read_enrolled", "shuffling_server_app"]
+
+BODY_LIMIT = 2_000_000_000
+SMALL_BODY = 10_000
+logger = getLogger("uvicorn.error")
+
+
+def key_server_app(server: KeyServer, enrolled: Path) -> FastAPI:
+    """Serve sealed seeds; the file of enrolled keys is read anew for each.
+
+    Parameters
+    ----------
+    server : KeyServer
+        Which seals.
+    enrolled : Path
+        See :func:`read_enrolled`. While it cannot be read, the keys read last stay enrolled.
+    """
+    app = _app()
+
+    @app.post(SEALED_SEED_PATH)
+    async def sealed_seed(request: Request) -> Response:
+        parts = unframe(await _body(request, SMALL_BODY))
+        if len(parts) != 3:
+            raise SealError(f"expected public key, run and challenge, got {len(parts)} parts")
+        try:
+            server.enrol(read_enrolled(enrolled))
+        except (SealError, OSError) as error:
+            logger.warning("the keys enrolled before stay: %s", error)
+        public_key, run, challenge = parts
+        return _answer(server.sealed_seed(public_key, run.decode(errors="replace"), challenge))
+
+    return app
+
+
+def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMIT) -> FastAPI:
+    """Serve shuffled uploads.
+
+    Parameters
+    ----------
+    server : ShufflingServer
+        Which shuffles.
+    body_limit : int
+        Bytes of a round's sealed uploads together.
+    """
+    app = _app()
+
+    @app.post(SHUFFLE_PATH)
+    async def shuffle(request: Request) -> Response:
+        return _answer(await run_in_threadpool(answered, await _body(request, body_limit)))
+
+    def answered(body: bytes) -> bytes:
+        head, *sealed = unframe(body) or [b""]
+        try:
+            fields = json.loads(head)
+            asked = Asked.from_json(fields["asked"])
+            run, server_round = str(fields["run"]), int(fields["server-round"])
+            claims = fields["num-examples"]
+            if claims is not None and len(claims) != len(sealed):
+                raise ValueError(f"{len(claims)} claims for {len(sealed)} uploads")
+        except (ValueError, TypeError, KeyError) as error:
+            raise SealError(f"expected what is asked, run and round as JSON: {error!r}") from None
+        shuffled = server.shuffle(
+            sealed, asked=asked, run=run, server_round=server_round, num_examples=claims
+        )
+        return shuffled.to_bytes()
+
+    return app
+
+
+def read_enrolled(path: Path) -> list[bytes]:
+    """Read public keys from a file: one a line in hexadecimal, then a name; # begins a comment.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    SealError
+        If a line does not begin with a key.
+    """
+    keys = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            key = bytes.fromhex(words[0])
+        except ValueError:
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise SealError(
+                f"{path}, line {number}: expected {2 * KEY_BYTES} hexadecimal digits, got "
+                f"{words[0][:80]!r}; new-key prints a client's public key"
+            )
+        keys.append(key)
+    return keys
+
+
+def _app() -> FastAPI:
+    return FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, exception_handlers={SealError: _refused}
+    )
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return JSONResponse(
+        {"error": type(error).__name__, "message": str(error)},
+        status_code=403 if isinstance(error, NotEnrolled) else 400,
+    )
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Whole body of a request. One that is too large is read to its end, and not kept."""
+    body = bytearray()
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            body += chunk
+        else:
+            body.clear()
+    if size > limit:
+        raise SealError(
+            f"expected a request of at most {limit} bytes, got {size}; send fewer uploads or fewer "
+            "examples, or start the server with a larger limit"
+        )
+    return bytes(body)
+
+
+def _answer(content: bytes) -> Response:
+    return Response(content, media_type="application/octet-stream")
