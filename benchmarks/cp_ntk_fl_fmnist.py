@@ -42,8 +42,8 @@ TARGET = 0.85
 Run = tuple[str, dict[str, Any]]
 CP, FEDAVG = "cp_ntk_fl_fmnist", "fedavg_fmnist"
 TOOLS = {"sampling_rate": 0.3, "projection": 200}
-PLAIN = {"sparsity": 0.0, "bits": 32}
-SMALL = {"sparsity": 0.5, "bits": 6}  # paper 001, appendix E
+PLAIN = {"sparsity": 0.0, "bits": 32, "shuffle": False}
+SMALL = {"sparsity": 0.5, "bits": 6, "shuffle": True}  # paper 001, appendix E
 DENSE = {"wire": "dense", "clients_per_evaluation": 0}
 
 TABLE: dict[str, Run] = {
