@@ -44,8 +44,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     =========  ================================================  ================================
 
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
-    one; a ``query.partition`` message asks for nothing else and loads no data. Trained weights go
-    back under the names they came with; other arrays under numbers.
+    one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
+    message for ``get_properties({})``, which tells the key server to whom to seal. Trained weights
+    go back under the names they came with; other arrays under numbers.
 
     Parameters
     ----------
@@ -95,6 +96,10 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
         return _reply(message, context, client.get_properties(config))
+
+    @app.query("keys")
+    def keys(message: Message, context: Context) -> Message:
+        return _reply(message, context, client_fn(context).get_properties({}))
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:

@@ -35,6 +35,7 @@ logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION = 2
 HASH = 64  # hexadecimal digits of SHA-256
 CHUNK = 5 * 2**20  # bytes: Flower cuts an array's data into such pieces
+SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted
 OnAnswer = Callable[[str, int, int], None]
 _run_ids = itertools.count(1)
 
@@ -194,8 +195,9 @@ class MeteredGrid(Grid):
             ``bytes-up``, ``bytes-down``: of the content of all replies and of all messages to
             clients, whether or not the transport stores a shared content once. Evaluation of the
             new model is counted apart, as ``evaluation-bytes-up`` and ``-down``; the one question
-            which partition a node holds is not counted. ``seconds-clients``: that clients were at
-            work, added up. ``seconds-waiting``: that the server waited for them.
+            which partition a node holds, and the one for its public key, are not counted.
+            ``seconds-clients``: that clients were at work, added up. ``seconds-waiting``: that the
+            server waited for them.
             ``peak-memory-clients``: MB, of the largest client process so far; 0 where clients do
             not tell.
         """
@@ -268,7 +270,7 @@ class MeteredGrid(Grid):
     def _count(self, way: str, messages: list[Message]) -> None:
         known: dict[int, int] = {}  # messages of a round share their records
         for message in messages:
-            if (kind := message.metadata.message_type) != "query.partition":
+            if (kind := message.metadata.message_type) not in SET_UP:
                 prefix = "evaluation-" if kind.startswith("evaluate") else ""
                 self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
 

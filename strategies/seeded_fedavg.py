@@ -260,7 +260,7 @@ class SeededFedAvg(FedAvg):
         return messages
 
     def _properties(self, nodes: list[int], grid: Grid) -> Iterable[Message]:
-        asked = self._construct_messages(RecordDict(), nodes, MessageType.QUERY)
+        asked = self._construct_messages(RecordDict(), nodes, "query.keys")
         return grid.send_and_receive(asked, timeout=self.query_timeout)
 
     def sample(

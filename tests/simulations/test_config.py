@@ -7,13 +7,18 @@ import pytest
 
 from fedntk.simulations import Config, ConfigError
 
+DP = {
+    "method": "cp-ntk-fl", "selection": "linearised", "clients-per-evaluation": 0,
+    "clip": 1.0, "noise-multiplier": 1.0,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
         ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
-        ({"method": "ntkfl"}, "one of ntk-fl, fedavg, got 'ntkfl'; did you mean 'ntk-fl'"),
+        ({"method": "ntkfl"}, "ntk-fl, cp-ntk-fl, fedavg, got 'ntkfl'; did you mean 'ntk-fl'"),
         ({"rounds": "ten"}, "rounds: expected int, got str 'ten'"),
         ({"rounds": True}, "rounds: expected int, got bool True"),
         ({"rounds": 2.5}, "rounds: expected int, got float 2.5"),
@@ -39,6 +44,19 @@ from fedntk.simulations import Config, ConfigError
         ({"selection": "validation"}, "selection = validation goes with one of"),
         ({"validation-clients": 2}, "selection = validation goes with one of"),
         ({"partition": "natural"}, "partition = natural needs natural-column"),
+        ({"sampling-rate": 0.0}, "sampling-rate: expected more than 0, got 0.0"),
+        ({"sampling-rate": 1.5}, "sampling-rate: expected at most 1, got 1.5"),
+        ({"projection": -1}, "projection: expected at least 0, got -1"),
+        ({"sparsity": 1.0}, "sparsity: expected less than 1, got 1.0"),
+        ({"bits": 0}, "bits: expected at least 1, got 0"),
+        ({"bits": 20}, "bits: expected 1 ... 16, or 32 for numbers as they are, got 20"),
+        ({"shuffle": True}, "shuffle goes with method = cp-ntk-fl, got ntk-fl"),
+        (DP | {"method": "ntk-fl"}, "noise-multiplier goes with method = cp-ntk-fl"),
+        (DP | {"clip": 0.0}, "takes clip and noise-multiplier above 0"),
+        (DP | {"selection": "clients"}, "use linearised or validation"),
+        (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
+        (DP | {"label-noise": 2.0}, "label-noise: expected at most 1, got 2.0"),
+        (DP | {"delta": 0.0}, "delta: expected more than 0, got 0.0"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_in_one_line(values, message):

@@ -15,6 +15,7 @@ from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.methods import METHODS
 from fedntk.simulations.server_app import serve
 
+from .settings import SETTINGS
 from .test_resume import outcome
 
 SMALL = Config(num_clients=12, clients_per_round=6, clients_per_evaluation=5, rounds=3)
@@ -42,7 +43,7 @@ def result(config: Config, folder: Path, kind: type[LocalGrid], workers: int) ->
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, method):
-    config = replace(SMALL, method=method, local_epochs=3, learning_rate=0.05)
+    config = replace(SMALL, method=method, learning_rate=0.05, **SETTINGS[method])
     expected = result(config, tmp_path / "serial", LocalGrid, 1)
     for workers in (1, 2, 4):
         assert result(config, tmp_path / str(workers), Shuffled, workers) == expected

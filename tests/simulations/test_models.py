@@ -87,6 +87,14 @@ def test_a_users_own_network(monkeypatch):
         build_model(Config(model="own_models:wrong_outputs"), (4,), 3)
 
 
+def test_a_projection_gives_the_network_its_features():
+    assert build_model(Config(projection=20), (1, 8, 8), 10)[1].in_features == 20
+    with pytest.raises(ConfigError, match="projection: expected at most 64, the numbers in an ex"):
+        build_model(Config(projection=65), (1, 8, 8), 10)
+    with pytest.raises(ConfigError, match=r"images .* got examples of shape \(20,\)"):
+        build_model(Config(projection=20, model="simple-cnn"), (1, 28, 28), 10)
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [

@@ -22,6 +22,8 @@ from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
 from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
 
+from .settings import SETTINGS
+
 SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5)
 
 
@@ -56,7 +58,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
     def of(method: str) -> Run:
         if method not in known:
-            config = replace(SMALL, method=method, out=str(tmp_path_factory.mktemp("straight")))
+            out = str(tmp_path_factory.mktemp("straight"))
+            config = replace(SMALL, method=method, out=out, **SETTINGS[method])
             known[method] = run(config, progress=False)
         return known[method]
 
@@ -66,7 +69,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize(("after", "every"), [(0, 1), (2, 1), (3, 2), (4, 3)])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method, after, every):
-    config = replace(SMALL, method=method, out=str(tmp_path), checkpoint_every=every)
+    config = replace(
+        SMALL, method=method, out=str(tmp_path), checkpoint_every=every, **SETTINGS[method]
+    )
     interrupted(config, after)
     seen: list[float] = []
     serve(

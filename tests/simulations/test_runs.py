@@ -34,6 +34,7 @@ from fedntk.simulations.results import read_run, to_target
 from fedntk.simulations.server_app import main, serve
 
 from ..conftest import ROOT
+from .settings import TOOLS
 
 SMALL = Config(num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3)
 
@@ -304,10 +305,15 @@ def test_unknown_engine_and_setting():
 
 @pytest.mark.ray
 def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
-    """The whole way: SuperLink, app bundle, Ray actors, both exchanges and client evaluation."""
+    """The whole way: SuperLink, app bundle, Ray actors, all exchanges and client evaluation.
+
+    With all tools: clients in several processes open the seed with a challenge that they keep.
+    """
     folders = {}
     for engine in ("ray", "local"):
-        config = replace(SMALL, out=str(tmp_path / engine), min_completed=2)
+        config = replace(
+            SMALL, method="cp-ntk-fl", **TOOLS, out=str(tmp_path / engine), min_completed=2
+        )
         folders[engine] = run(config, engine=engine, progress=False).folder
     assert bits(folders["ray"]) == bits(folders["local"])
     pd.testing.assert_frame_equal(metrics(folders["ray"]), metrics(folders["local"]))

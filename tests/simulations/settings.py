@@ -1,0 +1,10 @@
+"""Settings under which tests over all methods run each of them: with all its tools."""
+
+TOOLS = {
+    "sampling_rate": 0.5, "projection": 20, "sparsity": 0.5, "bits": 6, "shuffle": True,
+}  # fmt: skip
+SETTINGS = {
+    "ntk-fl": {},
+    "cp-ntk-fl": TOOLS,
+    "fedavg": {"local_epochs": 3, "sampling_rate": 0.5, "projection": 20},
+}
