@@ -1,4 +1,4 @@
-"""Every example in a docstring and in the README runs and prints what it says."""
+"""Every example in a docstring and on a page runs and prints what it says."""
 
 import doctest
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import ROOT
 
-ROOMS = ("ntk", "clients", "strategies", "simulations")
+ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 
 
 def modules() -> list[str]:
@@ -27,11 +27,10 @@ def test_docstring_examples(name, tmp_path, monkeypatch):
     assert doctest.testmod(module).failed == 0
 
 
-def test_readme_examples(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["README.md", "PRIVACY.md"])
+def test_examples_of_a_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = doctest.testfile(
-        str(ROOT / "README.md"), module_relative=False, optionflags=doctest.ELLIPSIS
-    )
+    result = doctest.testfile(str(ROOT / page), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted > 0
     assert result.failed == 0
 

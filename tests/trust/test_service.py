@@ -14,13 +14,18 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from torch import nn
 from typer.testing import CliRunner
 
+from fedntk.clients import CPNTKFLClient, SealedProjection, client_app
 from fedntk.ntk import Asked, JacobianUpload
+from fedntk.strategies import CPNTKFL
 from fedntk.trust import (
     ClientKeys,
     KeyServer,
@@ -38,6 +43,7 @@ from fedntk.trust.sealing import frame
 from fedntk.trust.service import read_enrolled
 from fedntk.trust.shuffling_server import ShufflingServer
 
+from ..strategies.federation import NUM_CLIENTS, Grid, examples
 from .uploads import ASKED, ROUND, RUN, rows, sealed, shuffle, upload
 
 BODY_LIMIT = 100_000
@@ -311,3 +317,53 @@ def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch, ar
     assert re.search(message, output)
     assert output.startswith("fedntk.trust: ")
     assert len(output.splitlines()) == 1
+
+
+def test_federated_rounds_with_both_servers_elsewhere(servers, key_server, shuffling_server):
+    """What PRIVACY.md shows: the same weights as with both in the strategy's process."""
+    private = {p: new_key() for p in range(NUM_CLIENTS)}
+    public = [public_bytes(key) for key in private.values()]
+    before = servers.enrolled.read_text()
+    servers.enrolled.write_text(
+        "".join(f"{key.hex()} client {p}\n" for p, key in enumerate(public))
+    )
+    master, signing_key = load_secret(servers.secret)
+    here = KeyServer(master, public, signing_key), ShufflingServer(load_key(servers.key))
+
+    def client_fn(context: Context) -> CPNTKFLClient:
+        if "keys" not in context.state:
+            context.state["keys"] = ConfigRecord()
+        partition = int(context.node_config["partition-id"])
+        state = context.state.config_records["keys"]
+        keys = ClientKeys(private[partition], run=RUN, verify_key=here[0].verify_key, state=state)
+        return CPNTKFLClient(
+            narrow(),
+            *examples(partition),
+            projection=SealedProjection(3, keys),
+            shuffling_key=here[1].public_key,
+            run=RUN,
+            sampling_rate=0.6,
+            sparsity=0.5,
+            bits=6,
+        )
+
+    weights = []
+    try:
+        for keys, shuffling in (here, (key_server, shuffling_server)):
+            strategy = CPNTKFL(
+                learning_rate=0.1, steps=[5, 20], sparsity=0.5, bits=6, run=RUN, key_server=keys,
+                shuffling_server=shuffling, min_available_nodes=NUM_CLIENTS, fraction_evaluate=0.0,
+            )  # fmt: skip
+            initial = ArrayRecord(dict(narrow().state_dict()))
+            result = strategy.start(Grid(client_app(client_fn)), initial, num_rounds=2)
+            assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
+            weights.append({k: a.numpy().tobytes() for k, a in result.arrays.items()})
+    finally:
+        servers.enrolled.write_text(before)
+    assert weights[0] == weights[1]
+
+
+def narrow() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
