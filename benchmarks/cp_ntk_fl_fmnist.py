@@ -4,7 +4,7 @@ Yue et al. 2022, section 6: 300 clients, 20 a round, Dirichlet(0.1), MLP with 10
 seed changes the split, the first weights, the sampling and the projection; runs of a seed share all
 of them.
 
-    python benchmarks/cp_ntk_fl_fmnist.py PART --data-dir FOLDER [--seeds 0,1,2]
+    python benchmarks/cp_ntk_fl_fmnist.py PART --data-dir FOLDER [--seeds 0,1,2] [--out FOLDER]
 
 Parts, each with results/cp_ntk_fl_<part>.csv, .json and .png beside this file:
 
@@ -235,7 +235,7 @@ def measured(runs: dict[str, Run], options: argparse.Namespace, *, rounds: int) 
         return compare(
             configs,
             seeds=map(int, options.seeds.split(",")),
-            out=scratch,
+            out=options.out or scratch,
             rounds=rounds,
             data_dir=options.data_dir,
             targets=str(TARGET),
@@ -287,6 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--out", help="folder that keeps the runs, to go on after an interruption")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--threads", type=int, default=0, help="of the server; 0: all cores")
     parser.add_argument("--rounds", type=int, help="of each run of the table")
