@@ -149,26 +149,31 @@ class Config:
     )
 
     steps: str = _option(
-        ",".join(map(str, DEFAULT_STEPS)), "ntk-fl: the grid of update steps t to choose from"
+        ",".join(map(str, DEFAULT_STEPS)),
+        "ntk-fl, cp-ntk-fl: the grid of update steps t to choose from",
     )
     selection: str = _option(
         "clients",
-        "ntk-fl: how t is chosen",
+        "ntk-fl, cp-ntk-fl: how t is chosen",
         choices=("clients", "linearised", "validation"),
     )
     validation_clients: int = _option(
-        0, "ntk-fl: clients held out of training, for selection = validation", at_least=0
+        0, "ntk-fl, cp-ntk-fl: clients held out of training, for selection = validation", at_least=0
     )
-    kernel: str = _option("mean", "ntk-fl: as in fedntk.ntk.evolve", choices=("mean", "full"))
+    kernel: str = _option(
+        "mean", "ntk-fl, cp-ntk-fl: as in fedntk.ntk.evolve", choices=("mean", "full")
+    )
     residuals: str = _option(
-        "integral", "ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
+        "integral", "ntk-fl, cp-ntk-fl: as in fedntk.ntk.evolve", choices=("integral", "sum")
     )
-    tolerance: float = _option(1e-4, "ntk-fl: of the solver", above=0, below=1)
+    tolerance: float = _option(1e-4, "ntk-fl, cp-ntk-fl: of the solver", above=0, below=1)
     memory_budget: float = _option(
-        0.0, "ntk-fl: GB that the mean kernel may take; 0: what is available", at_least=0
+        0.0, "ntk-fl, cp-ntk-fl: GB that the mean kernel may take; 0: what is available", at_least=0
     )
     wire: str = _option(
-        "factored", "ntk-fl: form of the Jacobian on the wire", choices=("factored", "dense")
+        "factored",
+        "ntk-fl, cp-ntk-fl: form of the Jacobian on the wire",
+        choices=("factored", "dense"),
     )
 
     sparsity: float = _option(
@@ -268,10 +273,11 @@ class Config:
         for key, used in guards.items():
             if used and self.method != "cp-ntk-fl":
                 raise ConfigError(f"{key} goes with method = cp-ntk-fl, got {self.method}")
-        if self.noise_multiplier and self.selection == "clients":
+        if self.noise_multiplier and (self.selection == "clients" or self.validation_clients):
             raise ConfigError(
-                "selection = clients asks for losses of training examples, which noise-multiplier "
-                f"= {self.noise_multiplier:g} does not cover; use linearised or validation"
+                f"selection = {self.selection} asks clients for losses of their examples, which "
+                f"noise-multiplier = {self.noise_multiplier:g} does not cover; use linearised, or "
+                "validation with validation-examples"
             )
         if self.noise_multiplier and self.clients_per_evaluation and not self.local_test_fraction:
             raise ConfigError(
