@@ -115,7 +115,7 @@ def differentiated(
         raise ValueError("jacobian: expected at least one example, got none")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    with _evaluation_mode(model):
+    with _evaluation_mode(model), torch.enable_grad():
         plan = _Plan.make(model, x, structure, outputs)
         plan.require_row()
         first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")

@@ -243,6 +243,15 @@ def test_inputs_of_a_first_layer_are_read_off_either_form():
         torch.testing.assert_close(recovered, x)
 
 
+def test_gradients_switched_off_by_the_caller_change_nothing(case, structure):
+    model, x = case
+    expected = jacobian(model, x, structure=structure).to_arrays()
+    with torch.no_grad():
+        arrays = jacobian(model, x, structure=structure).to_arrays()
+        assert not torch.is_grad_enabled()
+    assert [a.tobytes() for a in arrays] == [a.tobytes() for a in expected]
+
+
 def test_training_mode_and_weights_are_left_as_they_were():
     model, x = make("batch-norm")
     model.train()

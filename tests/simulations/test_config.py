@@ -54,7 +54,10 @@ DP = {
         (DP | {"method": "ntk-fl"}, "noise-multiplier goes with method = cp-ntk-fl"),
         (DP | {"clip": 0.0}, "takes clip and noise-multiplier above 0"),
         (DP | {"selection": "clients"}, "use linearised, or validation with"),
-        (DP | {"selection": "validation", "validation-clients": 2}, "use linearised, or validation"),
+        (
+            DP | {"selection": "validation", "validation-clients": 2},
+            "use linearised, or validation with",
+        ),
         (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
         (DP | {"label-noise": 2.0}, "label-noise: expected at most 1, got 2.0"),
         (DP | {"delta": 0.0}, "delta: expected more than 0, got 0.0"),

@@ -1,6 +1,7 @@
 """CPNTKFL: no tool is NTK-FL, shuffling changes no bit, and each tool's limits."""
 
 import math
+import struct
 from logging import WARNING
 
 import numpy as np
@@ -396,6 +397,35 @@ def test_a_client_that_sends_more_than_was_asked_for_is_dropped():
     strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=6)
     start(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
     assert strategy.train_metrics[1]["rejected-compression"] == 6
+
+
+def bomb(code):
+    """Declare 12 GB of inputs, none of which stayed, in a payload of a few bytes."""
+    shape = (len(code), 1, 2**20 * 3)
+    head = struct.pack("<BBBBQff", 2, 8, 0, 3, 0, 0.0, 0.0) + struct.pack("<3Q", *shape)
+    return np.frombuffer(head, np.uint8)
+
+
+COMPRESSED = {
+    "cut off": damaged(3, lambda a: a[:-1]),
+    "too long": damaged(3, lambda a: np.append(a, np.uint8(0))),
+    "bitmap of ones": damaged(3, lambda a: np.concatenate([a[:44], a[44:] | np.uint8(255)])),
+    "bomb": damaged(3, bomb),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESSED))
+def test_a_payload_that_is_not_what_it_declares_is_dropped_alone(kind):
+    results = []
+    for change in (COMPRESSED[kind], lost):
+        strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=8)
+        clients = app(CPNTKFLClient, sparsity=0.5, bits=8)
+        results.append(bits(start(strategy, Grid(clients, changes={2: change}))))
+        if change is not lost:
+            counted = strategy.train_metrics[1]
+            assert counted["replies-rejected"] == 1
+            assert counted.get("rejected-compression", 0) + counted.get("rejected-shape", 0) == 1
+    assert results[0] == results[1]
 
 
 def test_bytes_up_are_the_length_of_what_is_sent():
