@@ -36,7 +36,7 @@ from fedntk.simulations.results import machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-KEPT = ("accuracy", "bytes-up", "seconds", "t", "epsilon")
+KEPT = ("accuracy", "bytes-up", "t", "epsilon")
 TARGET = 0.85
 # (stem of the configuration, overrides)
 Run = tuple[str, dict[str, Any]]
@@ -90,12 +90,10 @@ def table(options: argparse.Namespace) -> None:
             "accuracy after round 10, 40, last": [
                 mean_accuracy(rows, r) for r in (10, 40, int(rows["round"].max()))
             ],
-            "median seconds a round": seconds_a_round(rows),
         }
     for name, rows in literal.groupby("run", sort=False):
         reached[str(name)] = {
             "MB up a round": megabytes_a_round(rows),
-            "median seconds a round": seconds_a_round(rows),
             "accuracy after round 3": mean_accuracy(rows, 3),
         }
     write("table", pd.concat([rounds, literal]), {"reached": reached})
@@ -248,12 +246,6 @@ def megabytes_a_round(rows: pd.DataFrame) -> float:
     """Mean over rounds and seeds."""
     up = rows[(rows.metric == "bytes-up") & (rows["round"] > 0)]
     return round(float(up.value.mean() / 1e6), 3)
-
-
-def seconds_a_round(rows: pd.DataFrame) -> float:
-    """Median over rounds and seeds."""
-    seconds = rows[(rows.metric == "seconds") & (rows["round"] > 0)]
-    return round(float(seconds.value.median()), 2)
 
 
 def mean_accuracy(rows: pd.DataFrame, server_round: int) -> float:
