@@ -155,6 +155,7 @@ def by_bytes(options: argparse.Namespace) -> None:
                     "wire": wire,
                     "sparsity": sparsity,
                     "bits": bits,
+                    "shuffle": False,
                     "kernel": "mean",  # of literal rows the full one takes minutes a round
                     "clients_per_evaluation": 0,
                 },

@@ -173,7 +173,7 @@ class CompressedUpload:
     ----------
     outputs : ndarray of float32 or float64, shape (n, C)
         f(X'_m), as in :class:`JacobianUpload`.
-    labels : ndarray of uint8 or uint16, shape (n,)
+    labels : ndarray of uint8, or a larger unsigned integer for many classes, shape (n,)
         Whose one-hot rows the targets are.
     layout : ndarray of uint8
         Of the Jacobian.
@@ -201,7 +201,7 @@ class CompressedUpload:
         labels = upload.targets.argmax(1).numpy()
         return cls(
             upload.outputs.cpu().numpy(),
-            labels.astype(np.uint8 if num_outputs <= 2**8 else np.uint16),
+            labels.astype(np.min_scalar_type(num_outputs - 1)),
             layout,
             tuple(
                 compress(a, sparsity=sparsity, bits=bits) if a.dtype.kind == "f" else a
@@ -240,8 +240,8 @@ class CompressedUpload:
         n, num_outputs = outputs.shape
         if labels.shape != (n,):
             raise BadReply("shape", f"labels: expected {(n,)}, got {labels.shape}")
-        if labels.dtype not in (np.uint8, np.uint16):
-            raise BadReply("dtype", f"labels: expected uint8 or uint16, got {labels.dtype}")
+        if labels.dtype.kind != "u":
+            raise BadReply("dtype", f"labels: expected unsigned integers, got {labels.dtype}")
         if labels.max() >= num_outputs:
             raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")
         expected = Jacobian.count_arrays(layout, asked.parameters)
