@@ -1,7 +1,7 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
 from .adapter import client_app
-from .base import ModelClient
+from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
 from .ntk_fl import NTKFLClient
 from .projection import SealedProjection, project
@@ -17,5 +17,6 @@ __all__ = [
     "client_app",
     "get_weights",
     "project",
+    "sample_size",
     "set_weights",
 ]

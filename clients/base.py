@@ -19,7 +19,12 @@ from .projection import Scalar, SealedProjection
 from .randomness import round_seed
 from .weights import get_weights, set_weights
 
-__all__ = ["ModelClient"]
+__all__ = ["ModelClient", "sample_size"]
+
+
+def sample_size(num_examples: int, sampling_rate: float) -> int:
+    """Examples that a client draws for a round: max(1, round(beta n))."""
+    return max(1, round(sampling_rate * num_examples))
 
 
 class ModelClient(NumPyClient):
@@ -41,7 +46,7 @@ class ModelClient(NumPyClient):
         Examples per forward pass when evaluating.
     sampling_rate : float
         beta: share of the training examples, drawn anew each round without replacement, that the
-        round uses: max(1, round(beta n)). 1 means all.
+        round uses: see :func:`sample_size`. 1 means all.
     projection : SealedProjection, optional
         Projects each example before the model sees it; the model then takes its features.
     seed : tuple of int
@@ -109,7 +114,7 @@ class ModelClient(NumPyClient):
         """
         x, targets = self.x, self.targets
         if self.sampling_rate < 1:
-            size = max(1, round(self.sampling_rate * len(x)))
+            size = sample_size(len(x), self.sampling_rate)
             generator = np.random.default_rng([*round_seed(self.seed, config), *b"sample"])
             chosen = torch.from_numpy(generator.choice(len(x), size=size, replace=False))
             x, targets = x[chosen], targets[chosen]

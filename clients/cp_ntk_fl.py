@@ -27,7 +27,7 @@ from fedntk.ntk import (
     loss_value,
     privatise,
 )
-from fedntk.trust import seal_upload
+from fedntk.trust import check_public_key, check_run, seal_upload
 
 from .ntk_fl import NTKFLClient
 from .projection import Scalar
@@ -53,10 +53,10 @@ class CPNTKFLClient(NTKFLClient):
     clip, noise_multiplier, label_noise : float
         Of :func:`fedntk.ntk.privatise`. 0, the default, means no differential privacy.
     noise_seed : tuple of int, optional
-        Makes the noise repeatable in a simulation. By default it comes from the system's entropy:
-        whoever knows its seed can take it off.
+        Makes the noise repeatable in a simulation: see :func:`fedntk.ntk.privatise`.
     shuffling_key : bytes, optional
-        The shuffling server's public key: the upload is sealed for it.
+        The shuffling server's public key: the upload is sealed for it. Each row is then compressed
+        by itself, and no loss travels beside the upload, so that neither says whose row is whose.
     run : str
         Name of the training run, which the sealed upload is bound to; the strategy's is the same.
     **ntk_fl_options
@@ -85,8 +85,9 @@ class CPNTKFLClient(NTKFLClient):
         super().__init__(*args, **ntk_fl_options)
         check_compression(sparsity, bits)
         check_privacy(clip, noise_multiplier, label_noise)
-        if shuffling_key is not None and not run:
-            raise ValueError("shuffling_key: name the training run with run=..., as the strategy's")
+        if shuffling_key is not None:
+            check_run(run)
+            check_public_key(shuffling_key)
         self.sparsity = sparsity
         self.bits = bits
         self.clip = clip
@@ -104,34 +105,40 @@ class CPNTKFLClient(NTKFLClient):
         Returns
         -------
         tuple of list of ndarray, int, dict
-            The upload, or its sealed bytes as one array; the number of examples; without
-            differential privacy ``{"train-loss": ...}`` at the received weights.
+            The upload, or its sealed bytes as one array; the number of examples; the noise under
+            differential privacy, else, of an upload that is not sealed, ``{"train-loss": ...}`` at
+            the received weights.
         """
         upload = self.upload(parameters, config)
+        sealed = self.shuffling_key is not None
         metrics: dict[str, Scalar] = {}
         if self.noise_multiplier:
             upload = self._privatised(upload, config)
-        else:
+            metrics["noise-multiplier"] = self.noise_multiplier
+            metrics["label-noise"] = self.label_noise
+        elif not sealed:
             metrics["train-loss"] = loss_value(upload.outputs, upload.targets, self.loss)
-        compressed = CompressedUpload.compress(upload, sparsity=self.sparsity, bits=self.bits)
-        arrays = compressed.to_arrays()
+        arrays = CompressedUpload.compress(
+            upload, sparsity=self.sparsity, bits=self.bits, by_row=sealed
+        ).to_arrays()
         if self.shuffling_key is not None:
-            server_round = int(config["server-round"])
+            server_round = round_seed((), config)[0]
             arrays = [
                 seal_upload(arrays, self.shuffling_key, run=self.run, server_round=server_round)
             ]
         return arrays, len(upload.outputs), metrics
 
     def _privatised(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
-        entropy = None
+        generator = None
         if self.noise_seed is not None:
             entropy = [*round_seed(self.noise_seed, config), *b"noise"]
+            generator = np.random.default_rng(entropy)
         return privatise(
             upload,
             clip=self.clip,
             noise_multiplier=self.noise_multiplier,
             label_noise=self.label_noise,
-            generator=np.random.default_rng(entropy),
+            generator=generator,
         )
 
     def query(

@@ -15,7 +15,10 @@ _GLOBAL_STATE = threading.RLock()
 
 
 def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
-    """Return what seeds a client's draws in a round: (run's seed, partition, round)."""
+    """Return what seeds a client's draws in a round: (run's seed, partition, round).
+
+    The round is 0 where the configuration names none.
+    """
     return [*seed, int(config.get("server-round", 0))]
 
 

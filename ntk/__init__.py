@@ -25,7 +25,7 @@ from .payloads import (
     stack_candidates,
     unstack_candidates,
 )
-from .pooling import usable
+from .pooling import Room, usable
 from .privacy import check_privacy, label_epsilon, privatise
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "LinearBlock",
     "Loss",
     "NotEnoughMemory",
+    "Room",
     "Structure",
     "available_memory",
     "check_compression",

@@ -11,6 +11,9 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 * With b bits, one is the sign and b - 1 choose among 2^(b-1) magnitudes, evenly spaced from the
   smallest to the largest that stayed; with b = 1 all have their mean magnitude. The error of a
   number is at most half a space. With 32 the numbers stay as they are.
+* A tensor is compressed as one, or row by row, each row with its own k and its own magnitudes. Rows
+  compressed as one share a threshold and a scale, by which they can be told to belong together:
+  what is to be shuffled is compressed row by row.
 """
 
 import math
@@ -31,9 +34,11 @@ UNQUANTISED = 32
 MOST_BITS = 16
 LARGEST = 2**48  # numbers in a tensor
 _ALL, _BITMAP, _INDICES = range(3)
-# form, bits, float64?, axes, numbers kept, smallest and largest magnitude; then the shape
-_HEAD = struct.Struct("<BBBBQff")
+# form, bits, float64?, axes, groups of numbers compressed as one, numbers kept; then the shape, and
+# each group's smallest and largest magnitude if they are quantised
+_HEAD = struct.Struct("<BBBBQQ")
 _AXIS = struct.Struct("<Q")
+_RANGE_BYTES = 8
 Floats = NDArray[np.floating]
 
 
@@ -79,20 +84,26 @@ def top_k(values: Floats, sparsity: float) -> NDArray[np.bool_]:
     >>> top_k(np.array([3.0, -5.0, 1.0, 3.0]), 0.5)
     array([ True,  True, False, False])
     """
-    count = kept(values.size, sparsity)
-    if count == values.size:
-        return np.ones(values.shape, bool)
-    magnitudes = np.abs(values).reshape(-1)
-    threshold = np.partition(magnitudes, values.size - count)[values.size - count]
-    mask = magnitudes > threshold
-    ties = np.flatnonzero(magnitudes == threshold)
-    mask[ties[: count - np.count_nonzero(mask)]] = True
-    shaped: NDArray[np.bool_] = mask.reshape(values.shape)
-    return shaped
+    return _largest(values.reshape(1, -1), sparsity).reshape(values.shape)
+
+
+def _largest(groups: Floats, sparsity: float) -> NDArray[np.bool_]:
+    """Mask of the k largest of each row of a matrix."""
+    size = groups.shape[1]
+    count = kept(size, sparsity)
+    if count == size:
+        return np.ones(groups.shape, bool)
+    magnitudes = np.abs(groups)
+    thresholds = np.partition(magnitudes, size - count, axis=1)[:, size - count, None]
+    mask: NDArray[np.bool_] = magnitudes > thresholds
+    ties = magnitudes == thresholds
+    left = count - np.count_nonzero(mask, axis=1, keepdims=True)
+    mask |= ties & (np.cumsum(ties, axis=1, dtype=np.int32) <= left)
+    return mask
 
 
 def compress(
-    values: Floats, *, sparsity: float = 0.0, bits: int = UNQUANTISED
+    values: Floats, *, sparsity: float = 0.0, bits: int = UNQUANTISED, by_row: bool = False
 ) -> NDArray[np.uint8]:
     """Encode a tensor: its largest numbers, in so many bits each.
 
@@ -104,39 +115,46 @@ def compress(
         Share of the numbers that is dropped, in [0, 1).
     bits : int
         Of each number that stays, 1 ... 16; 32 leaves the numbers as they are.
+    by_row : bool
+        Whether each row, along the first axis, is compressed by itself.
 
     Returns
     -------
     ndarray of uint8
-        What :class:`Encoded` reads: 20 bytes and 8 for each axis, positions, numbers.
+        What :class:`Encoded` reads: 20 bytes and 8 for each axis, 8 for each group if quantised,
+        positions, numbers.
 
     Raises
     ------
     ValueError
-        If sparsity or bits are out of range.
+        If sparsity or bits are out of range, or a number is not finite.
 
     Examples
     --------
     >>> code = compress(np.linspace(-1, 1, 1000, dtype=np.float32), sparsity=0.5, bits=6)
-    >>> code.size                       # 28 + 1000 / 8 + 500 * 6 / 8
-    528
+    >>> code.size                       # 20 + 8 + 8 + 1000 / 8 + 500 * 6 / 8
+    536
     >>> Encoded.parse(code).decode().round(2)[[0, 400, 999]]
     array([-1.,  0.,  1.], dtype=float32)
     """
     check_compression(sparsity, bits)
-    mask = top_k(values, sparsity).reshape(-1)
-    numbers = values.reshape(-1) if mask.all() else values.reshape(-1)[mask]
-    low = high = 0.0
+    if not np.isfinite(values).all():
+        raise ValueError("compress: expected finite numbers, got NaN or infinity")
+    rows = len(values) if by_row and values.ndim and values.size else 1
+    groups = values.reshape(rows, -1)
+    mask = _largest(groups, sparsity)
+    numbers = (groups if mask.all() else groups[mask]).reshape(rows, -1)
+    ranges = np.zeros((0, 2), np.float32)
     if bits == UNQUANTISED:
         data = numbers.tobytes()
     else:
-        levels, low, high = _quantised(numbers, bits)
-        data = _pack(levels, bits)
-    form, positions = _positions(mask, numbers.size)
+        levels, ranges = _quantised(numbers, bits)
+        data = _pack(levels.reshape(-1), bits)
+    form, positions = _positions(mask.reshape(-1), numbers.size)
     double = values.dtype == np.float64
-    head = _HEAD.pack(form, bits, double, values.ndim, numbers.size, low, high)
+    head = _HEAD.pack(form, bits, double, values.ndim, rows, numbers.size)
     shape = b"".join(_AXIS.pack(size) for size in values.shape)
-    return np.frombuffer(head + shape + positions + data, np.uint8)
+    return np.frombuffer(head + shape + ranges.tobytes() + positions + data, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +171,17 @@ class Encoded:
         Of each; 32 are the numbers themselves.
     dtype : dtype
         Of the tensor.
+    groups : int
+        Of numbers that were compressed as one: 1, or as many as there are rows.
     """
 
     shape: tuple[int, ...]
     count: int
     bits: int
     dtype: np.dtype[Any]
+    groups: int
     _form: int
-    _range: tuple[float, float]
+    _ranges: NDArray[np.float32]
     _positions: NDArray[np.uint8]
     _data: NDArray[np.uint8]
 
@@ -186,7 +207,7 @@ class Encoded:
         """
         if code.dtype != np.uint8 or code.ndim != 1 or code.size < _HEAD.size:
             raise BadReply("compression", f"expected a head of {_HEAD.size} bytes, got {code.size}")
-        form, bits, double, axes, count, low, high = _HEAD.unpack(code[: _HEAD.size].tobytes())
+        form, bits, double, axes, groups, count = _HEAD.unpack(code[: _HEAD.size].tobytes())
         start = _HEAD.size + axes * _AXIS.size
         if form > _INDICES or double > 1 or code.size < start:
             raise BadReply("compression", f"unknown form {form}, or cut off")
@@ -199,15 +220,20 @@ class Encoded:
             raise BadReply("compression", str(error)) from None
         if max(size, *shape, 1) >= LARGEST or count > size or (form == _ALL and count != size):
             raise BadReply("compression", f"{count} numbers of a tensor of {size}")
-        if not 0 <= low <= high < math.inf:
-            raise BadReply("compression", f"magnitudes from {low} to {high}")
+        if groups != 1 and (groups not in shape[:1] or count % groups):
+            raise BadReply("compression", f"{groups} groups of {count} numbers of {shape}")
         widths = {_ALL: 0, _BITMAP: size, _INDICES: count * _index_bits(size)}
-        middle = start + _bytes(widths[form])
+        first = start + (0 if bits == UNQUANTISED else groups * _RANGE_BYTES)
+        middle = first + _bytes(widths[form])
         end = middle + _bytes(count * (8 * dtype.itemsize if bits == UNQUANTISED else bits))
         if code.size != end:
             raise BadReply("compression", f"expected {end} bytes for {shape}, got {code.size}")
-        positions, data = code[start:middle], code[middle:end]
-        return cls(shape, count, bits, dtype, form, (low, high), positions, data)
+        ranges = np.frombuffer(code[start:first].tobytes(), np.float32).reshape(-1, 2)
+        lows, highs = ranges[:, 0], ranges[:, 1]
+        if not ((lows >= 0) & (lows <= highs) & (highs < math.inf)).all():
+            raise BadReply("compression", "expected finite magnitudes, the smallest first")
+        positions, data = code[first:middle], code[middle:end]
+        return cls(shape, count, bits, dtype, groups, form, ranges, positions, data)
 
     def decode(self) -> Floats:
         """Return the tensor, zero where a number was dropped.
@@ -221,8 +247,8 @@ class Encoded:
         if self.bits == UNQUANTISED:
             numbers: Floats = np.frombuffer(self._data.tobytes(), self.dtype)
         else:
-            levels = _unpack(self._data, self.count, self.bits)
-            numbers = _values(levels, self.bits, *self._range).astype(self.dtype)
+            levels = _unpack(self._data, self.count, self.bits).reshape(self.groups, -1)
+            numbers = _values(levels, self.bits, self._ranges).astype(self.dtype).reshape(-1)
         flat = np.zeros(self.size, self.dtype)
         flat[chosen] = numbers
         return flat.reshape(self.shape)
@@ -252,28 +278,39 @@ def _positions(mask: NDArray[np.bool_], count: int) -> tuple[int, bytes]:
     return _BITMAP, np.packbits(mask).tobytes()
 
 
-def _quantised(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], float, float]:
-    """Levels with the sign in the lowest bit, and the smallest and largest magnitude."""
+def _quantised(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """Levels, the sign in the lowest bit, and each row's smallest and largest magnitude."""
     magnitudes = np.abs(numbers).astype(np.float64)
-    if numbers.size == 0:
-        return np.zeros(0, np.uint64), 0.0, 0.0
     if bits == 1:
-        low = high = float(np.float32(magnitudes.mean()))
+        means = magnitudes.mean(axis=1) if numbers.size else np.zeros(len(numbers))
+        ranges = np.stack([means, means], axis=1).astype(np.float32)
     else:
-        low, high = (float(np.float32(m)) for m in (magnitudes.min(), magnitudes.max()))
-    steps = 2 ** (bits - 1) - 1
-    levels = np.zeros(numbers.size, np.uint64)
-    if steps and high > low:
-        scaled = np.rint((magnitudes - low) * (steps / (high - low)))
-        levels = np.clip(scaled, 0, steps).astype(np.uint64)
-    return levels << np.uint64(1) | np.signbit(numbers), low, high
+        lows, highs = (
+            f(axis=1, initial=start)
+            for f, start in ((magnitudes.min, np.inf), (magnitudes.max, 0.0))
+        )
+        ranges = np.stack([np.minimum(lows, highs), highs], axis=1).astype(np.float32)
+    low, space = _spaces(ranges, bits)
+    steps = np.rint((magnitudes - low) / np.where(space > 0, space, np.inf))
+    levels = np.clip(steps, 0, _steps(bits)).astype(np.uint64)
+    return levels << np.uint64(1) | np.signbit(numbers), ranges
 
 
-def _values(levels: NDArray[np.uint64], bits: int, low: float, high: float) -> Floats:
-    steps = max(1, 2 ** (bits - 1) - 1)
-    magnitudes = low + (levels >> np.uint64(1)).astype(np.float64) * ((high - low) / steps)
+def _values(levels: NDArray[np.uint64], bits: int, ranges: NDArray[np.float32]) -> Floats:
+    low, space = _spaces(ranges, bits)
+    magnitudes = low + (levels >> np.uint64(1)).astype(np.float64) * space
     numbers: Floats = np.where(levels & np.uint64(1), -magnitudes, magnitudes)
     return numbers
+
+
+def _spaces(ranges: NDArray[np.float32], bits: int) -> tuple[Floats, Floats]:
+    """Smallest magnitude of each row, and the space between two, as columns."""
+    low, high = ranges[:, :1].astype(np.float64), ranges[:, 1:].astype(np.float64)
+    return low, (high - low) / max(1, _steps(bits))
+
+
+def _steps(bits: int) -> int:
+    return (1 << (bits - 1)) - 1
 
 
 def _index_bits(size: int) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -16,6 +17,8 @@ from .errors import BadReply
 from .jacobian import Jacobian
 from .losses import one_hot
 from .memory import require_memory
+
+DECODING_BYTES = 40  # for each number that was sent, while they are unpacked
 
 __all__ = [
     "Asked",
@@ -114,16 +117,16 @@ class JacobianUpload:
         """Sort the rows by their bytes: the same order, whatever order they were in."""
         outputs, targets = self.outputs.cpu().numpy(), self.targets.cpu().numpy()
         keys = [(f.tobytes(), y.tobytes()) for f, y in zip(outputs, targets, strict=True)]
-        if len(set(keys)) < len(keys):  # equal outputs: let their Jacobians decide
-            arrays = [a.cpu().numpy() for b in self.jacobian.blocks for a in b.arrays]
-            digests = [
-                hashlib.sha256(b"".join(array[i].tobytes() for array in arrays)).digest()
-                for i in range(len(keys))
-            ]
-            order = sorted(range(len(keys)), key=lambda i: (*keys[i], digests[i]))
-        else:
-            order = sorted(range(len(keys)), key=keys.__getitem__)
-        return self.rows(torch.tensor(order))
+        counts = Counter(keys)
+        arrays = [a.cpu().numpy() for b in self.jacobian.blocks for a in b.arrays]
+
+        def key(i: int) -> tuple[bytes, ...]:
+            if counts[keys[i]] == 1:
+                return keys[i]
+            row = b"".join(array[i].tobytes() for array in arrays)  # let the Jacobians decide
+            return (*keys[i], hashlib.sha256(row).digest())
+
+        return self.rows(torch.tensor(sorted(range(len(keys)), key=key)))
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,23 @@ class Asked:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
+        """Read what :meth:`to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If it is something else.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(
+                {str(k): [int(n) for n in shape] for k, shape in fields["parameters"].items()},
+                int(fields["max_examples"]),
+                float(fields["sparsity"]),
+                int(fields["bits"]),
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"expected what is asked for, as JSON, got {text[:80]!r}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,13 +206,19 @@ class CompressedUpload:
 
     @classmethod
     def compress(
-        cls, upload: JacobianUpload, *, sparsity: float = 0.0, bits: int = UNQUANTISED
+        cls,
+        upload: JacobianUpload,
+        *,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
+        by_row: bool = False,
     ) -> Self:
         """Sparsify and quantise each tensor of the Jacobian; outputs and labels stay exact.
 
         What is sparsified is what the Jacobian is made of: the paper's dense tensors (n, C, *w) if
         it is dense; if it is in factors, a layer's inputs and its output gradients, each by itself.
-        Their products, the entries of the Jacobian, are then zero where either factor is.
+        Their products, the entries of the Jacobian, are then zero where either factor is. A tensor
+        is compressed as one, or, with `by_row`, each example's part of it by itself.
         """
         layout, *arrays = upload.jacobian.to_arrays()
         num_outputs = upload.targets.shape[1]
@@ -204,7 +228,9 @@ class CompressedUpload:
             labels.astype(np.min_scalar_type(num_outputs - 1)),
             layout,
             tuple(
-                compress(a, sparsity=sparsity, bits=bits) if a.dtype.kind == "f" else a
+                compress(a, sparsity=sparsity, bits=bits, by_row=by_row)
+                if a.dtype.kind == "f"
+                else a
                 for a in arrays
             ),
         )
@@ -256,7 +282,10 @@ class CompressedUpload:
             for code in codes
         ]
         size = Jacobian.require_form(layout, hollow, asked.parameters, num_outputs)
-        require_memory(2 * size, f"a client's Jacobian of {n} examples, decoded,")
+        numbers = sum(code.count for code in codes if isinstance(code, Encoded))
+        require_memory(
+            2 * size + DECODING_BYTES * numbers, f"a client's Jacobian of {n} examples, decoded,"
+        )
         decoded = [code.decode() if isinstance(code, Encoded) else code for code in codes]
         targets = one_hot(torch.from_numpy(labels.astype(np.int64)), num_outputs).numpy()
         return JacobianUpload.from_arrays(
@@ -267,13 +296,11 @@ class CompressedUpload:
 
 def _require_asked(code: Encoded, num_examples: int, asked: Asked) -> None:
     size = code.size
+    most = code.groups * kept(size // code.groups, asked.sparsity)
     if not code.shape or code.shape[0] != num_examples:
         raise BadReply("shape", f"expected {num_examples} examples, got a tensor of {code.shape}")
-    if code.count > kept(size, asked.sparsity):
-        raise BadReply(
-            "compression",
-            f"asked for {kept(size, asked.sparsity)} of {size} numbers, got {code.count}",
-        )
+    if code.count > most:
+        raise BadReply("compression", f"asked for {most} of {size} numbers, got {code.count}")
     if code.bits > asked.bits:
         raise BadReply("compression", f"asked for {asked.bits} bits a number, got {code.bits}")
 

@@ -5,12 +5,42 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from .errors import BadReply
+from .errors import BadReply, NotEnoughMemory
+from .memory import require_memory
 from .payloads import JacobianUpload
 
-__all__ = ["usable"]
+__all__ = ["Room", "usable"]
 
 OUTLIER = 100  # times the median client's root mean square
+COPIES = 3  # of a round's rows: as they came, stacked, and in another order
+
+
+class Room:
+    """Counts what the uploads of a round will take together; each alone might fit.
+
+    A tensor most of whose numbers were dropped takes memory when it is first touched, not when it
+    is decoded.
+    """
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    def hold(self, upload: JacobianUpload) -> JacobianUpload:
+        """Return the upload if it fits beside those before it.
+
+        Raises
+        ------
+        BadReply
+            With the reason ``"memory"``.
+        """
+        try:
+            require_memory(
+                COPIES * (self._held + upload.jacobian.nbytes), "the round's Jacobian with this one"
+            )
+        except NotEnoughMemory as error:
+            raise BadReply("memory", str(error)) from None
+        self._held += upload.jacobian.nbytes
+        return upload
 
 
 def usable(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:

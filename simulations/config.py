@@ -269,10 +269,13 @@ class Config:
             check_privacy(self.clip, self.noise_multiplier, self.label_noise)
         except ValueError as error:
             raise ConfigError(str(error).replace("_", "-")) from None
-        guards = {"shuffle": self.shuffle, "noise-multiplier": self.noise_multiplier > 0}
-        for key, used in guards.items():
-            if used and self.method != "cp-ntk-fl":
-                raise ConfigError(f"{key} goes with method = cp-ntk-fl, got {self.method}")
+        tools = ("sparsity", "bits", "shuffle", "clip", "noise_multiplier", "label_noise")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in tools and value != field.default and self.method != "cp-ntk-fl":
+                raise ConfigError(
+                    f"{_key(field.name)} = {value} goes with method = cp-ntk-fl, got {self.method}"
+                )
         if self.noise_multiplier and (self.selection == "clients" or self.validation_clients):
             raise ConfigError(
                 f"selection = {self.selection} asks clients for losses of their examples, which "

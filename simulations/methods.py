@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from fedntk.clients import CPNTKFLClient, ModelClient, NTKFLClient, SGDClient
+from fedntk.clients import CPNTKFLClient, ModelClient, NTKFLClient, SGDClient, sample_size
 from fedntk.ntk import NotEnoughMemory, jacobian, require_memory
 from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
 
@@ -162,7 +162,7 @@ def _require_room(config: Config, data: Data, split: Split, model: nn.Module) ->
     row = jacobian(model.to(device), projected(config, x).to(device))
     size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
     size = size if config.wire == "dense" else row.nbytes
-    sizes = sorted(max(1, round(config.sampling_rate * len(own))) for own in split.clients)[
+    sizes = sorted(sample_size(len(own), config.sampling_rate) for own in split.clients)[
         -config.clients_per_round :
     ]
     try:

@@ -7,7 +7,7 @@ bits whether and however they were permuted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
@@ -21,7 +21,9 @@ from fedntk.ntk import (
     BadReply,
     CompressedUpload,
     JacobianUpload,
+    Room,
     check_privacy,
+    loss_value,
 )
 
 from .accounting import epsilon_after
@@ -47,12 +49,13 @@ class CPNTKFL(NTKFL):
         So is one with more bits a number.
     shuffling_server : Shuffles, optional
         Opens the clients' sealed uploads and returns their rows, permuted, such as
-        :class:`fedntk.trust.ShufflingServer` or ``RemoteShufflingServer``. This server then sees
-        no client's upload.
+        :class:`fedntk.trust.RemoteShufflingServer`, whose process this server cannot see into, or,
+        in a simulation, ``ShufflingServer``.
     noise_multiplier, label_noise : float
-        The clients', for the accounting of their differential privacy: the metric ``epsilon`` is
-        that of the client which was asked for most uploads; ``epsilon-without-labels`` its name
-        where labels have no noise. Takes Opacus.
+        The clients', for the accounting of their differential privacy; a client with other noise
+        is refused. The metric ``epsilon`` is that of the client which was asked for most uploads,
+        or, if nodes tell no partition id, of one that was asked each round;
+        ``epsilon-without-labels`` its name where labels have no noise. Takes Opacus.
     delta : float
         At which epsilon is reported.
     **ntk_fl_options
@@ -90,17 +93,20 @@ class CPNTKFL(NTKFL):
         self.label_noise = label_noise
         self.delta = delta
         self.uploads_asked: Counter[int] = Counter()
+        self.rounds_asked = 0
         self._num_outputs = 0  # known with the first upload
+        self._was_shuffled = False
         Asked({}, sparsity=sparsity, bits=bits)  # refuses what is out of range
         check_privacy(1.0 if noise_multiplier else 0.0, noise_multiplier, label_noise)
         if not 0 < delta < 1:
             raise ValueError(f"delta: expected 0 < delta < 1, got {delta}")
         if shuffling_server is not None and not self.run:
             raise ValueError("shuffling_server: name the training run with run=...")
-        if noise_multiplier and self.selection == "clients":
+        if noise_multiplier and (self.selection == "clients" or self.held_out):
             raise ValueError(
-                "selection='clients' asks for losses of the training examples, which their "
-                "differential privacy does not cover; use 'linearised' or 'validation'"
+                "selection='clients' and validation_partitions ask clients for losses of their "
+                "examples, which differential privacy does not cover; use selection='linearised' "
+                "with a grid that is safe, or validation_loss"
             )
         if noise_multiplier:
             self._epsilon(1, 2)  # is the accountant there?
@@ -119,14 +125,21 @@ class CPNTKFL(NTKFL):
         logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
 
     def state_dict(self) -> dict[str, Any]:
-        """Add how many uploads each partition was asked for."""
+        """Add how many uploads each partition, and any client, was asked for."""
         asked = {str(partition): count for partition, count in sorted(self.uploads_asked.items())}
-        return {**super().state_dict(), "uploads-asked": asked}
+        return {
+            **super().state_dict(),
+            "uploads-asked": asked,
+            "rounds-asked": self.rounds_asked,
+            "num-outputs": self._num_outputs,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.uploads_asked = Counter({int(k): int(v) for k, v in state["uploads-asked"].items()})
+        self.rounds_asked = int(state["rounds-asked"])
+        self._num_outputs = int(state["num-outputs"])
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -136,6 +149,7 @@ class CPNTKFL(NTKFL):
         for message in messages:
             node = message.metadata.dst_node_id
             self.uploads_asked[self.partitions.get(node, node)] += 1
+        self.rounds_asked += bool(messages)
         return messages
 
     def aggregate_train(
@@ -145,9 +159,15 @@ class CPNTKFL(NTKFL):
         arrays, metrics = super().aggregate_train(server_round, replies)
         if self.noise_multiplier and self._num_outputs and metrics is not None:
             name = "epsilon" if self.label_noise else "epsilon-without-labels"
-            most = max(self.uploads_asked.values(), default=0)
-            metrics[name] = self._epsilon(most, self._num_outputs)
+            metrics[name] = self._epsilon(self._most_uploads, self._num_outputs)
         return arrays, metrics
+
+    @property
+    def _most_uploads(self) -> int:
+        """Of one client, at most: a node that tells no partition may have been another before."""
+        if all(node != partition for node, partition in self.partitions.items()):
+            return max(self.uploads_asked.values(), default=0)
+        return self.rounds_asked
 
     def _epsilon(self, uploads: int, num_outputs: int) -> float:
         return epsilon_after(
@@ -161,7 +181,7 @@ class CPNTKFL(NTKFL):
     def gather(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
-        """Check and decode the replies, or have the shuffling server do it; sort the rows."""
+        """Check and decode the replies, or have the shuffling server do it."""
         asked = Asked(
             {name: list(array.shape) for name, array in self.global_arrays.items()},
             self.max_examples,
@@ -169,52 +189,71 @@ class CPNTKFL(NTKFL):
             self.bits,
         )
         if self.shuffling_server is not None:
-            clients, uploads, rejected = self._shuffled(
-                self.shuffling_server, server_round, replies, asked
-            )
-        else:
-            pairs, rejected = self.accepted(replies, lambda reply: _decoded(reply, asked))
-            clients, uploads, rejected = self.stackable(pairs, rejected)
-        if uploads:
-            self._num_outputs = uploads[0].outputs.shape[1]
-            uploads = [JacobianUpload.concatenate(uploads).canonical()]
-        return clients, uploads, rejected
+            sealed, rejected = self.accepted(replies, self._sealed)
+            return self._shuffled(self.shuffling_server, server_round, sealed, asked, rejected)
+        room = Room()
+        pairs, rejected = self.accepted(replies, lambda reply: self._decoded(reply, asked, room))
+        return self.stackable(pairs, rejected)
+
+    def _decoded(self, reply: Reply, asked: Asked, room: Room) -> JacobianUpload:
+        self._require_noise(reply)
+        upload = CompressedUpload.parse(list(reply.arrays().values()), asked)
+        return room.hold(of_its_size(upload, reply))
+
+    def _sealed(self, reply: Reply) -> bytes:
+        self._require_noise(reply)
+        arrays = list(reply.arrays().values())
+        if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
+            raise BadReply("sealed", "expected one array of bytes, sealed for the shuffling server")
+        return arrays[0].tobytes()
+
+    def _require_noise(self, reply: Reply) -> None:
+        """Refuse a client whose noise is not what epsilon is reckoned from."""
+        own = {"noise-multiplier": self.noise_multiplier, "label-noise": self.label_noise}
+        for name, expected in own.items():
+            if reply.metrics.get(name, 0.0) != expected:
+                raise BadReply(
+                    "noise", f"expected {name} = {expected:g}, got {reply.metrics.get(name, 0.0)}"
+                )
 
     def _shuffled(
         self,
-        shuffling_server: Shuffles,
+        server: Shuffles,
         server_round: int,
-        replies: Iterable[Message],
+        pairs: list[tuple[Reply, bytes]],
         asked: Asked,
+        rejected: Counter[str],
     ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
-        pairs, rejected = self.accepted(replies, _sealed)
+        """Have the rows pooled and permuted; nothing that comes back is taken on trust."""
         try:
-            shuffled = shuffling_server.shuffle(
+            shuffled = server.shuffle(
                 [sealed for _, sealed in pairs],
                 asked=asked,
                 run=self.run,
                 server_round=server_round,
                 num_examples=[reply.num_examples for reply, _ in pairs],
             )
+            clients = [reply for i, (reply, _) in enumerate(pairs) if i not in shuffled.rejected]
+            refused = [(pairs[i][0].node, bad) for i, bad in sorted(shuffled.rejected.items())]
+            if shuffled.upload is None:
+                raise ValueError(shuffled.message)
+            count = sum(reply.num_examples for reply in clients)
+            if len(shuffled.upload.outputs) != count or min(shuffled.rejected, default=0) < 0:
+                raise ValueError(f"{len(shuffled.upload.outputs)} rows for {count} examples")
         except Exception as error:  # whatever a server elsewhere may do
+            if isinstance(error, ConnectionError) and not self._was_shuffled:
+                raise  # before anything was trained
             logger.log(WARNING, "nothing came from the shuffling server: %s", error)
-            return [], [], rejected
-        for index, verdict in sorted(shuffled.rejected.items()):
-            node = pairs[index][0].node
-            logger.log(WARNING, "dropped the reply of node %d: %s", node, verdict)
-            rejected[verdict.reason] += 1
-        if shuffled.message:
-            logger.log(WARNING, "%s", shuffled.message)
-        clients = [reply for i, (reply, _) in enumerate(pairs) if i not in shuffled.rejected]
-        return clients, [] if shuffled.upload is None else [shuffled.upload], rejected
+            return [], [], rejected + Counter({"shuffling": len(pairs)})
+        self._was_shuffled = True
+        for node, bad in refused:
+            logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
+        return clients, [shuffled.upload], rejected + Counter(str(b.reason) for _, b in refused)
 
-
-def _decoded(reply: Reply, asked: Asked) -> JacobianUpload:
-    return of_its_size(CompressedUpload.parse(list(reply.arrays().values()), asked), reply)
-
-
-def _sealed(reply: Reply) -> bytes:
-    arrays = list(reply.arrays().values())
-    if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
-        raise BadReply("sealed", "expected one array of bytes, sealed for the shuffling server")
-    return arrays[0].tobytes()
+    def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
+        """Stack the rows of the uploads and sort them by their bytes."""
+        whole = super().pooled(uploads, metrics).canonical()
+        self._num_outputs = whole.outputs.shape[1]
+        if self.shuffling_server is not None and not self.noise_multiplier:
+            metrics["train-loss"] = loss_value(whole.outputs, whole.targets, self.loss)
+        return whole

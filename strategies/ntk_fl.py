@@ -242,7 +242,7 @@ class NTKFL(SeededFedAvg):
             f"the global Jacobian of {len(uploads)} clients",
             cure="sample fewer clients a round, or have them send wire='factored'",
         )
-        whole = uploads[0] if len(uploads) == 1 else JacobianUpload.concatenate(uploads)
+        whole = self.pooled(uploads, metrics)
         jacobian = whole.jacobian.to(self.device)
         outputs, targets = whole.outputs.to(self.device), whole.targets.to(self.device)
         evolution = self.evolve(jacobian, outputs, targets)
@@ -252,6 +252,10 @@ class NTKFL(SeededFedAvg):
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
         return stack_candidates(weights, updates), linearised
+
+    def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
+        """Stack the rows of the uploads: eq. (8)."""
+        return uploads[0] if len(uploads) == 1 else JacobianUpload.concatenate(uploads)
 
     def evolve(self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor) -> Evolution:
         """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""

@@ -15,6 +15,7 @@ from fedntk.trust import Shuffled
 
 __all__ = ["SealedSeeds", "SealsSeeds", "Shuffles"]
 
+LONGEST = 1000  # bytes that are relayed to the key server
 logger = getLogger("flwr")
 
 
@@ -35,7 +36,7 @@ class Shuffles(Protocol):
         asked: Asked,
         run: str,
         server_round: int,
-        num_examples: Sequence[int],
+        num_examples: Sequence[int] | None = None,
     ) -> Shuffled:
         """Open the uploads of a round and return all their rows, permuted."""
 
@@ -55,14 +56,18 @@ class SealedSeeds:
         self._key_server = key_server
         self._run = run
         self._sealed: dict[int, bytes] = {}
+        self._doubtful: set[int] = set()
 
     def of(self, node: int) -> bytes | None:
         """Return a node's sealed seed, if it has one."""
         return self._sealed.get(node)
 
     def forget(self, node: int) -> None:
-        """Have a node's seed fetched anew: a client that was started again has lost its own."""
-        self._sealed.pop(node, None)
+        """Have a node's seed fetched anew: a client that was started again has lost its own.
+
+        Until another one comes, the node keeps the old one.
+        """
+        self._doubtful.add(node)
 
     def fetch(self, nodes: Iterable[int], ask: Callable[[list[int]], Iterable[Message]]) -> None:
         """Fetch the seeds of the nodes that have none yet; those that get none are logged.
@@ -77,14 +82,16 @@ class SealedSeeds:
         Raises
         ------
         ConnectionError
-            If the key server cannot be reached and no node has a seed: nothing could be trained.
+            If the key server cannot be reached and no node ever had a seed: nothing could be
+            trained.
         """
-        new = [node for node in nodes if node not in self._sealed]
+        new = [node for node in nodes if node not in self._sealed or node in self._doubtful]
         failure: Exception | None = None
         for reply in ask(new) if new else ():
             node = reply.metadata.src_node_id
             try:
                 self._sealed[node] = self._fetched(reply)
+                self._doubtful.discard(node)
             except Exception as error:  # a reply may hold anything; none may end the run
                 logger.log(WARNING, "node %d gets no projection seed: %s", node, error)
                 failure = error if isinstance(error, ConnectionError) else failure
@@ -102,4 +109,6 @@ class SealedSeeds:
         public_key, challenge = (properties[0].get(k) for k in ("public-key", "challenge"))
         if not isinstance(public_key, bytes) or not isinstance(challenge, bytes):
             raise ValueError("expected a public key and a challenge, as bytes")
+        if max(len(public_key), len(challenge)) > LONGEST:
+            raise ValueError(f"expected at most {LONGEST} bytes each of public key and challenge")
         return self._key_server.sealed_seed(public_key, self._run, challenge)

@@ -4,6 +4,8 @@ from .key_server import SEALED_SEED, ClientKeys, KeyServer, NotEnrolled
 from .remote import RemoteKeyServer, RemoteShufflingServer
 from .sealing import (
     SealError,
+    check_public_key,
+    check_run,
     fingerprint,
     load_key,
     new_key,
@@ -24,6 +26,8 @@ __all__ = [
     "SealError",
     "Shuffled",
     "ShufflingServer",
+    "check_public_key",
+    "check_run",
     "fingerprint",
     "load_key",
     "new_key",

@@ -20,6 +20,7 @@ __all__ = [
     "KEY_BYTES",
     "OVERHEAD",
     "SealError",
+    "check_public_key",
     "check_run",
     "fingerprint",
     "frame",
@@ -101,6 +102,12 @@ def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
             f"{len(sealed)} sealed bytes do not open: sealed for another key or another purpose, "
             "or damaged; seal them again with this recipient's public key"
         ) from None
+
+
+def check_public_key(public_key: bytes) -> bytes:
+    """Return an X25519 public key of 32 raw bytes; raises SealError for what is none."""
+    seal(b"", public_key, b"")
+    return public_key
 
 
 def new_key() -> X25519PrivateKey:

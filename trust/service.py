@@ -72,8 +72,8 @@ def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMI
             asked = Asked.from_json(fields["asked"])
             run, server_round = str(fields["run"]), int(fields["server-round"])
             claims = fields["num-examples"]
-            if claims is not None and len(claims) != len(sealed):
-                raise ValueError(f"{len(claims)} claims for {len(sealed)} uploads")
+            if claims is not None and [type(n) for n in claims] != [int] * len(sealed):
+                raise ValueError(f"expected {len(sealed)} whole numbers of examples, got {claims}")
         except (ValueError, TypeError, KeyError) as error:
             raise SealError(f"expected what is asked, run and round as JSON: {error!r}") from None
         shuffled = server.shuffle(
@@ -95,7 +95,8 @@ def read_enrolled(path: Path) -> list[bytes]:
         If a line does not begin with a key.
     """
     keys = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    text = path.read_bytes().decode(errors="replace")  # names may be in any encoding
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue

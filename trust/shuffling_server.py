@@ -6,18 +6,19 @@ clients, so that the update J^T R, eq. (9b), stays the same. The paper leaves th
 module's choices:
 
 * Clients seal their uploads to the shuffling server, and the aggregation server hands them over.
-  An upload opens in its run and round alone, and its rows are given out once: those of one client
-  could be told by asking for the round again without it.
+  An upload opens in its run and round alone, and a round's rows are given out once: those of one
+  client could be told by asking again without it.
 * The permutation comes from the operating system's entropy.
 * Uploads are checked here, since the aggregation server no longer can.
+* What is to be shuffled is compressed row by row: numbers quantised on one scale, or dropped under
+  one threshold, would show which rows are one client's.
 
-What it does not hide: how long each sealed upload is, and so about how many rows it holds. Rows
-that one client quantised share their scale, and so can be told to be one client's, not whose. The
-server trusts the aggregation server to hand over uploads of its clients, not of its own making:
-anyone can seal one.
+What it does not hide: how long each sealed upload is, and so about how many rows it holds; which
+uploads were refused, and why. The server trusts the aggregation server to hand over uploads of its
+clients, not of its own making: anyone can seal one. It forgets which rounds were given out when it
+is started again.
 """
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from fedntk.ntk import (
     CompressedUpload,
     JacobianUpload,
     NotEnoughMemory,
+    Room,
     from_npy,
     to_npy,
     usable,
@@ -158,7 +160,7 @@ class ShufflingServer:
         self._private_key = private_key or new_key()
         self.public_key = public_bytes(self._private_key)
         self.min_clients = min_clients
-        self._given_out: set[bytes] = set()
+        self._given_out: set[bytes] = set()  # rounds
         self._one_at_a_time = Lock()
 
     def shuffle(
@@ -192,7 +194,7 @@ class ShufflingServer:
         -------
         Shuffled
             Rejected uploads have the reason ``"sealed"`` (does not open), ``"replayed"`` (came
-            twice, or was given out before), ``"arrays"`` (holds something else),
+            twice), ``"arrays"`` (holds something else),
             ``"num-examples"``, ``"memory"``, ``"malformed"``, or one of
             :meth:`fedntk.ntk.CompressedUpload.parse` or :func:`fedntk.ntk.usable`.
 
@@ -203,23 +205,14 @@ class ShufflingServer:
         """
         info = _binding(run, server_round)
         with self._one_at_a_time:
-            uploads: dict[int, JacobianUpload] = {}
-            rejected: dict[int, BadReply] = {}
-            digests = [hashlib.sha256(data).digest() for data in sealed]
-            for i, (data, digest) in enumerate(zip(sealed, digests, strict=True)):
-                try:
-                    if digest in self._given_out or digest in digests[:i]:
-                        raise BadReply("replayed", "the same sealed bytes came before")
-                    uploads[i] = self._opened(data, info, asked)
-                    _require_claimed(uploads[i], None if num_examples is None else num_examples[i])
-                except BadReply as error:
-                    uploads.pop(i, None)
-                    rejected[i] = error
-            verdicts = zip(list(uploads), usable(list(uploads.values())), strict=True)
-            for i, verdict in verdicts:
-                if verdict is not None:
-                    rejected[i] = verdict
-                    del uploads[i]
+            if info in self._given_out:
+                return Shuffled(
+                    None,
+                    {},
+                    0,
+                    f"round {server_round} of {run!r} was given out before, once for all",
+                )
+            uploads, rejected = self._accepted(sealed, num_examples, info, asked)
             if len(uploads) < self.min_clients:
                 return Shuffled(
                     None,
@@ -228,11 +221,39 @@ class ShufflingServer:
                     f"nothing was shuffled: expected the good uploads of {self.min_clients} "
                     f"clients or more, got {len(uploads)}; sample more clients a round",
                 )
-            self._given_out |= {digests[i] for i in uploads}
-        pooled = JacobianUpload.concatenate(list(uploads.values()))
-        order = list(range(len(pooled.outputs)))
-        secrets.SystemRandom().shuffle(order)
-        return Shuffled(pooled.rows(torch.tensor(order)), rejected, len(uploads))
+            pooled = JacobianUpload.concatenate(list(uploads.values()))
+            order = list(range(len(pooled.outputs)))
+            secrets.SystemRandom().shuffle(order)
+            shuffled = Shuffled(pooled.rows(torch.tensor(order)), rejected, len(uploads))
+            self._given_out.add(info)
+        return shuffled
+
+    def _accepted(
+        self,
+        sealed: Sequence[bytes],
+        num_examples: Sequence[int] | None,
+        info: bytes,
+        asked: Asked,
+    ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
+        """Open the uploads; those that can be used, and why others cannot, by their index."""
+        uploads: dict[int, JacobianUpload] = {}
+        rejected: dict[int, BadReply] = {}
+        room = Room()
+        for i, data in enumerate(sealed):
+            try:
+                if data in sealed[:i]:
+                    raise BadReply("replayed", "the same sealed bytes came before")
+                upload = self._opened(data, info, asked)
+                if num_examples is not None and num_examples[i] != upload.jacobian.num_examples:
+                    raise BadReply("num-examples", "claims another number of examples than it has")
+                uploads[i] = room.hold(upload)
+            except BadReply as error:
+                rejected[i] = error
+        for i, verdict in zip(list(uploads), usable(list(uploads.values())), strict=True):
+            if verdict is not None:
+                rejected[i] = verdict
+                del uploads[i]
+        return uploads, rejected
 
     def _opened(self, data: bytes, info: bytes, asked: Asked) -> JacobianUpload:
         try:
@@ -250,11 +271,6 @@ class ShufflingServer:
         except Exception as error:  # whatever hostile bytes provoke
             reason = "memory" if isinstance(error, NotEnoughMemory) else "malformed"
             raise BadReply(reason, str(error)) from error
-
-
-def _require_claimed(upload: JacobianUpload, claimed: int | None) -> None:
-    if claimed not in (None, upload.jacobian.num_examples):
-        raise BadReply("num-examples", f"claims {claimed} and sends {upload.jacobian.num_examples}")
 
 
 def _binding(run: str, server_round: int) -> bytes:

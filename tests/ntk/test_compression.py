@@ -14,7 +14,7 @@ from fedntk.ntk import BadReply, Encoded, compress, kept, top_k
 from fedntk.ntk.compression import _pack, _unpack
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 33), (0, 3), (64,)]
-HEAD = "<BBBBQff"
+HEAD = "<BBBBQQ"
 
 
 def tensor(shape, dtype=np.float32, seed=0):
@@ -74,6 +74,27 @@ def test_one_bit_is_the_sign_with_the_mean_magnitude():
     np.testing.assert_allclose(decoded, np.sign(values) * np.abs(values).mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [1, 4, 32])
+@pytest.mark.parametrize("sparsity", [0.0, 0.4, 0.9])
+def test_by_row_each_row_is_compressed_as_if_it_were_alone(sparsity, bits):
+    values = tensor((7, 3, 11)) * np.arange(1, 8, dtype=np.float32)[:, None, None]
+    code = compress(values, sparsity=sparsity, bits=bits, by_row=True)
+    decoded = Encoded.parse(code).decode()
+    for row, alone in zip(decoded, values, strict=True):
+        expected = Encoded.parse(compress(alone, sparsity=sparsity, bits=bits)).decode()
+        assert row.tobytes() == expected.tobytes()
+    extra = 6 * 8 if bits < 32 else 0
+    whole = compress(values, sparsity=sparsity, bits=bits).size
+    assert abs(code.size - whole - extra) <= 7 * math.ceil(bits / 8) * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_not_dropped(value):
+    values = np.array([1, 1, 1, value], np.float32)
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        compress(values, sparsity=0.5)
+
+
 def test_equal_magnitudes_are_exact_at_any_width():
     values = np.array([3, -3, 3, 0, 0, 0], np.float32)
     for bits in (1, 2, 9):
@@ -84,12 +105,13 @@ def test_equal_magnitudes_are_exact_at_any_width():
 @pytest.mark.parametrize("bits", [1, 5, 6, 16, 32])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.95, 0.99, 0.999])
 def test_length_is_head_positions_and_numbers(sparsity, bits):
-    """20 bytes and 8 an axis; the smaller of a bitmap and indices; k numbers of b bits."""
+    """20 bytes, 8 an axis and a group; the smaller of a bitmap and indices; k numbers."""
     values = tensor((50, 40, 2))
     n, k = values.size, kept(values.size, sparsity)
     bitmap, indices = math.ceil(n / 8), math.ceil(k * math.ceil(math.log2(n)) / 8)
     positions = 0 if k == n else min(bitmap, indices)
-    expected = 20 + 3 * 8 + positions + math.ceil(k * bits / 8)
+    scales = 8 if bits < 32 else 0
+    expected = 20 + 3 * 8 + scales + positions + math.ceil(k * bits / 8)
     assert compress(values, sparsity=sparsity, bits=bits).size == expected
 
 
@@ -123,10 +145,18 @@ def test_what_is_out_of_range_is_refused(options, message):
 
 def head(code, **changes):
     """Return the code with fields of its head changed."""
-    names = ("form", "bits", "double", "axes", "count", "low", "high")
+    names = ("form", "bits", "double", "axes", "groups", "count")
     fields = dict(zip(names, struct.unpack_from(HEAD, code.tobytes()), strict=True))
     changed = struct.pack(HEAD, *(fields | changes).values())
     return np.frombuffer(changed + code.tobytes()[len(changed) :], np.uint8)
+
+
+def scales(code, low, high):
+    """Return the code with another range of magnitudes."""
+    changed = code.copy()
+    start = struct.calcsize(HEAD) + 16
+    changed[start : start + 8] = np.frombuffer(struct.pack("<ff", low, high), np.uint8)
+    return changed
 
 
 CODE = compress(tensor((10, 10)), sparsity=0.5, bits=6)
@@ -151,10 +181,14 @@ CODE = compress(tensor((10, 10)), sparsity=0.5, bits=6)
         head(CODE, axes=255),
         head(CODE, count=51),
         head(CODE, count=2**63),
-        head(CODE, low=-1.0),
-        head(CODE, low=math.nan),
-        head(CODE, high=math.inf),
-        head(CODE, low=2.0, high=1.0),
+        head(CODE, groups=0),
+        head(CODE, groups=2),
+        head(CODE, groups=10),
+        head(CODE, groups=2**63),
+        scales(CODE, -1.0, 1.0),
+        scales(CODE, math.nan, 1.0),
+        scales(CODE, 0.0, math.inf),
+        scales(CODE, 2.0, 1.0),
     ],
 )
 def test_a_head_that_does_not_fit_its_bytes_is_refused(code):
@@ -165,7 +199,7 @@ def test_a_head_that_does_not_fit_its_bytes_is_refused(code):
 
 def test_a_small_payload_that_declares_much_allocates_nothing():
     """A tensor of 2^47 numbers of which none stayed: 36 bytes are read, no more is made."""
-    boast = struct.pack(HEAD, 2, 6, 0, 2, 0, 0.0, 0.0) + struct.pack("<QQ", 2**20, 2**27)
+    boast = struct.pack(HEAD, 2, 32, 0, 2, 1, 0) + struct.pack("<QQ", 2**20, 2**27)
     tracemalloc.start()
     encoded = Encoded.parse(np.frombuffer(boast, np.uint8))
     hollow = encoded.hollow()
@@ -173,14 +207,14 @@ def test_a_small_payload_that_declares_much_allocates_nothing():
     tracemalloc.stop()
     assert tuple(hollow.shape) == encoded.shape == (2**20, 2**27)
     assert peak < 100_000
-    larger = struct.pack(HEAD, 2, 6, 0, 2, 0, 0.0, 0.0) + struct.pack("<QQ", 2**63, 0)
+    larger = struct.pack(HEAD, 2, 32, 0, 2, 1, 0) + struct.pack("<QQ", 2**63, 0)
     with pytest.raises(BadReply, match="compression"):
         Encoded.parse(np.frombuffer(larger, np.uint8))
 
 
 def test_a_bitmap_with_more_positions_than_numbers_is_refused():
     code = CODE.copy()
-    start = struct.calcsize(HEAD) + 16
+    start = struct.calcsize(HEAD) + 16 + 8
     code[start] = 255
     with pytest.raises(BadReply, match="positions for 50"):
         Encoded.parse(code).decode()
@@ -197,7 +231,7 @@ def test_indices_that_are_no_positions_are_refused(indices):
     values = np.zeros(600, np.float32)
     values[[10, 20]] = 1
     code = compress(values, sparsity=1 - 2 / 600, bits=4)
-    start = struct.calcsize(HEAD) + 8
+    start = struct.calcsize(HEAD) + 8 + 8
     packed = _pack(np.array(indices, np.uint64), 10)
     code = np.concatenate(
         [code[:start], np.frombuffer(packed, np.uint8), code[start + len(packed) :]]

@@ -50,9 +50,11 @@ DP = {
         ({"sparsity": 1.0}, "sparsity: expected less than 1, got 1.0"),
         ({"bits": 0}, "bits: expected at least 1, got 0"),
         ({"bits": 20}, "bits: expected 1 ... 16, or 32 for numbers as they are, got 20"),
-        ({"shuffle": True}, "shuffle goes with method = cp-ntk-fl, got ntk-fl"),
-        (DP | {"method": "ntk-fl"}, "noise-multiplier goes with method = cp-ntk-fl"),
+        ({"shuffle": True}, "shuffle = True goes with method = cp-ntk-fl, got ntk-fl"),
+        ({"bits": 6}, "bits = 6 goes with method = cp-ntk-fl, got ntk-fl"),
+        (DP | {"method": "fedavg"}, "goes with method = cp-ntk-fl, got fedavg"),
         (DP | {"clip": 0.0}, "takes clip and noise-multiplier above 0"),
+        (DP | {"noise-multiplier": 0.0}, "takes clip and noise-multiplier above 0"),
         (DP | {"selection": "clients"}, "use linearised, or validation with"),
         (
             DP | {"selection": "validation", "validation-clients": 2},

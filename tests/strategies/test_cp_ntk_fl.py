@@ -402,14 +402,14 @@ def test_a_client_that_sends_more_than_was_asked_for_is_dropped():
 def bomb(code):
     """Declare 12 GB of inputs, none of which stayed, in a payload of a few bytes."""
     shape = (len(code), 1, 2**20 * 3)
-    head = struct.pack("<BBBBQff", 2, 8, 0, 3, 0, 0.0, 0.0) + struct.pack("<3Q", *shape)
+    head = struct.pack("<BBBBQQ", 2, 32, 0, 3, 1, 0) + struct.pack("<3Q", *shape)
     return np.frombuffer(head, np.uint8)
 
 
 COMPRESSED = {
     "cut off": damaged(3, lambda a: a[:-1]),
     "too long": damaged(3, lambda a: np.append(a, np.uint8(0))),
-    "bitmap of ones": damaged(3, lambda a: np.concatenate([a[:44], a[44:] | np.uint8(255)])),
+    "bitmap of ones": damaged(3, lambda a: np.concatenate([a[:52], a[52:] | np.uint8(255)])),
     "bomb": damaged(3, bomb),
 }
 
