@@ -218,6 +218,9 @@ def test_a_sealed_upload_opens_for_the_shuffling_server_alone():
         ({"bits": 0}, "bits: expected"),
         ({"clip": -1.0}, "clip: expected"),
         ({"noise_multiplier": 1.0}, "takes clip and noise_multiplier above 0"),
+        ({"clip": 1.0}, "takes clip and noise_multiplier above 0"),
+        ({"shuffling_key": bytes(3), "run": RUN}, "expected the 32 raw bytes of an X25519 key"),
+        ({"shuffling_key": new_key().public_key().public_bytes_raw()}, "run: expected a name"),
         ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
         ({"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 1.5}, "label_noise: expected"),
     ],
@@ -245,7 +248,7 @@ def test_noise_comes_from_the_system_unless_a_seed_is_given():
 
 def test_a_private_client_tells_nothing_else_of_its_training_examples():
     client, (_, _, metrics) = fit(**DP)
-    assert metrics == {}
+    assert metrics == {"noise-multiplier": 2.0, "label-noise": 0.5}
     weights = get_weights(client.model)
     with pytest.raises(ValueError, match="use selection='linearised'"):
         client.query([w[None] for w in weights], {"server-round": 1})

@@ -135,7 +135,8 @@ def with_metrics(**values: Any) -> Change:
 
 
 def failed(reply: Message) -> Message:
-    return Message(Error(0, "out of memory"), reply_to=reply)
+    instruction = Message(RecordDict(), reply_to=reply)  # back to the client, which answers it
+    return Message(Error(0, "out of memory"), reply_to=instruction)
 
 
 def lost(_: Message) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from logging import WARNING
 
 import numpy as np
@@ -20,12 +21,24 @@ from fedntk.clients import (
     client_app,
     get_weights,
 )
+from fedntk.ntk import BadReply
 from fedntk.simulations.engines import MeteredGrid
 from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
 from fedntk.strategies.accounting import epsilon_after
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
-from .federation import NUM_CLIENTS, Grid, app, bits, damaged, examples, lost, start
+from .federation import (
+    NUM_CLIENTS,
+    Grid,
+    app,
+    bits,
+    damaged,
+    examples,
+    failed,
+    lost,
+    start,
+    with_metrics,
+)
 
 RUN = "a run"
 OPTIONS = {
@@ -88,14 +101,42 @@ def shuffled(changes=None, server=None, **options):
     return strategy, start(strategy, Grid(clients, changes=changes), rounds=2)
 
 
+class NotPermuted(ShufflingServer):
+    """Gives the rows out in the order of the clients."""
+
+    def shuffle(self, *args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("secrets.SystemRandom.shuffle", lambda *_: None)
+            return super().shuffle(*args, **options)
+
+
 def test_shuffling_changes_no_bit_of_the_update():
     """Rows are sorted by their bytes, whoever permuted them before."""
-    plain = CPNTKFL(**OPTIONS, sparsity=0.3, bits=8)
-    expected = start(plain, Grid(app(CPNTKFLClient, sparsity=0.3, bits=8)), rounds=2)
+    plain, expected = shuffled(server=NotPermuted())
     for _ in range(2):  # two permutations
         strategy, weights = shuffled()
         assert bits(weights) == bits(expected)
-    assert strategy.train_metrics[2]["num-examples"] == plain.train_metrics[2]["num-examples"]
+    assert dict(strategy.train_metrics[2]) == dict(plain.train_metrics[2])
+
+
+def test_without_compression_sealing_and_shuffling_change_no_bit_either():
+    """And so it is the update of NTK-FL, up to the order of summation."""
+    server = ShufflingServer()
+    clients = app(CPNTKFLClient, shuffling_key=server.public_key, run=RUN)
+    strategy = CPNTKFL(**OPTIONS, shuffling_server=server, run=RUN)
+    weights = start(strategy, Grid(clients), rounds=2)
+    plain = CPNTKFL(**OPTIONS)
+    assert bits(weights) == bits(start(plain, Grid(app(CPNTKFLClient)), rounds=2))
+    losses = [s.train_metrics[2]["train-loss"] for s in (strategy, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_nothing_beside_a_sealed_upload_tells_the_clients_loss():
+    server = ShufflingServer()
+    client = CPNTKFLClient(small(), torch.randn(9, 3), torch.arange(9) % 3,
+                           shuffling_key=server.public_key, run=RUN)  # fmt: skip
+    _, count, metrics = client.fit(get_weights(small()), {"server-round": 1})
+    assert (count, metrics) == (9, {})
 
 
 SEALED = {
@@ -118,26 +159,66 @@ def test_a_bad_sealed_reply_is_dropped_alone(kind, caplog):
 
 
 def test_a_false_number_of_examples_is_noticed_by_the_shuffling_server():
-    from .federation import with_metrics
-
     strategy, weights = shuffled({2: with_metrics(num_examples=99)})
     assert strategy.train_metrics[1]["rejected-num-examples"] == 1
     assert bits(weights) == bits(shuffled({2: lost})[1])
 
 
-@pytest.mark.parametrize("failure", ["raises", "too few"])
-def test_a_shuffling_server_that_gives_nothing_leaves_the_model(failure, caplog):
-    class Broken(ShufflingServer):
-        def shuffle(self, *args, **options):
-            raise ConnectionError("no shuffling-server answers")
+class Broken(ShufflingServer):
+    """Answers with something else."""
 
-    server = Broken() if failure == "raises" else ShufflingServer(min_clients=7)
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def shuffle(self, *args, **options):
+        return self.change(super().shuffle(*args, **options))
+
+
+def fewer(answer):
+    return replace(answer, upload=answer.upload.rows(torch.arange(3)))
+
+
+BAD = BadReply("sealed", "no")
+ANSWERS = {
+    "raises": (Broken(lambda _: 1 / 0), "division by zero"),
+    "none": (Broken(lambda _: None), "no attribute"),
+    "too few": (ShufflingServer(min_clients=7), "nothing was shuffled"),
+    "other rows": (Broken(fewer), "3 rows for 45 examples"),
+    "unknown index": (Broken(lambda a: replace(a, rejected={99: BAD})), "out of range"),
+    "negative index": (Broken(lambda a: replace(a, rejected={-1: BAD})), "rows for"),
+}
+
+
+@pytest.mark.parametrize("failure", sorted(ANSWERS))
+def test_an_answer_that_cannot_be_used_leaves_the_model(failure, caplog):
+    server, words = ANSWERS[failure]
     with caplog.at_level(WARNING, "flwr"):
-        _, weights = shuffled(server=server)
+        strategy, weights = shuffled(server=server)
     initial = {k: v.numpy() for k, v in network_state().items()}
     assert bits(weights) == bits(initial)
-    words = {"raises": "no shuffling-server answers", "too few": "nothing was shuffled"}
-    assert words[failure] in caplog.text
+    assert words in caplog.text
+    counted = strategy.train_metrics[1]
+    assert (counted["replies-accepted"], counted["rejected-shuffling"]) == (0, 6)
+
+
+def test_a_shuffling_server_that_cannot_be_reached_ends_the_run_before_it_begins():
+    class Away(ShufflingServer):
+        present = False
+
+        def shuffle(self, *args, **options):
+            if not self.present:
+                raise ConnectionError("no shuffling-server answers")
+            self.present = False
+            return super().shuffle(*args, **options)
+
+    with pytest.raises(ConnectionError, match="no shuffling-server answers"):
+        shuffled(server=Away())
+    server = Away()
+    server.present = True  # in the first round alone
+    strategy, _ = shuffled(server=server)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert strategy.train_metrics[2]["rejected-shuffling"] == 6
 
 
 def network_state():
@@ -320,6 +401,44 @@ def test_clients_without_projection_are_told_apart_from_enrolled_ones(caplog):
     assert strategy.train_metrics[1]["replies-accepted"] == 6  # they project nothing, and may
 
 
+def test_a_key_server_that_goes_away_later_does_not_end_the_run():
+    """All clients fail in the second round, and are asked for their keys again in the third."""
+    parties = Parties()
+
+    class Leaving:
+        gone = False
+
+        def sealed_seed(self, *arguments):
+            if self.gone:
+                raise ConnectionError("no key-server answers at that address")
+            return parties.server.sealed_seed(*arguments)
+
+    server = Leaving()
+    strategy = CPNTKFL(**OPTIONS, key_server=server, run=RUN)
+    grid = Grid(parties.app)
+    original = strategy.aggregate_train
+
+    def lose_state(server_round, replies):
+        result = original(server_round, replies)
+        if server_round == 1:
+            server.gone = True
+            for context in grid.contexts.values():
+                del context.state["keys"]
+        return result
+
+    strategy.aggregate_train = lose_state
+    run_projected(strategy, grid, rounds=3)
+    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2, 3)] == [6, 0, 0]
+
+
+def test_a_failure_of_another_kind_leaves_a_client_its_seed():
+    parties = Parties()
+    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
+    run_projected(strategy, Grid(parties.app, changes={2: failed}), rounds=2)
+    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2)] == [5, 5]
+    assert strategy._seeds.of(3) is not None  # node 3 holds partition 2
+
+
 def test_a_key_server_that_cannot_be_reached_ends_the_run_before_it_begins():
     class Gone:
         def sealed_seed(self, *_):
@@ -335,13 +454,14 @@ def test_a_key_server_that_cannot_be_reached_ends_the_run_before_it_begins():
 NOISE = {"noise_multiplier": 4.0, "label_noise": 0.2}
 
 
-def private_run(rounds=3, **options):
+def private_run(rounds=3, changes=None, **options):
     strategy = CPNTKFL(
         **OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3}, selection="linearised",
         **NOISE | options,
     )  # fmt: skip
     clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE | options)
-    start(strategy, Grid(clients), rounds=rounds)
+    kind = "query.partition"
+    start(strategy, Grid(clients, changes=changes, changed_kind=kind), rounds=rounds)
     return strategy
 
 
@@ -355,6 +475,32 @@ def test_epsilon_is_that_of_the_client_asked_most_often():
     expected = epsilon_after(most, num_outputs=3, delta=1e-5, **NOISE)
     assert strategy.train_metrics[3]["epsilon"] == expected
     assert math.isfinite(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_partition_ids_a_client_may_have_been_asked_each_round():
+    """A node that is started again has another id, and would count from nought."""
+    strategy = private_run(changes={p: with_metrics(partition_id=None) for p in range(6)})
+    expected = epsilon_after(3, num_outputs=3, delta=1e-5, **NOISE)
+    assert strategy.train_metrics[3]["epsilon"] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "claims", [{"noise_multiplier": 2.0}, {"noise_multiplier": None}, {"label_noise": 0.0}]
+)
+def test_a_client_with_other_noise_than_the_accountings_is_refused(claims):
+    strategy = CPNTKFL(**OPTIONS, selection="linearised", **NOISE)
+    clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)
+    start(strategy, Grid(clients, changes={2: with_metrics(**claims)}))
+    assert strategy.train_metrics[1]["rejected-noise"] == 1
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+
+
+def test_noise_that_no_one_accounts_for_is_refused_too():
+    strategy = CPNTKFL(**OPTIONS)
+    start(strategy, Grid(app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)))
+    assert strategy.train_metrics[1]["rejected-noise"] == 6
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -382,7 +528,11 @@ def test_what_was_asked_of_whom_outlasts_a_restart():
         ({"bits": 0}, r"bits: expected 1 ... 16, or 32"),
         ({"delta": 0.0}, "delta: expected 0 < delta < 1, got 0.0"),
         ({"noise_multiplier": -1.0}, "noise_multiplier: expected a number of at least 0"),
-        ({"noise_multiplier": 1.0}, "use 'linearised' or 'validation'"),
+        ({"noise_multiplier": 1.0}, "use selection='linearised'"),
+        (
+            {"noise_multiplier": 1.0, "selection": "validation", "validation_partitions": [1]},
+            "or validation_loss",
+        ),
         ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
         ({"shuffling_server": ShufflingServer()}, "shuffling_server: name the training run"),
         ({"key_server": Parties().server}, "key_server: name the training run"),
@@ -412,6 +562,17 @@ COMPRESSED = {
     "bitmap of ones": damaged(3, lambda a: np.concatenate([a[:52], a[52:] | np.uint8(255)])),
     "bomb": damaged(3, bomb),
 }
+
+
+def test_replies_that_fit_alone_but_not_together_are_dropped(monkeypatch):
+    """Room for the rows of four of six clients, each three times over."""
+    size = 3 * 4 * (5 + 6 + 7 + 8) * (4 + 3 * 8 + 8 + 3 * 3 + 2 * 3 * 8)
+    strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=8)
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda *_: size)
+    start(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
+    counted = strategy.train_metrics[1]
+    assert 0 < counted["rejected-memory"] < 6
+    assert counted["replies-accepted"] == 6 - counted["rejected-memory"]
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))

@@ -37,11 +37,12 @@ def test_rows_stay_whole_and_none_is_lost(server, structure):
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
 
 
-def test_order_is_neither_the_clients_nor_the_same_twice(server):
+def test_order_is_neither_the_clients_nor_the_same_twice():
     """Of 100! orders one comes twice, or leaves a client's 50 rows together, once in 10^28."""
     parts = [upload(seed, 50) for seed in range(2)]
     orders = []
     for _ in range(2):
+        server = ShufflingServer()
         pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
         orders.append([output.numpy().tobytes() for output in pooled.outputs])
     first = {output.numpy().tobytes() for output in parts[0].outputs}
@@ -50,7 +51,7 @@ def test_order_is_neither_the_clients_nor_the_same_twice(server):
     assert orders[0] != orders[1]
 
 
-def test_all_orders_are_equally_likely(server):
+def test_all_orders_are_equally_likely():
     """Three rows of two clients, 300 times: chi squared of the 6 orders.
 
     With five degrees of freedom it exceeds 50.8 with probability 1e-9.
@@ -59,6 +60,7 @@ def test_all_orders_are_equally_likely(server):
     data = JacobianUpload.concatenate(parts).outputs
     counts = Counter()
     for _ in range(300):
+        server = ShufflingServer()
         pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
         counts[tuple(int((data == row).all(1).nonzero()) for row in pooled.outputs)] += 1
     expected = 300 / 6
@@ -218,14 +220,49 @@ def test_what_was_not_given_out_may_come_again(server):
 
 
 def test_asking_again_without_one_client_reveals_nothing(server):
-    """The rows that are missing the second time would be that client's."""
+    """The rows missing the second time would be that client's, even if the others seal anew."""
     data = [sealed(upload(seed, 10), server) for seed in range(3)]
     assert shuffle(server, data).accepted == 3
-    again = shuffle(server, data[1:])
-    assert again.upload is None
-    assert {i: error.reason for i, error in again.rejected.items()} == dict.fromkeys(
-        range(2), "replayed"
-    )
+    anew = [sealed(upload(seed, 10), server) for seed in range(1, 3)]
+    for others in (data[1:], anew):
+        again = shuffle(server, others)
+        assert (again.upload, again.accepted) == (None, 0)
+        assert "was given out before" in again.message
+
+
+def test_a_round_that_could_not_be_pooled_may_come_again(server, monkeypatch):
+    data = [sealed(upload(seed, 10), server) for seed in range(3)]
+
+    def fail(_):
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JacobianUpload, "concatenate", staticmethod(fail))
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            shuffle(server, data)
+    assert shuffle(server, data).accepted == 3
+
+
+def test_rows_compressed_by_themselves_share_no_scale_with_their_clients_others(server):
+    """No two rows of a client hold an equal magnitude, by which they could be told to be one's."""
+    rng = np.random.default_rng(0)
+    parts = [upload(seed, 10) for seed in range(2)]
+    for part in parts:
+        for block in part.jacobian.blocks:
+            block.arrays[0].copy_(torch.from_numpy(rng.standard_normal(block.arrays[0].shape)))
+    shared = {}
+    for by_row in (False, True):
+        decoded = [
+            CompressedUpload.parse(
+                CompressedUpload.compress(p, sparsity=0.5, bits=6, by_row=by_row).to_arrays(), ASKED
+            )
+            for p in parts
+        ]
+        inputs = [p.jacobian.blocks[0].arrays[0].flatten(1).abs() for p in decoded]
+        levels = [{float(v) for v in row if v > 0} for client in inputs for row in client]
+        shared[by_row] = sum(bool(a & b) for i, a in enumerate(levels) for b in levels[:i])
+    assert shared[False] > 0
+    assert shared[True] == 0
 
 
 def test_more_clients_can_be_required():
