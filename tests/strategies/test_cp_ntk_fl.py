@@ -20,6 +20,7 @@ from fedntk.clients import (
     SGDClient,
     client_app,
     get_weights,
+    project,
 )
 from fedntk.ntk import BadReply
 from fedntk.simulations.engines import MeteredGrid
@@ -298,37 +299,46 @@ def test_clients_train_choose_and_evaluate_on_projected_inputs(method):
                                                Grid(parties.app, order=3)))  # fmt: skip
 
 
-def holding(thing, depth=0, seen=None):
-    """All bytes that can be reached from an object's attributes, containers opened."""
+def holding(thing, seen=None):
+    """All bytes, words and numbers that can be reached from an object, as bytes."""
     seen = set() if seen is None else seen
-    if id(thing) in seen or depth > 6:
+    if id(thing) in seen or isinstance(thing, type | Parties):
         return
     seen.add(id(thing))
     if isinstance(thing, bytes):
         yield thing
-    elif isinstance(thing, str | int | float | type(None) | np.ndarray):
-        return
+    elif isinstance(thing, str):
+        yield thing.encode()
+    elif isinstance(thing, int):
+        yield thing.to_bytes(40, "big", signed=True)
+    elif isinstance(thing, np.ndarray | np.generic):
+        yield thing.tobytes()
     elif isinstance(thing, dict):
-        for value in thing.values():
-            yield from holding(value, depth + 1, seen)
+        for value in [*thing, *thing.values()]:
+            yield from holding(value, seen)
     elif isinstance(thing, list | tuple | set | frozenset):
         for value in thing:
-            yield from holding(value, depth + 1, seen)
-    elif hasattr(thing, "__dict__"):
-        yield from holding(vars(thing), depth + 1, seen)
+            yield from holding(value, seen)
+    elif hasattr(thing, "__dict__") and not callable(thing):
+        yield from holding(vars(thing), seen)
+
+
+class Elsewhere:
+    """A key server in another process: what it holds is out of the strategy's reach."""
+
+    def __init__(self, parties):
+        self.ask = lambda *arguments: parties.server.sealed_seed(*arguments)
+
+    def sealed_seed(self, public_key, run, challenge):
+        return self.ask(public_key, run, challenge)
 
 
 def test_neither_the_strategy_nor_any_message_holds_the_seed():
-    """With the key server elsewhere: all that the aggregation server is given is sealed."""
+    """Nor P's numbers. With the key server elsewhere, what the server is given is sealed."""
     parties = Parties()
     secret = parties.server.projection_seed(RUN)
+    matrix = project(torch.eye(4), 3, secret).numpy()
     sent: list[Message] = []
-
-    class Elsewhere:
-        def sealed_seed(self, public_key, run, challenge):
-            return Elsewhere.server.sealed_seed(public_key, run, challenge)
-
-    Elsewhere.server = parties.server
 
     class Recorded(Grid):
         def send_and_receive(self, messages, *, timeout=None):
@@ -337,22 +347,22 @@ def test_neither_the_strategy_nor_any_message_holds_the_seed():
             sent.extend([*messages, *replies])
             return replies
 
-    strategy = CPNTKFL(**EVALUATING, key_server=Elsewhere(), run=RUN)
+    strategy = CPNTKFL(**EVALUATING, key_server=Elsewhere(parties), run=RUN)
     run_projected(strategy, Recorded(parties.app))
+    strategy._grid = None  # the clients, in a simulation
     held = [*holding(strategy)]
     for message in sent:
         if message.has_content():
-            held += [
-                value
-                for record in message.content.config_records.values()
-                for value in record.values()
-                if isinstance(value, bytes)
-            ]
+            held += holding([dict(r) for r in message.content.config_records.values()])
+            held += holding([dict(r) for r in message.content.metric_records.values()])
             for record in message.content.array_records.values():
                 held += [array.data for array in record.values()]
-    sealed = [data for data in held if data.startswith(b"ntkseed1")]
-    assert len(sealed) >= NUM_CLIENTS
-    assert not any(secret in data for data in held)
+    assert sum(data.startswith(b"ntkseed1") for data in held) >= NUM_CLIENTS
+    numbers = [number.tobytes() for number in matrix.flatten()]
+    for data in held:
+        assert secret not in data
+        assert secret.hex().encode() not in data
+        assert not any(number in data for number in numbers)
 
 
 def test_a_client_that_is_not_enrolled_is_left_out_and_named(caplog):
