@@ -99,14 +99,14 @@ def table(options: argparse.Namespace) -> None:
     write("table", pd.concat([rounds, literal]), {"reached": reached})
     for against in ("rounds", "bytes-up"):
         figure = accuracy_curves(
-            rounds,
+            rounds[rounds["round"] > 0],
             against=against,
             title="Fashion-MNIST, 300 clients, Dirichlet(0.1), 20 a round",
             target=TARGET,
-            bottom=0.5,
+            bottom=0.6,
         )
         if against == "bytes-up":
-            figure.axes[0].set(xscale="log", xlim=(0.5, None))
+            figure.axes[0].set(xscale="log", xlim=(0.9, None))
         save(figure, f"table_{against}")
 
 
