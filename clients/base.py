@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fedntk.ntk import Loss, check_loss, loss_value, one_hot
 
-from .projection import Scalar, SealedProjection
+from .projection import SealedProjection
 from .randomness import round_seed
-from .weights import get_weights, set_weights
+from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["ModelClient", "sample_size"]
 

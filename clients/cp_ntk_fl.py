@@ -30,8 +30,8 @@ from fedntk.ntk import (
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from .ntk_fl import NTKFLClient
-from .projection import Scalar
 from .randomness import round_seed
+from .weights import Scalar
 
 __all__ = ["CPNTKFLClient"]
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from fedntk.ntk import JacobianUpload, jacobian, loss_value, unstack_candidates
 
 from .base import ModelClient
-from .projection import Scalar
-from .weights import set_weights
+from .weights import Scalar, set_weights
 
 __all__ = ["NTKFLClient"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from fedntk.ntk import random_projection
 from fedntk.trust import SEALED_SEED, ClientKeys, SealError
 
-__all__ = ["Scalar", "SealedProjection", "project"]
+from .weights import Scalar
 
-Scalar = bool | bytes | float | int | str
+__all__ = ["SealedProjection", "project"]
 
 
 @dataclass(frozen=True)

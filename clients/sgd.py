@@ -15,9 +15,8 @@ from torch import nn
 from fedntk.ntk import loss_value
 
 from .base import ModelClient
-from .projection import Scalar
 from .randomness import own_randomness, round_seed
-from .weights import get_weights, set_weights
+from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["SGDClient"]
 

@@ -7,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-__all__ = ["get_weights", "set_weights"]
+__all__ = ["Scalar", "get_weights", "set_weights"]
+
+Scalar = bool | bytes | float | int | str  # what a message's configuration holds
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:

@@ -24,7 +24,7 @@ __all__ = ["key_server", "projected", "run_name", "sealed_projection", "shufflin
 
 
 def run_name(config: Config) -> str:
-    """Name of the training run, by which third parties tell runs apart."""
+    """Name of the training run: runs of one seed share the projection, and can be compared."""
     return f"simulation of seed {config.seed}"
 
 
