@@ -364,7 +364,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
 def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
     """Killed, the command leaves Flower's processes at work, which would write on."""
     folder = tmp_path / "ray"
-    config = replace(SMALL, rounds=100, steps="50", clients_per_evaluation=0)
+    config = replace(SMALL, rounds=40, steps="50", clients_per_evaluation=0)
     config.save(tmp_path / "conf.toml")
     command = [
         *(sys.executable, "-m", "fedntk.simulations.cli", "run", str(tmp_path / "conf.toml")),
