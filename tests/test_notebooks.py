@@ -1,6 +1,9 @@
 """Each notebook runs from its first cell to its last, and is committed as it was run."""
 
+import asyncio
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -11,17 +14,35 @@ from .conftest import ROOT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path):
+def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
-    with warnings.catch_warnings():
+    client = NotebookClient(
+        notebook,
+        timeout=180,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    )
+    asyncio.run(client.async_execute())
+    return notebook
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """All notebooks at the same time, two of them at work: each has a process of its own."""
+    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore")  # Jupyter's own
-        NotebookClient(
-            notebook,
-            timeout=180,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(tmp_path)}},
-        ).execute()
+        folders = [tmp_path_factory.mktemp(path.stem) for path in NOTEBOOKS]
+        futures = {
+            path: pool.submit(execute, path, folder)
+            for path, folder in zip(NOTEBOOKS, folders, strict=True)
+        }
+        wait(futures.values())
+    return futures
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, executed):
+    notebook = executed[path].result()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
