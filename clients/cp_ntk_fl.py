@@ -122,7 +122,7 @@ class CPNTKFLClient(NTKFLClient):
             upload, sparsity=self.sparsity, bits=self.bits, by_row=sealed
         ).to_arrays()
         if self.shuffling_key is not None:
-            server_round = round_seed((), config)[0]
+            server_round = int(config.get("server-round", 0))
             arrays = [
                 seal_upload(arrays, self.shuffling_key, run=self.run, server_round=server_round)
             ]

@@ -220,7 +220,7 @@ class Encoded:
             raise BadReply("compression", str(error)) from None
         if max(size, *shape, 1) >= LARGEST or count > size or (form == _ALL and count != size):
             raise BadReply("compression", f"{count} numbers of a tensor of {size}")
-        if groups != 1 and (groups not in shape[:1] or count % groups):
+        if groups < 1 or (groups > 1 and (groups not in shape[:1] or count % groups)):
             raise BadReply("compression", f"{groups} groups of {count} numbers of {shape}")
         widths = {_ALL: 0, _BITMAP: size, _INDICES: count * _index_bits(size)}
         first = start + (0 if bits == UNQUANTISED else groups * _RANGE_BYTES)

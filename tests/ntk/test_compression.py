@@ -182,6 +182,7 @@ CODE = compress(tensor((10, 10)), sparsity=0.5, bits=6)
         head(CODE, count=51),
         head(CODE, count=2**63),
         head(CODE, groups=0),
+        head(compress(tensor((0, 3))), groups=0),
         head(CODE, groups=2),
         head(CODE, groups=10),
         head(CODE, groups=2**63),
