@@ -276,7 +276,7 @@ class CompressedUpload:
         codes = [t if t.dtype == np.int64 else Encoded.parse(t) for t in tensors]
         for code in codes:
             if isinstance(code, Encoded):
-                _require_asked(code, n, asked)
+                require_asked(code, n, asked)
         hollow = [
             code.hollow() if isinstance(code, Encoded) else torch.from_numpy(code.copy())
             for code in codes
@@ -294,7 +294,8 @@ class CompressedUpload:
         )
 
 
-def _require_asked(code: Encoded, num_examples: int, asked: Asked) -> None:
+def require_asked(code: Encoded, num_examples: int, asked: Asked) -> None:
+    """Raise BadReply unless a tensor is of so many examples, and compressed as was asked."""
     size = code.size
     most = code.groups * kept(size // code.groups, asked.sparsity)
     if not code.shape or code.shape[0] != num_examples:

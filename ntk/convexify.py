@@ -1,0 +1,209 @@
+"""From a trained network to features in which it is linear.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.1 and algorithms 2 and 3: the last linear layer omega^B of the bootstrapped
+network phi^B o omega^B is drawn anew from a fixed seed, and an example is represented by
+
+    z = S(d f_1(x; phi^B o omega^r) / d theta),
+
+the gradient of the first logit at p coordinates that a seed chooses. The other logits' weights have
+no gradient, so the network gets a last layer of one output: that gives ResNet-18 the 11,169,345
+coordinates of appendix B.7.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .features import entk_features
+
+__all__ = ["FeatureKind", "FeatureMap"]
+
+FeatureKind = Literal["entk", "last-layer"]
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """What turns examples into features; parties with the same network and map share them.
+
+    Attributes
+    ----------
+    kind : {"entk", "last-layer"}
+        Tangent features, or what the last linear layer is given (appendix B.7, Table 12).
+    num_features : int
+        p of the tangent features; 0, or more than there are coordinates, means all of them.
+    seed : int
+        Of the last layer's new weights and of the chosen coordinates.
+    head : str
+        Name of the last linear layer; empty: the network's last ``nn.Linear``.
+
+    Raises
+    ------
+    ValueError
+        If one of them is out of range.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> FeatureMap(num_features=10).width(network)
+    10
+    >>> FeatureMap().width(network)  # 40 + 9: the head has one output
+    49
+    """
+
+    kind: FeatureKind = "entk"
+    num_features: int = 100_000
+    seed: int = 123
+    head: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(FeatureKind):
+            raise ValueError(
+                f"features: expected one of {', '.join(get_args(FeatureKind))}, got {self.kind!r}"
+            )
+        if self.num_features < 0:
+            raise ValueError(f"num_features: expected at least 0, got {self.num_features}")
+        if self.seed < 0:
+            raise ValueError(f"feature seed: expected at least 0, got {self.seed}")
+
+    def width(self, network: nn.Module) -> int:
+        """Return p, the number of features of an example.
+
+        Raises
+        ------
+        ValueError
+            If the network has no last linear layer, or nothing to train.
+        """
+        _, head = self.last_layer(network)
+        if self.kind == "last-layer":
+            return head.in_features
+        sizes = {id(p): p.numel() for p in network.parameters() if p.requires_grad}
+        for parameter in (head.weight, head.bias):
+            if parameter is not None and parameter.requires_grad:
+                sizes[id(parameter)] = parameter.numel() // head.out_features
+        total = sum(sizes.values())
+        if not total:
+            raise ValueError("network: expected parameters that require gradients, got none")
+        return min(self.num_features or total, total)
+
+    def last_layer(self, network: nn.Module) -> tuple[str, nn.Linear]:
+        """Return name and module of the last linear layer.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or :attr:`head` names something else.
+        """
+        linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
+        name = self.head or next(reversed(linear), None)
+        if name not in linear:
+            raise ValueError(
+                f"head: expected the name of the network's last nn.Linear, got {self.head!r}; "
+                f"linear layers are {', '.join(linear) or 'none'}"
+            )
+        return name, linear[name]
+
+    def convexified(self, network: nn.Module) -> nn.Module:
+        """Return a copy of the network with a new last layer of one output.
+
+        Weights and bias are drawn as ``nn.Linear`` draws them, on the CPU and so the same on any
+        device.
+        """
+        network = copy.deepcopy(network)
+        name, old = self.last_layer(network)
+        head = nn.Linear(old.in_features, 1, bias=old.bias is not None)
+        generator = torch.Generator().manual_seed(self.seed)
+        bound = 1 / math.sqrt(old.in_features)
+        with torch.no_grad():
+            for new, parameter in ((head.weight, old.weight), (head.bias, old.bias)):
+                if parameter is not None:
+                    new.uniform_(-bound, bound, generator=generator)
+                    new.requires_grad_(parameter.requires_grad)
+        head.to(old.weight)
+        if not name:  # the network is one linear layer
+            return head
+        parent, _, last = name.rpartition(".")
+        setattr(network.get_submodule(parent), last, head)
+        return network
+
+    def extractor(
+        self, network: nn.Module, *, chunk_size: int | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function x (n, ...) -> z (n, p), float32 on the CPU.
+
+        Parameters
+        ----------
+        network : nn.Module
+            With the bootstrapped weights; it is copied, and used in evaluation mode.
+        chunk_size : int, optional
+            Examples differentiated at a time: see :func:`~fedntk.ntk.entk_features`.
+
+        Raises
+        ------
+        ValueError
+            If the network has no last linear layer; and by the function, if replacing that does not
+            leave one output, or features are not finite.
+        """
+        if self.kind == "last-layer":
+            return _representations(network, self.last_layer(network)[0])
+        width, convexified = self.width(network), self.convexified(network)
+        device = next(convexified.parameters()).device
+
+        def features(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                shape = tuple(convexified.eval()(x[:1].to(device)).shape)
+            if shape != (1, 1):
+                raise ValueError(
+                    f"head: with a last layer of one output the network gives {shape} for an "
+                    "example, expected (1, 1); name the layer that gives the logits with head"
+                )
+            return entk_features(convexified, x.to(device), width, self.seed, chunk_size=chunk_size)
+
+        return features
+
+    def to_config(self) -> dict[str, str | int]:
+        """Return what a message's configuration holds of it."""
+        return {
+            "feature-kind": self.kind,
+            "num-features": self.num_features,
+            "feature-seed": self.seed,
+            "feature-head": self.head,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_config` returned."""
+        return cls(
+            config["feature-kind"],
+            int(config["num-features"]),
+            int(config["feature-seed"]),
+            str(config["feature-head"]),
+        )
+
+
+def _representations(network: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    network = copy.deepcopy(network)
+    head = network.get_submodule(name)
+    width, device = int(head.in_features), head.weight.device  # type: ignore[arg-type]
+
+    def features(x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            with torch.no_grad():
+                network.eval()(x.to(device))
+        finally:
+            hook.remove()
+        if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
+            raise ValueError(
+                f"head: expected one input of shape ({len(x)}, {width}), got "
+                f"{[tuple(tensor.shape) for tensor in seen]}"
+            )
+        return seen[0].float().cpu()
+
+    return features

@@ -1,0 +1,130 @@
+"""Mean 0 and variance 1 over the examples of all clients, from sums that add.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.3, note a. The moments of two groups are joined by Chan, Golub and LeVeque,
+*Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, 1979, eq. (2.1), which
+subtracts no large numbers from each other.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import BadReply
+
+__all__ = ["Moments", "Normaliser"]
+
+CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
+SMALLEST = 1e-30  # its inverse is a float32
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, means and sums of squared deviations of a group's features.
+
+    Attributes
+    ----------
+    count : int
+        Examples n in the group.
+    mean : float64, shape (p,)
+        Of each feature.
+    deviation : float64, shape (p,)
+        sum over the examples of (z - mean)^2.
+    """
+
+    count: int
+    mean: NDArray[np.float64]
+    deviation: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, features: Tensor) -> Self:
+        """Return the moments of features (n, p) with n at least 1."""
+        z = features.double()
+        mean = z.mean(0)
+        return cls(len(z), mean.numpy(), (z - mean).square_().sum(0).numpy())
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Join two groups."""
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.deviation + other.deviation + delta**2 * (self.count * other.count / count),
+        )
+
+    @classmethod
+    def join(cls, groups: Iterable["Moments"]) -> "Moments":
+        """Join one or more groups; in any order up to rounding of float64."""
+        return functools.reduce(operator.add, groups)
+
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """Return mean and deviation; the count travels as the number of examples."""
+        return [self.mean, self.deviation]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[NDArray[Any]], count: int, width: int) -> Self:
+        """Check what a client sent.
+
+        Raises
+        ------
+        BadReply
+            If it is not two float64 arrays of `width` numbers, finite, of float32's range, and
+            deviations are not negative.
+        """
+        if len(arrays) != 2:
+            raise BadReply("arrays", f"expected means and deviations, got {len(arrays)} arrays")
+        for array in arrays:
+            if array.shape != (width,):
+                raise BadReply("shape", f"expected {(width,)}, got {array.shape}")
+            if array.dtype != np.float64:
+                raise BadReply("dtype", f"expected float64, got {array.dtype}")
+            if not np.isfinite(array).all():
+                raise BadReply("non-finite", "moments hold NaN or infinity")
+        mean, deviation = arrays
+        largest = float(np.finfo(np.float32).max)
+        if np.abs(mean).max() > largest or deviation.max() > count * largest**2:
+            raise BadReply("range", "moments are not of float32 features")
+        if deviation.min() < 0:
+            raise BadReply("range", "a sum of squares is negative")
+        return cls(count, mean, deviation)
+
+
+@dataclass(frozen=True, eq=False)
+class Normaliser:
+    """z -> (z - mean) scale.
+
+    Attributes
+    ----------
+    mean, scale : float32, shape (p,)
+        Scale is 1 over the standard deviation, and 0 for a feature that is constant: it carries
+        nothing, whatever it is for other examples.
+    """
+
+    mean: NDArray[np.float32]
+    scale: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, moments: Moments) -> Self:
+        """Return the normaliser to mean 0 and variance 1 over the examples of `moments`."""
+        std = np.sqrt(moments.deviation / moments.count)
+        constant = std <= np.maximum(CONSTANT * np.abs(moments.mean), SMALLEST)
+        scale = np.where(constant, 0.0, 1 / np.where(constant, 1.0, std))
+        return cls(moments.mean.astype(np.float32), scale.astype(np.float32))
+
+    @classmethod
+    def identity(cls, width: int) -> Self:
+        """Return the normaliser that changes nothing."""
+        return cls(np.zeros(width, np.float32), np.ones(width, np.float32))
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Normalise features (n, p), float32; returns a new tensor on their device."""
+        mean = torch.from_numpy(self.mean).to(features.device)
+        return (features - mean) * torch.from_numpy(self.scale).to(features.device)
