@@ -1,10 +1,14 @@
-"""Client of FedAvg and its relatives: local epochs of SGD.
+"""Client of FedAvg and its relatives: local epochs of SGD, with FedProx's term if wanted.
 
-Source: McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized
-Data*, AISTATS 2017, algorithm 1 (ClientUpdate).
+Sources: McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized
+Data*, AISTATS 2017, algorithm 1 (ClientUpdate); Li et al., *Federated Optimization in Heterogeneous
+Networks*, MLSys 2020, eq. (2):
+
+    h_k(w; w_t) = F_k(w) + (mu / 2) ||w - w_t||^2
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +39,18 @@ class SGDClient(ModelClient):
         eta of plain SGD.
     momentum, weight_decay : float
         As in ``torch.optim.SGD``; 0 means none.
+    proximal_mu : float
+        mu of FedProx: the gradient of (mu / 2) ||w - w_t||^2, where w_t are the received weights,
+        is added to each step's, before weight decay and momentum. 0 means none: plain FedAvg.
+        ``config["proximal-mu"]``, which Flower's ``FedProx`` sends, takes its place.
     **model_options
         Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval,
         sampling_rate, projection, seed (of the shuffling, too).
+
+    Raises
+    ------
+    ValueError
+        If `proximal_mu` is negative, or what :class:`ModelClient` refuses.
     """
 
     def __init__(
@@ -48,6 +61,7 @@ class SGDClient(ModelClient):
         learning_rate: float = 0.01,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        proximal_mu: float = 0.0,
         **model_options: Any,
     ) -> None:
         super().__init__(*args, **model_options)
@@ -56,6 +70,7 @@ class SGDClient(ModelClient):
         self.learning_rate = learning_rate
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.proximal_mu = _checked_mu("proximal_mu", proximal_mu)
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -67,27 +82,71 @@ class SGDClient(ModelClient):
         parameters : list of ndarray
             The global model.
         config : dict
-            ``"server-round"`` seeds the shuffling.
+            ``"server-round"`` seeds the shuffling; ``"proximal-mu"``, where there is one, counts
+            instead of the client's own.
 
         Returns
         -------
         tuple of list of ndarray, int, dict
             New weights, number of examples, ``{"train-loss": ...}`` at the received weights.
+
+        Raises
+        ------
+        ValueError
+            If the message's ``"proximal-mu"`` is no number of at least 0.
         """
+        mu = _checked_mu("proximal-mu", config.get("proximal-mu", self.proximal_mu))
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
         train_loss = loss_value(self.outputs(x), targets, self.loss)
-        if self.local_epochs:
-            entropy = np.random.SeedSequence(round_seed(self.seed, config))
-            seed = int(entropy.generate_state(1)[0])
-            with own_randomness(self.model, x[:2].to(self.device), seed) as generator:
-                set_weights(self.model, parameters)  # the probe may have moved statistics
-                self._train(x, targets, generator)
+        adjust = _proximal_term(list(self.trainable.values()), mu) if mu else None
+        self.descend(parameters, x, targets, config, adjust)
         return get_weights(self.model), len(x), {"train-loss": train_loss}
 
-    def _train(self, x: torch.Tensor, targets: torch.Tensor, generator: torch.Generator) -> None:
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter of those that are trained."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def descend(
+        self,
+        weights: Sequence[NDArray[Any]],
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        config: Mapping[str, Any],
+        adjust: Callable[[], None] | None = None,
+    ) -> None:
+        """Run E epochs of mini-batch SGD; the model holds the new weights then.
+
+        Parameters
+        ----------
+        weights : sequence of ndarray
+            Where to begin; the model holds them already.
+        x, targets : Tensor, shapes (n, ...) and (n, C)
+            Examples, in the order before shuffling.
+        config : dict
+            ``"server-round"`` seeds the shuffling.
+        adjust : callable, optional
+            Called in each step once the gradients are there, to change them in place.
+        """
+        if self.local_epochs:
+            with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
+                set_weights(self.model, weights)  # the probe may have moved statistics
+                self._train(x, targets, drawn, adjust)
+
+    def _draws(self, config: Mapping[str, Any]) -> int:
+        entropy = np.random.SeedSequence(round_seed(self.seed, config))
+        return int(entropy.generate_state(1)[0])
+
+    def _train(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        generator: torch.Generator,
+        adjust: Callable[[], None] | None = None,
+    ) -> None:
         optimizer = torch.optim.SGD(
-            [p for p in self.model.parameters() if p.requires_grad],
+            list(self.trainable.values()),
             lr=self.learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
@@ -98,6 +157,8 @@ class SGDClient(ModelClient):
                 optimizer.zero_grad()
                 outputs = self.model(x[batch].to(self.device))
                 self._batch_loss(outputs, targets[batch].to(self.device)).backward()
+                if adjust is not None:
+                    adjust()
                 optimizer.step()
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -114,3 +175,22 @@ class SGDClient(ModelClient):
         if self.loss == "mse":
             return torch.nn.functional.mse_loss(outputs, targets) / 2
         return torch.nn.functional.cross_entropy(outputs, targets)
+
+
+def _proximal_term(parameters: Sequence[nn.Parameter], mu: float) -> Callable[[], None]:
+    """Return what adds mu (w - w_t) to the gradients; w_t are the weights of now."""
+    received = [p.detach().clone() for p in parameters]
+
+    @torch.no_grad()
+    def adjust() -> None:
+        for parameter, start in zip(parameters, received, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - start, alpha=mu)
+
+    return adjust
+
+
+def _checked_mu(name: str, mu: Any) -> float:
+    if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 <= mu < math.inf:
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {mu!r}")
+    return float(mu)

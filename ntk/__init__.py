@@ -23,6 +23,7 @@ from .local_steps import (
     convex_loss,
     geometric_sums,
     looped_steps,
+    mean_gradient,
     residual_sum,
     ridge_regression,
 )
@@ -37,6 +38,7 @@ from .payloads import (
     stack_candidates,
     unstack_candidates,
 )
+from .pooled_ridge import pooled_ridge
 from .pooling import Room, usable
 from .privacy import check_privacy, label_epsilon, privatise
 from .tct_model import TCTModel
@@ -84,9 +86,11 @@ __all__ = [
     "label_epsilon",
     "looped_steps",
     "loss_value",
+    "mean_gradient",
     "one_hot",
     "output_hessian",
     "output_scale",
+    "pooled_ridge",
     "privatise",
     "random_projection",
     "require_memory",

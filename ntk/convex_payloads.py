@@ -19,6 +19,7 @@ from .payloads import DECODING_BYTES, Asked, require_asked
 __all__ = ["ConvexTask", "FeatureUpload"]
 
 PREFIX = "tct-"
+LARGEST = 1e38  # scale: features up to it, and a little over, are float32
 Step = Literal["statistics", "features", "linear"]
 
 
@@ -182,8 +183,10 @@ class FeatureUpload:
             raise BadReply("dtype", f"scale: expected float32, got {scale.dtype}")
         if not np.isfinite(scale).all():
             raise BadReply("non-finite", "scale holds NaN or infinity")
-        if scale.min() < 0:
-            raise BadReply("range", "a scale is negative")
+        if not (scale.min() >= 0 and scale.max() <= LARGEST):
+            raise BadReply(
+                "range", f"scale: expected 0 ... {LARGEST}, got {scale.min()} ... {scale.max()}"
+            )
         shape = (len(labels), width)
         if compressed:
             code = Encoded.parse(features)
@@ -194,12 +197,15 @@ class FeatureUpload:
             features = code.decode()
         if features.shape != shape:
             raise BadReply("shape", f"features: expected {shape}, got {features.shape}")
-        low, high = features.min(), features.max()  # NaN spreads
+        low, high = features.min(), features.max()
+        if np.isnan(low):  # NaN spreads
+            raise BadReply("non-finite", "features hold NaN")
         if not (low >= -1.01 and high <= 1.01):
             raise BadReply("range", f"features: expected -1 ... 1, got {low} ... {high}")
         return cls(features, scale, labels)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return z of some examples, float32."""
-        rows = torch.from_numpy(self.features[start:stop]).float()
-        return rows.mul_(torch.from_numpy(self.scale))
+        rows = self.features[start:stop].astype(np.float32)  # a copy: what came is read-only
+        rows *= self.scale
+        return torch.from_numpy(rows)

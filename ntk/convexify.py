@@ -82,11 +82,13 @@ class FeatureMap:
         _, head = self.last_layer(network)
         if self.kind == "last-layer":
             return head.in_features
-        sizes = {id(p): p.numel() for p in network.parameters() if p.requires_grad}
-        for parameter in (head.weight, head.bias):
-            if parameter is not None and parameter.requires_grad:
-                sizes[id(parameter)] = parameter.numel() // head.out_features
-        total = sum(sizes.values())
+        trained = {  # one that the head shares with another layer stays there
+            (id(p), module is head): p.numel() // (head.out_features if module is head else 1)
+            for module in network.modules()
+            for p in module.parameters(recurse=False)
+            if p.requires_grad
+        }
+        total = sum(trained.values())
         if not total:
             raise ValueError("network: expected parameters that require gradients, got none")
         return min(self.num_features or total, total)
@@ -116,7 +118,8 @@ class FeatureMap:
         """
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
-        head = nn.Linear(old.in_features, 1, bias=old.bias is not None)
+        # not by its own initialisation, which would advance torch's global generator
+        head = nn.utils.skip_init(nn.Linear, old.in_features, 1, bias=old.bias is not None)
         generator = torch.Generator().manual_seed(self.seed)
         bound = 1 / math.sqrt(old.in_features)
         with torch.no_grad():
@@ -155,12 +158,18 @@ class FeatureMap:
         device = next(convexified.parameters()).device
 
         def features(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                shape = tuple(convexified.eval()(x[:1].to(device)).shape)
+            cure = "name the layer that gives the logits with head"
+            try:
+                with torch.no_grad():
+                    shape = tuple(convexified.eval()(x[:1].to(device)).shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"head: with a last layer of one output the network fails ({error}); {cure}"
+                ) from error
             if shape != (1, 1):
                 raise ValueError(
                     f"head: with a last layer of one output the network gives {shape} for an "
-                    "example, expected (1, 1); name the layer that gives the logits with head"
+                    f"example, expected (1, 1); {cure}"
                 )
             return entk_features(convexified, x.to(device), width, self.seed, chunk_size=chunk_size)
 
@@ -204,6 +213,6 @@ def _representations(network: nn.Module, name: str) -> Callable[[Tensor], Tensor
                 f"head: expected one input of shape ({len(x)}, {width}), got "
                 f"{[tuple(tensor.shape) for tensor in seen]}"
             )
-        return seen[0].float().cpu()
+        return seen[0].to("cpu", torch.float32, copy=True)  # it may be x itself
 
     return features

@@ -1,5 +1,6 @@
 """An (n, p) matrix of features that need not fit in memory: its products, some rows at a time."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from .memory import require_memory
 __all__ = ["FeatureRows"]
 
 CHUNK_BYTES = 128 * 2**20  # rows at work, as float32
-BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows while their inner products are formed
+BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
 
 
 class FeatureRows:
@@ -60,12 +61,14 @@ class FeatureRows:
 
         return cls(read, (array.shape[0], array.shape[1]), device=device, bias=bias)
 
-    def chunks(self, most: int = CHUNK_BYTES) -> Iterator[tuple[slice, Tensor]]:
+    def chunks(self, most: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows' positions, the rows), at most `most` bytes of float32 at a time."""
-        size = max(1, most // (4 * self.shape[1]))
-        for start in range(0, self.shape[0], size):
-            rows = slice(start, min(start + size, self.shape[0]))
+        for rows in self._slices((most or CHUNK_BYTES) // (4 * self.shape[1])):
             yield rows, self[rows]
+
+    def _slices(self, size: int) -> list[slice]:
+        n, size = self.shape[0], max(1, size)
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return consecutive rows."""
@@ -98,20 +101,22 @@ class FeatureRows:
         Raises
         ------
         NotEnoughMemory
-            If it and two blocks of rows would not fit.
+            If it, two blocks of rows and their inner products would not fit.
         """
-        n = self.shape[0]
+        n, width = self.shape
+        size = max(1, min(n, BLOCK_BYTES // (8 * width), math.isqrt(BLOCK_BYTES // 4)))
         require_memory(
-            4 * n * n + BLOCK_BYTES,
+            4 * (n * n + size * (2 * width + size)),
             f"the kernel of {n} examples",
             cure="give the client fewer examples",
         )
         kernel = torch.empty(n, n)
-        for left, a in self.chunks(BLOCK_BYTES // 2):
-            for right, b in self.chunks(BLOCK_BYTES // 2):
-                if right.start > left.start:
-                    break
-                block = a @ (a if right == left else b).T
-                kernel[left, right] = block.float().cpu()
-                kernel[right, left] = kernel[left, right].T
+        slices = self._slices(size)
+        for i, left in enumerate(slices):
+            a = self[left]
+            kernel[left, left] = (a @ a.T).float().cpu()
+            for right in slices[:i]:
+                block = (a @ self[right].T).float().cpu()
+                kernel[left, right] = block
+                kernel[right, left] = block.T
         return kernel

@@ -5,17 +5,19 @@ NeurIPS 2022, algorithm 1 (eq. (3)) with full-batch gradients (appendix A.2):
 
     W_{m+1} = W_m - eta (grad L_k(W_m) - h_k),       m = 0 ... M - 1.
 
-Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y. Eq. (1) has no 1/2
-and algorithm 2 no 1/n_k; with the gradient of eq. (1) to the letter, twice this one, the paper's
-eta = 5e-5 diverges on clients of one class (eta lambda_max / n is 1.3 to 1.6 here, on Fashion-MNIST).
+Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y. Eq. (1) has no
+1/2 and algorithm 2 no 1/n_k; with the gradient of eq. (1) to the letter, twice this one, the
+paper's eta = 5e-5 diverges on clients of one class (eta lambda_max / n is 1.3 to 1.6 here, on
+Fashion-MNIST).
 
 Whatever the loss, W_M = W_0 - eta (Z^T S / n - M h) with S = sum of R_m (n x C). For least squares
-R_{m+1} = (I - eta K / n) R_m + eta Z h with K = Z Z^T, a geometric series in the eigenbasis of K: for
-an eigenvalue with a = eta lambda / n,
+R_{m+1} = (I - eta K / n) R_m + eta Z h with K = Z Z^T, a geometric series in the eigenbasis of K:
+for an eigenvalue with a = eta lambda / n,
 
     S = phi_1 R_0 + eta phi_2 Z h,   phi_1 = (1 - (1 - a)^M) / a,   phi_2 = (M - phi_1) / a.
 
-For cross-entropy R = softmax(Z W) - Y, and the M steps are taken on Z W (n x C) instead of W (p x C).
+For cross-entropy R = softmax(Z W) - Y, and the M steps are taken on Z W (n x C) instead of W
+(p x C).
 """
 
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ __all__ = [
     "convex_loss",
     "geometric_sums",
     "looped_steps",
+    "mean_gradient",
     "residual_sum",
     "ridge_regression",
 ]
@@ -79,7 +82,7 @@ def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
 
     Targets of the cross-entropy are one-hot.
     """
-    if loss == "mse":
+    if check_loss(loss) == "mse":
         return float((outputs.double() - targets.double()).square().sum(1).mean() / 2)
     logs = torch.log_softmax(outputs.double(), 1)
     return float(-(targets.double() * logs).sum(1).mean())
@@ -200,12 +203,29 @@ def looped_steps(
     tuple of Tensor, Tensor
         W_M (p, C) and S (n, C).
     """
+    check_loss(loss)
     w, total = weights.clone(), torch.zeros_like(targets)
     for _ in range(steps):
         r = _residual(features @ w, targets, loss)
         total += r
         w -= learning_rate * (features.T @ r / len(features) - correction)
     return w, total
+
+
+def mean_gradient(before: Tensor, after: Tensor, span: float) -> Tensor:
+    """Algorithm 1's eq. (2): c = (theta^{t-1} - theta^t) / (M eta), of two models (p, C).
+
+    It is the clients' mean gradient along the last round, if all of them took part. Server and
+    clients get the same bits.
+
+    Parameters
+    ----------
+    before, after : Tensor, shape (p, C)
+        The models that two successive rounds began with.
+    span : float
+        M eta.
+    """
+    return (before - after) / span
 
 
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
@@ -234,7 +254,7 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     ValueError
         If `ridge` is not above 0, or so small that K + rho I has no Cholesky factor.
     """
-    if ridge <= 0:
+    if not ridge > 0:  # NaN, too
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
     system = kernel.double()
     scale = float(system.diagonal().mean()) or 1.0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .convexify import FeatureMap
 from .normaliser import Normaliser
 
-__all__ = ["LINEAR", "MEAN", "SCALE", "TCTModel"]
+__all__ = ["TCTModel"]
 
 LINEAR, MEAN, SCALE = "tct.linear", "tct.mean", "tct.scale"
 CHUNK_BYTES = 256 * 2**20  # of the features of a chunk of examples
@@ -50,6 +50,8 @@ class TCTModel:
     >>> model.predict(torch.ones(2, 4)).shape
     torch.Size([2, 3])
     """
+
+    ARRAYS = (LINEAR, MEAN, SCALE)  # names of what joins the network's own
 
     def __init__(
         self,
@@ -91,7 +93,8 @@ class TCTModel:
         network = copy.deepcopy(network)
         state = {name: torch.from_numpy(np.array(arrays[name])) for name in network.state_dict()}
         network.load_state_dict(state)
-        return cls(network, feature_map, Normaliser(arrays[MEAN], arrays[SCALE]), arrays[LINEAR])
+        mean, scale, linear = (np.array(arrays[name]) for name in (MEAN, SCALE, LINEAR))
+        return cls(network, feature_map, Normaliser(mean, scale), linear)
 
     def features(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
         """Yield the normalised features of the examples, some at a time: (m, p), float32.
@@ -105,7 +108,7 @@ class TCTModel:
         """
         extract = self.feature_map.extractor(self.network)
         size = max(1, chunk_bytes // (4 * len(self.normaliser.mean)))
-        for chunk in x.split(size):
+        for chunk in x.split(size) if len(x) else ():
             yield self.normaliser(extract(chunk))
 
     def predict(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
@@ -174,7 +177,7 @@ class TCTModel:
                 raise ValueError(f"expected format 1, got {described.get('format')!r}")
             arrays = load_file(folder / "tct.safetensors")
             feature_map = FeatureMap.from_config(described)
-        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder} holds no TCT model that can be read: {error}") from error
         own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
         expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}

@@ -82,7 +82,9 @@ class Config:
     fedntk.simulations.config.ConfigError: unknown key 'learning-rat'; did you mean 'learning-rate'?
     """
 
-    method: str = _option("ntk-fl", "what to run", choices=("ntk-fl", "cp-ntk-fl", "fedavg"))
+    method: str = _option(
+        "ntk-fl", "what to run", choices=("ntk-fl", "cp-ntk-fl", "fedavg", "scaffold")
+    )
     name: str = _option("", "name of the run; the method by default")
     out: str = _option("", "folder for results; by default one in runs/, named after the settings")
     seed: int = _option(0, "of the split, the initial weights, and all sampling", at_least=0)
@@ -192,10 +194,18 @@ class Config:
     )
     delta: float = _option(1e-5, "cp-ntk-fl: at which epsilon is reported", above=0, below=1)
 
-    local_epochs: int = _option(1, "fedavg: E", at_least=0)
-    batch_size: int = _option(32, "fedavg: B", at_least=1)
-    momentum: float = _option(0.0, "fedavg: of the local SGD", at_least=0, below=1)
-    weight_decay: float = _option(0.0, "fedavg: of the local SGD", at_least=0)
+    local_epochs: int = _option(1, "fedavg, scaffold: E", at_least=0)
+    batch_size: int = _option(32, "fedavg, scaffold: B", at_least=1)
+    momentum: float = _option(0.0, "fedavg, scaffold: of the local SGD", at_least=0, below=1)
+    weight_decay: float = _option(0.0, "fedavg, scaffold: of the local SGD", at_least=0)
+    proximal_mu: float = _option(0.0, "fedavg: mu of FedProx's proximal term; 0: none", at_least=0)
+    scaffold_option: str = _option(
+        "II",
+        "scaffold: the new control: II: mean gradient of the local steps; I: of all examples, at "
+        "the received weights",
+        choices=("II", "I"),
+    )
+    server_learning_rate: float = _option(1.0, "scaffold: eta_g", above=0)
 
     device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
     client_cpus: int = _option(1, "Ray: CPUs for each client at work", at_least=1)
@@ -249,6 +259,8 @@ class Config:
                 f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
                 f"got {self.min_completed}"
             )
+        if self.method == "scaffold" and not self.local_epochs:
+            raise ConfigError("local-epochs: expected at least 1 with method = scaffold, got 0")
         self._check_tools()
         held_out = (self.validation_examples > 0) + (self.validation_clients > 0)
         if held_out != (self.selection == "validation"):

@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedntk.clients import cache_dir
+
 from .config import Config, ConfigError, nearest
-from .files import cache_dir, whole
+from .files import whole
 
 __all__ = ["Data", "load_data"]
 

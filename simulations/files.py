@@ -1,7 +1,6 @@
 """Where files go, and how they are written by several workers at once."""
 
 import contextlib
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +8,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-__all__ = ["cache_dir", "claimed", "whole"]
-
-
-def cache_dir() -> Path:
-    """Folder for what can be made again: ``fedntk`` in $XDG_CACHE_HOME or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
+__all__ = ["claimed", "whole"]
 
 
 @contextlib.contextmanager

@@ -10,9 +10,16 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 
-from fedntk.clients import CPNTKFLClient, ModelClient, NTKFLClient, SGDClient, sample_size
+from fedntk.clients import (
+    CPNTKFLClient,
+    ModelClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    sample_size,
+)
 from fedntk.ntk import NotEnoughMemory, jacobian, require_memory
-from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, SeededFedAvg
 
 from ._flower import log_from
 from .config import Config, ConfigError
@@ -34,12 +41,15 @@ class Method:
         -> strategy.
     client : callable
         (config, partition, options common to all) -> client.
+    jacobians : bool
+        Whether the server holds Jacobians of the clients' examples and evolves them.
     """
 
     strategy: Callable[
         [Config, dict[str, Any], Callable[[ArrayRecord], float] | None], SeededFedAvg
     ]
     client: Callable[[Config, int, dict[str, Any]], NumPyClient]
+    jacobians: bool = False
 
 
 def _evolution(
@@ -95,6 +105,17 @@ def _cp_ntk_fl_client(config: Config, partition: int, options: dict[str, Any]) -
     )
 
 
+def _local_sgd(config: Config) -> dict[str, Any]:
+    """Options of the clients that run local epochs of SGD."""
+    return {
+        "local_epochs": config.local_epochs,
+        "batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+    }
+
+
 METHODS = {
     "ntk-fl": Method(
         lambda *arguments: NTKFL(**_evolution(*arguments)),
@@ -102,16 +123,22 @@ METHODS = {
             wire=config.wire,  # type: ignore[arg-type]
             **options,
         ),
+        jacobians=True,
     ),
-    "cp-ntk-fl": Method(_cp_ntk_fl_strategy, _cp_ntk_fl_client),
+    "cp-ntk-fl": Method(_cp_ntk_fl_strategy, _cp_ntk_fl_client, jacobians=True),
     "fedavg": Method(
         lambda _, options, __: SeededFedAvg(**options),
         lambda config, _, options: SGDClient(
-            local_epochs=config.local_epochs,
-            batch_size=config.batch_size,
-            learning_rate=config.learning_rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
+            proximal_mu=config.proximal_mu, **_local_sgd(config), **options
+        ),
+    ),
+    "scaffold": Method(
+        lambda config, options, _: SCAFFOLD(
+            server_learning_rate=config.server_learning_rate, **options
+        ),
+        lambda config, _, options: SCAFFOLDClient(
+            option=config.scaffold_option,  # type: ignore[arg-type]
+            **_local_sgd(config),
             **options,
         ),
     ),
@@ -127,9 +154,9 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         If a round's Jacobians would not fit on the server.
     """
     validation_loss = None
-    if config.method != "fedavg":
+    if METHODS[config.method].jacobians:
         _require_room(config, data, split, model)
-    if config.method != "fedavg" and len(split.validation):
+    if METHODS[config.method].jacobians and len(split.validation):
         x, y = data.train(split.validation)
         x = projected(config, x)
 

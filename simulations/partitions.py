@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedntk.clients import cache_dir
+
 from .config import Config, ConfigError
 from .data import Data, load_data
-from .files import cache_dir, whole
+from .files import whole
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner

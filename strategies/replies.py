@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, from_npy
 
-__all__ = ["Reply", "agreeing", "checked_accuracy", "checked_weights"]
+__all__ = ["Reply", "agreeing", "check_like", "checked_accuracy", "checked_weights"]
 
 T = TypeVar("T")
 
@@ -125,13 +125,18 @@ def checked_weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[
         odd = sorted(arrays.keys() ^ expected.keys())
         raise BadReply("arrays", f"names differ from the model's in {odd[:5]}")
     for name, array in arrays.items():
-        if array.shape != expected[name].shape:
-            raise BadReply("shape", f"{name}: expected {expected[name].shape}, got {array.shape}")
-        if array.dtype != expected[name].dtype:
-            raise BadReply("dtype", f"{name}: expected {expected[name].dtype}, got {array.dtype}")
-        if not np.isfinite(array).all():
-            raise BadReply("non-finite", f"{name} holds NaN or infinity")
+        check_like(name, array, expected[name])
     return arrays
+
+
+def check_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Raise BadReply unless an array has the shape and dtype of another, and is finite."""
+    if array.shape != expected.shape:
+        raise BadReply("shape", f"{name}: expected {expected.shape}, got {array.shape}")
+    if array.dtype != expected.dtype:
+        raise BadReply("dtype", f"{name}: expected {expected.dtype}, got {array.dtype}")
+    if not np.isfinite(array).all():
+        raise BadReply("non-finite", f"{name} holds NaN or infinity")
 
 
 def checked_accuracy(reply: Reply) -> None:

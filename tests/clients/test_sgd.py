@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import FedProx
 from torch import nn
 
 from fedntk.clients import SGDClient, get_weights
+
+from ..strategies.federation import Grid, app, network
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -87,3 +91,138 @@ def test_batch_norm_keeps_its_counter_whole():
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     arrays, _, _ = client(model, batch_size=10).fit(get_weights(model), {})
     assert [a.dtype for a in arrays] == [a.dtype for a in get_weights(model)]
+
+
+# --------------------------------------------------------------------------- FedProx
+
+
+def proximal(model: nn.Module, **options: object) -> SGDClient:
+    """MSE in float64, full batches."""
+    own = SGDClient(model.double(), X.double(), Y, loss="mse", batch_size=20, **options)
+    own.targets = own.targets.double()
+    return own
+
+
+def mse_gradient(weight: np.ndarray) -> np.ndarray:
+    """Of ||x w^T - Y||^2 / (2 n C), for nn.Linear(4, 3, bias=False)."""
+    x, targets = X.double().numpy(), np.eye(3)[Y.numpy()]
+    return (x @ weight.T - targets).T @ x / (20 * 3)
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.3)])
+def test_proximal_steps_are_those_of_the_formula(momentum, weight_decay):
+    """Four steps along grad F(w) + mu (w - w_t), and then decay and momentum: float64, 1e-12."""
+    model = nn.Linear(4, 3, bias=False).double()
+    start = get_weights(model)
+    weight, velocity = start[0].copy(), 0.0
+    for _ in range(4):
+        step = mse_gradient(weight) + 0.7 * (weight - start[0]) + weight_decay * weight
+        velocity = momentum * velocity + step
+        weight = weight - 0.5 * velocity
+    own = proximal(
+        model, proximal_mu=0.7, learning_rate=0.5, local_epochs=4, momentum=momentum,
+        weight_decay=weight_decay,
+    )  # fmt: skip
+    arrays, _, _ = own.fit(start, {})
+    np.testing.assert_allclose(arrays[0], weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mu", [1.0, 100.0, 10000.0])
+def test_large_mu_pins_the_weights(mu):
+    """F is convex, so the minimum w of F + (mu / 2) ||w - w_t||^2 has ||w - w_t|| <= ||grad|| / mu.
+
+    (grad F(w) - grad F(w_t)) (w - w_t) >= 0, where grad F(w) = -mu (w - w_t). 200 steps of size
+    1 / (2 mu + 2) contract by at least 3/4, as F's curvature is below 1: 0.75^200 is 1e-25.
+    """
+    model = nn.Linear(4, 3, bias=False).double()
+    start = get_weights(model)
+    own = proximal(model, proximal_mu=mu, learning_rate=1 / (2 * mu + 2), local_epochs=200)
+    arrays, _, _ = own.fit(start, {})
+    moved = np.linalg.norm(arrays[0] - start[0])
+    np.testing.assert_allclose(
+        mse_gradient(arrays[0]), -mu * (arrays[0] - start[0]), rtol=1e-9, atol=1e-9
+    )
+    assert 0 < moved <= np.linalg.norm(mse_gradient(start[0])) / mu
+
+
+def test_mu_of_zero_is_plain_sgd_bit_for_bit():
+    """Against torch's own SGD, in the order of the round's shuffle."""
+    model = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+    start = get_weights(model)
+    options = {"batch_size": 6, "local_epochs": 2, "momentum": 0.9, "learning_rate": 0.1}
+    arrays, _, _ = client(model, **options).fit(start, {})
+    zero, _, _ = client(model, proximal_mu=0.0, **options).fit(start, {})
+    sent, _, _ = client(model, proximal_mu=9.0, **options).fit(start, {"proximal-mu": 0.0})
+    with torch.no_grad():
+        for p, array in zip(model.parameters(), start, strict=True):
+            p.copy_(torch.from_numpy(array))
+    seed = int(np.random.SeedSequence([0, 0]).generate_state(1)[0])
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for batch in torch.randperm(20, generator=generator).split(6):
+            optimizer.zero_grad()
+            targets = nn.functional.one_hot(Y[batch], 3).float()
+            nn.functional.cross_entropy(model(X[batch]), targets).backward()
+            optimizer.step()
+    for parts in zip(arrays, zero, sent, get_weights(model), strict=True):
+        assert len({part.tobytes() for part in parts}) == 1
+
+
+def test_the_first_step_knows_no_proximal_term():
+    """At w_t it is zero, to the bit."""
+    model = nn.Linear(4, 3)
+    start = get_weights(model)
+    plain, _, _ = client(model, batch_size=20).fit(start, {})
+    pulled, _, _ = client(model, batch_size=20, proximal_mu=1e6).fit(start, {})
+    for a, b in zip(plain, pulled, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_parameters_that_are_frozen_or_unused_stay():
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.spare = nn.Parameter(torch.ones(2))
+
+    model = Spare()
+    model.bias.requires_grad_(False)
+    names, start = list(model.state_dict()), get_weights(model)
+    arrays, _, _ = client(model, proximal_mu=0.5, local_epochs=3).fit(start, {})
+    for name, after, before in zip(names, arrays, start, strict=True):
+        assert np.array_equal(after, before) == (name != "weight")
+
+
+def run_fedprox(mu: float, own: float) -> dict[str, bytes]:
+    """Two rounds of Flower's FedProx over clients with a mu of their own."""
+
+    class Sorted(Grid):
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = sorted(messages, key=lambda m: m.metadata.dst_node_id)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    clients = app(SGDClient, learning_rate=0.1, batch_size=4, local_epochs=3, proximal_mu=own)
+    strategy = FedProx(proximal_mu=mu, fraction_evaluate=0.0, min_available_nodes=6)
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = strategy.start(grid=Sorted(clients), initial_arrays=initial, num_rounds=2)
+    assert result.train_metrics_clientapp[2]["train-loss"] > 0
+    return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+
+def test_flowers_fedprox_drives_it_and_its_mu_counts():
+    assert run_fedprox(2.0, 0.0) == run_fedprox(2.0, 5.0)
+    assert run_fedprox(0.0, 0.0) == run_fedprox(0.0, 5.0)
+    assert run_fedprox(2.0, 0.0) != run_fedprox(0.0, 0.0)
+
+
+@pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf"), "1", True])
+def test_a_bad_mu_is_refused(mu):
+    model = nn.Linear(4, 3)
+    with pytest.raises(
+        ValueError, match="proximal_mu: expected a finite number of at least 0, got"
+    ):
+        client(model, proximal_mu=mu)
+    with pytest.raises(
+        ValueError, match="proximal-mu: expected a finite number of at least 0, got"
+    ):
+        client(model).fit(get_weights(model), {"proximal-mu": mu})

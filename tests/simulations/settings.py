@@ -7,4 +7,7 @@ SETTINGS = {
     "ntk-fl": {},
     "cp-ntk-fl": TOOLS,
     "fedavg": {"local_epochs": 3, "sampling_rate": 0.5, "projection": 20},
-}
+    "scaffold": {
+        "local_epochs": 3, "sampling_rate": 0.5, "projection": 20, "server_learning_rate": 1.5,
+    },
+}  # fmt: skip

@@ -18,7 +18,10 @@ DP = {
     [
         ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
         ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
-        ({"method": "ntkfl"}, "ntk-fl, cp-ntk-fl, fedavg, got 'ntkfl'; did you mean 'ntk-fl'"),
+        (
+            {"method": "ntkfl"},
+            "ntk-fl, cp-ntk-fl, fedavg, scaffold, got 'ntkfl'; did you mean 'ntk-fl'",
+        ),
         ({"rounds": "ten"}, "rounds: expected int, got str 'ten'"),
         ({"rounds": True}, "rounds: expected int, got bool True"),
         ({"rounds": 2.5}, "rounds: expected int, got float 2.5"),
@@ -62,6 +65,13 @@ DP = {
         ),
         (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
         (DP | {"label-noise": 2.0}, "label-noise: expected at most 1, got 2.0"),
+        ({"proximal-mu": -0.1}, "proximal-mu: expected at least 0, got -0.1"),
+        ({"scaffold-option": "2"}, "scaffold-option: expected one of II, I, got '2'"),
+        ({"server-learning-rate": 0}, "server-learning-rate: expected more than 0, got 0"),
+        (
+            {"method": "scaffold", "local-epochs": 0},
+            "local-epochs: expected at least 1 with method = scaffold, got 0",
+        ),
         (DP | {"delta": 0.0}, "delta: expected more than 0, got 0.0"),
     ],
 )  # fmt: skip

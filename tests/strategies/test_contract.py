@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedntk.clients import CPNTKFLClient, NTKFLClient, SGDClient
-from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
+from fedntk.clients import CPNTKFLClient, NTKFLClient, SCAFFOLDClient, SGDClient
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, SeededFedAvg
 
 from .federation import (
     HOSTILE,
@@ -44,6 +44,10 @@ STRATEGIES: dict[str, tuple[Callable[..., SeededFedAvg], Any]] = {
             learning_rate=0.1, steps=[5, 20, 50], sparsity=0.3, bits=8, **FEDAVG | o
         ),
         app(CPNTKFLClient, sparsity=0.3, bits=8),
+    ),
+    "SCAFFOLD": (
+        lambda **o: SCAFFOLD(**FEDAVG | o),
+        app(SCAFFOLDClient, learning_rate=0.1, batch_size=4),
     ),
 }
 

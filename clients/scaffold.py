@@ -1,0 +1,192 @@
+"""Client of SCAFFOLD: local SGD whose gradients are corrected for the client's own drift.
+
+Source: Karimireddy et al., *SCAFFOLD: Stochastic Controlled Averaging for Federated Learning*,
+ICML 2020, algorithm 1, for client i with g_i the gradient of a mini-batch:
+
+    y_i <- x
+    y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                 K times
+    c_i+ <- gradient of all the client's examples at x      option I
+    c_i+ <- c_i - c + (x - y_i) / (K eta_l)                 option II
+
+The steps say (x - y_i) / (K eta_l) = mean of g_i + c - c_i, so that option II is the mean of the
+gradients met on the way. It is taken as that mean: a difference of weights would lose digits.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import loss_value
+
+from .randomness import own_randomness
+from .sgd import SGDClient
+from .weights import Scalar, get_weights, set_weights
+
+__all__ = ["SCAFFOLDClient"]
+
+
+class SCAFFOLDClient(SGDClient):
+    """Trains on corrected gradients; sends weights and its new control (algorithm 1).
+
+    The client keeps nothing: its control c_i lives on the server, which sends c - c_i with the
+    model. Arrays that are not trained (BatchNorm's statistics, frozen parameters) are not
+    corrected and have controls of zero.
+
+    A control is a gradient of the client's examples, and tells the server what a gradient tells.
+
+    Parameters
+    ----------
+    option : {"II", "I"}
+        What the new control is: the mean gradient of the local steps, which costs nothing, or the
+        gradient of all examples at the received weights, one more pass over them. That pass is
+        made as the steps are, in mini-batches and in training mode. Weight decay counts as part
+        of the gradient in both.
+    **sgd_options
+        Of :class:`SGDClient`: local_epochs (at least 1), batch_size, learning_rate, weight_decay,
+        momentum, and a model's. `momentum` is of the corrected gradients and begins at zero in each
+        round; the paper has none. Option II's control is then still the mean of the gradients, no
+        longer the difference of the weights. `proximal_mu` has no place here.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(self, *args: Any, option: Literal["I", "II"] = "II", **sgd_options: Any) -> None:
+        super().__init__(*args, **sgd_options)
+        if option not in ("I", "II"):
+            raise ValueError(f"option: expected 'I' or 'II', got {option!r}")
+        if self.local_epochs < 1:
+            raise ValueError(f"local_epochs: expected at least 1, got {self.local_epochs}")
+        _refuse_mu("proximal_mu", self.proximal_mu)
+        self.option = option
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Run E epochs of corrected SGD from the received weights.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            The global model's arrays, then, for each of them that is of floating point, in the same
+            order and shape, its correction c - c_i.
+        config : dict
+            ``"server-round"`` seeds the shuffling.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            The new weights and the new controls c_i+ in the same layout, the number of examples,
+            ``{"train-loss": ...}`` at the received weights.
+
+        Raises
+        ------
+        ValueError
+            If the arrays are not the model's with their corrections, or the message asks for
+            FedProx's term.
+        """
+        _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
+        weights, corrections = self._parted(parameters)
+        set_weights(self.model, weights)
+        x, targets = self.training_examples(config)
+        train_loss = loss_value(self.outputs(x), targets, self.loss)
+        steps = _CorrectedSteps(self.trainable, corrections, self.weight_decay)
+        self.descend(weights, x, targets, config, steps)
+        trained = get_weights(self.model)
+        if self.option == "II":
+            control = steps.mean_gradients()
+        else:
+            control = self._gradient(weights, x, targets, config)
+        own = [
+            control.get(name, torch.zeros_like(tensor)).cpu().numpy()
+            for name, tensor in self._floating().items()
+        ]
+        return [*trained, *own], len(x), {"train-loss": train_loss}
+
+    def _floating(self) -> dict[str, Tensor]:
+        return {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}
+
+    def _parted(
+        self, parameters: Sequence[NDArray[Any]]
+    ) -> tuple[Sequence[NDArray[Any]], dict[str, Tensor]]:
+        """Weights, and name -> correction on the model's device."""
+        count, floating = len(self.model.state_dict()), self._floating()
+        if len(parameters) != count + len(floating):
+            raise ValueError(
+                f"parameters: expected {count} arrays of the model and {len(floating)} corrections,"
+                f" got {len(parameters)} arrays; the strategy must be SCAFFOLD"
+            )
+        corrections = {}
+        for (name, own), array in zip(floating.items(), parameters[count:], strict=True):
+            if array.shape != tuple(own.shape):
+                raise ValueError(
+                    f"correction of {name}: expected the shape {tuple(own.shape)}, got "
+                    f"{array.shape}"
+                )
+            corrections[name] = torch.from_numpy(array.copy()).to(own)
+        return parameters[:count], corrections
+
+    def _gradient(
+        self,
+        weights: Sequence[NDArray[Any]],
+        x: Tensor,
+        targets: Tensor,
+        config: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """Option I: gradient of the mean loss of all examples, in the mini-batches' mode."""
+        trainable = self.trainable
+        with own_randomness(self.model, x[:2].to(self.device), self._draws(config)):
+            set_weights(self.model, weights)
+            self.model.train()
+            self.model.zero_grad()
+            for batch in self._batches(torch.arange(len(x))):
+                outputs = self.model(x[batch].to(self.device))
+                loss = self._batch_loss(outputs, targets[batch].to(self.device))
+                (loss * (len(batch) / len(x))).backward()
+        return {n: _gradient_of(p, self.weight_decay).clone() for n, p in trainable.items()}
+
+
+class _CorrectedSteps:
+    """Called in each step: adds up the gradients, then corrects them in place by c - c_i."""
+
+    def __init__(
+        self,
+        trainable: Mapping[str, nn.Parameter],
+        corrections: Mapping[str, Tensor],
+        weight_decay: float,
+    ) -> None:
+        self._trainable = trainable
+        self._corrections = corrections
+        self._weight_decay = weight_decay
+        self._sums = {name: torch.zeros_like(p) for name, p in trainable.items()}
+        self._steps = 0
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self._steps += 1
+        for name, parameter in self._trainable.items():
+            self._sums[name] += _gradient_of(parameter, self._weight_decay)
+            if parameter.grad is None:
+                parameter.grad = self._corrections[name].clone()
+            else:
+                parameter.grad += self._corrections[name]
+
+    def mean_gradients(self) -> dict[str, Tensor]:
+        return {name: total.detach() / self._steps for name, total in self._sums.items()}
+
+
+@torch.no_grad()
+def _gradient_of(parameter: nn.Parameter, weight_decay: float) -> Tensor:
+    """Of the loss with weight decay; of one that the loss does not know, weight decay alone."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.add(parameter, alpha=weight_decay) if weight_decay else gradient
+
+
+def _refuse_mu(name: str, mu: Any) -> None:
+    if mu:
+        raise ValueError(f"{name}: expected 0, as SCAFFOLD has no proximal term, got {mu!r}")

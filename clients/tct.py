@@ -1,0 +1,254 @@
+"""Client of TCT: local SGD first, then a linear model of tangent features.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4 and algorithms 1 and 2. The steps of stage 2 are those of
+:mod:`fedntk.ntk.local_steps`. Algorithm 1's correction h_k is c_k - c (its invariant, appendix
+A.1): c_k = Z^T A_k with A_k (n x C), which is all that a client keeps from its own past, and
+c = (theta^{t-1} - theta^t) / (M eta), for which it keeps the last model it was sent.
+
+What a client gives away: with few examples, the moments of its features are close to the features,
+and these are gradients that hold inputs of a first linear layer. ``solve="server"`` hands over the
+features themselves.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import (
+    ConvexTask,
+    FeatureUpload,
+    Moments,
+    Spectrum,
+    convex_loss,
+    looped_steps,
+    mean_gradient,
+    require_memory,
+    residual_sum,
+)
+
+from .feature_cache import FeatureCache, cache_dir
+from .sgd import SGDClient
+from .weights import Scalar
+
+__all__ = ["TCTClient"]
+
+Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
+
+
+class TCTClient(SGDClient):
+    """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
+
+    All settings of stage 2 come from the strategy. What is computed once is kept on disk: with p
+    features an example the features take ``4 n p`` bytes (``2 n p`` in float16; while they are
+    normalised, as much again), kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128 MiB
+    of features and, for the decomposition, about ``40 n^2`` bytes: with p = 100,000 and n = 6,000
+    2.4 GB on disk and 1.4 GB in memory. What would not fit is refused with its size.
+
+    Parameters
+    ----------
+    cache : path, optional
+        Folder for that; ``fedntk/tct`` in $XDG_CACHE_HOME or ``~/.cache`` by default. A client has
+        a folder of its own in it, by `run` and `seed`, and needs it from round to round.
+    run : str
+        Name of the training run: clients of two runs on one machine do not share folders.
+    dtype : {"float32", "float16"}
+        In which features are kept. Products are formed in float32.
+    keep : {"features", "nothing"}
+        With ``"nothing"`` features are computed anew whenever they are needed, twice a round.
+    local_solver : {"closed", "loop"}
+        Closed form of the M steps, or one after another as in eq. (3), with all features in memory.
+    chunk_size : int, optional
+        Examples differentiated at a time.
+    local_epochs, batch_size, learning_rate, weight_decay
+        Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1).
+    **model_options
+        Of :class:`SGDClient` and :class:`ModelClient`. `seed` is (run's seed, partition).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        cache: str | os.PathLike[str] | None = None,
+        run: str = "",
+        dtype: Literal["float32", "float16"] = "float32",
+        keep: Literal["features", "nothing"] = "features",
+        local_solver: Literal["closed", "loop"] = "closed",
+        chunk_size: int | None = None,
+        local_epochs: int = 5,
+        batch_size: int = 64,
+        learning_rate: float = 0.01,
+        weight_decay: float = 1e-5,
+        **model_options: Any,
+    ) -> None:
+        super().__init__(
+            *args,
+            local_epochs=local_epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            **model_options,
+        )
+        for name, value, known in (
+            ("dtype", dtype, ("float32", "float16")),
+            ("keep", keep, ("features", "nothing")),
+            ("local_solver", local_solver, ("closed", "loop")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected {' or '.join(known)}, got {value!r}")
+        self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
+        self.chunk_size = chunk_size
+        whose = "-".join(map(str, ["client", re.sub(r"\W+", "-", run), *self.seed]))
+        self.folder = (cache_dir() / "tct" if cache is None else Path(cache)) / whose
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Do what the stage asks for.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
+            :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.FeatureUpload`; the
+            number of examples; and ``"train-loss"`` at the received model. A client that lacks what
+            the message takes for granted returns no arrays and ``{"lost-state": 1}``: the server
+            sends it all again.
+        """
+        task = ConvexTask.from_config(config)
+        if task is None:
+            return super().fit(parameters, config)
+        parts = task.split(parameters)
+        kept = self._kept(task, parts)
+        x, needed = self._projected(self.x, config), ["network"]
+        if task.step == "linear":
+            needed += ["normaliser"]
+        if not kept.holds(*needed):
+            return _LOST
+        if task.step == "linear":
+            return self._linear(task, parts, kept, x, int(config.get("server-round", 0)))
+        outputs, targets = torch.zeros_like(self.targets), _centred(self.targets, task)
+        metrics: dict[str, Scalar] = {"train-loss": convex_loss(outputs, targets, task.loss)}
+        if task.step == "statistics":
+            moments = Moments.join(Moments.of(chunk) for chunk in kept.raw("train", x))
+            return moments.to_arrays(), len(x), metrics
+        require_memory(
+            3 * 4 * len(x) * kept.width,
+            f"sending {kept.width} features of {len(x)} examples",
+            cure="lower num_features, or solve on the clients",
+        )
+        upload = FeatureUpload.of(torch.cat(list(kept.raw("train", x))), self.targets)
+        return upload.to_arrays(sparsity=task.sparsity, bits=task.bits), len(x), metrics
+
+    def _kept(self, task: ConvexTask, parts: dict[str, list[NDArray[Any]]]) -> FeatureCache:
+        kept = FeatureCache(
+            self.folder,
+            task.key,
+            (self.x, self.targets, self.x_test),
+            self.model,
+            task.feature_map,
+            dtype=self.dtype,
+            keep="nothing" if task.step == "features" else self.keep,
+            chunk_size=self.chunk_size,
+        )
+        kept.take(parts)
+        return kept
+
+    def _linear(
+        self,
+        task: ConvexTask,
+        parts: dict[str, list[NDArray[Any]]],
+        kept: FeatureCache,
+        x: Tensor,
+        server_round: int,
+    ) -> Fit:
+        """Take M corrected steps from the received model (algorithm 1)."""
+        (theta,) = map(torch.from_numpy, parts["linear"])
+        targets, span = _centred(self.targets, task), task.steps * task.learning_rate
+        before: Tensor | None = torch.zeros(targets.shape, dtype=torch.float64)
+        control: Tensor | None = torch.zeros_like(theta)
+        if task.corrected and task.state_round:
+            before = kept.coefficients(task.state_round)
+        if task.control == "sent":
+            (control,) = map(torch.from_numpy, parts["control"])
+        elif task.control == "last":
+            last = kept.last(server_round - 1)
+            control = None if last is None else mean_gradient(last, theta, span)
+        if before is None or control is None:
+            return _LOST
+        rows, n = kept.rows("train", x, bias=task.bias, device=self.device), len(x)
+        metrics: dict[str, Scalar] = {}
+        options: dict[str, Any] = {
+            "learning_rate": task.learning_rate, "steps": task.steps, "loss": task.loss,
+        }  # fmt: skip
+        if self.local_solver == "loop":
+            require_memory(
+                4 * n * kept.width,
+                f"{kept.width} features of {n} examples",
+                cure="use local_solver = 'closed', which reads them in chunks",
+            )
+            features = rows[:]
+            correction = features.T @ before.float() - control
+            outputs = features @ theta
+            result, total = looped_steps(features, theta, targets, correction, **options)
+            after = total.double() / (n * task.steps)
+        else:
+            outputs, along = (rows @ torch.cat([theta, control], 1)).split(theta.shape[1], 1)
+            kernel: Spectrum | Tensor = torch.empty(0, 0)
+            drift = torch.zeros_like(outputs)
+            if task.steps > 1:
+                matrix = kept.kernel(rows)
+                drift = matrix.double() @ before - along
+                kernel = kept.spectrum(matrix) if task.loss == "mse" else matrix
+            if isinstance(kernel, Spectrum):
+                metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
+            after = residual_sum(kernel, outputs, targets, drift, **options) / (n * task.steps)
+            change = rows.transposed_matmul((after - before).float())
+            result = theta - span * (change + control)
+        if not bool(torch.isfinite(result).all()):
+            raise ArithmeticError(
+                "stage 2 diverged: learning rate times largest eigenvalue over n is "
+                f"{metrics.get('rate-times-lambda', 'too large')}, and must be below 2; lower the "
+                "learning rate of stage 2"
+            )
+        if task.corrected:
+            kept.remember(server_round, after, theta)
+        metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
+        return [result.numpy()], n, metrics
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy on the local test examples, of the network or of the linear model."""
+        task = ConvexTask.from_config(config)
+        if task is None:
+            return super().evaluate(parameters, config)
+        parts = task.split(parameters)
+        kept = self._kept(task, parts)
+        if not kept.holds("network", "normaliser"):
+            raise RuntimeError(
+                "the network of stage 2 is not in the cache; it has to be sent again"
+            )
+        name = "train" if self.x_test is self.x else "test"
+        x = self._projected(self.x_test, config)
+        rows = kept.rows(name, x, bias=task.bias, device=self.device)
+        outputs = rows @ torch.from_numpy(parts["linear"][0])
+        hits = outputs.argmax(1) == self.targets_test.argmax(1)
+        value = convex_loss(outputs, _centred(self.targets_test, task), task.loss)
+        return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+
+_LOST: Fit = ([], 1, {"lost-state": 1})
+
+
+def _centred(targets: Tensor, task: ConvexTask) -> Tensor:
+    """Return one-hot targets, minus 1/C for least squares."""
+    return targets - 1 / targets.shape[1] if task.loss == "mse" else targets

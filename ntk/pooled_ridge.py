@@ -1,0 +1,86 @@
+"""The convex problem of TCT solved in one place, from all clients' features.
+
+Beyond Yu et al., NeurIPS 2022: the exact solution that their second stage approaches round by round.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .convex_payloads import FeatureUpload
+from .feature_rows import FeatureRows
+from .local_steps import ridge_regression
+from .losses import one_hot
+from .memory import require_memory
+from .normaliser import Moments, Normaliser
+
+__all__ = ["pooled_ridge"]
+
+
+def pooled_ridge(
+    uploads: Sequence[FeatureUpload],
+    num_outputs: int,
+    *,
+    ridge: float,
+    normalise: bool = True,
+    bias: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[NDArray[np.float32], Normaliser]:
+    """Normalise the pooled features and solve the ridge regression on centred labels, in the dual.
+
+    Parameters
+    ----------
+    uploads : sequence of FeatureUpload
+        Of n examples in all, p features each.
+    num_outputs : int
+        C.
+    ridge : float
+        See :func:`ridge_regression`.
+    normalise : bool
+        Mean 0 and variance 1 over the n examples; else features are used as they are.
+    bias : bool
+        Add a feature that is 1.
+    device : torch.device or str
+        Where products are formed.
+
+    Returns
+    -------
+    tuple of ndarray of float32 (p, C), or (p + 1, C) with a bias, and Normaliser
+        The linear model, and what its features were normalised by.
+
+    Raises
+    ------
+    NotEnoughMemory
+        If kernel and factor, 28 n^2 bytes, would not fit.
+    ArithmeticError
+        If the solution is not finite.
+    """
+    bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
+    n, width = bounds[-1], len(uploads[0].scale)
+    require_memory(28 * n * n, f"solving for {n} examples", cure="ask fewer clients")
+
+    def raw(start: int, stop: int) -> Tensor:
+        return torch.cat(
+            [
+                upload.rows(max(start - first, 0), min(stop, last) - first)
+                for upload, first, last in zip(uploads, bounds, bounds[1:], strict=False)
+                if start < last and stop > first
+            ]
+        )
+
+    normaliser = Normaliser.identity(width)
+    if normalise:
+        chunks = FeatureRows(raw, (n, width)).chunks()
+        normaliser = Normaliser.of(Moments.join(Moments.of(z) for _, z in chunks))
+    rows = FeatureRows(
+        lambda start, stop: normaliser(raw(start, stop)), (n, width), device=device, bias=bias
+    )
+    labels = np.concatenate([upload.labels.astype(np.int64) for upload in uploads])
+    targets = one_hot(torch.from_numpy(labels), num_outputs) - 1 / num_outputs
+    linear = rows.transposed_matmul(ridge_regression(rows.gram(), targets, ridge).float())
+    if not bool(torch.isfinite(linear).all()):
+        raise ArithmeticError("the solution is not finite")
+    return linear.numpy(), normaliser

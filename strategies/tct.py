@@ -1,0 +1,607 @@
+"""TCT: train a network with any strategy, then solve a convex problem in its tangent features.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4 and algorithms 1 and 2:
+
+    stage 1     T_1 rounds of a bootstrap strategy (FedAvg) on the network
+    convexify   z = tangent features of the first logit, the last layer drawn anew; one exchange
+                of their moments makes each of mean 0 and variance 1 over all clients' examples
+    stage 2     T_2 rounds of SCAFFOLD on sum_k (n_k / n) L_k(W):
+                client   theta_k = M steps of theta - eta (grad L_k(theta) - h_k)          eq. (3)
+                server   theta = sum_k (n_k / n) theta_k
+
+The correction is h_k = c_k - c (the invariant of appendix A.1), with c_k the mean gradient along
+client k's last steps. When all clients took part in the last round, c is the difference of its
+model and this one over M eta, and only models travel: algorithm 1. The paper does not treat partial
+participation; here it is SCAFFOLD's own, and c travels down with theta: see
+:mod:`fedntk.strategies.control_variate`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from logging import INFO, WARNING
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import (
+    UNQUANTISED,
+    Asked,
+    BadReply,
+    ConvexTask,
+    FeatureKind,
+    FeatureMap,
+    FeatureUpload,
+    Loss,
+    Moments,
+    Normaliser,
+    TCTModel,
+    check_compression,
+    check_loss,
+    pooled_ridge,
+)
+
+from .control_variate import ControlVariate
+from .replies import Reply, check_like, checked_weights
+from .resumption import EvaluateFn
+from .seeded_fedavg import SeededFedAvg, like, logger, weighted_mean
+
+__all__ = ["TCT", "ConvexOptimizer"]
+
+LINEAR, MEAN, SCALE = TCTModel.ARRAYS
+BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
+ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
+Arrays = dict[str, NDArray[Any]]
+
+
+class TCT(SeededFedAvg):
+    """Train, convexify, train (Yu et al. 2022). Clients are :class:`~fedntk.clients.TCTClient`.
+
+    Of ``num_rounds`` rounds, `bootstrap_rounds` are stage 1, one is for the moments of the features
+    (none with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start`
+    returns, and that ``evaluate_fn`` is given, are the network's and ``tct.linear``, ``tct.mean``
+    and ``tct.scale``; :meth:`predictor` makes a model of them. Until stage 2 has changed the linear
+    model, clients evaluate the network.
+
+    A client is sent the network and the normaliser once, then only linear models. One that lost
+    what it keeps says so, and the corrections of all start again from zero.
+
+    Parameters
+    ----------
+    network : nn.Module
+        The clients' architecture; its weights do not matter.
+    bootstrap : Strategy, optional
+        Flower strategy of stage 1, whose replies are one set of weights. None: stage 2 begins with
+        the initial weights, such as those of a pre-trained network. It chooses among the nodes that
+        this strategy samples. What a bad reply holds never reaches it.
+    bootstrap_rounds : int
+        T_1; without a bootstrap there are none.
+    num_features : int
+        p; 0 or more than the network has: all coordinates.
+    features : {"entk", "last-layer"}
+        Tangent features, or the last layer's inputs (Table 12).
+    feature_seed : int
+        Of the last layer's new weights and of the coordinates.
+    head : str
+        Name of the last linear layer; the last ``nn.Linear`` by default.
+    normalise : bool
+        Whether features get mean 0 and variance 1.
+    bias : bool
+        Whether the linear model has one (algorithm 2's b; eq. (1) has none).
+    loss : {"mse", "cross-entropy"}
+        Of stage 2; cross-entropy is TCT-CE (Table 11). Targets of least squares are one-hot minus
+        1/C.
+    optimizer : {"scaffold", "fedavg", "gd"}
+        Of stage 2: SCAFFOLD; the same without a correction; gradient descent, one step a round.
+    learning_rate : float
+        eta of stage 2, of L_k = ||Z W - Y||^2 / (2 n_k). Steps diverge if eta times the largest
+        eigenvalue of Z Z^T / n_k is above 2; the metric ``rate-times-lambda`` is the largest of
+        the clients'. Without normalisation features are much smaller, and 0.01 to 0.5 fits.
+    local_steps : int
+        M.
+    solve : {"clients", "server"}
+        ``"server"``, beyond the paper: clients send their features and labels in one exchange,
+        float16 or compressed, and the server solves the ridge regression exactly. About 2 n p bytes
+        up, and the server sees features from which inputs can be computed, and labels.
+    ridge : float
+        Of ``solve="server"``: see :func:`fedntk.ntk.ridge_regression`.
+    sparsity, bits : float, int
+        Compression of the features for ``solve="server"``, as in CP-NTK-FL; 0 and 32: none.
+    device : torch.device or str
+        Where the server solves.
+    **fedavg_options
+        Of :class:`SeededFedAvg` (seed, min_completed) and of Flower's FedAvg. All nodes are asked
+        for moments or features, whatever ``fraction_train``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range or two do not fit together.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> strategy = TCT(network=network, bootstrap=FedAvg(), bootstrap_rounds=20)
+    >>> strategy.shape
+    (49, 3)
+    """
+
+    def __init__(
+        self,
+        *,
+        network: nn.Module,
+        bootstrap: Strategy | None = None,
+        bootstrap_rounds: int = 100,
+        num_features: int = 100_000,
+        features: FeatureKind = "entk",
+        feature_seed: int = 123,
+        head: str = "",
+        normalise: bool = True,
+        bias: bool = False,
+        loss: Loss = "mse",
+        optimizer: ConvexOptimizer = "scaffold",
+        learning_rate: float = 5e-5,
+        local_steps: int = 500,
+        solve: Literal["clients", "server"] = "clients",
+        ridge: float = 1e-4,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
+        device: torch.device | str = "cpu",
+        **fedavg_options: Any,
+    ) -> None:
+        super().__init__(**fedavg_options)
+        for name, value, known in (
+            ("optimizer", optimizer, get_args(ConvexOptimizer)),
+            ("solve", solve, ("clients", "server")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        for name, number, least in (
+            ("bootstrap_rounds", bootstrap_rounds, 0),
+            ("local_steps", local_steps, 1),
+        ):
+            if number < least:
+                raise ValueError(f"{name}: expected at least {least}, got {number}")
+        for name, positive in (("learning_rate", learning_rate), ("ridge", ridge)):
+            if not positive > 0:
+                raise ValueError(f"{name}: expected more than 0, got {positive}")
+        check_compression(sparsity, bits)
+        if solve == "server" and loss != "mse":
+            raise ValueError("solve='server' is for loss='mse', got loss='cross-entropy'")
+        if solve == "clients" and (sparsity, bits) != (0.0, UNQUANTISED):
+            raise ValueError("sparsity and bits go with solve='server', got solve='clients'")
+        self.network = network
+        self.bootstrap = bootstrap
+        self.bootstrap_rounds = bootstrap_rounds if bootstrap is not None else 0
+        self.feature_map = FeatureMap(features, num_features, feature_seed, head)
+        _, last = self.feature_map.last_layer(network)
+        self.width = self.feature_map.width(network)
+        self.shape = (self.width + bias, last.out_features)
+        self.normalise, self.solve, self.ridge = normalise, solve, ridge
+        self.device = device
+        self.task = ConvexTask(
+            step="linear",
+            key="",
+            feature_map=self.feature_map,
+            bias=bias,
+            loss=check_loss(loss),
+            learning_rate=learning_rate,
+            steps=1 if optimizer == "gd" else local_steps,
+            corrected=optimizer == "scaffold",
+            sparsity=sparsity,
+            bits=bits,
+        )
+        # a bootstrap must not wait for more nodes than it is shown
+        waited_for = getattr(bootstrap, "min_available_nodes", 0)
+        self.min_available_nodes = max(self.min_available_nodes, waited_for)
+        self._prepared = False  # moments are known, or the problem is solved
+        self._control = ControlVariate(self.task.steps * learning_rate)
+        self._held: dict[int, frozenset[str]] = {}  # node -> what it has been sent
+        self._lost = False
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(
+            INFO,
+            "\t└──> TCT: %d rounds of %s, then %s on %d x %d weights (%s, eta %g, M %d)",
+            self.bootstrap_rounds,
+            type(self.bootstrap).__name__,
+            "steps" if self.solve == "clients" else "a solution on the server",
+            *self.shape,
+            self.task.loss,
+            self.task.learning_rate,
+            self.task.steps,
+        )
+
+    def predictor(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> TCTModel:
+        """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given."""
+        named = {k: a.numpy() if isinstance(a, Array) else a for k, a in arrays.items()}
+        return TCTModel.from_arrays(self.network, self.feature_map, named)
+
+    # ------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on: c, and which c_k count. Clients keep these."""
+        inner = getattr(self.bootstrap, "state_dict", dict)()
+        return {
+            **super().state_dict(),
+            "prepared": self._prepared,
+            **self._control.state_dict(),
+            **{BOOTSTRAP + name: value for name, value in inner.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; clients are sent again what they need."""
+        inner = {k.removeprefix(BOOTSTRAP): v for k, v in state.items() if k.startswith(BOOTSTRAP)}
+        own = {k: v for k, v in state.items() if not k.startswith(BOOTSTRAP)}
+        present = {k: None for k in self.state_dict() if k.startswith(BOOTSTRAP)}
+        super().load_state_dict({**own, **present})
+        self._prepared = bool(state["prepared"])
+        self._control.load_state_dict(state)
+        self._held = {}
+        if hasattr(self.bootstrap, "load_state_dict"):
+            self.bootstrap.load_state_dict(inner)
+        elif self.bootstrap is not None and 0 < self.server_round < self.bootstrap_rounds:
+            logger.log(WARNING, "%s goes on without a state of its own", type(self.bootstrap))
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run both stages; `initial_arrays` are the network's, or all that a run returned.
+
+        Raises
+        ------
+        ValueError
+            If they are not those of the network.
+        """
+        expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
+        found = {k: tuple(a.shape) for k, a in initial_arrays.items()}
+        if {k: v for k, v in found.items() if k not in TCTModel.ARRAYS} != expected:
+            odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
+            raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
+        zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
+        arrays = {LINEAR: zero, MEAN: identity.mean, SCALE: identity.scale}
+        initial = ArrayRecord({k: Array(a) for k, a in arrays.items()})
+        whole = ArrayRecord({k: initial_arrays[k] for k in expected})
+        for name in TCTModel.ARRAYS:
+            whole[name] = initial_arrays.get(name, initial[name])
+        result = super().start(
+            grid, whole, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
+        if not len(result.arrays):
+            result.arrays = whole
+        return result
+
+    # ---------------------------------------------------------------- sampling
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the network in stage 1, then what each sampled client lacks, and the task."""
+        self.global_arrays, self.server_round = arrays, server_round
+        step = self._step(server_round)
+        if step is None or self.fraction_train == 0.0:
+            return []
+        everyone = step in ("statistics", "features")
+        fraction = 1.0 if everyone else self.fraction_train
+        minimum = max(self.min_train_nodes, self.min_completed)
+        nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
+        config["server-round"] = server_round
+        if step == "bootstrap" and self.bootstrap is not None:
+            return self._bootstrap_messages(self.bootstrap, server_round, config, grid, nodes)
+        asked = replace(self.task, step=step, key=self._key())
+        return [
+            message
+            for node in nodes
+            for message in self._asked(
+                self._task(asked, node, server_round), config, node, MessageType.TRAIN, grid
+            )
+        ]
+
+    def _step(
+        self, server_round: int
+    ) -> Literal["bootstrap", "statistics", "features", "linear"] | None:
+        """Return what a round is for; None where the problem is solved."""
+        if server_round <= self.bootstrap_rounds:
+            return "bootstrap"
+        if self.solve == "server":
+            return None if self._prepared else "features"
+        return "statistics" if self.normalise and not self._prepared else "linear"
+
+    def _bootstrap_messages(
+        self,
+        bootstrap: Strategy,
+        server_round: int,
+        config: ConfigRecord,
+        grid: Grid,
+        nodes: list[int],
+    ) -> Iterable[Message]:
+        if len(nodes) < (needed := getattr(bootstrap, "min_available_nodes", 0)):
+            raise ValueError(
+                f"bootstrap: it waits for min_available_nodes = {needed}, and {len(nodes)} nodes "
+                "are sampled in a round; lower that, or sample more"
+            )
+        network = ArrayRecord({k: self.global_arrays[k] for k in self.network.state_dict()})
+        shown: Any = _Sampled(grid, nodes)
+        messages = list(bootstrap.configure_train(server_round, network, config, shown))
+        if self._seeds is None:
+            return messages
+        return [
+            sealed
+            for m in messages
+            for sealed in self.messages(
+                m.content, [m.metadata.dst_node_id], MessageType.TRAIN, grid
+            )
+        ]
+
+    def _task(self, asked: ConvexTask, node: int, server_round: int) -> ConvexTask:
+        """Complete a task by what a node is to be sent for it."""
+        partition = self.partitions.get(node, node)
+        held, parts = self._held.get(node, frozenset()), []
+        parts += [] if "network" in held else ["network"]
+        if asked.step != "linear":
+            return replace(asked, parts=tuple(parts))
+        parts += ([] if "normaliser" in held else ["normaliser"]) + ["linear"]
+        control = self._control.source(partition, server_round)
+        parts += ["control"] if control == "sent" else []
+        state_round = self._control.round_of(partition)
+        return replace(asked, parts=tuple(parts), state_round=state_round, control=control)
+
+    def _asked(
+        self, task: ConvexTask, config: ConfigRecord, node: int, message_type: str, grid: Grid
+    ) -> Iterable[Message]:
+        """Make the message that asks a node to do a task."""
+        groups = {
+            "network": list(self.network.state_dict()),
+            "normaliser": [MEAN, SCALE],
+            "linear": [LINEAR],
+        }
+        arrays = {n: self.global_arrays[n] for part in task.parts for n in groups.get(part, [])}
+        if "control" in task.parts:
+            arrays["tct.control"] = Array(self._control.value)
+        record = RecordDict(
+            {
+                self.arrayrecord_key: ArrayRecord(arrays),
+                self.configrecord_key: ConfigRecord({**config, **task.to_config()}),
+            }
+        )
+        return self.messages(record, [node], message_type, grid)
+
+    def _key(self) -> str:
+        """Name the network and the feature map: what clients keep is good for one key."""
+        digest = blake2b(repr((self.feature_map, self.width)).encode(), digest_size=16)
+        for name in self.network.state_dict():
+            digest.update(np.ascontiguousarray(self.global_arrays[name].numpy()).data)
+        return digest.hexdigest()
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the network, or the linear model once there is one."""
+        self.global_arrays = arrays
+        if not arrays[LINEAR].numpy().any():
+            network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
+            return super().configure_evaluate(server_round, network, config, grid)
+        if self.fraction_evaluate == 0.0:
+            return []
+        nodes = self.sample(
+            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        config["server-round"] = server_round
+        asked = replace(self.task, key=self._key())
+        messages: list[Message] = []
+        for node in nodes:
+            task = self._task(asked, node, server_round)
+            parts = tuple(part for part in task.parts if part != "control")
+            task = replace(task, control="zero", parts=parts)
+            messages += self._asked(task, config, node, MessageType.EVALUATE, grid)
+        return messages
+
+    # ------------------------------------------------------------- aggregation
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Do what the round is for with the replies."""
+        step = self._step(server_round)
+        if step is None:
+            return None, None
+        if step == "bootstrap" and self.bootstrap is not None:
+            arrays, metrics = self._aggregate_bootstrap(self.bootstrap, server_round, replies)
+        elif step == "statistics":
+            arrays, metrics = self._aggregate_moments(replies)
+        elif step == "features":
+            arrays, metrics = self._aggregate_features(replies)
+        else:
+            arrays, metrics = self._aggregate_linear(server_round, replies)
+        self.train_metrics[server_round] = metrics
+        return (None if arrays is None else self._with(arrays)), metrics
+
+    def _aggregate_bootstrap(
+        self, bootstrap: Strategy, server_round: int, replies: Iterable[Message]
+    ) -> tuple[Arrays | None, MetricRecord]:
+        expected = {k: self.global_arrays[k].numpy() for k in self.network.state_dict()}
+        if isinstance(bootstrap, SeededFedAvg):  # checks its replies itself
+            found, own = bootstrap.aggregate_train(server_round, replies)
+            metrics = own or MetricRecord()
+        else:
+            pairs, rejected = self.accepted(replies, lambda r: checked_weights(r, expected))
+            metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+            if not self.enough(len(pairs)):
+                return None, metrics
+            clean = [self._cleaned(reply) for reply, _ in pairs]
+            found, own = bootstrap.aggregate_train(server_round, clean)
+            metrics = MetricRecord({**(own or {}), **metrics})
+        if found is None:
+            return None, metrics
+        arrays = {k: a.numpy() for k, a in found.items()}
+        return {k: a.numpy() for k, a in like(arrays, expected).items()}, metrics
+
+    def _cleaned(self, reply: Reply) -> Message:
+        """Return a reply that holds its arrays and its number of examples alone."""
+        (arrays,) = reply.message.content.array_records.values()
+        metrics = MetricRecord({self.weighted_by_key: reply.num_examples})
+        reply.message.content = RecordDict({self.arrayrecord_key: arrays, "metrics": metrics})
+        return reply.message
+
+    def _aggregate_moments(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
+        def parse(reply: Reply) -> Moments:
+            arrays = self._own_arrays(reply)
+            return Moments.from_arrays(arrays, reply.num_examples, self.width)
+
+        pairs, metrics = self._answers(replies, parse, "network")
+        if not self.enough(len(pairs)):
+            return None, metrics
+        self._prepared = True
+        normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
+        metrics["features-constant"] = int((normaliser.scale == 0).sum())
+        return {MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
+
+    def _aggregate_features(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
+        asked = Asked({}, self.max_examples, self.task.sparsity, self.task.bits)
+
+        def parse(reply: Reply) -> FeatureUpload:
+            upload = FeatureUpload.parse(
+                self._own_arrays(reply), asked, width=self.width, num_outputs=self.shape[1]
+            )
+            if len(upload.labels) != reply.num_examples:
+                raise BadReply(
+                    "num-examples", f"claims {reply.num_examples}, sends {len(upload.labels)}"
+                )
+            return upload
+
+        pairs, metrics = self._answers(replies, parse, "network")
+        if not self.enough(len(pairs)):
+            return None, metrics
+        try:
+            linear, normaliser = pooled_ridge(
+                [upload for _, upload in pairs],
+                self.shape[1],
+                ridge=self.ridge,
+                normalise=self.normalise,
+                bias=self.task.bias,
+                device=self.device,
+            )
+        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
+            return None, metrics
+        self._prepared = True
+        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
+
+    def _aggregate_linear(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[Arrays | None, MetricRecord]:
+        theta = self.global_arrays[LINEAR].numpy()
+
+        def parse(reply: Reply) -> NDArray[Any]:
+            (linear,) = self._own_arrays(reply, 1)
+            check_like(LINEAR, linear, theta)
+            return linear
+
+        pairs, metrics = self._answers(replies, parse, "network", "normaliser")
+        rates = [r.metrics["rate-times-lambda"] for r, _ in pairs if _is_rate(r)]
+        if rates:
+            metrics["rate-times-lambda"] = max(rates)
+            if max(rates) > 2:
+                logger.log(
+                    WARNING,
+                    "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
+                    "above 2 its steps diverge: lower the learning rate",
+                    max(rates),
+                )
+        if lost := self._lost:  # some c_k is no more, and c still holds it
+            logger.log(WARNING, "a client lost its state: all corrections start again from zero")
+            self._control.reset()
+            self._lost = False
+        if not self.enough(len(pairs)):
+            return None, metrics
+        counts = [reply.num_examples for reply, _ in pairs]
+        mean = weighted_mean([{LINEAR: linear} for _, linear in pairs], counts)[LINEAR]
+        mean = np.asarray(mean, np.float32)
+        own = {self.order(r)[0]: (r.num_examples, linear) for r, linear in pairs}
+        everyone = set(self.partitions.values()) - set(self.held_out)
+        if self.task.corrected and not lost:
+            self._control.update(server_round, theta, mean, own, everyone)
+        return {LINEAR: mean}, metrics
+
+    def _answers(
+        self, replies: Iterable[Message], parse: Any, *parts: str
+    ) -> tuple[list[tuple[Reply, Any]], MetricRecord]:
+        """Check replies of stage 2, and note which parts each node now holds."""
+        replies = list(replies)
+        for message in replies:
+            if message.has_error():  # whatever happened there: it is sent all again
+                self._held.pop(message.metadata.src_node_id, None)
+        pairs, rejected = self.accepted(replies, parse)
+        for reply, _ in pairs:
+            self._held[reply.node] = self._held.get(reply.node, frozenset()) | set(parts)
+        return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
+
+    def _own_arrays(self, reply: Reply, count: int | None = None) -> list[NDArray[Any]]:
+        """Return a reply's arrays; BadReply if the client has lost what it was to use."""
+        if "lost-state" in reply.metrics:
+            self._held.pop(reply.node, None)
+            self._lost |= self._control.round_of(self.order(reply)[0]) > 0
+            raise BadReply("lost-state", "the client no longer has what it was sent")
+        arrays = list(reply.arrays().values())
+        if count is not None and len(arrays) != count:
+            raise BadReply("arrays", f"expected {count}, got {len(arrays)}")
+        return arrays
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the metrics; a client that failed is sent all again."""
+        replies = list(replies)
+        for message in replies:
+            if message.has_error():
+                self._held.pop(message.metadata.src_node_id, None)
+        return super().aggregate_evaluate(server_round, replies)
+
+    def _with(self, arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+        """Return all arrays, some of them new."""
+        return ArrayRecord(
+            {k: Array(arrays[k]) if k in arrays else a for k, a in self.global_arrays.items()}
+        )
+
+
+class _Sampled:
+    """A grid of which a strategy sees only some nodes."""
+
+    def __init__(self, grid: Grid, nodes: list[int]) -> None:
+        self._grid, self._nodes = grid, nodes
+
+    def get_node_ids(self) -> list[int]:
+        return self._nodes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+
+def _is_rate(reply: Reply) -> bool:
+    rate = reply.metrics.get("rate-times-lambda")
+    return isinstance(rate, int | float) and rate >= 0
