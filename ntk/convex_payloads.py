@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -69,6 +70,15 @@ class ConvexTask:
     parts: tuple[str, ...] = ()
     sparsity: float = 0.0
     bits: int = UNQUANTISED
+
+    @staticmethod
+    def key_of(feature_map: FeatureMap, network: Sequence[NDArray[Any]]) -> str:
+        """Return the key of a network's arrays, in the order of its state dict, and a map."""
+        digest = blake2b(repr(feature_map).encode(), digest_size=16)
+        for array in network:
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def to_config(self) -> dict[str, str | int | float | bool]:
         """Return keys that begin with ``tct-`` and their values."""

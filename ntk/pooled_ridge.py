@@ -1,6 +1,6 @@
 """The convex problem of TCT solved in one place, from all clients' features.
 
-Beyond Yu et al., NeurIPS 2022: the exact solution that their second stage approaches round by round.
+Beyond Yu et al., NeurIPS 2022: the exact solution that their stage 2 approaches round by round.
 """
 
 from collections.abc import Sequence

@@ -183,7 +183,7 @@ class TCTModel:
         expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
         found = {name: array.shape for name, array in own.items()}
         if found != expected or not {LINEAR, MEAN, SCALE} <= arrays.keys():
-            odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
+            odd = [k for k in {**expected, **found} if found.get(k) != expected.get(k)]
             raise ValueError(
                 f"{folder} holds a model of another network: it differs in "
                 f"{', '.join(odd[:5]) or 'its linear model'}"

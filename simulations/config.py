@@ -83,7 +83,7 @@ class Config:
     """
 
     method: str = _option(
-        "ntk-fl", "what to run", choices=("ntk-fl", "cp-ntk-fl", "fedavg", "scaffold")
+        "ntk-fl", "what to run", choices=("ntk-fl", "cp-ntk-fl", "tct", "fedavg", "scaffold")
     )
     name: str = _option("", "name of the run; the method by default")
     out: str = _option("", "folder for results; by default one in runs/, named after the settings")
@@ -131,6 +131,18 @@ class Config:
     min_partition_size: int = _option(1, "of partition = dirichlet", at_least=1)
     examples_per_client: int = _option(200, "of partition = client-dirichlet", at_least=1)
     classes_per_client: int = _option(2, "of partition = pathological", at_least=1)
+    class_assignment: str = _option(
+        "random",
+        "of partition = pathological: how clients get their classes; first-deterministic: the "
+        "first is the client's number modulo the classes, as in paper 002's benchmark",
+        choices=("random", "first-deterministic", "deterministic"),
+    )
+    train_examples: int = _option(
+        0, "training examples that clients get in all, drawn from the set; 0: all", at_least=0
+    )
+    test_examples: int = _option(
+        0, "of the test set, from its beginning, on which the server evaluates; 0: all", at_least=0
+    )
     local_test_fraction: float = _option(
         0.0, "share of a client's examples kept for its own evaluation", at_least=0, below=1
     )
@@ -139,6 +151,9 @@ class Config:
         "mlp", "mlp, simple-cnn, lenet, resnet18, or <module>:<factory>(input_shape, num_classes)"
     )
     width: int = _option(100, "hidden units of the mlp", at_least=1)
+    weights: str = _option(
+        "", "safetensors file of the network to start from, such as another run's model.safetensors"
+    )
     norm: str = _option("batch", "of resnet18", choices=("batch", "group"))
     loss: str = _option("cross-entropy", "of all methods", choices=("cross-entropy", "mse"))
     learning_rate: float = _option(0.01, "eta", above=0)
@@ -179,9 +194,16 @@ class Config:
     )
 
     sparsity: float = _option(
-        0.0, "cp-ntk-fl: share of each tensor's numbers that is dropped", at_least=0, below=1
+        0.0,
+        "cp-ntk-fl, tct with solve = server: share of each tensor's numbers that is dropped",
+        at_least=0,
+        below=1,
     )
-    bits: int = _option(32, "cp-ntk-fl: of each number sent, 1 ... 16; 32: as they are", at_least=1)
+    bits: int = _option(
+        32,
+        "cp-ntk-fl, tct with solve = server: of each number sent, 1 ... 16; 32: as they are",
+        at_least=1,
+    )
     shuffle: bool = _option(False, "cp-ntk-fl: have a shuffling server mix the clients' rows")
     clip: float = _option(
         0.0, "cp-ntk-fl: norm of a row under differential privacy; 0: none", at_least=0
@@ -194,10 +216,10 @@ class Config:
     )
     delta: float = _option(1e-5, "cp-ntk-fl: at which epsilon is reported", above=0, below=1)
 
-    local_epochs: int = _option(1, "fedavg, scaffold: E", at_least=0)
-    batch_size: int = _option(32, "fedavg, scaffold: B", at_least=1)
-    momentum: float = _option(0.0, "fedavg, scaffold: of the local SGD", at_least=0, below=1)
-    weight_decay: float = _option(0.0, "fedavg, scaffold: of the local SGD", at_least=0)
+    local_epochs: int = _option(1, "fedavg, scaffold, tct: E", at_least=0)
+    batch_size: int = _option(32, "fedavg, scaffold, tct: B", at_least=1)
+    momentum: float = _option(0.0, "fedavg, scaffold, tct: of the local SGD", at_least=0, below=1)
+    weight_decay: float = _option(0.0, "fedavg, scaffold, tct: of the local SGD", at_least=0)
     proximal_mu: float = _option(0.0, "fedavg: mu of FedProx's proximal term; 0: none", at_least=0)
     scaffold_option: str = _option(
         "II",
@@ -206,6 +228,42 @@ class Config:
         choices=("II", "I"),
     )
     server_learning_rate: float = _option(1.0, "scaffold: eta_g", above=0)
+
+    bootstrap_rounds: int = _option(
+        10, "tct: T_1, rounds of FedAvg; the others are for moments and stage 2", at_least=0
+    )
+    features: str = _option(
+        "entk", "tct: tangent features, or the last layer's", choices=("entk", "last-layer")
+    )
+    num_features: int = _option(100_000, "tct: p; 0: all", at_least=0)
+    feature_seed: int = _option(123, "tct: of the new last layer and the coordinates", at_least=0)
+    normalise: bool = _option(True, "tct: whether features get mean 0 and variance 1")
+    bias: bool = _option(False, "tct: whether the linear model has a bias")
+    convex_loss: str = _option(
+        "mse", "tct: of stage 2; cross-entropy: TCT-CE", choices=("mse", "cross-entropy")
+    )
+    convex_optimizer: str = _option(
+        "scaffold", "tct: of stage 2", choices=("scaffold", "fedavg", "gd")
+    )
+    convex_learning_rate: float = _option(5e-5, "tct: eta of stage 2", above=0)
+    convex_steps: int = _option(500, "tct: M, full-batch steps of a client a round", at_least=1)
+    convex_solver: str = _option(
+        "closed", "tct: these steps in closed form, or one by one", choices=("closed", "loop")
+    )
+    solve: str = _option(
+        "clients",
+        "tct: server: clients send their features and the server solves, in one round",
+        choices=("clients", "server"),
+    )
+    ridge: float = _option(1e-4, "tct: of solve = server, over the mean of the diagonal", above=0)
+    feature_dtype: str = _option(
+        "float32", "tct: in which features are kept", choices=("float32", "float16")
+    )
+    keep: str = _option(
+        "features",
+        "tct: what a client keeps on disk; nothing: features are computed anew in each round",
+        choices=("features", "nothing"),
+    )
 
     device: str = _option("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
     client_cpus: int = _option(1, "Ray: CPUs for each client at work", at_least=1)
@@ -216,6 +274,9 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             self._check(field)
+        if self.weights:  # the same file for every process
+            path = str(Path(self.weights).expanduser().absolute())
+            object.__setattr__(self, "weights", path)
         self._check_together()
 
     def _check(self, field: dataclasses.Field[Any]) -> None:
@@ -282,12 +343,17 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error).replace("_", "-")) from None
         tools = ("sparsity", "bits", "shuffle", "clip", "noise_multiplier", "label_noise")
+        sends_features = self.method == "tct" and self.solve == "server"
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name in ("sparsity", "bits") and sends_features:
+                continue
             if field.name in tools and value != field.default and self.method != "cp-ntk-fl":
                 raise ConfigError(
                     f"{_key(field.name)} = {value} goes with method = cp-ntk-fl, got {self.method}"
                 )
+        if sends_features and self.convex_loss != "mse":
+            raise ConfigError(f"solve = server needs convex-loss = mse, got {self.convex_loss}")
         if self.noise_multiplier and (self.selection == "clients" or self.validation_clients):
             raise ConfigError(
                 f"selection = {self.selection} asks clients for losses of their examples, which "

@@ -1,10 +1,13 @@
 """The table of methods: how each one's strategy and client are made from a configuration."""
 
+import shutil
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from logging import ERROR
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
@@ -16,10 +19,11 @@ from fedntk.clients import (
     NTKFLClient,
     SCAFFOLDClient,
     SGDClient,
+    TCTClient,
     sample_size,
 )
-from fedntk.ntk import NotEnoughMemory, jacobian, require_memory
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, SeededFedAvg
+from fedntk.ntk import ConvexTask, FeatureMap, NotEnoughMemory, TCTModel, jacobian, require_memory
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
 
 from ._flower import log_from
 from .config import Config, ConfigError
@@ -37,33 +41,26 @@ class Method:
     Attributes
     ----------
     strategy : callable
-        (config, options common to all, the server's loss on validation examples or None)
-        -> strategy.
+        (config, options common to all, network) -> strategy. For methods with `jacobians` the
+        options hold ``validation_loss``, the server's loss on its validation examples, or None.
     client : callable
         (config, partition, options common to all) -> client.
     jacobians : bool
         Whether the server holds Jacobians of the clients' examples and evolves them.
     """
 
-    strategy: Callable[
-        [Config, dict[str, Any], Callable[[ArrayRecord], float] | None], SeededFedAvg
-    ]
+    strategy: Callable[[Config, dict[str, Any], nn.Module], SeededFedAvg]
     client: Callable[[Config, int, dict[str, Any]], NumPyClient]
     jacobians: bool = False
 
 
-def _evolution(
-    config: Config,
-    options: dict[str, Any],
-    validation_loss: Callable[[ArrayRecord], float] | None,
-) -> dict[str, Any]:
+def _evolution(config: Config, options: dict[str, Any]) -> dict[str, Any]:
     """Options of the strategies that evolve a kernel."""
     return dict(
         learning_rate=config.learning_rate,
         steps=config.steps_grid,
         loss=config.loss,
         selection=config.selection,
-        validation_loss=validation_loss,
         validation_partitions=options.pop("held_out"),
         kernel=config.kernel,
         residuals=config.residuals,
@@ -74,11 +71,7 @@ def _evolution(
     )
 
 
-def _cp_ntk_fl_strategy(
-    config: Config,
-    options: dict[str, Any],
-    validation_loss: Callable[[ArrayRecord], float] | None,
-) -> SeededFedAvg:
+def _cp_ntk_fl_strategy(config: Config, options: dict[str, Any], _: nn.Module) -> SeededFedAvg:
     return CPNTKFL(
         sparsity=config.sparsity,
         bits=config.bits,
@@ -86,7 +79,7 @@ def _cp_ntk_fl_strategy(
         noise_multiplier=config.noise_multiplier,
         label_noise=config.label_noise,
         delta=config.delta,
-        **_evolution(config, options, validation_loss),
+        **_evolution(config, options),
     )
 
 
@@ -116,9 +109,51 @@ def _local_sgd(config: Config) -> dict[str, Any]:
     }
 
 
+def _feature_map(config: Config) -> FeatureMap:
+    return FeatureMap(config.features, config.num_features, config.feature_seed)  # type: ignore[arg-type]
+
+
+def _tct_strategy(config: Config, options: dict[str, Any], network: nn.Module) -> SeededFedAvg:
+    bootstrap = SeededFedAvg(
+        seed=config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
+    )
+    return TCT(
+        network=network,
+        bootstrap=bootstrap if config.bootstrap_rounds else None,
+        bootstrap_rounds=config.bootstrap_rounds,
+        features=config.features,  # type: ignore[arg-type]
+        num_features=config.num_features,
+        feature_seed=config.feature_seed,
+        normalise=config.normalise,
+        bias=config.bias,
+        loss=config.convex_loss,  # type: ignore[arg-type]
+        optimizer=config.convex_optimizer,  # type: ignore[arg-type]
+        learning_rate=config.convex_learning_rate,
+        local_steps=config.convex_steps,
+        solve=config.solve,  # type: ignore[arg-type]
+        ridge=config.ridge,
+        sparsity=config.sparsity,
+        bits=config.bits,
+        device=device_of(config),
+        **options,
+    )
+
+
+def _tct_client(config: Config, options: dict[str, Any]) -> TCTClient:
+    return TCTClient(
+        cache=config.folder / "cache",
+        dtype=config.feature_dtype,  # type: ignore[arg-type]
+        keep=config.keep,  # type: ignore[arg-type]
+        local_solver=config.convex_solver,  # type: ignore[arg-type]
+        proximal_mu=config.proximal_mu,
+        **_local_sgd(config),
+        **options,
+    )
+
+
 METHODS = {
     "ntk-fl": Method(
-        lambda *arguments: NTKFL(**_evolution(*arguments)),
+        lambda config, options, _: NTKFL(**_evolution(config, options)),
         lambda config, _, options: NTKFLClient(
             wire=config.wire,  # type: ignore[arg-type]
             **options,
@@ -126,6 +161,7 @@ METHODS = {
         jacobians=True,
     ),
     "cp-ntk-fl": Method(_cp_ntk_fl_strategy, _cp_ntk_fl_client, jacobians=True),
+    "tct": Method(_tct_strategy, lambda config, _, options: _tct_client(config, options)),
     "fedavg": Method(
         lambda _, options, __: SeededFedAvg(**options),
         lambda config, _, options: SGDClient(
@@ -151,18 +187,8 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
     Raises
     ------
     ConfigError
-        If a round's Jacobians would not fit on the server.
+        If what the server or a client must hold would not fit.
     """
-    validation_loss = None
-    if METHODS[config.method].jacobians:
-        _require_room(config, data, split, model)
-    if METHODS[config.method].jacobians and len(split.validation):
-        x, y = data.train(split.validation)
-        x = projected(config, x)
-
-        def validation_loss(arrays: ArrayRecord) -> float:
-            return evaluate_arrays(config, model, arrays, x, y)[0]
-
     evaluating = min(config.clients_per_evaluation, config.num_clients)
     options: dict[str, Any] = {
         "seed": config.seed,
@@ -178,11 +204,63 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         "key_server": key_server(config) if config.projection else None,
         "run": run_name(config),
     }
+    if METHODS[config.method].jacobians:
+        _require_room_for_jacobians(config, data, split, model)
+        options["validation_loss"] = _validation_loss(config, data, split, model)
+    if config.method == "tct":
+        _require_room_for_features(config, split, model)
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
-        return METHODS[config.method].strategy(config, options, validation_loss)
+        try:
+            return METHODS[config.method].strategy(config, options, model)
+        except ValueError as error:
+            raise ConfigError(f"method = {config.method}: {error}") from error
 
 
-def _require_room(config: Config, data: Data, split: Split, model: nn.Module) -> None:
+def _validation_loss(
+    config: Config, data: Data, split: Split, model: nn.Module
+) -> Callable[[ArrayRecord], float] | None:
+    if not len(split.validation):
+        return None
+    x, y = data.train(split.validation)
+    x = projected(config, x)
+    return lambda arrays: evaluate_arrays(config, model, arrays, x, y)[0]
+
+
+def _require_room_for_features(config: Config, split: Split, model: nn.Module) -> None:
+    """Refuse what TCT's clients, all on this machine, or its server could not hold."""
+    width = _feature_map(config).width(model)
+    sizes = sorted(len(own) for own in split.clients)
+    largest, total = sizes[-1], sum(sizes)
+    if config.solve == "server":
+        memory, disk = 28 * total**2 + 3 * 4 * total * width, 0
+    else:
+        memory = 52 * largest**2 * (config.convex_steps > 1)
+        memory += 4 * largest * width * (config.convex_solver == "loop")
+        itemsize = np.dtype(config.feature_dtype).itemsize
+        disk = (total * itemsize + largest * 4) * width * (config.keep == "features")
+    try:
+        require_memory(
+            memory,
+            f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
+            cure="use more clients, fewer train-examples or, for solve = server, num-features",
+        )
+    except NotEnoughMemory as error:
+        raise ConfigError(f"num-features = {width}: {error}") from error
+    free = shutil.disk_usage(_existing(config.folder)).free
+    if disk > free:
+        raise ConfigError(
+            f"num-features = {width}: features of {total} examples need {disk / 1e9:.1f} GB on "
+            f"disk and {config.folder} has {free / 1e9:.1f} GB; lower num-features, set "
+            "feature-dtype = float16, or keep = nothing"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest folder above that is there."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _require_room_for_jacobians(config: Config, data: Data, split: Split, model: nn.Module) -> None:
     """Refuse what the server could not hold: the clients' Jacobians, and the global one."""
     x, _ = data.train(split.clients[0][:1])
     device = device_of(config)
@@ -253,7 +331,27 @@ def device_of(config: Config) -> str:
 def evaluate_arrays(
     config: Config, model: nn.Module, arrays: ArrayRecord, x: Tensor, y: Tensor
 ) -> tuple[float, float]:
-    """Loss and accuracy of the given weights on labelled examples."""
-    evaluator = ModelClient(model, x, y, loss=config.loss, device=device_of(config))  # type: ignore[arg-type]
-    loss, _, metrics = evaluator.evaluate([array.numpy() for array in arrays.values()], {})
+    """Loss and accuracy of the given arrays on labelled examples.
+
+    Of TCT's linear model where it is there, and not all zero; else of the network.
+    """
+    named = {name: array.numpy() for name, array in arrays.items()}
+    network = [named[name] for name in model.state_dict()]
+    options: dict[str, Any] = {"loss": config.loss, "device": device_of(config)}
+    if TCTModel.ARRAYS[0] in named and named[TCTModel.ARRAYS[0]].any():
+        tct = _tct_client(config, {"model": model, "x": x, "y": y, "run": "server", **options})
+        feature_map = _feature_map(config)
+        task = ConvexTask(
+            step="linear",
+            key=ConvexTask.key_of(feature_map, network),
+            feature_map=feature_map,
+            bias=config.bias,
+            loss=config.convex_loss,  # type: ignore[arg-type]
+            parts=("network", "normaliser", "linear"),
+        )
+        linear, mean, scale = (named[name] for name in TCTModel.ARRAYS)
+        evaluated = tct.evaluate([*network, mean, scale, linear], task.to_config())
+    else:
+        evaluated = ModelClient(model, x, y, **options).evaluate(network, {})
+    loss, _, metrics = evaluated
     return loss, float(metrics["accuracy"])

@@ -3,9 +3,12 @@
 import importlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from .config import Config, ConfigError, nearest
@@ -165,12 +168,26 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: fails for examples of shape {input_shape}: "
             f"{type(error).__name__}: {lines[0]}"
         ) from error
+    if config.weights:
+        _load_weights(model, Path(config.weights).expanduser())
     if shape != (1, num_classes):
         raise ConfigError(
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
             f"class, got {('n', *shape[1:])}"
         )
     return model
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    """Load a network's weights, which a file may hold among others."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"weights = {path}: cannot be read: {error}") from error
+    state = model.state_dict()
+    if odd := [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]:
+        raise ConfigError(f"weights = {path}: not of this network, which has also {odd[:5]}")
+    model.load_state_dict({name: tensors[name] for name in state})
 
 
 def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:

@@ -68,7 +68,12 @@ def split_data(config: Config, data: Data) -> Split:
     generator = np.random.default_rng([config.seed, 1])
     order = generator.permutation(len(data.y_train))
     validation = np.sort(order[: config.validation_examples])
-    rest = order[config.validation_examples :]  # shuffled: Flower deals IID parts out in order
+    rest = order[config.validation_examples :]
+    if config.train_examples > len(rest):
+        raise ConfigError(
+            f"train-examples: expected at most {len(rest)}, got {config.train_examples}"
+        )
+    rest = rest[: config.train_examples or None]  # shuffled: Flower deals IID parts out in order
     if config.num_clients > len(rest):
         raise ConfigError(
             f"num-clients: expected at most one client for each of the {len(rest)} training "
@@ -135,7 +140,13 @@ def _partitioner(config: Config) -> "Partitioner":
                 number, by, config.alpha, config.examples_per_client, seed
             )
         case "pathological":
-            return PathologicalPartitioner(number, by, config.classes_per_client, seed=seed)
+            return PathologicalPartitioner(
+                number,
+                by,
+                config.classes_per_client,
+                class_assignment_mode=config.class_assignment,  # type: ignore[arg-type]
+                seed=seed,
+            )
         case _:
             return NaturalIdPartitioner("id")
 
@@ -179,4 +190,6 @@ SPLIT_SETTINGS = (
     "min_partition_size",
     "examples_per_client",
     "classes_per_client",
+    "class_assignment",
+    "train_examples",
 )

@@ -129,7 +129,8 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
     ):
         (folder / name).unlink(missing_ok=True)
     if checkpoints:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in ("checkpoints", "cache"):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_run(

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -133,7 +134,8 @@ def _serve(
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
     x_test, y_test = data.test()  # standardised and projected once, not in each round
-    x_test = projected(config, x_test)
+    most = config.test_examples or len(x_test)
+    x_test, y_test = projected(config, x_test[:most]), y_test[:most]
     recorder = _Recorder(
         config,
         folder,
@@ -175,6 +177,7 @@ def _serve(
             "examples-per-client": [min(sizes), max(sizes)],
         },
     )
+    shutil.rmtree(folder / "cache", ignore_errors=True)  # features: large, and of no more use
     if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)

@@ -19,7 +19,6 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
 
@@ -392,11 +391,8 @@ class TCT(SeededFedAvg):
         return self.messages(record, [node], message_type, grid)
 
     def _key(self) -> str:
-        """Name the network and the feature map: what clients keep is good for one key."""
-        digest = blake2b(repr((self.feature_map, self.width)).encode(), digest_size=16)
-        for name in self.network.state_dict():
-            digest.update(np.ascontiguousarray(self.global_arrays[name].numpy()).data)
-        return digest.hexdigest()
+        network = [self.global_arrays[name].numpy() for name in self.network.state_dict()]
+        return ConvexTask.key_of(self.feature_map, network)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

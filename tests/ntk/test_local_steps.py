@@ -212,7 +212,7 @@ def test_unknown_losses_and_the_wrong_kernel_are_refused():
 
 
 def federation(sizes=(5, 9, 14), p=12, rank=8, outputs=3):
-    """Clients of different sizes and scales; more examples than the features' rank, no exact fit."""
+    """Clients of different sizes and targets; more examples than the rank: no exact fit."""
     mixing = normal(rank, p, seed=99) / p**0.5
     return [
         (normal(n, rank, seed=k) @ mixing, normal(n, outputs, seed=10 + k) + k)
@@ -376,6 +376,6 @@ def test_ridge_must_be_above_zero_and_large_enough():
     for ridge in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"ridge: expected more than 0, got {ridge}"):
             ridge_regression(torch.eye(4), y, ridge)
-    with pytest.raises(ValueError, match="ridge = 1e-300 is too small.*raise it"):
+    with pytest.raises(ValueError, match=r"ridge = 1e-300 is too small.*raise it"):
         ridge_regression(torch.ones(4, 4), y, 1e-300)
     assert torch.equal(ridge_regression(torch.zeros(4, 4), y, 1.0), y.double())

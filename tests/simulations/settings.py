@@ -6,6 +6,10 @@ TOOLS = {
 SETTINGS = {
     "ntk-fl": {},
     "cp-ntk-fl": TOOLS,
+    "tct": {
+        "bootstrap_rounds": 1, "num_features": 300, "convex_steps": 20,
+        "convex_learning_rate": 1e-3, "sampling_rate": 0.5, "projection": 20,
+    },
     "fedavg": {"local_epochs": 3, "sampling_rate": 0.5, "projection": 20},
     "scaffold": {
         "local_epochs": 3, "sampling_rate": 0.5, "projection": 20, "server_learning_rate": 1.5,

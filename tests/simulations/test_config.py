@@ -20,7 +20,7 @@ DP = {
         ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
         (
             {"method": "ntkfl"},
-            "ntk-fl, cp-ntk-fl, fedavg, scaffold, got 'ntkfl'; did you mean 'ntk-fl'",
+            "ntk-fl, cp-ntk-fl, tct, fedavg, scaffold, got 'ntkfl'; did you mean 'ntk-fl'",
         ),
         ({"rounds": "ten"}, "rounds: expected int, got str 'ten'"),
         ({"rounds": True}, "rounds: expected int, got bool True"),

@@ -93,8 +93,9 @@ class Grid(LocalGrid):
 
 def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
     def client_fn(context: Context) -> NumPyClient:
-        x, y = examples(int(context.node_config["partition-id"]))
-        return make(network(), x, y, **options)
+        partition = int(context.node_config["partition-id"])
+        x, y = examples(partition)
+        return make(network(), x, y, seed=(0, partition), **options)
 
     return client_app(client_fn)
 
