@@ -102,7 +102,7 @@ class FeatureMap:
             If there is none, or :attr:`head` names something else.
         """
         linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
-        name = self.head or next(reversed(linear), None)
+        name = self.head or next(reversed(linear), "")
         if name not in linear:
             raise ValueError(
                 f"head: expected the name of the network's last nn.Linear, got {self.head!r}; "
@@ -119,7 +119,8 @@ class FeatureMap:
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
         # not by its own initialisation, which would advance torch's global generator
-        head = nn.utils.skip_init(nn.Linear, old.in_features, 1, bias=old.bias is not None)
+        bias = old.bias is not None
+        head: nn.Linear = nn.utils.skip_init(nn.Linear, old.in_features, 1, bias=bias)
         generator = torch.Generator().manual_seed(self.seed)
         bound = 1 / math.sqrt(old.in_features)
         with torch.no_grad():
@@ -153,7 +154,7 @@ class FeatureMap:
             leave one output, or features are not finite.
         """
         if self.kind == "last-layer":
-            return _representations(network, self.last_layer(network)[0])
+            return _representations(self, network)
         width, convexified = self.width(network), self.convexified(network)
         device = next(convexified.parameters()).device
 
@@ -195,10 +196,10 @@ class FeatureMap:
         )
 
 
-def _representations(network: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[Tensor], Tensor]:
     network = copy.deepcopy(network)
-    head = network.get_submodule(name)
-    width, device = int(head.in_features), head.weight.device  # type: ignore[arg-type]
+    _, head = feature_map.last_layer(network)
+    width, device = head.in_features, head.weight.device
 
     def features(x: Tensor) -> Tensor:
         seen: list[Tensor] = []

@@ -209,8 +209,12 @@ class TCT(SeededFedAvg):
         # a bootstrap must not wait for more nodes than it is shown
         waited_for = getattr(bootstrap, "min_available_nodes", 0)
         self.min_available_nodes = max(self.min_available_nodes, waited_for)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all rounds."""
         self._prepared = False  # moments are known, or the problem is solved
-        self._control = ControlVariate(self.task.steps * learning_rate)
+        self._control = ControlVariate(self.task.steps * self.task.learning_rate)
         self._held: dict[int, frozenset[str]] = {}  # node -> what it has been sent
         self._lost = False
 
@@ -282,6 +286,8 @@ class TCT(SeededFedAvg):
         if {k: v for k, v in found.items() if k not in TCTModel.ARRAYS} != expected:
             odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
+        if not self._rounds_loaded:
+            self._begin()
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
         arrays = {LINEAR: zero, MEAN: identity.mean, SCALE: identity.scale}
         initial = ArrayRecord({k: Array(a) for k, a in arrays.items()})

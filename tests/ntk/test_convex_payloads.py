@@ -66,6 +66,23 @@ def test_without_a_task_there_is_none():
     assert ConvexTask.from_config({"server-round": 3, "step": "linear"}) is None
 
 
+def test_a_key_names_network_and_map():
+    """The same for the same bytes, in whatever memory; another for any change in them."""
+    state = [np.arange(6.0).reshape(2, 3), np.array(3), np.zeros((0, 2), np.float32)]
+    key = ConvexTask.key_of(FeatureMap(), state)
+    assert ConvexTask.key_of(FeatureMap(), [np.array(a, order="F") for a in state]) == key
+    assert ConvexTask.key_of(FeatureMap(), [from_npy(to_npy(a)) for a in state]) == key
+    others = {
+        ConvexTask.key_of(FeatureMap(seed=1), state),
+        ConvexTask.key_of(FeatureMap(), state[::-1]),
+        ConvexTask.key_of(FeatureMap(), state[:2]),
+        ConvexTask.key_of(FeatureMap(), [state[0].reshape(3, 2), *state[1:]]),
+        ConvexTask.key_of(FeatureMap(), [np.nextafter(state[0], 9), *state[1:]]),
+        ConvexTask.key_of(FeatureMap(), [state[0].view(np.int64), *state[1:]]),
+    }
+    assert len(others - {key}) == 6
+
+
 def arrays(count):
     return [np.full(1, i) for i in range(count)]
 

@@ -112,11 +112,19 @@ def test_gram_reads_each_pair_of_blocks_once(size, monkeypatch):
 
 
 def test_narrow_features_do_not_make_a_second_kernel(monkeypatch):
-    """With p = 7, BLOCK_BYTES of rows could be all 23: their products, 4 x 23^2 bytes, may not."""
-    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 8**2)
-    asked = []
-    counted(asked).gram()
-    assert max(stop - start for start, stop in asked) == 4  # 256 / 2 bytes of rows of 28
+    """With p = 1, 256 bytes hold two blocks of 32 rows: their products would be the whole kernel.
+
+    Products of 256 bytes are those of 8 rows.
+    """
+    monkeypatch.setattr(module, "BLOCK_BYTES", 256)
+    z, asked = normal(N, 1, seed=0).float(), []
+
+    def read(start, stop):
+        asked.append(stop - start)
+        return z[start:stop]
+
+    torch.testing.assert_close(FeatureRows(read, (N, 1)).gram(), z @ z.T)
+    assert max(asked) == 8
 
 
 def test_a_kernel_that_does_not_fit_is_refused_before_anything_is_read(monkeypatch):

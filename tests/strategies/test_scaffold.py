@@ -185,7 +185,7 @@ def central(rounds: int) -> dict[str, NDArray[Any]]:
     """SGD of client 0 alone, round by round."""
     arrays = [v.numpy() for v in network().state_dict().values()]
     for number in range(1, rounds + 1):
-        own = SGDClient(network(), *examples(0), learning_rate=0.1, batch_size=4)
+        own = SGDClient(network(), *examples(0), learning_rate=0.1, batch_size=4, seed=(0, 0))
         arrays, _, _ = own.fit(arrays, {"server-round": number})
     return dict(zip(network().state_dict(), arrays, strict=True))
 

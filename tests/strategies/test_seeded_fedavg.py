@@ -21,7 +21,7 @@ def test_result_is_the_mean_weighted_by_examples():
     for partition in range(NUM_CLIENTS):
         x, y = examples(partition)
         start_weights = [v.numpy() for v in network().state_dict().values()]
-        client = SGDClient(network(), x, y, learning_rate=0.1, batch_size=4)
+        client = SGDClient(network(), x, y, learning_rate=0.1, batch_size=4, seed=(0, partition))
         trained.append(client.fit(start_weights, {"server-round": 1})[0])
     for k, (name, array) in enumerate(averaged.items()):
         mean = sum(n * w[k].astype(np.float64) for n, w in zip(sizes, trained, strict=True))

@@ -1,0 +1,513 @@
+"""TCT against algorithm 1 of its paper, its limits, and what clients may do to it."""
+
+import shutil
+from collections.abc import Callable
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
+from torch import Tensor, nn
+
+from fedntk.clients import SGDClient, TCTClient
+from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
+from fedntk.strategies import TCT, SeededFedAvg
+
+from .federation import (
+    HOSTILE,
+    ODD,
+    Change,
+    Grid,
+    app,
+    bits,
+    examples,
+    failed,
+    lost,
+    network,
+    start,
+)
+
+LINEAR = "tct.linear"
+OPTIONS: dict[str, Any] = {
+    "fraction_train": 1.0, "fraction_evaluate": 0.0, "num_features": 12, "learning_rate": 0.02,
+    "local_steps": 20,
+}  # fmt: skip
+
+
+def make(clients: int = 6, **options: Any) -> TCT:
+    return TCT(network=network(), **OPTIONS | {"min_available_nodes": clients} | options)
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Any:
+    return app(TCTClient, cache=tmp_path, learning_rate=0.1, batch_size=4, local_epochs=1)
+
+
+def features(partitions: int, *, normalise: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Z_k and centred Y_k of each client, float64, normalised over all of them at once."""
+    extract = FeatureMap(num_features=12).extractor(network())
+    raw = [extract(examples(k)[0]).double() for k in range(partitions)]
+    pooled = torch.cat(raw)
+    mean, std = pooled.mean(0), pooled.std(0, unbiased=False)
+    std[std < 1e-9] = torch.inf
+    if not normalise:
+        mean, std = torch.zeros(12).double(), torch.ones(12).double()
+    targets = [one_hot(examples(k)[1], 3).double() - 1 / 3 for k in range(partitions)]
+    return [((z - mean) / std, y) for z, y in zip(raw, targets, strict=True)]
+
+
+def algorithm_1(
+    data: list[tuple[Tensor, Tensor]], rounds: int, *, eta: float = 0.02, steps: int = 20
+) -> Tensor:
+    """The paper's loops to the letter, with full-batch gradients and weights n_k / n."""
+    total = sum(len(z) for z, _ in data)
+    theta = torch.zeros(data[0][0].shape[1], 3, dtype=torch.float64)
+    h = [torch.zeros_like(theta) for _ in data]
+    local = [theta.clone() for _ in data]
+    for _ in range(rounds):
+        for k, (z, y) in enumerate(data):
+            h[k] = h[k] + (theta - local[k]) / (steps * eta)  # eq. (2)
+            w = theta.clone()
+            for _ in range(steps):
+                w = w - eta * (z.T @ (z @ w - y) / len(z) - h[k])  # eq. (3)
+            local[k] = w
+        theta = sum(len(z) / total * w for (z, _), w in zip(data, local, strict=True))
+    return theta
+
+
+def distance(linear: np.ndarray, reference: Tensor) -> float:
+    return float((torch.from_numpy(linear).double() - reference).norm() / reference.norm())
+
+
+# ------------------------------------------------------------------------- theory
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 8])
+def test_full_participation_is_algorithm_1(clients, rounds):
+    """The moments take a round of their own, so the first model comes in round 2."""
+    after = start(make(), Grid(clients), rounds=rounds + 1)
+    assert distance(after[LINEAR], algorithm_1(features(6), rounds)) < 1e-5
+
+
+def test_without_normalisation_every_round_is_algorithm_1s(clients):
+    after = start(make(normalise=False), Grid(clients), rounds=3)
+    assert distance(after[LINEAR], algorithm_1(features(6, normalise=False), 3)) < 1e-5
+    assert (after["tct.mean"] == 0).all()
+    assert (after["tct.scale"] == 1).all()
+
+
+def test_the_normaliser_is_that_of_the_pooled_examples(clients):
+    after = start(make(), Grid(clients), rounds=1)
+    extract = FeatureMap(num_features=12).extractor(network())
+    pooled = torch.cat([extract(examples(k)[0]) for k in range(6)])
+    expected = Normaliser.of(Moments.of(pooled))
+    np.testing.assert_allclose(after["tct.mean"], expected.mean, rtol=1e-6)
+    np.testing.assert_allclose(after["tct.scale"], expected.scale, rtol=1e-6)
+    assert not after[LINEAR].any()
+
+
+def test_one_client_is_gradient_descent(clients):
+    """4 rounds of 20 steps are 80 steps: with one client h = c_1 - c = 0."""
+    ((z, y),) = features(1)
+    w = torch.zeros(12, 3).double()
+    for _ in range(80):
+        w = w - 0.02 * z.T @ (z @ w - y) / len(z)
+    after = start(make(1), Grid(clients, num_clients=1), rounds=5)
+    assert distance(after[LINEAR], w) < 1e-5
+
+
+def test_gradient_descent_is_one_step_a_round_on_the_pooled_loss(clients):
+    data = features(6)
+    z, y = torch.cat([z for z, _ in data]), torch.cat([y for _, y in data])
+    w = torch.zeros(12, 3).double()
+    for _ in range(6):
+        w = w - 0.02 * z.T @ (z @ w - y) / len(z)
+    after = start(make(optimizer="gd"), Grid(clients), rounds=7)
+    assert distance(after[LINEAR], w) < 1e-5
+
+
+def pooled_optimum(data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    z, y = torch.cat([z for z, _ in data]), torch.cat([y for _, y in data])
+    return torch.linalg.lstsq(z, y, driver="gelsd").solution
+
+
+def test_corrected_steps_find_the_pooled_optimum_and_uncorrected_ones_another_point(clients):
+    """12 features of 45 examples: one optimum (on the features that vary)."""
+    optimum = pooled_optimum(features(6))
+    errors = {}
+    for optimizer in ("scaffold", "fedavg"):
+        options = {"optimizer": optimizer, "learning_rate": 0.2, "local_steps": 500}
+        after = start(make(**options), Grid(clients), rounds=60)
+        errors[optimizer] = distance(after[LINEAR], optimum)
+    assert errors["scaffold"] < 0.01
+    assert errors["fedavg"] > 0.1
+
+
+def test_partial_participation_finds_it_too_and_c_stays_the_mean_of_the_clients(clients, tmp_path):
+    """c = sum_k n_k c_k / n with c_k = Z_k^T A_k from the clients' own files (SCAFFOLD's rule)."""
+    options = {"fraction_train": 0.5, "min_train_nodes": 3, "learning_rate": 0.2}
+    strategy = make(local_steps=500, **options)
+    after = start(strategy, Grid(clients), rounds=120)
+    assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
+    assert_mean_of_clients(strategy, tmp_path)
+
+
+def assert_mean_of_clients(strategy: TCT, cache: Path) -> None:
+    data = features(6)
+    total = sum(len(z) for z, _ in data)
+    mean = torch.zeros(12, 3).double()
+    for k, (z, _) in enumerate(data):
+        newest = strategy._control.round_of(k)
+        if newest:
+            with np.load(cache / f"client--0-{k}" / f"state-{newest:06}.npz") as saved:
+                mean += len(z) / total * z.T @ torch.from_numpy(saved["coefficients"])
+    scale = float(mean.norm()) + 0.1
+    assert float((torch.from_numpy(strategy._control.value) - mean).norm()) < 2e-4 * scale
+
+
+def test_a_reply_that_never_came_does_not_change_c(clients, tmp_path):
+    """Client 2 takes its steps in rounds 3 and 5, but the server never hears of them."""
+    strategy = make()
+    grid = Grid(clients)
+    rounds = {3: lost, 5: failed}
+
+    def sometimes(reply: Message) -> Message | None:
+        return rounds.get(strategy.server_round, lambda r: r)(reply)
+
+    grid.changes = {2: sometimes}
+    start(strategy, grid, rounds=6)
+    assert strategy.train_metrics[3]["replies-accepted"] == 5
+    assert strategy._control.round_of(2) == 6
+    assert_mean_of_clients(strategy, tmp_path)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_server_solves_the_ridge_regression_of_the_pooled_features(clients, bias):
+    """In the primal: (Z^T Z + rho I) W = Z^T Y, rho = 1e-2 times the mean of |z_i|^2.
+
+    Features travel in float16, 2^-11 of each feature's largest magnitude.
+    """
+    data = features(6)
+    z, y = torch.cat([z for z, _ in data]), torch.cat([y for _, y in data])
+    if bias:
+        z = torch.cat([z, torch.ones(len(z), 1).double()], 1)
+    rho = 1e-2 * float((z * z).sum(1).mean())
+    expected = torch.linalg.solve(z.T @ z + rho * torch.eye(z.shape[1]).double(), z.T @ y)
+    grid = Grid(clients)
+    after = start(make(solve="server", ridge=1e-2, bias=bias), grid, rounds=3)
+    assert distance(after[LINEAR], expected) < 5e-3
+    assert [kind for kind, _ in grid.exchanges].count("train") == 1  # then it is solved
+
+
+def test_stage_2_approaches_the_servers_solution(clients):
+    """To within what float16 and the ridge of 1e-7 leave, and nearer with each ten rounds."""
+    exact = start(make(solve="server", ridge=1e-7), Grid(clients), rounds=1)[LINEAR]
+    reference = torch.from_numpy(exact).double()
+    options = {"learning_rate": 0.2, "local_steps": 500}
+    errors = [
+        distance(start(make(**options), Grid(clients), rounds=r)[LINEAR], reference)
+        for r in (3, 11, 31, 61)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.02 < 0.1 < errors[0]
+
+
+@pytest.mark.parametrize("sparsity_and_bits", [(0.0, 8), (0.5, 16)])
+def test_compressed_features_solve_nearly_the_same_problem(clients, sparsity_and_bits):
+    sparsity, bits_ = sparsity_and_bits
+    whole = start(make(solve="server", ridge=0.1), Grid(clients))[LINEAR]
+    small = start(make(solve="server", ridge=0.1, sparsity=sparsity, bits=bits_), Grid(clients))[
+        LINEAR
+    ]
+    error = np.linalg.norm(small - whole) / np.linalg.norm(whole)
+    assert 0 < error < (0.1 if sparsity == 0 else 0.7)
+
+
+def test_no_bootstrap_and_no_rounds_leave_zero_weights(clients):
+    for strategy in (make(), make(bootstrap=None, bootstrap_rounds=7)):
+        after = start(strategy, Grid(clients), rounds=0)
+        assert after[LINEAR].shape == (12, 3)
+        assert not after[LINEAR].any()
+        assert bits({k: after[k] for k in network().state_dict()}) == bits(
+            {k: v.numpy() for k, v in network().state_dict().items()}
+        )
+
+
+# ------------------------------------------------------------------------ stage 1
+
+BOOTSTRAPS: dict[str, Callable[..., FedAvg]] = {
+    "FedAvg": FedAvg,
+    "FedProx": lambda **o: FedProx(proximal_mu=0.5, **o),
+    "FedAdam": lambda **o: FedAdam(eta=0.05, **o),
+    "SeededFedAvg": SeededFedAvg,
+}
+
+
+@pytest.mark.parametrize("name", sorted(BOOTSTRAPS))
+def test_stage_1_is_the_bootstrap_strategy_run_by_itself(clients, name):
+    options = {"fraction_evaluate": 0.0, "min_available_nodes": 6}
+    alone = app(SGDClient, learning_rate=0.1, batch_size=4, weight_decay=1e-5)
+    expected = start(BOOTSTRAPS[name](**options), Grid(alone), rounds=3)
+    strategy = make(bootstrap=BOOTSTRAPS[name](**options), bootstrap_rounds=3)
+    after = start(strategy, Grid(clients), rounds=3)
+    for key, tensor in network().state_dict().items():
+        assert after[key].dtype == tensor.numpy().dtype
+        np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
+    assert strategy.train_metrics[3]["replies-accepted"] == 6
+
+
+def test_features_are_of_the_bootstrapped_network(clients):
+    strategy = make(bootstrap=SeededFedAvg(fraction_evaluate=0.0), bootstrap_rounds=2)
+    after = start(strategy, Grid(clients), rounds=4)
+    trained = network()
+    trained.load_state_dict({k: torch.tensor(after[k]) for k in trained.state_dict()})
+    extract = FeatureMap(num_features=12).extractor(trained)
+    pooled = torch.cat([extract(examples(k)[0]) for k in range(6)])
+    np.testing.assert_allclose(after["tct.mean"], pooled.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_bootstrap_that_would_wait_for_ever_is_refused(clients):
+    bootstrap = FedAvg(fraction_evaluate=0.0, min_available_nodes=6)
+    strategy = make(bootstrap=bootstrap, fraction_train=0.5, min_train_nodes=3)
+    with pytest.raises(ValueError, match="waits for min_available_nodes = 6, and 3 nodes"):
+        start(strategy, Grid(clients))
+
+
+# ------------------------------------------------------------------- what travels
+
+
+def test_only_the_linear_model_travels_once_clients_have_the_rest(clients):
+    strategy, sent = make(), []
+    original = Grid.send_and_receive
+
+    class Watched(Grid):
+        def send_and_receive(self, messages: Any, **options: Any) -> Any:
+            messages = list(messages)
+            for message in messages:
+                if message.metadata.message_type == "train":
+                    (record,) = message.content.array_records.values()
+                    sent.append((strategy.server_round, tuple(record)))
+            replies = list(original(self, messages, **options))
+            for reply in replies:
+                for record in reply.content.array_records.values():
+                    sent.append((strategy.server_round, tuple(a.shape for a in record.values())))
+            return replies
+
+    start(strategy, Watched(clients), rounds=5)
+    names = tuple(network().state_dict())
+    both = {(p, c) for p, c in sent}
+    assert {c for r, c in both if r == 1} == {names, ((12,), (12,))}
+    assert {c for r, c in both if r == 2} == {("tct.mean", "tct.scale", LINEAR), ((12, 3),)}
+    for number in (3, 4, 5):
+        assert {c for r, c in both if r == number} == {(LINEAR,), ((12, 3),)}
+
+
+def test_c_travels_where_the_last_round_was_not_all_of_them(clients):
+    grid = Grid(clients)
+    strategy = make(fraction_train=0.5, min_train_nodes=3)
+    start(strategy, grid, rounds=3)
+    node = strategy.sample(grid, 4, "train", 0.5, 3)[0]
+    task = strategy._task(strategy.task, node, 4)
+    assert task.control == "sent"
+    assert task.parts[-2:] == ("linear", "control")
+
+
+# ------------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("who", [[1], range(6)])
+def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplog):
+    """Their replies are missing for a round, all corrections begin anew, the optimum is the same."""
+    strategy = make(learning_rate=0.2, local_steps=500)
+    grid = Grid(clients)
+    original = strategy.configure_train
+
+    def lose(server_round: int, *arguments: Any) -> Any:
+        if server_round == 20:
+            for k in who:
+                shutil.rmtree(tmp_path / f"client--0-{k}")
+        return original(server_round, *arguments)
+
+    strategy.configure_train = lose  # type: ignore[method-assign]
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, grid, rounds=80)
+    assert strategy.train_metrics[20]["rejected-lost-state"] == len(who)
+    assert strategy.train_metrics[21]["replies-accepted"] == 6
+    assert any("all corrections start again" in r.getMessage() for r in caplog.records)
+    assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
+
+
+def test_a_client_without_the_network_after_an_error_is_sent_it_again(clients):
+    strategy = make()
+    start(strategy, Grid(clients, changes={2: failed}), rounds=3)
+    assert "network" not in strategy._held.get(3, frozenset())
+    assert strategy._held[1] == {"network", "normaliser"}
+
+
+@pytest.mark.parametrize("exchange", ["moments", "features"])
+@pytest.mark.parametrize("kind", sorted(HOSTILE))
+def test_a_hostile_answer_leaves_the_result_without_that_client(clients, exchange, kind, tmp_path):
+    change, _ = HOSTILE[kind]
+    options = {"solve": "server"} if exchange == "features" else {}
+    results = []
+    for what in (change, lost):
+        strategy = make(**options)
+        results.append(bits(start(strategy, Grid(clients, changes={2: what}))))
+        assert strategy.train_metrics[1]["replies-accepted"] == 5
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", sorted(ODD))
+def test_an_odd_answer_with_good_arrays_is_used(clients, kind):
+    odd = start(make(), Grid(clients, changes={2: ODD[kind]}))
+    assert bits(odd) == bits(start(make(), Grid(clients)))
+
+
+def test_a_negative_deviation_or_a_false_number_of_features_is_dropped(clients):
+    def negative(reply: Message) -> Message:
+        arrays = [a.numpy() for a in reply.content["arrays"].values()]
+        reply.content["arrays"] = ArrayRecord(
+            {"0": Array(arrays[0]), "1": Array(-np.abs(arrays[1]) - 1)}
+        )
+        return reply
+
+    strategy = make()
+    start(strategy, Grid(clients, changes={2: negative}))
+    assert strategy.train_metrics[1]["rejected-range"] == 1
+
+
+def test_divergence_is_reported_and_is_the_loops_own(tmp_path, caplog):
+    """eta lambda_max / n = 2.1 on the worst client: its M = 20 steps grow 1.1^20-fold."""
+    lambdas = [float(torch.linalg.eigvalsh(z @ z.T)[-1]) / len(z) for z, _ in features(6)]
+    eta = 2.1 / max(lambdas)
+    results = []
+    with caplog.at_level(WARNING, "flwr"):
+        for solver in ("closed", "loop"):
+            strategy = make(learning_rate=eta)
+            clients = app(TCTClient, cache=tmp_path / solver, local_solver=solver)
+            results.append(start(strategy, Grid(clients), rounds=3)[LINEAR])
+            if solver == "closed":
+                rate = strategy.train_metrics[2]["rate-times-lambda"]
+                assert rate == pytest.approx(2.1, rel=1e-4)
+    assert any("its steps diverge" in record.getMessage() for record in caplog.records)
+    assert distance(results[0], torch.from_numpy(results[1]).double()) < 1e-3
+    assert distance(results[0], algorithm_1(features(6), 2, eta=eta)) < 1e-3
+
+
+def test_what_overflows_is_an_error_of_that_client_and_not_of_the_run(clients, caplog):
+    strategy = make(learning_rate=1e3, local_steps=500)
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, Grid(clients), rounds=3)
+    assert strategy.train_metrics[2]["rejected-error"] == 6
+    assert not after[LINEAR].any()
+    assert any("must be below 2" in record.getMessage() for record in caplog.records)
+
+
+# ---------------------------------------------------------------------- other ways
+
+
+def test_clients_evaluate_the_network_and_then_the_linear_model(clients):
+    strategy = make(
+        fraction_evaluate=1.0, min_evaluate_nodes=6, bootstrap_rounds=1,
+        bootstrap=FedAvg(fraction_evaluate=0.0),
+    )  # fmt: skip
+    after = start(strategy, Grid(clients), rounds=4)
+    x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
+    predictor = strategy.predictor(after)
+    accuracy = float((predictor.predict(x).argmax(1) == y).double().mean())
+    assert strategy.evaluate_metrics[4]["accuracy"] == pytest.approx(accuracy)
+    net = predictor.network.eval()
+    with torch.no_grad():
+        accuracy = float((net(x).argmax(1) == y).double().mean())
+    for number in (1, 2):  # round 2 is for the moments
+        assert strategy.evaluate_metrics[number]["accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_an_interrupted_run_goes_on_to_the_same_bits_in_either_stage(clients, done):
+    def fresh() -> TCT:
+        bootstrap = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=3)
+        return make(
+            bootstrap=bootstrap, bootstrap_rounds=1, fraction_train=0.5, min_train_nodes=3, seed=4
+        )
+
+    expected = start(fresh(), Grid(clients), rounds=5)
+    first = fresh()
+    halfway = start(first, Grid(clients), rounds=done)
+    state = first.state_dict()
+    start(fresh(), Grid(clients), rounds=5)  # clients are further than the state
+    second = fresh()
+    second.load_state_dict(state)
+    arrays = ArrayRecord({k: Array(a) for k, a in halfway.items()})
+    result = second.start(Grid(clients, node_ids=[9, 8, 7, 6, 5, 4]), arrays, num_rounds=5)
+    assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
+
+
+VARIANTS = {
+    "cross-entropy": {"loss": "cross-entropy", "learning_rate": 0.2},
+    "last layer": {"features": "last-layer"},
+    "all coordinates": {"num_features": 0},
+    "bias": {"bias": True},
+    "not normalised": {"normalise": False, "learning_rate": 0.2},
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_the_variants_learn_from_round_to_round(clients, variant):
+    strategy = make(**VARIANTS[variant])
+    start(strategy, Grid(clients), rounds=6)
+    losses = [strategy.train_metrics[r]["train-loss"] for r in range(2, 7)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adam"}, "optimizer: expected one of scaffold, fedavg, gd, got 'adam'"),
+        ({"solve": "both"}, "solve: expected one of clients, server, got 'both'"),
+        ({"local_steps": 0}, "local_steps: expected at least 1, got 0"),
+        ({"bootstrap_rounds": -1}, "bootstrap_rounds: expected at least 0, got -1"),
+        ({"learning_rate": 0.0}, "learning_rate: expected more than 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected more than 0, got nan"),
+        ({"ridge": 0.0}, "ridge: expected more than 0, got 0.0"),
+        ({"features": "pixels"}, "features: expected one of entk, last-layer, got 'pixels'"),
+        ({"loss": "hinge"}, "hinge"),
+        ({"bits": 8}, "sparsity and bits go with solve='server'"),
+        ({"solve": "server", "loss": "cross-entropy"}, "solve='server' is for loss='mse'"),
+        ({"head": "7"}, "head: expected the name of the network's last nn.Linear"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        make(**options)
+
+
+def test_arrays_of_another_network_are_refused(clients):
+    other = ArrayRecord(dict(nn.Linear(4, 3).state_dict()))
+    with pytest.raises(ValueError, match="initial_arrays: not those of the network"):
+        make().start(Grid(clients), other, num_rounds=1)
+
+
+CHANGES: dict[str, Change] = {"error": failed, "lost": lost}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_round_without_enough_answers_is_tried_again(clients, change, step):
+    """Moments or features that too few sent are asked for once more in the next round."""
+    options = {"min_completed": 6} | ({"solve": "server"} if step == 2 else {})
+    strategy = make(**options)
+    grid = Grid(clients)
+    grid.changes = {
+        2: lambda reply: CHANGES[change](reply) if strategy.server_round == 1 else reply
+    }
+    after = start(strategy, grid, rounds=2)
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+    assert strategy.train_metrics[2]["replies-accepted"] == 6
+    whole = start(make(**options), Grid(clients), rounds=1)
+    assert bits(after) == bits(whole)
