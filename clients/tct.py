@@ -216,8 +216,8 @@ class TCTClient(SGDClient):
         if not bool(torch.isfinite(result).all()):
             raise ArithmeticError(
                 "stage 2 diverged: learning rate times largest eigenvalue over n is "
-                f"{metrics.get('rate-times-lambda', 'too large')}, and must be below 2; lower the "
-                "learning rate of stage 2"
+                f"{metrics.get('rate-times-lambda', 'too large')!r}, and must be below 2; lower "
+                "the learning rate of stage 2"
             )
         if task.corrected:
             kept.remember(server_round, after, theta)

@@ -88,6 +88,10 @@ class Block(ABC):
     def columns(self, name: str, indices: Tensor) -> Tensor:
         """Columns of a parameter's flattened coordinates `indices`, shape (n, C, k)."""
 
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:
+        """Write :meth:`columns` into a tensor of any strides, floating dtype and device."""
+        out.copy_(self.columns(name, indices))
+
     @abstractmethod
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
         """Shapes that `arrays` must have, without the n rows, from the parameters' shapes.
@@ -163,7 +167,7 @@ class DenseBlock(Block):
         return {self.name: self.values}
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
-        return self.values.reshape(*self.values.shape[:2], -1)[:, :, indices]
+        return self.values.reshape(*self.values.shape[:2], -1).index_select(2, indices)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]

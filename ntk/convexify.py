@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from .features import entk_features
+from .features import TangentFeatures
 
 __all__ = ["FeatureKind", "FeatureMap"]
 
@@ -157,12 +157,15 @@ class FeatureMap:
             return _representations(self, network)
         width, convexified = self.width(network), self.convexified(network)
         device = next(convexified.parameters()).device
+        extract = TangentFeatures(convexified, width, self.seed, chunk_size=chunk_size)
 
         def features(x: Tensor) -> Tensor:
-            cure = "name the layer that gives the logits with head"
+            x, cure = x.to(device), "name the layer that gives the logits with head"
             try:
+                if x.ndim == 4 and _takes_channels_last(convexified, x[:1]):
+                    x = x.contiguous(memory_format=torch.channels_last)
                 with torch.no_grad():
-                    shape = tuple(convexified.eval()(x[:1].to(device)).shape)
+                    shape = tuple(convexified.eval()(x[:1]).shape)
             except RuntimeError as error:
                 raise ValueError(
                     f"head: with a last layer of one output the network fails ({error}); {cure}"
@@ -172,7 +175,7 @@ class FeatureMap:
                     f"head: with a last layer of one output the network gives {shape} for an "
                     f"example, expected (1, 1); {cure}"
                 )
-            return entk_features(convexified, x.to(device), width, self.seed, chunk_size=chunk_size)
+            return extract(x)
 
         return features
 
@@ -194,6 +197,16 @@ class FeatureMap:
             int(config["feature-seed"]),
             str(config["feature-head"]),
         )
+
+
+def _takes_channels_last(network: nn.Module, x: Tensor) -> bool:
+    """Whether the network runs on images with the channels last in memory, which is faster."""
+    try:
+        with torch.no_grad():
+            network.eval()(x.contiguous(memory_format=torch.channels_last))
+    except RuntimeError:  # it views its activations in their usual order
+        return False
+    return True
 
 
 def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[Tensor], Tensor]:

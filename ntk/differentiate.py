@@ -14,9 +14,10 @@ from .jacobian import Jacobian
 from .memory import require_memory
 from .rules import Layer, any_axis, rule_for
 
-__all__ = ["Structure", "differentiated", "jacobian"]
+__all__ = ["Plans", "Structure", "differentiated", "jacobian"]
 
 Structure = Literal["factored", "dense"]
+Plans = dict[tuple[torch.Size, torch.dtype], tuple["_Plan", Jacobian, int]]
 CHUNK_BYTES = 64 * 2**20
 MAX_CHUNK = 1024
 
@@ -104,22 +105,27 @@ def differentiated(
     outputs: Sequence[int] | None = None,
     chunk_size: int | None = None,
     more_bytes: int = 0,
+    plans: Plans | None = None,
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
     """Give the Jacobian of the first example, and those of chunks of all, as they come.
 
     The arguments are those of :func:`jacobian`; `more_bytes` an example are taken into account that
-    the caller makes of a chunk. The chunks are on the model's device, each with the
-    number of its first example; the model is in evaluation mode meanwhile.
+    the caller makes of a chunk. What is found out about the model is kept in `plans`, for further
+    examples of one shape and the same other arguments. The chunks are on the model's device, each
+    with the number of its first example; the model is in evaluation mode meanwhile.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     with _evaluation_mode(model), torch.enable_grad():
-        plan = _Plan.make(model, x, structure, outputs)
-        plan.require_row()
-        first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
-        work = 2 * first.nbytes + plan.workspace(x[:1]) + more_bytes
+        plans, kind = {} if plans is None else plans, (x.shape[1:], x.dtype)
+        if kind not in plans:
+            plan = _Plan.make(model, x, structure, outputs)
+            plan.require_row()
+            first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
+            plans[kind] = plan, first, 2 * first.nbytes + plan.workspace(x[:1]) + more_bytes
+        plan, first, work = plans[kind]
         size = chunk_size or max(1, min(MAX_CHUNK, CHUNK_BYTES // work))
         require_memory(
             min(size, len(x)) * work,
@@ -217,14 +223,22 @@ class _Plan:
                     "some examples and more often for others; use structure='dense'"
                 )
             points += [calls[layer.name][k][1] for k in layer.calls]
-        gradients = [p.new_empty(len(self.outputs), *p.shape) for p in points]
+        one = len(self.outputs) == 1
+        gradients = [] if one else [p.new_empty(len(self.outputs), *p.shape) for p in points]
         for row, output in enumerate(self.outputs):
             last = row + 1 == len(self.outputs)
             found = torch.autograd.grad(
-                totals[output], points, retain_graph=not last, allow_unused=True
+                totals[output],
+                points,
+                retain_graph=not last,
+                allow_unused=True,
+                materialize_grads=True,
             )
+            if one:
+                gradients = [value.unsqueeze(0) for value in found]
+                break
             for gradient, value in zip(gradients, found, strict=True):
-                gradient[row] = 0.0 if value is None else value
+                gradient[row] = value
         blocks: list[Block] = []
         of_call = iter(gradients)
         with torch.no_grad():

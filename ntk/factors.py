@@ -30,6 +30,8 @@ from .blocks import WORKSPACE, Block, tiles
 
 __all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
+COLUMNS = 8192  # written at a time, so that they stay in the processor's cache
+
 
 @dataclass(frozen=True, eq=False)
 class FactoredBlock(Block):
@@ -301,10 +303,18 @@ class LinearBlock(FactoredBlock):
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
         if name == self.bias or self.positions > 1:
             return super().columns(name, indices)
-        out, into = indices // self.width_in, indices % self.width_in
-        shape = (*self.gradients.shape[:2], len(indices))
-        gradients = self.gradients.squeeze(2).gather(2, out.expand(shape))
-        return gradients.mul_(self.inputs.gather(2, into.expand(shape[0], 1, shape[2])))
+        out = self.gradients.new_empty(*self.gradients.shape[:2], len(indices))
+        self.write_columns(name, indices, out)
+        return out
+
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
+        if name == self.bias or self.positions > 1 or out.device != self.gradients.device:
+            super().write_columns(name, indices, out)
+            return
+        gradients = self.gradients.squeeze(2)
+        for chosen, part in zip(indices.split(COLUMNS), out.split(COLUMNS, 2), strict=True):
+            inputs = self.inputs.index_select(2, chosen % self.width_in)
+            torch.mul(inputs, gradients.index_select(2, chosen // self.width_in), out=part)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]

@@ -95,8 +95,8 @@ class FeatureRows:
             result.addmm_(z.to(result).T, coefficients[rows].to(self.device))
         return result.cpu()
 
-    def gram(self) -> Tensor:
-        """Z Z^T (n, n), float32 on the CPU.
+    def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Z Z^T (n, n) on the CPU, formed in float32 or float64.
 
         Raises
         ------
@@ -104,19 +104,20 @@ class FeatureRows:
             If it, two blocks of rows and their inner products would not fit.
         """
         n, width = self.shape
-        size = max(1, min(n, BLOCK_BYTES // (8 * width), math.isqrt(BLOCK_BYTES // 4)))
+        itemsize = dtype.itemsize
+        size = max(1, min(n, BLOCK_BYTES // (2 * itemsize * width), math.isqrt(BLOCK_BYTES // 4)))
         require_memory(
-            4 * (n * n + size * (2 * width + size)),
+            itemsize * (n * n + size * (2 * width + size)),
             f"the kernel of {n} examples",
             cure="give the client fewer examples",
         )
-        kernel = torch.empty(n, n)
+        kernel = torch.empty(n, n, dtype=dtype)
         slices = self._slices(size)
         for i, left in enumerate(slices):
-            a = self[left]
-            kernel[left, left] = (a @ a.T).float().cpu()
+            a = self[left].to(dtype)
+            kernel[left, left] = (a @ a.T).cpu()
             for right in slices[:i]:
-                block = (a @ self[right].T).float().cpu()
+                block = (a @ self[right].to(dtype).T).cpu()
                 kernel[left, right] = block
                 kernel[right, left] = block.T
         return kernel

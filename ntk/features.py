@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .differentiate import differentiated
+from .differentiate import Plans, differentiated
 from .jacobian import Jacobian
 from .memory import require_memory
 
-__all__ = ["entk_features", "random_projection"]
+__all__ = ["TangentFeatures", "entk_features", "random_projection"]
 
 PROJECTION_BYTES = 512 * 2**20  # of the widest parameter's gradients
 BLOCK_BYTES = 64 * 2**20  # of the projection's matrix, made at a time
@@ -85,46 +85,79 @@ def entk_features(
     >>> entk_features(model, torch.ones(4, 3), 5, seed=0).shape
     torch.Size([4, 5])
     """
-    sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    total = sum(sizes.values())
-    if method not in ("subsample", "projection"):
-        raise ValueError(f"method: expected 'subsample' or 'projection', got {method!r}")
-    if num_features < 1 or (method == "subsample" and num_features > total):
-        raise ValueError(
-            f"num_features: expected 1 ... {total}, the model's trainable parameters, "
-            f"got {num_features}"
-        )
-    if dtype not in (torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"dtype: expected float16, float32 or float64, got {dtype}")
-    require_memory(
-        len(x) * num_features * dtype.itemsize,
-        f"{num_features} features of {len(x)} examples",
-        cure="lower num_features or use fewer examples",
+    made = TangentFeatures(
+        model, num_features, seed, output, method=method, dtype=dtype, chunk_size=chunk_size
     )
-    features = torch.empty(len(x), num_features, dtype=dtype)
-    chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
-    if method == "projection":  # few chunks: the matrix is made anew for each
-        widest = max(sizes.values(), default=1)
-        chunk_size = chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
-    with differentiated(
-        model,
-        x,
-        outputs=[output],
-        chunk_size=chunk_size,
-        more_bytes=3 * 4 * num_features,
-    ) as (_, parts):
-        for start, part in parts:
-            rows = features[start : start + part.num_examples]
-            if method == "subsample":
-                _select(part, chosen, rows)
-            else:
-                rows.copy_(_projected(part, list(sizes), num_features, seed))
-            if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
-                raise ValueError(
-                    f"features: some are not finite in {dtype}; look for NaN in the inputs"
-                    + (", or store them in float32" if dtype == torch.float16 else "")
-                )
-    return features
+    return made(x)
+
+
+class TangentFeatures:
+    """The function x -> features of :func:`entk_features`; the arguments are those.
+
+    What does not depend on the examples is found once, so that many small calls cost little more
+    than a large one. The model may be given other weights, but no other form, between calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_features: int,
+        seed: int,
+        output: int = 0,
+        *,
+        method: Literal["subsample", "projection"] = "subsample",
+        dtype: torch.dtype = torch.float32,
+        chunk_size: int | None = None,
+    ) -> None:
+        sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        total = sum(sizes.values())
+        if method not in ("subsample", "projection"):
+            raise ValueError(f"method: expected 'subsample' or 'projection', got {method!r}")
+        if num_features < 1 or (method == "subsample" and num_features > total):
+            raise ValueError(
+                f"num_features: expected 1 ... {total}, the model's trainable parameters, "
+                f"got {num_features}"
+            )
+        if dtype not in (torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected float16, float32 or float64, got {dtype}")
+        if method == "projection":  # few chunks: the matrix is made anew for each
+            widest = max(sizes.values(), default=1)
+            chunk_size = chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
+        self._model, self._names, self._output = model, list(sizes), output
+        self._width, self._seed, self._dtype = num_features, seed, dtype
+        self._method, self._chunk_size = method, chunk_size
+        self._chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
+        self._plans: Plans = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the features of examples (n, ...), on the CPU."""
+        require_memory(
+            len(x) * self._width * self._dtype.itemsize,
+            f"{self._width} features of {len(x)} examples",
+            cure="lower num_features or use fewer examples",
+        )
+        features = torch.empty(len(x), self._width, dtype=self._dtype)
+        with differentiated(
+            self._model,
+            x,
+            outputs=[self._output],
+            chunk_size=self._chunk_size,
+            more_bytes=3 * 4 * self._width,
+            plans=self._plans,
+        ) as (_, parts):
+            for start, part in parts:
+                rows = features[start : start + part.num_examples]
+                if self._method == "subsample":
+                    _select(part, self._chosen, rows)
+                else:
+                    rows.copy_(_projected(part, self._names, self._width, self._seed))
+                if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
+                    half = self._dtype == torch.float16
+                    raise ValueError(
+                        f"features: some are not finite in {self._dtype}; look for NaN in the "
+                        "inputs" + (", or store them in float32" if half else "")
+                    )
+        return features
 
 
 def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
@@ -213,7 +246,8 @@ def _select(part: Jacobian, chosen: dict[str, tuple[slice, Tensor]], rows: Tenso
         for name in block.names:
             if name in chosen:
                 columns, coordinates = chosen[name]
-                rows[:, columns] = block.columns(name, coordinates.to(part.device))[:, 0]
+                out = rows[:, columns].unsqueeze(1)
+                block.write_columns(name, coordinates.to(part.device), out)
 
 
 def _projected(part: Jacobian, names: list[str], width: int, seed: int) -> Tensor:

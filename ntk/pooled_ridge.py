@@ -54,13 +54,13 @@ def pooled_ridge(
     Raises
     ------
     NotEnoughMemory
-        If kernel and factor, 28 n^2 bytes, would not fit.
+        If kernel and factor, 24 n^2 bytes, would not fit.
     ArithmeticError
         If the solution is not finite.
     """
     bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
     n, width = bounds[-1], len(uploads[0].scale)
-    require_memory(28 * n * n, f"solving for {n} examples", cure="ask fewer clients")
+    require_memory(24 * n * n, f"solving for {n} examples", cure="ask fewer clients")
 
     def raw(start: int, stop: int) -> Tensor:
         return torch.cat(
@@ -80,7 +80,8 @@ def pooled_ridge(
     )
     labels = np.concatenate([upload.labels.astype(np.int64) for upload in uploads])
     targets = one_hot(torch.from_numpy(labels), num_outputs) - 1 / num_outputs
-    linear = rows.transposed_matmul(ridge_regression(rows.gram(), targets, ridge).float())
+    kernel = rows.gram(torch.float64)  # else its rounding would bound the ridge from below
+    linear = rows.transposed_matmul(ridge_regression(kernel, targets, ridge).float())
     if not bool(torch.isfinite(linear).all()):
         raise ArithmeticError("the solution is not finite")
     return linear.numpy(), normaliser

@@ -232,7 +232,7 @@ def _require_room_for_features(config: Config, split: Split, model: nn.Module) -
     sizes = sorted(len(own) for own in split.clients)
     largest, total = sizes[-1], sum(sizes)
     if config.solve == "server":
-        memory, disk = 28 * total**2 + 3 * 4 * total * width, 0
+        memory, disk = 24 * total**2 + 3 * 4 * total * width, 0
     else:
         memory = 52 * largest**2 * (config.convex_steps > 1)
         memory += 4 * largest * width * (config.convex_solver == "loop")
@@ -350,7 +350,7 @@ def evaluate_arrays(
             parts=("network", "normaliser", "linear"),
         )
         linear, mean, scale = (named[name] for name in TCTModel.ARRAYS)
-        evaluated = tct.evaluate([*network, mean, scale, linear], task.to_config())
+        evaluated = tct.evaluate([*network, mean, scale, linear], {**task.to_config()})
     else:
         evaluated = ModelClient(model, x, y, **options).evaluate(network, {})
     loss, _, metrics = evaluated

@@ -144,7 +144,7 @@ def _partitioner(config: Config) -> "Partitioner":
                 number,
                 by,
                 config.classes_per_client,
-                class_assignment_mode=config.class_assignment,  # type: ignore[arg-type]
+                class_assignment_mode=config.class_assignment,
                 seed=seed,
             )
         case _:

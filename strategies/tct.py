@@ -242,7 +242,7 @@ class TCT(SeededFedAvg):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later rounds depend on: c, and which c_k count. Clients keep these."""
-        inner = getattr(self.bootstrap, "state_dict", dict)()
+        inner: dict[str, Any] = getattr(self.bootstrap, "state_dict", dict)()
         return {
             **super().state_dict(),
             "prepared": self._prepared,
@@ -259,10 +259,11 @@ class TCT(SeededFedAvg):
         self._prepared = bool(state["prepared"])
         self._control.load_state_dict(state)
         self._held = {}
-        if hasattr(self.bootstrap, "load_state_dict"):
-            self.bootstrap.load_state_dict(inner)
+        load = getattr(self.bootstrap, "load_state_dict", None)
+        if load is not None:
+            load(inner)
         elif self.bootstrap is not None and 0 < self.server_round < self.bootstrap_rounds:
-            logger.log(WARNING, "%s goes on without a state of its own", type(self.bootstrap))
+            logger.log(WARNING, "%s goes on without its state", type(self.bootstrap).__name__)
 
     def start(
         self,
@@ -308,17 +309,17 @@ class TCT(SeededFedAvg):
     ) -> Iterable[Message]:
         """Send the network in stage 1, then what each sampled client lacks, and the task."""
         self.global_arrays, self.server_round = arrays, server_round
-        step = self._step(server_round)
-        if step is None or self.fraction_train == 0.0:
+        bootstrap, step = self._stage_1(server_round), self._step()
+        if self.fraction_train == 0.0 or (bootstrap is None and step is None):
             return []
-        everyone = step in ("statistics", "features")
-        fraction = 1.0 if everyone else self.fraction_train
+        some = bootstrap is not None or step == "linear"
+        fraction = self.fraction_train if some else 1.0
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         config["server-round"] = server_round
-        if step == "bootstrap" and self.bootstrap is not None:
-            return self._bootstrap_messages(self.bootstrap, server_round, config, grid, nodes)
-        asked = replace(self.task, step=step, key=self._key())
+        if bootstrap is not None:
+            return self._bootstrap_messages(bootstrap, server_round, config, grid, nodes)
+        asked = replace(self.task, step=step or "linear", key=self._key())
         return [
             message
             for node in nodes
@@ -327,12 +328,12 @@ class TCT(SeededFedAvg):
             )
         ]
 
-    def _step(
-        self, server_round: int
-    ) -> Literal["bootstrap", "statistics", "features", "linear"] | None:
-        """Return what a round is for; None where the problem is solved."""
-        if server_round <= self.bootstrap_rounds:
-            return "bootstrap"
+    def _stage_1(self, server_round: int) -> Strategy | None:
+        """Return the bootstrap strategy in the rounds that are its own."""
+        return self.bootstrap if server_round <= self.bootstrap_rounds else None
+
+    def _step(self) -> Literal["statistics", "features", "linear"] | None:
+        """Return what comes next in stage 2; None where the problem is solved."""
         if self.solve == "server":
             return None if self._prepared else "features"
         return "statistics" if self.normalise and not self._prepared else "linear"
@@ -429,11 +430,11 @@ class TCT(SeededFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Do what the round is for with the replies."""
-        step = self._step(server_round)
-        if step is None:
+        bootstrap, step = self._stage_1(server_round), self._step()
+        if bootstrap is not None:
+            arrays, metrics = self._aggregate_bootstrap(bootstrap, server_round, replies)
+        elif step is None:
             return None, None
-        if step == "bootstrap" and self.bootstrap is not None:
-            arrays, metrics = self._aggregate_bootstrap(self.bootstrap, server_round, replies)
         elif step == "statistics":
             arrays, metrics = self._aggregate_moments(replies)
         elif step == "features":

@@ -116,7 +116,7 @@ def test_one_client_is_gradient_descent(clients):
     w = torch.zeros(12, 3).double()
     for _ in range(80):
         w = w - 0.02 * z.T @ (z @ w - y) / len(z)
-    after = start(make(1), Grid(clients, num_clients=1), rounds=5)
+    after = start(make(1, min_train_nodes=1), Grid(clients, num_clients=1), rounds=5)
     assert distance(after[LINEAR], w) < 1e-5
 
 
@@ -140,18 +140,17 @@ def test_corrected_steps_find_the_pooled_optimum_and_uncorrected_ones_another_po
     optimum = pooled_optimum(features(6))
     errors = {}
     for optimizer in ("scaffold", "fedavg"):
-        options = {"optimizer": optimizer, "learning_rate": 0.2, "local_steps": 500}
-        after = start(make(**options), Grid(clients), rounds=60)
+        after = start(make(optimizer=optimizer, learning_rate=0.1), Grid(clients), rounds=61)
         errors[optimizer] = distance(after[LINEAR], optimum)
-    assert errors["scaffold"] < 0.01
-    assert errors["fedavg"] > 0.1
+    assert errors["scaffold"] < 0.003
+    assert errors["fedavg"] > 0.3
 
 
 def test_partial_participation_finds_it_too_and_c_stays_the_mean_of_the_clients(clients, tmp_path):
     """c = sum_k n_k c_k / n with c_k = Z_k^T A_k from the clients' own files (SCAFFOLD's rule)."""
-    options = {"fraction_train": 0.5, "min_train_nodes": 3, "learning_rate": 0.2}
-    strategy = make(local_steps=500, **options)
-    after = start(strategy, Grid(clients), rounds=120)
+    options = {"fraction_train": 0.5, "min_train_nodes": 3, "learning_rate": 0.1}
+    strategy = make(**options)
+    after = start(strategy, Grid(clients), rounds=71)
     assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
     assert_mean_of_clients(strategy, tmp_path)
 
@@ -204,16 +203,18 @@ def test_the_server_solves_the_ridge_regression_of_the_pooled_features(clients, 
 
 
 def test_stage_2_approaches_the_servers_solution(clients):
-    """To within what float16 and the ridge of 1e-7 leave, and nearer with each ten rounds."""
-    exact = start(make(solve="server", ridge=1e-7), Grid(clients), rounds=1)[LINEAR]
+    """To within what float16 and the ridge leave: 1e-4 of |z|^2 = 9, against eigenvalues of 3.3 up.
+
+    A smaller ridge would fit the rounding of features that depend on each other.
+    """
+    exact = start(make(solve="server", ridge=1e-4), Grid(clients), rounds=1)[LINEAR]
     reference = torch.from_numpy(exact).double()
-    options = {"learning_rate": 0.2, "local_steps": 500}
     errors = [
-        distance(start(make(**options), Grid(clients), rounds=r)[LINEAR], reference)
-        for r in (3, 11, 31, 61)
+        distance(start(make(learning_rate=0.1), Grid(clients), rounds=r)[LINEAR], reference)
+        for r in (2, 11, 41)
     ]
     assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 0.02 < 0.1 < errors[0]
+    assert errors[-1] < 0.02 < 0.2 < errors[0]
 
 
 @pytest.mark.parametrize("sparsity_and_bits", [(0.0, 8), (0.5, 16)])
@@ -256,7 +257,8 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(clients, name):
     after = start(strategy, Grid(clients), rounds=3)
     for key, tensor in network().state_dict().items():
         assert after[key].dtype == tensor.numpy().dtype
-        np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
+        if tensor.is_floating_point():  # Flower makes fractions of a count, which stays whole here
+            np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
 
 
@@ -321,22 +323,22 @@ def test_c_travels_where_the_last_round_was_not_all_of_them(clients):
 
 @pytest.mark.parametrize("who", [[1], range(6)])
 def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplog):
-    """Their replies are missing for a round, all corrections begin anew, the optimum is the same."""
-    strategy = make(learning_rate=0.2, local_steps=500)
+    """Their replies miss a round, all corrections begin anew, the optimum is the same."""
+    strategy = make(learning_rate=0.1)
     grid = Grid(clients)
     original = strategy.configure_train
 
     def lose(server_round: int, *arguments: Any) -> Any:
-        if server_round == 20:
+        if server_round == 10:
             for k in who:
                 shutil.rmtree(tmp_path / f"client--0-{k}")
         return original(server_round, *arguments)
 
     strategy.configure_train = lose  # type: ignore[method-assign]
     with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, grid, rounds=80)
-    assert strategy.train_metrics[20]["rejected-lost-state"] == len(who)
-    assert strategy.train_metrics[21]["replies-accepted"] == 6
+        after = start(strategy, grid, rounds=61)
+    assert strategy.train_metrics[10]["rejected-lost-state"] == len(who)
+    assert strategy.train_metrics[11]["replies-accepted"] == 6
     assert any("all corrections start again" in r.getMessage() for r in caplog.records)
     assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
 
