@@ -208,7 +208,7 @@ class FeatureCache:
 
 def _within(features: Tensor, dtype: str) -> NDArray[Any]:
     largest = float(features.abs().max()) if features.numel() else 0.0
-    if not largest <= np.finfo(dtype).max:
+    if not largest <= float(np.finfo(dtype).max):
         raise ValueError(f"a normalised feature of {largest:g} does not fit in {dtype}")
     return features.numpy().astype(dtype)
 

@@ -1,0 +1,296 @@
+"""TCT's client: what it sends, what it keeps, and that all ways to compute it agree."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedntk.clients import SGDClient, TCTClient, feature_cache, get_weights
+from fedntk.ntk import ConvexTask, FeatureMap, FeatureUpload, Moments, Normaliser, NotEnoughMemory
+
+MAP = FeatureMap(num_features=20)
+STATISTICS = ConvexTask(step="statistics", key="k", feature_map=MAP, parts=("network",))
+
+
+def network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+X = torch.randn(11, 5, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(11) % 3
+
+
+def client(cache: Path, *, data: Any = (X, Y), **options: Any) -> TCTClient:
+    return TCTClient(network(), *data, cache=cache, seed=(0, 7), **options)
+
+
+def normaliser() -> Normaliser:
+    return Normaliser.of(Moments.of(MAP.extractor(network())(X)))
+
+
+def linear_task(**changes: Any) -> ConvexTask:
+    values = {
+        "step": "linear", "key": "k", "feature_map": MAP, "learning_rate": 0.05, "steps": 30,
+        "parts": ("network", "normaliser", "linear", "control"), "control": "sent",
+    } | changes  # fmt: skip
+    return ConvexTask(**values)  # type: ignore[arg-type]
+
+
+def message(width: int = 20, seed: int = 3) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    own = normaliser()
+    theta, control = generator.standard_normal((2, width, 3)).astype(np.float32)
+    return [*get_weights(network()), own.mean, own.scale, theta, 0.1 * control]
+
+
+def step(who: TCTClient, task: ConvexTask, arrays: list[np.ndarray], server_round: int = 4) -> Any:
+    return who.fit(arrays, {"server-round": server_round, **task.to_config()})
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# ------------------------------------------------------------------------ stage 1
+
+
+def test_stage_1_is_local_sgd_with_the_papers_defaults(tmp_path):
+    """Section 5.1: 5 epochs, batches of 64, weight decay 1e-5."""
+    sgd = SGDClient(
+        network(), X, Y, seed=(0, 7), local_epochs=5, batch_size=64, learning_rate=0.01,
+        weight_decay=1e-5,
+    )  # fmt: skip
+    weights, config = get_weights(network()), {"server-round": 3}
+    expected, _, _ = sgd.fit(weights, dict(config))
+    found, count, _ = client(tmp_path).fit(weights, dict(config))
+    assert count == 11
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------ stage 2
+
+
+def test_moments_are_those_of_the_features(tmp_path):
+    arrays, count, metrics = step(client(tmp_path), STATISTICS, get_weights(network()))
+    expected = Moments.of(MAP.extractor(network())(X))
+    assert count == 11
+    np.testing.assert_allclose(arrays[0], expected.mean, rtol=1e-12)
+    np.testing.assert_allclose(arrays[1], expected.deviation, rtol=1e-12)
+    assert metrics["train-loss"] == pytest.approx(1 / 2 * (1 - 1 / 3))  # ||e_y - 1/3||^2 / 2
+
+
+def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
+    """The network's products are in float32, so other chunks round them in another way."""
+    whole = step(client(tmp_path / "a"), STATISTICS, get_weights(network()))[0]
+    monkeypatch.setattr(feature_cache, "CHUNK_BYTES", 3 * 20 * 4)
+    parts = step(client(tmp_path / "b"), STATISTICS, get_weights(network()))[0]
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+    raw = [np.load(tmp_path / name / "client--0-7" / "raw-train.npy") for name in "ab"]
+    np.testing.assert_allclose(raw[0], raw[1], rtol=1e-5, atol=1e-7)
+
+
+def test_features_for_the_server_are_the_clients_in_float16(tmp_path):
+    task = ConvexTask(step="features", key="k", feature_map=MAP, parts=("network",))
+    arrays, count, _ = step(client(tmp_path), task, get_weights(network()))
+    upload = FeatureUpload(*arrays)
+    z = MAP.extractor(network())(X)
+    assert upload.features.dtype == np.float16
+    assert (upload.labels == Y.numpy()).all()
+    assert count == 11
+    error = (upload.rows(0, 11) - z).abs().max(0).values
+    assert (error <= z.abs().max(0).values * 2**-11 * 1.01).all()
+
+
+WAYS = {
+    "loop": {"local_solver": "loop"},
+    "half precision": {"dtype": "float16"},
+    "nothing kept": {"keep": "nothing"},
+    "loop, nothing kept": {"local_solver": "loop", "keep": "nothing"},
+    "differentiated one by one": {"chunk_size": 1},
+}
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
+    """Over two rounds, the second corrected by what the first left behind."""
+    arrays = message(21 if bias else 20)
+    results = []
+    for name, options in (("plain", {}), ("other", WAYS[way])):
+        who = client(tmp_path / name, **options)
+        first, _, _ = step(who, linear_task(bias=bias, loss=loss), arrays)
+        second = linear_task(bias=bias, loss=loss, state_round=4, control="last", parts=("linear",))
+        who = client(tmp_path / name, **options)  # made anew for each message
+        results.append((first, *step(who, second, [first[0]], 5)[:1]))
+    tolerance = 5e-3 if way == "half precision" else 1e-4
+    for plain, other in zip(*results, strict=True):
+        assert relative(other[0], plain[0]) < tolerance
+    assert relative(results[0][1][0], results[0][0][0]) > 1e-3
+
+
+def test_nothing_is_kept_of_features_if_so_asked(tmp_path):
+    who = client(tmp_path, keep="nothing")
+    step(who, STATISTICS, get_weights(network()))
+    step(who, linear_task(), message())
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_what_is_kept_and_how_large_it_is(tmp_path):
+    """Features 4 n p bytes, kernel 4 n^2, eigenvectors 8 n^2, A_k 8 n C; raw features go."""
+    who = client(tmp_path)
+    step(who, STATISTICS, get_weights(network()))
+    step(who, linear_task(), message())
+    found = {path.name: path.stat().st_size for path in who.folder.iterdir()}
+    assert set(found) == {
+        "key.json", "network.npz", "normaliser.npz", "features-train.npy", "kernel.npz",
+        "spectrum.npz", "state-000004.npz", "last.npz",
+    }  # fmt: skip
+    assert 4 * 11 * 20 <= found["features-train.npy"] <= 4 * 11 * 20 + 128
+
+
+def test_uncorrected_steps_keep_no_state(tmp_path):
+    who = client(tmp_path)
+    task = linear_task(corrected=False, control="zero", parts=("network", "normaliser", "linear"))
+    step(who, task, message()[:-1])
+    assert not list(who.folder.glob("state-*"))
+
+
+def test_one_step_a_round_needs_no_kernel(tmp_path):
+    """Gradient descent: W - eta Z^T (Z W - Y) / n."""
+    who = client(tmp_path)
+    task = linear_task(
+        corrected=False, control="zero", steps=1, parts=("network", "normaliser", "linear")
+    )
+    arrays = message()[:-1]
+    ((result,), _, _) = step(who, task, arrays)
+    z = normaliser()(MAP.extractor(network())(X)).numpy()
+    targets = np.eye(3, dtype=np.float32)[Y] - 1 / 3
+    expected = arrays[-1] - 0.05 * z.T @ (z @ arrays[-1] - targets) / 11
+    assert relative(result, expected) < 1e-6
+    assert not (who.folder / "kernel.npz").exists()
+
+
+def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
+    x_test, y_test = X.flip(0)[:6] + 0.3, Y.flip(0)[:6]
+    who = client(tmp_path, x_test=x_test, y_test=y_test)
+    arrays = message()[:-1]
+    task = linear_task(control="zero", parts=("network", "normaliser", "linear"))
+    loss, count, metrics = who.evaluate(arrays, task.to_config())
+    z = normaliser()(MAP.extractor(network())(x_test)).numpy()
+    scores = z @ arrays[-1]
+    targets = np.eye(3)[y_test] - 1 / 3
+    assert count == 6
+    assert loss == pytest.approx(float(((scores - targets) ** 2).sum(1).mean() / 2), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx((scores.argmax(1) == y_test.numpy()).mean())
+
+
+# ------------------------------------------------------------------------- trouble
+
+
+def test_other_data_or_another_network_empties_the_folder(tmp_path):
+    for change in ("data", "network"):
+        step(client(tmp_path), STATISTICS, get_weights(network()))
+        step(client(tmp_path), linear_task(), message())
+        data = (X + 1, Y) if change == "data" else (X, Y)
+        key = "other" if change == "network" else "k"
+        task = linear_task(key=key, control="zero", parts=("linear",))
+        arrays, _, metrics = step(client(tmp_path, data=data), task, message()[-2:-1])
+        assert arrays == []
+        assert metrics["lost-state"] == 1
+        assert [p.name for p in (tmp_path / "client--0-7").iterdir()] == ["key.json"]
+
+
+@pytest.mark.parametrize("gone", ["network.npz", "normaliser.npz", "state-000004.npz", "last.npz"])
+def test_what_is_lost_is_said(tmp_path, gone):
+    step(client(tmp_path), linear_task(), message())
+    (tmp_path / "client--0-7" / gone).unlink()
+    task = linear_task(state_round=4, control="last", parts=("linear",))
+    arrays, _, metrics = step(client(tmp_path), task, message()[-2:-1], 5)
+    assert arrays == []
+    assert metrics == {"lost-state": 1}
+
+
+def test_the_last_model_must_be_of_the_round_before(tmp_path):
+    step(client(tmp_path), linear_task(), message())
+    task = linear_task(state_round=4, control="last", parts=("linear",))
+    assert step(client(tmp_path), task, message()[-2:-1], 6)[2] == {"lost-state": 1}
+
+
+def test_a_file_that_was_cut_off_is_made_again(tmp_path):
+    """Files are written under another name first."""
+    who = client(tmp_path)
+    step(who, linear_task(), message())
+    expected = np.load(who.folder / "features-train.npy")
+    for name in ("features-train", "raw-train"):
+        (who.folder / f"{name}.part").write_bytes(b"half")
+    (who.folder / "features-train.npy").unlink()
+    step(client(tmp_path), linear_task(), message())
+    assert (np.load(who.folder / "features-train.npy") == expected).all()
+
+
+def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_path, monkeypatch):
+    """11 examples of 20 features in 4 bytes are 880 bytes."""
+    usage = namedtuple("usage", "free")(879)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(NotEnoughMemory, match="20 features of 11 examples need"):
+        step(client(tmp_path), STATISTICS, get_weights(network()))
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "what"),
+    [
+        (linear_task(), {}, "the kernel of 11 examples"),
+        (linear_task(), {"local_solver": "loop"}, "20 features of 11 examples"),
+        (ConvexTask("features", "k", MAP, parts=("network",)), {}, "sending 20 features of 11"),
+    ],
+)
+def test_what_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch, task, options, what):
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
+    monkeypatch.setattr("fedntk.ntk.features.require_memory", lambda *a, **o: None)
+    monkeypatch.setattr("fedntk.ntk.differentiate.require_memory", lambda *a, **o: None)
+    arrays = message() if task.step == "linear" else get_weights(network())
+    with pytest.raises(NotEnoughMemory, match=f"{what}.* needs 0.0 GB"):
+        step(client(tmp_path, **options), task, arrays)
+
+
+def test_features_too_large_for_float16_are_refused(tmp_path):
+    """Normalised by 1e-9 instead of the standard deviation."""
+    who = client(tmp_path, dtype="float16")
+    arrays = message()
+    arrays[-3] = np.full(20, 1e9, np.float32)
+    with pytest.raises(ValueError, match="does not fit in float16"):
+        step(who, linear_task(), arrays)
+
+
+def test_two_runs_and_two_partitions_have_folders_of_their_own(tmp_path):
+    folders = {
+        TCTClient(network(), X, Y, cache=tmp_path, run=run, seed=(0, partition)).folder
+        for run in ("a", "b/../c", "")
+        for partition in (1, 2)
+    }
+    assert len(folders) == 6
+    assert all(folder.parent == tmp_path for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "int8"}, "dtype: expected float32 or float16, got 'int8'"),
+        ({"keep": "all"}, "keep: expected features or nothing, got 'all'"),
+        ({"local_solver": "cg"}, "local_solver: expected closed or loop, got 'cg'"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, options, text):
+    with pytest.raises(ValueError, match=text):
+        client(tmp_path, **options)
