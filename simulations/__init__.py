@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config, ConfigError
+    from .methods import load_predictor
     from .report import write_report
     from .results import Run, RunFailed, load_model, load_results, read_runs
     from .runs import compare, run
@@ -20,6 +21,7 @@ _HOMES = {
     "RunFailed": "results",
     "compare": "runs",
     "load_model": "results",
+    "load_predictor": "methods",
     "load_results": "results",
     "read_runs": "results",
     "run": "runs",
@@ -33,6 +35,7 @@ __all__ = [
     "RunFailed",
     "compare",
     "load_model",
+    "load_predictor",
     "load_results",
     "read_runs",
     "run",

@@ -5,7 +5,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from logging import ERROR
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,11 +27,21 @@ from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
 
 from ._flower import log_from
 from .config import Config, ConfigError
-from .data import Data
+from .data import Data, load_data
+from .models import build_model
 from .parties import key_server, projected, run_name, sealed_projection, shuffling_server
 from .partitions import Split
+from .results import load_model
 
-__all__ = ["METHODS", "Method", "device_of", "evaluate_arrays", "make_client", "make_strategy"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "device_of",
+    "evaluate_arrays",
+    "load_predictor",
+    "make_client",
+    "make_strategy",
+]
 
 
 @dataclass(frozen=True)
@@ -207,13 +217,14 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
     if METHODS[config.method].jacobians:
         _require_room_for_jacobians(config, data, split, model)
         options["validation_loss"] = _validation_loss(config, data, split, model)
-    if config.method == "tct":
-        _require_room_for_features(config, split, model)
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         try:
-            return METHODS[config.method].strategy(config, options, model)
+            strategy = METHODS[config.method].strategy(config, options, model)
         except ValueError as error:
             raise ConfigError(f"method = {config.method}: {error}") from error
+    if config.method == "tct":
+        _require_room_for_features(config, split, model)
+    return strategy
 
 
 def _validation_loss(
@@ -355,3 +366,25 @@ def evaluate_arrays(
         evaluated = ModelClient(model, x, y, **options).evaluate(network, {})
     loss, _, metrics = evaluated
     return loss, float(metrics["accuracy"])
+
+
+def load_predictor(folder: str | Path, which: Literal["model", "best"] = "model") -> TCTModel:
+    """Return the predictor that a run of TCT learned: its last model, or the best one.
+
+    Raises
+    ------
+    ConfigError
+        If the run is of another method, or its data set, which tells the shape of an example,
+        cannot be had.
+    FileNotFoundError
+        If there is no finished run.
+    """
+    config = Config.load(Path(folder) / "config.toml")
+    if config.method != "tct":
+        raise ConfigError(
+            f"{folder} holds a run of {config.method}, expected one of tct; load_model reads its "
+            "weights"
+        )
+    data = load_data(config)
+    network = build_model(config.replace(weights=""), data.input_shape, data.num_classes)
+    return TCTModel.from_arrays(network, _feature_map(config), load_model(folder, which))

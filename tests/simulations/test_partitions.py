@@ -87,6 +87,24 @@ def test_pathological_parts_hold_so_many_classes():
     assert all(len(np.unique(data.y_train[own])) == 3 for own in split.clients)
 
 
+def test_the_first_class_can_be_the_clients_number():
+    """With one class a client and as many clients as classes, each class has its client."""
+    data = load_data(DIGITS)
+    config = replace(
+        DIGITS, partition="pathological", classes_per_client=1, num_clients=10,
+        clients_per_round=1, class_assignment="first-deterministic",
+    )  # fmt: skip
+    owned = [set(data.y_train[own].tolist()) for own in load_split(config).clients]
+    assert owned == [{k} for k in range(10)]
+
+
+def test_fewer_training_examples_are_a_part_of_all():
+    split = load_split(replace(DIGITS, partition="iid", train_examples=300))
+    everything = np.concatenate(split.clients)
+    assert len(everything) == len(set(everything)) == 300
+    assert len(set(load_data(DIGITS).y_train[everything])) == 10
+
+
 def test_natural_parts_follow_their_ids():
     ids = np.array(list("abcabcabca"))
     y = np.arange(10)

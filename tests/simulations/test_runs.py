@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,13 +14,16 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 
+from fedntk.ntk import TCTModel
 from fedntk.simulations import (
     Config,
     ConfigError,
     RunFailed,
     load_model,
+    load_predictor,
     load_results,
     run,
 )
@@ -34,7 +38,7 @@ from fedntk.simulations.results import read_run, to_target
 from fedntk.simulations.server_app import main, serve
 
 from ..conftest import ROOT
-from .settings import TOOLS
+from .settings import SETTINGS, TOOLS
 
 SMALL = Config(num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3)
 
@@ -186,6 +190,63 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "stage 2 of 20 clients, up to .* examples each, needs"),
+        ({"solve": "server"}, "stage 2 of 20 clients, up to .* examples each, needs"),
+        ({"convex_steps": 1}, "features of 1437 examples need .* GB on"),
+        ({"convex_steps": 1, "keep": "nothing"}, ""),
+    ],
+)
+def test_stage_2_that_cannot_fit_is_refused_before_the_first(
+    tmp_path, monkeypatch, options, message
+):
+    """What all clients keep on this machine's disk, and the largest kernel in memory."""
+    config = replace(SMALL, method="tct", num_clients=20, out=str(tmp_path), rounds=0, **options)
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
+    monkeypatch.setattr("fedntk.ntk.differentiate.require_memory", lambda *a, **o: None)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            run(config, progress=False)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        run(config, progress=False)
+
+
+def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp_path):
+    """T_1 = 3 in one run is a run of FedAvg and, from its weights, one with T_1 = 0."""
+    settings = SETTINGS["tct"] | {"sampling_rate": 1.0, "projection": 0, "num_features": 0}
+    shared = replace(SMALL, method="tct", **settings, clients_per_round=SMALL.num_clients)
+    both = run(shared, bootstrap_rounds=3, rounds=6, out=str(tmp_path / "both"), progress=False)
+    first = run(shared, method="fedavg", rounds=3, out=str(tmp_path / "one"), progress=False)
+    second = run(
+        shared, bootstrap_rounds=0, rounds=3, out=str(tmp_path / "two"), progress=False,
+        weights=str(first.folder / "model.safetensors"),
+    )  # fmt: skip
+    assert bits(both.folder) == bits(second.folder)
+    assert both.curve()[3] == first.curve()[3] == second.curve()[0]
+    predictor = load_predictor(second.folder)
+    x, y = load_data(shared).test()
+    accuracy = float((predictor.predict(x).argmax(1) == y).double().mean())
+    assert accuracy == second.curve()[3]
+    predictor.save(tmp_path / "kept")
+    again = TCTModel.load(tmp_path / "kept", predictor.network)
+    assert torch.equal(again.predict(x), predictor.predict(x))
+    with pytest.raises(ConfigError, match="holds a run of fedavg"):
+        load_predictor(first.folder)
+
+
+def test_test_examples_are_the_first_of_the_set(tmp_path):
+    result = run(replace(SMALL, out=str(tmp_path), rounds=0, test_examples=50), progress=False)
+    data = load_data(SMALL)
+    model = build_model(SMALL, data.input_shape, data.num_classes)
+    x, y = data.test()
+    assert result.curve()[0] == float((model(x[:50]).argmax(1) == y[:50]).double().mean())
+
+
 def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
     for folder, options in {
         "a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}, "d": {}
@@ -246,6 +307,9 @@ def _grid(config: Config, **changes: object) -> LocalGrid:
         ({"num_clients": 2000}, "at most one client for each of the 1437"),
         ({"model": "lenet"}, "images"),
         ({"device": "banana"}, "device = banana: cannot be used"),
+        ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
+        ({"weights": "/nowhere.safetensors"}, "weights = /nowhere.safetensors: cannot be read"),
+        ({"method": "tct", "model": "tests.simulations.networks:no_linear"}, "last nn.Linear"),
     ],
 )
 def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
@@ -336,13 +400,14 @@ def processes_of(folder: Path) -> list[str]:
 def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monkeypatch):
     """The exception arises while Ray's workers are up: at the second round's record.
 
-    It goes on on the other engine, to the bits of a run that was not interrupted.
+    It goes on on the other engine, to the bits of a run that was not interrupted. TCT's clients,
+    in several processes of Ray's and then in this one, find in the run's folder what they keep.
     """
     seen = []
-    config = replace(SMALL, out=str(tmp_path / "ray"), rounds=6)
+    config = replace(SMALL, method="tct", **SETTINGS["tct"], out=str(tmp_path / "ray"), rounds=7)
 
     def interrupt(path: Path, *_: object) -> int:
-        if path.exists() and path.read_text().count("\n") > 2:
+        if path.exists() and path.read_text().count("\n") > 4:
             seen.extend(processes_of(tmp_path))
             raise KeyboardInterrupt
         return 0
@@ -357,7 +422,9 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
     resumed = run(config, progress=False)
     whole = run(config, out=str(tmp_path / "whole"), progress=False)
     assert bits(resumed.folder) == bits(whole.folder)
-    pd.testing.assert_frame_equal(metrics(resumed.folder), metrics(whole.folder))
+    for name in ("accuracy", "train-loss", "client-accuracy"):
+        pd.testing.assert_series_equal(resumed.curve(name), whole.curve(name))
+    assert not (resumed.folder / "cache").exists()
 
 
 @pytest.mark.ray
