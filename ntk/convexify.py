@@ -162,8 +162,7 @@ class FeatureMap:
         def features(x: Tensor) -> Tensor:
             x, cure = x.to(device), "name the layer that gives the logits with head"
             try:
-                if x.ndim == 4 and _takes_channels_last(convexified, x[:1]):
-                    x = x.contiguous(memory_format=torch.channels_last)
+                x = _channels_last(convexified, x)
                 with torch.no_grad():
                     shape = tuple(convexified.eval()(x[:1]).shape)
             except RuntimeError as error:
@@ -199,14 +198,19 @@ class FeatureMap:
         )
 
 
-def _takes_channels_last(network: nn.Module, x: Tensor) -> bool:
-    """Whether the network runs on images with the channels last in memory, which is faster."""
+def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
+    """Put network and images in the order of memory in which a CPU pools and convolves faster."""
+    if x.ndim != 4 or x.device.type != "cpu":
+        return x
+    moved = x.contiguous(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)
     try:
         with torch.no_grad():
-            network.eval()(x.contiguous(memory_format=torch.channels_last))
+            network.eval()(moved[:1])
     except RuntimeError:  # it views its activations in their usual order
-        return False
-    return True
+        network.to(memory_format=torch.contiguous_format)
+        return x
+    return moved
 
 
 def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[Tensor], Tensor]:
