@@ -55,10 +55,11 @@ from fedntk.ntk import (
     pooled_ridge,
 )
 
+from .bootstrap import Bootstrap
 from .control_variate import ControlVariate
-from .replies import Reply, check_like, checked_weights
+from .replies import Reply, check_like
 from .resumption import EvaluateFn
-from .seeded_fedavg import SeededFedAvg, like, logger, weighted_mean
+from .seeded_fedavg import SeededFedAvg, logger, weighted_mean
 
 __all__ = ["TCT", "ConvexOptimizer"]
 
@@ -186,7 +187,7 @@ class TCT(SeededFedAvg):
         if solve == "clients" and (sparsity, bits) != (0.0, UNQUANTISED):
             raise ValueError("sparsity and bits go with solve='server', got solve='clients'")
         self.network = network
-        self.bootstrap = bootstrap
+        self.bootstrap = None if bootstrap is None else Bootstrap(bootstrap, self)
         self.bootstrap_rounds = bootstrap_rounds if bootstrap is not None else 0
         self.feature_map = FeatureMap(features, num_features, feature_seed, head)
         _, last = self.feature_map.last_layer(network)
@@ -206,9 +207,8 @@ class TCT(SeededFedAvg):
             sparsity=sparsity,
             bits=bits,
         )
-        # a bootstrap must not wait for more nodes than it is shown
-        waited_for = getattr(bootstrap, "min_available_nodes", 0)
-        self.min_available_nodes = max(self.min_available_nodes, waited_for)
+        if self.bootstrap is not None:  # which must not wait for more nodes than it is shown
+            self.min_available_nodes = max(self.min_available_nodes, self.bootstrap.waits_for)
         self._begin()
 
     def _begin(self) -> None:
@@ -225,7 +225,7 @@ class TCT(SeededFedAvg):
             INFO,
             "\t└──> TCT: %d rounds of %s, then %s on %d x %d weights (%s, eta %g, M %d)",
             self.bootstrap_rounds,
-            type(self.bootstrap).__name__,
+            type(self.bootstrap and self.bootstrap.strategy).__name__,
             "steps" if self.solve == "clients" else "a solution on the server",
             *self.shape,
             self.task.loss,
@@ -242,7 +242,7 @@ class TCT(SeededFedAvg):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later rounds depend on: c, and which c_k count. Clients keep these."""
-        inner: dict[str, Any] = getattr(self.bootstrap, "state_dict", dict)()
+        inner = {} if self.bootstrap is None else self.bootstrap.state_dict()
         return {
             **super().state_dict(),
             "prepared": self._prepared,
@@ -259,11 +259,8 @@ class TCT(SeededFedAvg):
         self._prepared = bool(state["prepared"])
         self._control.load_state_dict(state)
         self._held = {}
-        load = getattr(self.bootstrap, "load_state_dict", None)
-        if load is not None:
-            load(inner)
-        elif self.bootstrap is not None and 0 < self.server_round < self.bootstrap_rounds:
-            logger.log(WARNING, "%s goes on without its state", type(self.bootstrap).__name__)
+        if self.bootstrap is not None:
+            self.bootstrap.load_state_dict(inner)
 
     def start(
         self,
@@ -318,7 +315,9 @@ class TCT(SeededFedAvg):
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         config["server-round"] = server_round
         if bootstrap is not None:
-            return self._bootstrap_messages(bootstrap, server_round, config, grid, nodes)
+            network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
+            messages = bootstrap.messages(server_round, network, config, grid, nodes)
+            return [sent for m in messages for sent in self._sealed(m, grid)]
         asked = replace(self.task, step=step or "linear", key=self._key())
         return [
             message
@@ -328,7 +327,7 @@ class TCT(SeededFedAvg):
             )
         ]
 
-    def _stage_1(self, server_round: int) -> Strategy | None:
+    def _stage_1(self, server_round: int) -> Bootstrap | None:
         """Return the bootstrap strategy in the rounds that are its own."""
         return self.bootstrap if server_round <= self.bootstrap_rounds else None
 
@@ -338,31 +337,12 @@ class TCT(SeededFedAvg):
             return None if self._prepared else "features"
         return "statistics" if self.normalise and not self._prepared else "linear"
 
-    def _bootstrap_messages(
-        self,
-        bootstrap: Strategy,
-        server_round: int,
-        config: ConfigRecord,
-        grid: Grid,
-        nodes: list[int],
-    ) -> Iterable[Message]:
-        if len(nodes) < (needed := getattr(bootstrap, "min_available_nodes", 0)):
-            raise ValueError(
-                f"bootstrap: it waits for min_available_nodes = {needed}, and {len(nodes)} nodes "
-                "are sampled in a round; lower that, or sample more"
-            )
-        network = ArrayRecord({k: self.global_arrays[k] for k in self.network.state_dict()})
-        shown: Any = _Sampled(grid, nodes)
-        messages = list(bootstrap.configure_train(server_round, network, config, shown))
+    def _sealed(self, message: Message, grid: Grid) -> Iterable[Message]:
+        """Add a node's sealed seed to another strategy's message, where there is a key server."""
         if self._seeds is None:
-            return messages
-        return [
-            sealed
-            for m in messages
-            for sealed in self.messages(
-                m.content, [m.metadata.dst_node_id], MessageType.TRAIN, grid
-            )
-        ]
+            return [message]
+        node = message.metadata.dst_node_id
+        return self.messages(message.content, [node], MessageType.TRAIN, grid)
 
     def _task(self, asked: ConvexTask, node: int, server_round: int) -> ConvexTask:
         """Complete a task by what a node is to be sent for it."""
@@ -432,7 +412,8 @@ class TCT(SeededFedAvg):
         """Do what the round is for with the replies."""
         bootstrap, step = self._stage_1(server_round), self._step()
         if bootstrap is not None:
-            arrays, metrics = self._aggregate_bootstrap(bootstrap, server_round, replies)
+            expected = {k: self.global_arrays[k].numpy() for k in self.network.state_dict()}
+            arrays, metrics = bootstrap.aggregate(server_round, replies, expected)
         elif step is None:
             return None, None
         elif step == "statistics":
@@ -443,33 +424,6 @@ class TCT(SeededFedAvg):
             arrays, metrics = self._aggregate_linear(server_round, replies)
         self.train_metrics[server_round] = metrics
         return (None if arrays is None else self._with(arrays)), metrics
-
-    def _aggregate_bootstrap(
-        self, bootstrap: Strategy, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
-        expected = {k: self.global_arrays[k].numpy() for k in self.network.state_dict()}
-        if isinstance(bootstrap, SeededFedAvg):  # checks its replies itself
-            found, own = bootstrap.aggregate_train(server_round, replies)
-            metrics = own or MetricRecord()
-        else:
-            pairs, rejected = self.accepted(replies, lambda r: checked_weights(r, expected))
-            metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
-            if not self.enough(len(pairs)):
-                return None, metrics
-            clean = [self._cleaned(reply) for reply, _ in pairs]
-            found, own = bootstrap.aggregate_train(server_round, clean)
-            metrics = MetricRecord({**(own or {}), **metrics})
-        if found is None:
-            return None, metrics
-        arrays = {k: a.numpy() for k, a in found.items()}
-        return {k: a.numpy() for k, a in like(arrays, expected).items()}, metrics
-
-    def _cleaned(self, reply: Reply) -> Message:
-        """Return a reply that holds its arrays and its number of examples alone."""
-        (arrays,) = reply.message.content.array_records.values()
-        metrics = MetricRecord({self.weighted_by_key: reply.num_examples})
-        reply.message.content = RecordDict({self.arrayrecord_key: arrays, "metrics": metrics})
-        return reply.message
 
     def _aggregate_moments(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
         def parse(reply: Reply) -> Moments:
@@ -590,19 +544,6 @@ class TCT(SeededFedAvg):
         return ArrayRecord(
             {k: Array(arrays[k]) if k in arrays else a for k, a in self.global_arrays.items()}
         )
-
-
-class _Sampled:
-    """A grid of which a strategy sees only some nodes."""
-
-    def __init__(self, grid: Grid, nodes: list[int]) -> None:
-        self._grid, self._nodes = grid, nodes
-
-    def get_node_ids(self) -> list[int]:
-        return self._nodes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
 
 
 def _is_rate(reply: Reply) -> bool:

@@ -250,6 +250,7 @@ BOOTSTRAPS: dict[str, Callable[..., FedAvg]] = {
 
 @pytest.mark.parametrize("name", sorted(BOOTSTRAPS))
 def test_stage_1_is_the_bootstrap_strategy_run_by_itself(clients, name):
+    """Flower adds replies up in an order of chance: rounding, which 3 rounds of SGD carry on."""
     options = {"fraction_evaluate": 0.0, "min_available_nodes": 6}
     alone = app(SGDClient, learning_rate=0.1, batch_size=4, weight_decay=1e-5)
     expected = start(BOOTSTRAPS[name](**options), Grid(alone), rounds=3)
@@ -258,7 +259,7 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(clients, name):
     for key, tensor in network().state_dict().items():
         assert after[key].dtype == tensor.numpy().dtype
         if tensor.is_floating_point():  # Flower makes fractions of a count, which stays whole here
-            np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(after[key], expected[key], rtol=1e-4, atol=1e-5)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
 
 
