@@ -3,7 +3,7 @@
 from .adapter import client_app
 from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
-from .feature_cache import FeatureCache, cache_dir
+from .feature_cache import FeatureCache, cache_dir, shrink
 from .ntk_fl import NTKFLClient
 from .projection import SealedProjection, project
 from .scaffold import SCAFFOLDClient
@@ -26,4 +26,5 @@ __all__ = [
     "project",
     "sample_size",
     "set_weights",
+    "shrink",
 ]

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import shutil
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +25,9 @@ from fedntk.ntk import FeatureMap, FeatureRows, Normaliser, NotEnoughMemory, Spe
 
 from .weights import set_weights
 
-__all__ = ["FeatureCache", "cache_dir"]
+__all__ = ["FeatureCache", "cache_dir", "data_digest", "require_disk", "shrink"]
 
+STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
 Arrays = list[NDArray[Any]]
 
@@ -34,17 +37,29 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
 
 
+def shrink(cache: Path) -> None:
+    """Remove from all clients' folders what can be made again, and their state of old rounds."""
+    for folder in cache.glob("*/"):
+        kept = {"key.json", *(path.name for path in _states(folder)[:2])}
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+
+
+def _states(folder: Path) -> list[Path]:
+    return sorted(folder.glob("state-*.npz"), reverse=True)
+
+
 class FeatureCache:
     """A folder with one client's network, features, kernel and state in stage 2.
 
     Parameters
     ----------
     folder : Path
-        The client's own: it is emptied when another network, feature map or data come.
+        The client's own: it is emptied when another key comes. A file in it that is damaged counts
+        as missing.
     key : str
-        Names the network and the feature map.
-    data : tuple of Tensor
-        All that features are computed of; a checksum tells whether they have changed.
+        Names all that what is kept depends on, the normaliser excepted.
     model : nn.Module
         Its weights are overwritten by the network's.
     feature_map : FeatureMap
@@ -61,7 +76,6 @@ class FeatureCache:
         self,
         folder: Path,
         key: str,
-        data: tuple[Tensor, ...],
         model: nn.Module,
         feature_map: FeatureMap,
         *,
@@ -72,7 +86,7 @@ class FeatureCache:
         self.folder, self.model, self.feature_map = folder, model, feature_map
         self.dtype, self.keep, self.chunk_size = dtype, keep, chunk_size
         self.width = feature_map.width(model)
-        found, expected = self._path("key.json"), json.dumps([key, *map(_digest, data)])
+        found, expected = self._path("key.json"), json.dumps([key, dtype])
         if not found.exists() or found.read_text(encoding="utf-8") != expected:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -81,16 +95,24 @@ class FeatureCache:
     # ------------------------------------------------------------- what was sent
 
     def take(self, parts: dict[str, Arrays]) -> None:
-        """Keep the network and the normaliser, where they came."""
+        """Keep the network and the normaliser, where they came.
+
+        Another normaliser than the one before makes what was computed with that one void.
+        """
         if "network" in parts:
             self._save("network", **{str(i): a for i, a in enumerate(parts["network"])})
         if "normaliser" in parts:
             mean, scale = parts["normaliser"]
+            old = self._load("normaliser")
+            if old and not all(map(np.array_equal, old.values(), (mean, scale))):
+                for path in self.folder.iterdir():
+                    if path.stem not in ("key", "network", "raw-train", "raw-test"):
+                        path.unlink()
             self._save("normaliser", mean=mean, scale=scale)
 
     def holds(self, *names: str) -> bool:
         """Whether these have come: ``"network"``, ``"normaliser"``."""
-        return all(self._path(f"{name}.npz").exists() for name in names)
+        return all(self._load(name) for name in names)
 
     # ----------------------------------------------------------------- features
 
@@ -116,6 +138,10 @@ class FeatureCache:
         shape = (len(x), self.width)
         saved = self._load("normaliser")
         normalise = Normaliser(saved["mean"], saved["scale"])
+        if self.dtype == "float16" and not saved["mean"].any() and (saved["scale"] == 1).all():
+            raise ValueError(
+                "dtype = float16 would lose small features that are not normalised; use float32"
+            )
         if self.keep == "nothing":
             extract = self._extractor()
 
@@ -123,30 +149,35 @@ class FeatureCache:
                 return normalise(extract(x[start:stop]))
 
             return FeatureRows(read, shape, device=device, bias=bias)
-        path = self._path(f"features-{name}.npy")
-        if not path.exists():
-            raw = self._path(f"raw-{name}.npy")
-            if not raw.exists():
+        features = self._mapped(f"features-{name}", shape)
+        if features is None:
+            raw = self._mapped(f"raw-{name}", shape)
+            if raw is None:
                 for _ in self.raw(name, x):
                     pass
+                raw = np.load(self._path(f"raw-{name}.npy"), mmap_mode="c")
             with self._array(f"features-{name}", shape, self.dtype) as stored:
-                for chunk, z in FeatureRows.of(np.load(raw, mmap_mode="c")).chunks():
+                for chunk, z in FeatureRows.of(raw).chunks():
                     stored[chunk] = _within(normalise(z), self.dtype)
-            raw.unlink()
-        return FeatureRows.of(np.load(path, mmap_mode="c"), device=device, bias=bias)
+            self._path(f"raw-{name}.npy").unlink()
+            features = np.load(self._path(f"features-{name}.npy"), mmap_mode="c")
+        return FeatureRows.of(features, device=device, bias=bias)
 
     def kernel(self, rows: FeatureRows) -> Tensor:
         """Return Z Z^T (n, n) of the training examples, float32, formed once."""
-        if not self.holds("kernel"):
-            self._save("kernel", kernel=rows.gram().numpy())
-        return torch.from_numpy(self._load("kernel")["kernel"])
+        saved = self._load("kernel")
+        if not saved:
+            saved = {"kernel": rows.gram().numpy()}
+            self._save("kernel", **saved)
+        return torch.from_numpy(saved["kernel"])
 
     def spectrum(self, kernel: Tensor) -> Spectrum:
         """Return its eigenvalues and -vectors, found once."""
-        if not self.holds("spectrum"):
-            found = Spectrum.of(kernel)
-            self._save("spectrum", values=found.values.numpy(), vectors=found.vectors.numpy())
         saved = self._load("spectrum")
+        if not saved:
+            found = Spectrum.of(kernel)
+            saved = {"values": found.values.numpy(), "vectors": found.vectors.numpy()}
+            self._save("spectrum", **saved)
         return Spectrum(torch.from_numpy(saved["values"]), torch.from_numpy(saved["vectors"]))
 
     def _extractor(self) -> Callable[[Tensor], Tensor]:
@@ -157,18 +188,20 @@ class FeatureCache:
     # -------------------------------------------------------------------- state
 
     def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
-        """Keep A_k (n, C) of each round, as any may be gone on from, and the last model sent."""
+        """Keep A_k (n, C) of this round beside those of some before, and the last model sent."""
         self._save(f"state-{server_round:06}", coefficients=coefficients.numpy())
         self._save("last", server_round=np.array(server_round), linear=linear.numpy())
+        for path in _states(self.folder)[STATES:]:
+            path.unlink()
 
     def coefficients(self, server_round: int) -> Tensor | None:
         """Return A_k as it was after a round; None if it is lost."""
-        name = f"state-{server_round:06}"
-        return torch.from_numpy(self._load(name)["coefficients"]) if self.holds(name) else None
+        saved = self._load(f"state-{server_round:06}")
+        return torch.from_numpy(saved["coefficients"]) if saved else None
 
     def last(self, server_round: int) -> Tensor | None:
         """Return the model (p, C) that was sent in a round, if it was the last one; else None."""
-        saved = self._load("last") if self.holds("last") else {}
+        saved = self._load("last")
         if not saved or int(saved["server_round"]) != server_round:
             return None
         return torch.from_numpy(saved["linear"])
@@ -185,20 +218,33 @@ class FeatureCache:
         partial.replace(self._path(f"{name}.npz"))
 
     def _load(self, name: str) -> dict[str, NDArray[Any]]:
-        with np.load(self._path(f"{name}.npz")) as saved:
-            return dict(saved)
+        """Return the arrays of a file; none if it is missing or damaged."""
+        try:
+            with self._path(f"{name}.npz").open("rb") as file, np.load(file) as saved:
+                return dict(saved)
+        except FileNotFoundError:
+            return {}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error):
+            self._path(f"{name}.npz").unlink()
+            return {}
+
+    def _mapped(self, name: str, shape: tuple[int, int]) -> NDArray[Any] | None:
+        """Map an array's file into memory; None if it is missing, damaged or of another shape."""
+        path = self._path(f"{name}.npy")
+        try:
+            array: NDArray[Any] = np.load(path, mmap_mode="c")
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, ValueError):
+            path.unlink()
+            return None
+        return array if array.shape == shape else None
 
     @contextlib.contextmanager
     def _array(self, name: str, shape: tuple[int, int], dtype: str) -> Iterator[NDArray[Any]]:
         """Make a file to be filled, which appears when it is."""
         needed = math.prod(shape) * np.dtype(dtype).itemsize
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise NotEnoughMemory(
-                f"{shape[1]} features of {shape[0]} examples need {needed / 1e9:.1f} GB on disk "
-                f"and {self.folder} has {free / 1e9:.1f} GB; lower num_features, choose another "
-                "cache, or use keep = 'nothing'"
-            )
+        require_disk(self.folder, needed, f"{shape[1]} features of {shape[0]} examples")
         partial = self._path(f"{name}.part")
         stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
         yield stored
@@ -213,7 +259,20 @@ def _within(features: Tensor, dtype: str) -> NDArray[Any]:
     return features.numpy().astype(dtype)
 
 
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    digest.update(tensor.contiguous().numpy().data)
+def require_disk(folder: Path, needed: int, what: str) -> None:
+    """Raise NotEnoughMemory unless so many bytes are free where a folder is."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NotEnoughMemory(
+            f"{what} need {needed / 1e9:.1f} GB on disk and {folder} has {free / 1e9:.1f} GB; "
+            "lower num_features, choose another cache, or use keep = 'nothing'"
+        )
+
+
+def data_digest(*tensors: Tensor) -> str:
+    """Return a checksum of tensors: two clients with one have the same examples."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()

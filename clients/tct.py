@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,9 +33,9 @@ from fedntk.ntk import (
     residual_sum,
 )
 
-from .feature_cache import FeatureCache, cache_dir
+from .feature_cache import FeatureCache, cache_dir, data_digest, require_disk
 from .sgd import SGDClient
-from .weights import Scalar
+from .weights import Scalar, set_weights
 
 __all__ = ["TCTClient"]
 
@@ -45,22 +46,26 @@ class TCTClient(SGDClient):
     """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
 
     All settings of stage 2 come from the strategy. What is computed once is kept on disk: with p
-    features an example the features take ``4 n p`` bytes (``2 n p`` in float16; while they are
-    normalised, as much again), kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128 MiB
-    of features and, for the decomposition, about ``40 n^2`` bytes: with p = 100,000 and n = 6,000
-    2.4 GB on disk and 1.4 GB in memory. What would not fit is refused with its size.
+    features an example the features take ``4 n p`` bytes, or ``2 n p`` in float16, and ``4 n p``
+    beside that until they are normalised; as much for test examples that are not the training
+    examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128 MiB of features;
+    while the kernel is formed two blocks of 512 MiB and ``4 n^2`` bytes; and for the decomposition
+    about ``52 n^2``: with p = 100,000 and n = 6,000 4.8 GB on disk and 1.9 GB in memory. What would
+    not fit is refused with its size, in the first round of stage 1.
 
     Parameters
     ----------
     cache : path, optional
         Folder for that; ``fedntk/tct`` in $XDG_CACHE_HOME or ``~/.cache`` by default. A client has
-        a folder of its own in it, by `run` and `seed`, and needs it from round to round.
+        a folder of its own in it, by `run`, `seed` and its data, and needs it from round to round.
+        Nothing removes it in the end: see :func:`shrink`.
     run : str
         Name of the training run: clients of two runs on one machine do not share folders.
     dtype : {"float32", "float16"}
         In which features are kept. Products are formed in float32.
     keep : {"features", "nothing"}
-        With ``"nothing"`` features are computed anew whenever they are needed, twice a round.
+        With ``"nothing"`` features are computed anew whenever they are needed: twice a round, and
+        for the kernel once for each pair of its blocks of 512 MiB.
     local_solver : {"closed", "loop"}
         Closed form of the M steps, or one after another as in eq. (3), with all features in memory.
     chunk_size : int, optional
@@ -108,8 +113,8 @@ class TCTClient(SGDClient):
                 raise ValueError(f"{name}: expected {' or '.join(known)}, got {value!r}")
         self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
         self.chunk_size = chunk_size
-        whose = "-".join(map(str, ["client", re.sub(r"\W+", "-", run), *self.seed]))
-        self.folder = (cache_dir() / "tct" if cache is None else Path(cache)) / whose
+        self.cache = cache_dir() / "tct" if cache is None else Path(cache)
+        self.run = run
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Do what the stage asks for.
@@ -120,11 +125,13 @@ class TCTClient(SGDClient):
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
             :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.FeatureUpload`; the
             number of examples; and ``"train-loss"`` at the received model. A client that lacks what
-            the message takes for granted returns no arrays and ``{"lost-state": 1}``: the server
-            sends it all again.
+            the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is
+            lost, 0 if the server can send what is.
         """
         task = ConvexTask.from_config(config)
-        if task is None:
+        if task is None or task.step == "bootstrap":
+            if task is not None and int(config.get("server-round", 0)) == 1:
+                self._check(task, parameters, config)
             return super().fit(parameters, config)
         parts = task.split(parameters)
         kept = self._kept(task, parts)
@@ -132,7 +139,7 @@ class TCTClient(SGDClient):
         if task.step == "linear":
             needed += ["normaliser"]
         if not kept.holds(*needed):
-            return _LOST
+            return _lost(0)
         if task.step == "linear":
             return self._linear(task, parts, kept, x, int(config.get("server-round", 0)))
         outputs, targets = torch.zeros_like(self.targets), _centred(self.targets, task)
@@ -148,11 +155,47 @@ class TCTClient(SGDClient):
         upload = FeatureUpload.of(torch.cat(list(kept.raw("train", x))), self.targets)
         return upload.to_arrays(sparsity=task.sparsity, bits=task.bits), len(x), metrics
 
+    @property
+    def folder(self) -> Path:
+        """Folder of what this client keeps: its own by run, seed and data."""
+        whose = ["client", re.sub(r"\W+", "-", self.run), *self.seed]
+        return self.cache / "-".join(map(str, [*whose, data_digest(self.x, self.targets)]))
+
+    def _check(
+        self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> None:
+        """Refuse, before stage 1, what stage 2 could not do.
+
+        Raises
+        ------
+        ValueError
+            If the network's last layer is not the one that the task takes for it.
+        NotEnoughMemory
+            If features, or kernel and eigenvectors, would not fit.
+        """
+        set_weights(self.model, parameters)
+        _, head = task.feature_map.last_layer(self.model)
+        if head.out_features != self.targets.shape[1]:
+            raise ValueError(
+                f"head: the last linear layer has {head.out_features} outputs and the network "
+                f"{self.targets.shape[1]}; name the layer that gives the logits with head"
+            )
+        task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
+        n, width = len(self.x), task.feature_map.width(self.model)
+        if self.keep == "features":
+            self.cache.mkdir(parents=True, exist_ok=True)
+            itemsize = 4 + np.dtype(self.dtype).itemsize
+            require_disk(self.cache, n * width * itemsize, f"{width} features of {n} examples")
+        require_memory(
+            52 * n * n * (task.steps > 1),
+            f"stage 2 with {n} examples",
+            cure="give the client fewer examples, or have it take its steps in a loop",
+        )
+
     def _kept(self, task: ConvexTask, parts: dict[str, list[NDArray[Any]]]) -> FeatureCache:
         kept = FeatureCache(
             self.folder,
-            task.key,
-            (self.x, self.targets, self.x_test),
+            f"{task.key} {task.bias} {data_digest(self.x_test)}",
             self.model,
             task.feature_map,
             dtype=self.dtype,
@@ -183,7 +226,7 @@ class TCTClient(SGDClient):
             last = kept.last(server_round - 1)
             control = None if last is None else mean_gradient(last, theta, span)
         if before is None or control is None:
-            return _LOST
+            return _lost(before is None)
         rows, n = kept.rows("train", x, bias=task.bias, device=self.device), len(x)
         metrics: dict[str, Scalar] = {}
         options: dict[str, Any] = {
@@ -215,9 +258,9 @@ class TCTClient(SGDClient):
             result = theta - span * (change + control)
         if not bool(torch.isfinite(result).all()):
             raise ArithmeticError(
-                "stage 2 diverged: learning rate times largest eigenvalue over n is "
-                f"{metrics.get('rate-times-lambda', 'too large')!r}, and must be below 2; lower "
-                "the learning rate of stage 2"
+                "stage 2 overflows: learning rate times largest eigenvalue over n is "
+                f"{metrics.get('rate-times-lambda', 'not known')!r}; above 2 steps diverge, and a "
+                "lower learning rate helps; below, the received model or correction is too large"
             )
         if task.corrected:
             kept.remember(server_round, after, theta)
@@ -246,7 +289,9 @@ class TCTClient(SGDClient):
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
 
-_LOST: Fit = ([], 1, {"lost-state": 1})
+def _lost(state: bool | int) -> Fit:
+    """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
+    return [], 1, {"lost-state": int(state)}
 
 
 def _centred(targets: Tensor, task: ConvexTask) -> Tensor:

@@ -21,7 +21,7 @@ __all__ = ["ConvexTask", "FeatureUpload"]
 
 PREFIX = "tct-"
 LARGEST = 1e38  # scale: features up to it, and a little over, are float32
-Step = Literal["statistics", "features", "linear"]
+Step = Literal["bootstrap", "statistics", "features", "linear"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class ConvexTask:
 
     Attributes
     ----------
-    step : {"statistics", "features", "linear"}
-        For the moments of the features, the features themselves, or a round on the linear model.
+    step : {"bootstrap", "statistics", "features", "linear"}
+        What the message is for: local training of the network (the rest tells what will come), the
+        moments of the features, the features themselves, or a round on the linear model.
         To evaluate it is ``"linear"``, too.
     key : str
         Names the bootstrapped network and the feature map: what a client keeps is good for one key.
@@ -208,8 +209,8 @@ class FeatureUpload:
         if features.shape != shape:
             raise BadReply("shape", f"features: expected {shape}, got {features.shape}")
         low, high = features.min(), features.max()
-        if np.isnan(low):  # NaN spreads
-            raise BadReply("non-finite", "features hold NaN")
+        if not (np.isfinite(low) and np.isfinite(high)):  # NaN spreads
+            raise BadReply("non-finite", "features hold NaN or infinity")
         if not (low >= -1.01 and high <= 1.01):
             raise BadReply("range", f"features: expected -1 ... 1, got {low} ... {high}")
         return cls(features, scale, labels)

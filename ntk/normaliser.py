@@ -105,7 +105,9 @@ class Normaliser:
     ----------
     mean, scale : float32, shape (p,)
         Scale is 1 over the standard deviation, and 0 for a feature that is constant: it carries
-        nothing, whatever it is for other examples.
+        nothing, whatever it is for other examples. One that varies in few of the n examples has a
+        small standard deviation, and another example may be sqrt(n) of it away: as in the paper,
+        nothing is clipped.
     """
 
     mean: NDArray[np.float32]

@@ -220,7 +220,9 @@ class Config:
     batch_size: int = _option(32, "fedavg, scaffold, tct: B", at_least=1)
     momentum: float = _option(0.0, "fedavg, scaffold, tct: of the local SGD", at_least=0, below=1)
     weight_decay: float = _option(0.0, "fedavg, scaffold, tct: of the local SGD", at_least=0)
-    proximal_mu: float = _option(0.0, "fedavg: mu of FedProx's proximal term; 0: none", at_least=0)
+    proximal_mu: float = _option(
+        0.0, "fedavg, tct: mu of FedProx's proximal term; 0: none", at_least=0
+    )
     scaffold_option: str = _option(
         "II",
         "scaffold: the new control: II: mean gradient of the local steps; I: of all examples, at "
@@ -255,7 +257,7 @@ class Config:
         "tct: server: clients send their features and the server solves, in one round",
         choices=("clients", "server"),
     )
-    ridge: float = _option(1e-4, "tct: of solve = server, over the mean of the diagonal", above=0)
+    ridge: float = _option(1e-2, "tct: of solve = server, over the mean of the diagonal", above=0)
     feature_dtype: str = _option(
         "float32", "tct: in which features are kept", choices=("float32", "float16")
     )
@@ -354,6 +356,10 @@ class Config:
                 )
         if sends_features and self.convex_loss != "mse":
             raise ConfigError(f"solve = server needs convex-loss = mse, got {self.convex_loss}")
+        if self.method == "tct" and self.feature_dtype == "float16" and not self.normalise:
+            raise ConfigError(
+                "feature-dtype = float16 would lose small features without normalise; use float32"
+            )
         if self.noise_multiplier and (self.selection == "clients" or self.validation_clients):
             raise ConfigError(
                 f"selection = {self.selection} asks clients for losses of their examples, which "

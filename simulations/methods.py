@@ -223,7 +223,7 @@ def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) ->
         except ValueError as error:
             raise ConfigError(f"method = {config.method}: {error}") from error
     if config.method == "tct":
-        _require_room_for_features(config, split, model)
+        _require_room_for_features(config, data, split, model)
     return strategy
 
 
@@ -237,7 +237,7 @@ def _validation_loss(
     return lambda arrays: evaluate_arrays(config, model, arrays, x, y)[0]
 
 
-def _require_room_for_features(config: Config, split: Split, model: nn.Module) -> None:
+def _require_room_for_features(config: Config, data: Data, split: Split, model: nn.Module) -> None:
     """Refuse what TCT's clients, all on this machine, or its server could not hold."""
     width = _feature_map(config).width(model)
     sizes = sorted(len(own) for own in split.clients)
@@ -247,8 +247,11 @@ def _require_room_for_features(config: Config, split: Split, model: nn.Module) -
     else:
         memory = 52 * largest**2 * (config.convex_steps > 1)
         memory += 4 * largest * width * (config.convex_solver == "loop")
+        # all clients' as computed, in float32; one's as normalised beside them; the test set's
         itemsize = np.dtype(config.feature_dtype).itemsize
-        disk = (total * itemsize + largest * 4) * width * (config.keep == "features")
+        tested = min(config.test_examples or len(data.y_test), len(data.y_test))
+        rows = total * 4 + largest * itemsize + tested * (4 + itemsize)
+        disk = rows * width * (config.keep == "features")
     try:
         require_memory(
             memory,
@@ -260,7 +263,7 @@ def _require_room_for_features(config: Config, split: Split, model: nn.Module) -
     free = shutil.disk_usage(_existing(config.folder)).free
     if disk > free:
         raise ConfigError(
-            f"num-features = {width}: features of {total} examples need {disk / 1e9:.1f} GB on "
+            f"num-features = {width}: features of all examples need {disk / 1e9:.1f} GB on "
             f"disk and {config.folder} has {free / 1e9:.1f} GB; lower num-features, set "
             "feature-dtype = float16, or keep = nothing"
         )

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import SGDClient, shrink
 from fedntk.strategies import SeededFedAvg
 
 from .checkpoints import Best, Checkpoint, newest, save, with_rows
@@ -177,7 +176,7 @@ def _serve(
             "examples-per-client": [min(sizes), max(sizes)],
         },
     )
-    shutil.rmtree(folder / "cache", ignore_errors=True)  # features: large, and of no more use
+    shrink(folder / "cache")  # what remains is small: a longer run goes on from it
     if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)

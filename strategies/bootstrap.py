@@ -27,10 +27,21 @@ class Bootstrap:
     strategy : Strategy
         Whose replies are one set of weights, the network's.
     owner : SeededFedAvg
-        Checks the replies of a strategy that does not do so itself.
+        Checks the replies: its ``min_completed`` and ``max_examples`` are what counts.
+
+    Raises
+    ------
+    ValueError
+        If the strategy is one of those here whose replies are something else.
     """
 
     def __init__(self, strategy: Strategy, owner: SeededFedAvg) -> None:
+        aggregation = getattr(type(strategy), "aggregate_train", None)
+        if isinstance(strategy, SeededFedAvg) and aggregation != SeededFedAvg.aggregate_train:
+            raise ValueError(
+                "bootstrap: expected a strategy whose replies are one set of weights, such as "
+                f"FedAvg, got {type(strategy).__name__}"
+            )
         self.strategy, self.owner = strategy, owner
 
     @property
@@ -78,26 +89,30 @@ class Bootstrap:
         expected : mapping of str to ndarray
             The network as it was sent.
         """
-        if isinstance(self.strategy, SeededFedAvg):  # checks its replies itself
-            found, own = self.strategy.aggregate_train(server_round, replies)
-            metrics = own or MetricRecord()
-        else:
-            pairs, rejected = self.owner.accepted(replies, lambda r: checked_weights(r, expected))
-            metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
-            if not self.owner.enough(len(pairs)):
-                return None, metrics
-            clean = [self._cleaned(reply) for reply, _ in pairs]
+        pairs, rejected = self.owner.accepted(replies, lambda r: checked_weights(r, expected))
+        metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
+        if not self.owner.enough(len(pairs)):
+            return None, metrics
+        names = set.intersection(*({n for n, _ in r.metric_names} for r, _ in pairs))
+        clean = [self._cleaned(reply, names) for reply, _ in pairs]
+        try:
             found, own = self.strategy.aggregate_train(server_round, clean)
-            metrics = MetricRecord({**(own or {}), **metrics})
+        except Exception as error:  # another's code must not end the run
+            name = type(self.strategy).__name__
+            logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
+            return None, metrics
+        metrics = MetricRecord({**(own or {}), **metrics})
         if found is None:
             return None, metrics
         arrays = like({name: array.numpy() for name, array in found.items()}, expected)
         return {name: array.numpy() for name, array in arrays.items()}, metrics
 
-    def _cleaned(self, reply: Reply) -> Message:
-        """Return a reply that holds its arrays and its number of examples alone."""
+    def _cleaned(self, reply: Reply, names: set[str]) -> Message:
+        """Return a reply that holds its arrays, its number of examples and metrics all have."""
         (arrays,) = reply.message.content.array_records.values()
-        metrics = MetricRecord({self.owner.weighted_by_key: reply.num_examples})
+        values = {name: value for name, value in reply.metrics.items() if name in names}
+        key = getattr(self.strategy, "weighted_by_key", self.owner.weighted_by_key)
+        metrics = MetricRecord({**values, key: reply.num_examples})
         reply.message.content = RecordDict({self.owner.arrayrecord_key: arrays, "metrics": metrics})
         return reply.message
 

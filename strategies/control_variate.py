@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk import mean_gradient
+from fedntk.ntk import BadReply, mean_gradient
 
 __all__ = ["ControlVariate"]
+
+LARGEST = 1e30  # of an entry of a client's mean gradient
 
 
 class ControlVariate:
@@ -55,6 +57,21 @@ class ControlVariate:
         known = self._full_round == server_round - 1 == self.round_of(partition)
         return "last" if known else "sent"
 
+    def know(self, examples: Mapping[int, int]) -> None:
+        """Take note of the clients' numbers of examples; the first that a client tells counts."""
+        self._examples = {**examples, **self._examples}
+
+    def check(
+        self, partition: int, num_examples: int, theta: NDArray[Any], linear: NDArray[Any]
+    ) -> None:
+        """Raise BadReply for what would spoil c: another number of examples, or an overflow."""
+        known = self._examples.get(partition, num_examples)
+        if known != num_examples:
+            raise BadReply("num-examples", f"had {known} examples before, now {num_examples}")
+        change = float(np.abs(linear.astype(np.float64) - theta).max()) / self.span
+        if change > LARGEST:
+            raise BadReply("scale", f"a mean gradient of {change:g} is above {LARGEST:g}")
+
     def update(
         self,
         server_round: int,
@@ -77,7 +94,7 @@ class ControlVariate:
             Partitions of all clients. One that never took part has c_k = 0, and counts with as many
             examples as the others have on average.
         """
-        self._examples |= {partition: count for partition, (count, _) in clients.items()}
+        self.know({partition: count for partition, (count, _) in clients.items()})
         counts = [n for partition, n in self._examples.items() if partition in everyone]
         total = len(everyone) * float(np.mean(counts)) if counts else 0.0
         began = bool(self.value.size)

@@ -17,6 +17,7 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 :mod:`fedntk.strategies.control_variate`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -50,6 +51,7 @@ from fedntk.ntk import (
     Moments,
     Normaliser,
     TCTModel,
+    available_memory,
     check_compression,
     check_loss,
     pooled_ridge,
@@ -79,7 +81,12 @@ class TCT(SeededFedAvg):
     model, clients evaluate the network.
 
     A client is sent the network and the normaliser once, then only linear models. One that lost
-    what it keeps says so, and the corrections of all start again from zero.
+    what it keeps says so and is sent it again; if its own c_k is lost, the corrections of all start
+    again from zero. All clients that were ever seen count in c, each with the number of examples it
+    told first: another number is refused. A node that tells no partition goes by its node id and is
+    a new client after it registers anew, so give nodes a partition-id. The moments are those of
+    the clients that answered in that one round: see ``min_completed``. Well-formed lies are not
+    defended against: one false model, or false moments, stay in c or in the normaliser.
 
     Parameters
     ----------
@@ -159,7 +166,7 @@ class TCT(SeededFedAvg):
         learning_rate: float = 5e-5,
         local_steps: int = 500,
         solve: Literal["clients", "server"] = "clients",
-        ridge: float = 1e-4,
+        ridge: float = 1e-2,
         sparsity: float = 0.0,
         bits: int = UNQUANTISED,
         device: torch.device | str = "cpu",
@@ -176,11 +183,11 @@ class TCT(SeededFedAvg):
             ("bootstrap_rounds", bootstrap_rounds, 0),
             ("local_steps", local_steps, 1),
         ):
-            if number < least:
-                raise ValueError(f"{name}: expected at least {least}, got {number}")
+            if number < least or number != int(number):
+                raise ValueError(f"{name}: expected a whole number from {least}, got {number}")
         for name, positive in (("learning_rate", learning_rate), ("ridge", ridge)):
-            if not positive > 0:
-                raise ValueError(f"{name}: expected more than 0, got {positive}")
+            if not 0 < positive < math.inf:
+                raise ValueError(f"{name}: expected a finite number above 0, got {positive}")
         check_compression(sparsity, bits)
         if solve == "server" and loss != "mse":
             raise ValueError("solve='server' is for loss='mse', got loss='cross-entropy'")
@@ -212,7 +219,7 @@ class TCT(SeededFedAvg):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all rounds."""
+        """Forget all rounds of stage 2."""
         self._prepared = False  # moments are known, or the problem is solved
         self._control = ControlVariate(self.task.steps * self.task.learning_rate)
         self._held: dict[int, frozenset[str]] = {}  # node -> what it has been sent
@@ -272,12 +279,15 @@ class TCT(SeededFedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run both stages; `initial_arrays` are the network's, or all that a run returned.
+        """Run both stages; `initial_arrays` are the network's, others are not looked at.
+
+        After :meth:`load_state_dict` they are all that the run had returned by then. A second run
+        of one strategy object begins anew, but for what its bootstrap keeps.
 
         Raises
         ------
         ValueError
-            If they are not those of the network.
+            If they are not those of the network, or not all that the state goes with.
         """
         expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
         found = {k: tuple(a.shape) for k, a in initial_arrays.items()}
@@ -286,12 +296,25 @@ class TCT(SeededFedAvg):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         if not self._rounds_loaded:
             self._begin()
+        if num_rounds <= self.bootstrap_rounds + (self.normalise and self.solve == "clients"):
+            logger.log(
+                WARNING,
+                "num_rounds = %d end before stage 2, which begins after %d of stage 1",
+                num_rounds,
+                self.bootstrap_rounds,
+            )
+        goes_on = self._rounds_loaded > self.bootstrap_rounds
+        if goes_on and not set(TCTModel.ARRAYS) <= initial_arrays.keys():
+            raise ValueError(
+                f"initial_arrays: the loaded state goes with {', '.join(TCTModel.ARRAYS)}, too; "
+                "pass all arrays that were returned with it"
+            )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
         arrays = {LINEAR: zero, MEAN: identity.mean, SCALE: identity.scale}
         initial = ArrayRecord({k: Array(a) for k, a in arrays.items()})
         whole = ArrayRecord({k: initial_arrays[k] for k in expected})
         for name in TCTModel.ARRAYS:
-            whole[name] = initial_arrays.get(name, initial[name])
+            whole[name] = initial_arrays[name] if goes_on else initial[name]
         result = super().start(
             grid, whole, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         )
@@ -316,6 +339,8 @@ class TCT(SeededFedAvg):
         config["server-round"] = server_round
         if bootstrap is not None:
             network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
+            for key, value in replace(self.task, step="bootstrap").to_config().items():
+                config[key] = value  # in round 1 clients say if they could not do that
             messages = bootstrap.messages(server_round, network, config, grid, nodes)
             return [sent for m in messages for sent in self._sealed(m, grid)]
         asked = replace(self.task, step=step or "linear", key=self._key())
@@ -434,6 +459,7 @@ class TCT(SeededFedAvg):
         if not self.enough(len(pairs)):
             return None, metrics
         self._prepared = True
+        self._control.know({self.order(r)[0]: r.num_examples for r, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
         metrics["features-constant"] = int((normaliser.scale == 0).sum())
         return {MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
@@ -452,6 +478,7 @@ class TCT(SeededFedAvg):
             return upload
 
         pairs, metrics = self._answers(replies, parse, "network")
+        pairs = self._affordable(pairs, metrics)
         if not self.enough(len(pairs)):
             return None, metrics
         try:
@@ -469,6 +496,27 @@ class TCT(SeededFedAvg):
         self._prepared = True
         return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
 
+    def _affordable(
+        self, pairs: list[tuple[Reply, FeatureUpload]], metrics: MetricRecord
+    ) -> list[tuple[Reply, FeatureUpload]]:
+        """Leave out the largest uploads while a kernel of all examples would not fit."""
+        kept, room = list(pairs), available_memory()
+        while kept and 24 * sum(r.num_examples for r, _ in kept) ** 2 > room:
+            largest = max(kept, key=lambda pair: pair[0].num_examples)
+            kept.remove(largest)
+            logger.log(
+                WARNING,
+                "dropped %d examples of node %d: a kernel with them does not fit in %.1f GB",
+                largest[0].num_examples,
+                largest[0].node,
+                room / 1e9,
+            )
+        if dropped := len(pairs) - len(kept):
+            metrics["rejected-too-large"] = dropped
+            metrics["replies-accepted"] = len(kept)
+            metrics["replies-rejected"] = int(metrics["replies-rejected"]) + dropped  # type: ignore[arg-type]
+        return kept
+
     def _aggregate_linear(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[Arrays | None, MetricRecord]:
@@ -477,6 +525,7 @@ class TCT(SeededFedAvg):
         def parse(reply: Reply) -> NDArray[Any]:
             (linear,) = self._own_arrays(reply, 1)
             check_like(LINEAR, linear, theta)
+            self._control.check(self.order(reply)[0], reply.num_examples, theta, linear)
             return linear
 
         pairs, metrics = self._answers(replies, parse, "network", "normaliser")
@@ -522,7 +571,8 @@ class TCT(SeededFedAvg):
         """Return a reply's arrays; BadReply if the client has lost what it was to use."""
         if "lost-state" in reply.metrics:
             self._held.pop(reply.node, None)
-            self._lost |= self._control.round_of(self.order(reply)[0]) > 0
+            had = self._control.round_of(self.order(reply)[0]) > 0
+            self._lost |= had and reply.metrics["lost-state"] == 1
             raise BadReply("lost-state", "the client no longer has what it was sent")
         arrays = list(reply.arrays().values())
         if count is not None and len(arrays) != count:
@@ -532,12 +582,16 @@ class TCT(SeededFedAvg):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the metrics; a client that failed is sent all again."""
+        """Average the metrics, and note who has the network; who failed is sent it again."""
         replies = list(replies)
         for message in replies:
             if message.has_error():
                 self._held.pop(message.metadata.src_node_id, None)
-        return super().aggregate_evaluate(server_round, replies)
+        metrics = super().aggregate_evaluate(server_round, replies)
+        if self.global_arrays[LINEAR].numpy().any():
+            for node in (n for n, k in self.partitions.items() if k in self.client_evaluations):
+                self._held[node] = frozenset({"network", "normaliser"})
+        return metrics
 
     def _with(self, arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
         """Return all arrays, some of them new."""

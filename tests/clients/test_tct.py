@@ -1,5 +1,6 @@
 """TCT's client: what it sends, what it keeps, and that all ways to compute it agree."""
 
+import dataclasses
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import SGDClient, TCTClient, feature_cache, get_weights
+from fedntk.clients import SGDClient, TCTClient, feature_cache, get_weights, shrink
 from fedntk.ntk import ConvexTask, FeatureMap, FeatureUpload, Moments, Normaliser, NotEnoughMemory
 
 MAP = FeatureMap(num_features=20)
@@ -94,7 +95,7 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
     parts = step(client(tmp_path / "b"), STATISTICS, get_weights(network()))[0]
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
-    raw = [np.load(tmp_path / name / "client--0-7" / "raw-train.npy") for name in "ab"]
+    raw = [np.load(client(tmp_path / name).folder / "raw-train.npy") for name in "ab"]
     np.testing.assert_allclose(raw[0], raw[1], rtol=1e-5, atol=1e-7)
 
 
@@ -206,24 +207,99 @@ def test_other_data_or_another_network_empties_the_folder(tmp_path):
         task = linear_task(key=key, control="zero", parts=("linear",))
         arrays, _, metrics = step(client(tmp_path, data=data), task, message()[-2:-1])
         assert arrays == []
-        assert metrics["lost-state"] == 1
-        assert [p.name for p in (tmp_path / "client--0-7").iterdir()] == ["key.json"]
+        assert metrics == {"lost-state": 0}
+        assert [p.name for p in client(tmp_path, data=data).folder.iterdir()] == ["key.json"]
 
 
-@pytest.mark.parametrize("gone", ["network.npz", "normaliser.npz", "state-000004.npz", "last.npz"])
-def test_what_is_lost_is_said(tmp_path, gone):
+@pytest.mark.parametrize("damage", ["gone", "cut off", "garbage"])
+@pytest.mark.parametrize(
+    ("name", "state"), [("network", 0), ("normaliser", 0), ("last", 0), ("state-000004", 1)]
+)
+def test_what_is_lost_is_said(tmp_path, name, state, damage):
+    """1 where only the client itself had it: all corrections must begin anew."""
     step(client(tmp_path), linear_task(), message())
-    (tmp_path / "client--0-7" / gone).unlink()
+    damaged(client(tmp_path).folder / f"{name}.npz", damage)
     task = linear_task(state_round=4, control="last", parts=("linear",))
     arrays, _, metrics = step(client(tmp_path), task, message()[-2:-1], 5)
     assert arrays == []
-    assert metrics == {"lost-state": 1}
+    assert metrics == {"lost-state": state}
+
+
+def damaged(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if how != "gone":
+        path.write_bytes(content[: len(content) // 2] if how == "cut off" else b"garbage" * 99)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut off", "garbage"])
+@pytest.mark.parametrize("name", ["features-train.npy", "kernel.npz", "spectrum.npz"])
+def test_what_can_be_made_again_is(tmp_path, name, damage):
+    who = client(tmp_path)
+    expected, _, _ = step(who, linear_task(), message())
+    damaged(who.folder / name, damage)
+    found, _, _ = step(client(tmp_path), linear_task(), message())
+    assert (found[0] == expected[0]).all()
+
+
+@pytest.mark.parametrize("change", ["normaliser", "bias", "dtype"])
+def test_what_was_made_with_another_setting_is_not_used(tmp_path, change):
+    """The same folder, network and data: the second must be as in a folder of its own."""
+    step(client(tmp_path / "a"), linear_task(), message())
+    arrays = message(21 if change == "bias" else 20)
+    options = {"dtype": "float16"} if change == "dtype" else {}
+    if change == "normaliser":
+        arrays[-3] = arrays[-3] / 2
+    task = linear_task(bias=change == "bias")
+    used, _, _ = step(client(tmp_path / "a", **options), task, arrays)
+    fresh, _, _ = step(client(tmp_path / "b", **options), task, arrays)
+    assert (used[0] == fresh[0]).all()
+
+
+def test_only_so_many_rounds_of_state_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_cache, "STATES", 3)
+    who = client(tmp_path)
+    for server_round in range(4, 10):
+        step(who, linear_task(), message(), server_round)
+    assert sorted(p.name for p in who.folder.glob("state-*")) == [
+        f"state-{n:06}.npz" for n in (7, 8, 9)
+    ]
+    shrink(tmp_path)
+    assert sorted(p.name for p in who.folder.iterdir()) == [
+        "key.json", "state-000008.npz", "state-000009.npz",
+    ]  # fmt: skip
+
+
+def test_round_1_refuses_what_stage_2_could_not_do(tmp_path, monkeypatch):
+    """The last nn.Linear in order of the modules is not the one that gives the logits."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body = nn.Linear(8, 3), nn.Linear(5, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.body(x)))
+
+    task = ConvexTask(step="bootstrap", key="", feature_map=FeatureMap(num_features=0))
+    odd = TCTClient(Odd(), X, Y, cache=tmp_path)
+    with pytest.raises(ValueError, match="has 8 outputs and the network 3; name the layer"):
+        odd.fit(get_weights(Odd()), {"server-round": 1, **task.to_config()})
+    named = dataclasses.replace(task, feature_map=FeatureMap(num_features=0, head="head"))
+    odd.fit(get_weights(Odd()), {"server-round": 1, **named.to_config()})
+    usage = shutil.disk_usage(tmp_path)._replace(free=11 * 72 * 8 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    own = client(tmp_path)
+    whole = dataclasses.replace(task, feature_map=FeatureMap(num_features=72))
+    with pytest.raises(NotEnoughMemory, match="72 features of 11 examples need"):
+        own.fit(get_weights(network()), {"server-round": 1, **whole.to_config()})
+    own.fit(get_weights(network()), {"server-round": 2, **whole.to_config()})
 
 
 def test_the_last_model_must_be_of_the_round_before(tmp_path):
     step(client(tmp_path), linear_task(), message())
     task = linear_task(state_round=4, control="last", parts=("linear",))
-    assert step(client(tmp_path), task, message()[-2:-1], 6)[2] == {"lost-state": 1}
+    assert step(client(tmp_path), task, message()[-2:-1], 6)[2] == {"lost-state": 0}
 
 
 def test_a_file_that_was_cut_off_is_made_again(tmp_path):
@@ -273,14 +349,31 @@ def test_features_too_large_for_float16_are_refused(tmp_path):
         step(who, linear_task(), arrays)
 
 
-def test_two_runs_and_two_partitions_have_folders_of_their_own(tmp_path):
+def test_runs_partitions_and_data_have_folders_of_their_own(tmp_path):
     folders = {
-        TCTClient(network(), X, Y, cache=tmp_path, run=run, seed=(0, partition)).folder
+        TCTClient(network(), x, Y, cache=tmp_path, run=run, seed=(0, partition)).folder
         for run in ("a", "b/../c", "")
         for partition in (1, 2)
+        for x in (X, X + 1)
     }
-    assert len(folders) == 6
+    assert len(folders) == 12
     assert all(folder.parent == tmp_path for folder in folders)
+
+
+def test_two_clients_with_default_seeds_do_not_disturb_each_other(tmp_path):
+    first, second = (TCTClient(network(), x, Y, cache=tmp_path) for x in (X, X + 1))
+    alone, _, _ = step(client(tmp_path / "alone"), linear_task(), message())
+    for who in (first, second):
+        step(who, linear_task(), message())
+    found, _, _ = step(first, linear_task(), message())
+    assert (found[0] == alone[0]).all()
+
+
+def test_half_precision_is_for_normalised_features(tmp_path):
+    arrays = message()
+    arrays[-4:-2] = [np.zeros(20, np.float32), np.ones(20, np.float32)]
+    with pytest.raises(ValueError, match="float16 would lose small features"):
+        step(client(tmp_path, dtype="float16"), linear_task(), arrays)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     ]
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_finished_run_that_is_made_longer_goes_on_to_the_same_bits(tmp_path, straight, method):
+    """Twice: what the first end leaves behind must do for the second, too."""
+    config = replace(SMALL, method=method, out=str(tmp_path), **SETTINGS[method])
+    for rounds in (3, 4, 5):
+        run(config, rounds=rounds, progress=False)
+    assert outcome(tmp_path) == outcome(straight(method).folder)
+
+
 def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, caplog, monkeypatch):
     config = replace(SMALL, out=str(tmp_path))
 

@@ -195,7 +195,7 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     [
         ({}, "stage 2 of 20 clients, up to .* examples each, needs"),
         ({"solve": "server"}, "stage 2 of 20 clients, up to .* examples each, needs"),
-        ({"convex_steps": 1}, "features of 1437 examples need .* GB on"),
+        ({"convex_steps": 1}, "features of all examples need .* GB on"),
         ({"convex_steps": 1, "keep": "nothing"}, ""),
     ],
 )
@@ -424,7 +424,8 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
     assert bits(resumed.folder) == bits(whole.folder)
     for name in ("accuracy", "train-loss", "client-accuracy"):
         pd.testing.assert_series_equal(resumed.curve(name), whole.curve(name))
-    assert not (resumed.folder / "cache").exists()
+    large = [path for path in (resumed.folder / "cache").rglob("*") if path.stat().st_size > 10_000]
+    assert large == []
 
 
 @pytest.mark.ray

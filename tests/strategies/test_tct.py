@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
 from fedntk.clients import SGDClient, TCTClient
 from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
-from fedntk.strategies import TCT, SeededFedAvg
+from fedntk.strategies import SCAFFOLD, TCT, SeededFedAvg
 
 from .federation import (
     HOSTILE,
@@ -29,6 +29,7 @@ from .federation import (
     lost,
     network,
     start,
+    with_metrics,
 )
 
 LINEAR = "tct.linear"
@@ -162,7 +163,8 @@ def assert_mean_of_clients(strategy: TCT, cache: Path) -> None:
     for k, (z, _) in enumerate(data):
         newest = strategy._control.round_of(k)
         if newest:
-            with np.load(cache / f"client--0-{k}" / f"state-{newest:06}.npz") as saved:
+            (folder,) = cache.glob(f"client--0-{k}-*")
+            with np.load(folder / f"state-{newest:06}.npz") as saved:
                 mean += len(z) / total * z.T @ torch.from_numpy(saved["coefficients"])
     scale = float(mean.norm()) + 0.1
     assert float((torch.from_numpy(strategy._control.value) - mean).norm()) < 2e-4 * scale
@@ -273,6 +275,39 @@ def test_features_are_of_the_bootstrapped_network(clients):
     np.testing.assert_allclose(after["tct.mean"], pooled.mean(0), rtol=1e-4, atol=1e-6)
 
 
+def test_a_bootstraps_own_aggregation_of_metrics_gets_what_all_clients_report(clients):
+    def loss_of(contents: list[RecordDict], _: str) -> MetricRecord:
+        return MetricRecord({"worst": max(float(c["metrics"]["train-loss"]) for c in contents)})
+
+    bootstrap = FedAvg(
+        fraction_evaluate=0.0, train_metrics_aggr_fn=loss_of, weighted_by_key="num-examples"
+    )
+    strategy = make(bootstrap=bootstrap, bootstrap_rounds=1)
+    start(strategy, Grid(clients), rounds=1)
+    assert strategy.train_metrics[1]["worst"] > strategy.train_metrics[1]["train-loss"]
+
+
+def test_a_bootstrap_that_raises_leaves_the_network(clients, caplog):
+    class Broken(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            raise KeyError("nothing")
+
+    strategy = make(bootstrap=Broken(fraction_evaluate=0.0), bootstrap_rounds=1)
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, Grid(clients), rounds=2)
+    assert any("Broken failed" in record.getMessage() for record in caplog.records)
+    expected = {k: v.numpy() for k, v in network().state_dict().items()}
+    assert bits({k: after[k] for k in expected}) == bits(expected)
+
+
+def test_min_completed_counts_in_stage_1_too(clients):
+    bootstrap = SeededFedAvg(fraction_evaluate=0.0)
+    strategy = make(bootstrap=bootstrap, bootstrap_rounds=1, min_completed=6)
+    after = start(strategy, Grid(clients, changes={2: lost}), rounds=1)
+    expected = {k: v.numpy() for k, v in network().state_dict().items()}
+    assert bits({k: after[k] for k in expected}) == bits(expected)
+
+
 def test_a_bootstrap_that_would_wait_for_ever_is_refused(clients):
     bootstrap = FedAvg(fraction_evaluate=0.0, min_available_nodes=6)
     strategy = make(bootstrap=bootstrap, fraction_train=0.5, min_train_nodes=3)
@@ -324,7 +359,7 @@ def test_c_travels_where_the_last_round_was_not_all_of_them(clients):
 
 @pytest.mark.parametrize("who", [[1], range(6)])
 def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplog):
-    """Their replies miss a round, all corrections begin anew, the optimum is the same."""
+    """Their replies miss two rounds, all corrections begin anew, the optimum is the same."""
     strategy = make(learning_rate=0.1)
     grid = Grid(clients)
     original = strategy.configure_train
@@ -332,14 +367,15 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplo
     def lose(server_round: int, *arguments: Any) -> Any:
         if server_round == 10:
             for k in who:
-                shutil.rmtree(tmp_path / f"client--0-{k}")
+                shutil.rmtree(*tmp_path.glob(f"client--0-{k}-*"))
         return original(server_round, *arguments)
 
     strategy.configure_train = lose  # type: ignore[method-assign]
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, grid, rounds=61)
-    assert strategy.train_metrics[10]["rejected-lost-state"] == len(who)
-    assert strategy.train_metrics[11]["replies-accepted"] == 6
+    lost_in = [strategy.train_metrics[r].get("rejected-lost-state", 0) for r in range(9, 13)]
+    assert lost_in == [0, len(who), len(who), 0]  # the network, and then c_k
+    assert strategy.train_metrics[12]["replies-accepted"] == 6
     assert any("all corrections start again" in r.getMessage() for r in caplog.records)
     assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
 
@@ -354,13 +390,17 @@ def test_a_client_without_the_network_after_an_error_is_sent_it_again(clients):
 @pytest.mark.parametrize("exchange", ["moments", "features"])
 @pytest.mark.parametrize("kind", sorted(HOSTILE))
 def test_a_hostile_answer_leaves_the_result_without_that_client(clients, exchange, kind, tmp_path):
-    change, _ = HOSTILE[kind]
+    change, reasons = HOSTILE[kind]
     options = {"solve": "server"} if exchange == "features" else {}
     results = []
     for what in (change, lost):
         strategy = make(**options)
         results.append(bits(start(strategy, Grid(clients, changes={2: what}))))
-        assert strategy.train_metrics[1]["replies-accepted"] == 5
+        metrics = strategy.train_metrics[1]
+        assert metrics["replies-accepted"] == 5
+        counted = {k.removeprefix("rejected-") for k in metrics if k.startswith("rejected-")}
+        assert counted <= set(reasons.split())
+        assert len(counted) == (what is change)
     assert results[0] == results[1]
 
 
@@ -370,7 +410,7 @@ def test_an_odd_answer_with_good_arrays_is_used(clients, kind):
     assert bits(odd) == bits(start(make(), Grid(clients)))
 
 
-def test_a_negative_deviation_or_a_false_number_of_features_is_dropped(clients):
+def test_a_negative_deviation_is_dropped(clients):
     def negative(reply: Message) -> Message:
         arrays = [a.numpy() for a in reply.content["arrays"].values()]
         reply.content["arrays"] = ArrayRecord(
@@ -381,6 +421,49 @@ def test_a_negative_deviation_or_a_false_number_of_features_is_dropped(clients):
     strategy = make()
     start(strategy, Grid(clients, changes={2: negative}))
     assert strategy.train_metrics[1]["rejected-range"] == 1
+
+
+def test_another_number_of_examples_than_before_is_refused(clients):
+    """c holds n_k c_k: with another n_k it would be the mean of the c_k no more."""
+    strategy = make()
+
+    def boasts(reply: Message) -> Message:
+        return with_metrics(num_examples=100)(reply) if strategy.server_round == 3 else reply
+
+    after = start(strategy, Grid(clients, changes={0: boasts}), rounds=5)
+    assert strategy.train_metrics[3]["rejected-num-examples"] == 1
+    without = make()
+    silent = Grid(clients)
+    silent.changes = {0: lambda reply: None if without.server_round == 3 else reply}
+    assert bits(after) == bits(start(without, silent, rounds=5))
+
+
+def test_a_model_that_would_overflow_c_is_refused(clients):
+    def huge(reply: Message) -> Message:
+        arrays = {k: np.full_like(a.numpy(), 3e38) for k, a in reply.content["arrays"].items()}
+        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in arrays.items()})
+        return reply
+
+    strategy = make(normalise=False)
+    start(strategy, Grid(clients, changes={2: huge}), rounds=2)
+    assert strategy.train_metrics[2]["rejected-scale"] == 1
+    assert strategy.train_metrics[2]["replies-accepted"] == 5
+
+
+def test_more_examples_than_can_be_solved_for_are_left_out(clients, monkeypatch):
+    """24 n^2 bytes: 9 + 8 + 7 + 6 + 5 = 35 examples take 29,400, client 5's 10 more 48,600."""
+    monkeypatch.setattr("fedntk.strategies.tct.available_memory", lambda: 30_000)
+    strategy = make(solve="server")
+    start(strategy, Grid(clients))
+    assert strategy.train_metrics[1]["rejected-too-large"] == 1
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+    assert strategy._prepared
+
+
+def test_a_second_run_of_one_strategy_is_as_the_first(clients):
+    strategy = make()
+    first = bits(start(strategy, Grid(clients), rounds=4))
+    assert bits(start(strategy, Grid(clients), rounds=4)) == first
 
 
 def test_divergence_is_reported_and_is_the_loops_own(tmp_path, caplog):
@@ -407,7 +490,7 @@ def test_what_overflows_is_an_error_of_that_client_and_not_of_the_run(clients, c
         after = start(strategy, Grid(clients), rounds=3)
     assert strategy.train_metrics[2]["rejected-error"] == 6
     assert not after[LINEAR].any()
-    assert any("must be below 2" in record.getMessage() for record in caplog.records)
+    assert any("above 2 steps diverge" in record.getMessage() for record in caplog.records)
 
 
 # ---------------------------------------------------------------------- other ways
@@ -473,11 +556,14 @@ def test_the_variants_learn_from_round_to_round(clients, variant):
     [
         ({"optimizer": "adam"}, "optimizer: expected one of scaffold, fedavg, gd, got 'adam'"),
         ({"solve": "both"}, "solve: expected one of clients, server, got 'both'"),
-        ({"local_steps": 0}, "local_steps: expected at least 1, got 0"),
-        ({"bootstrap_rounds": -1}, "bootstrap_rounds: expected at least 0, got -1"),
-        ({"learning_rate": 0.0}, "learning_rate: expected more than 0, got 0.0"),
-        ({"learning_rate": float("nan")}, "learning_rate: expected more than 0, got nan"),
-        ({"ridge": 0.0}, "ridge: expected more than 0, got 0.0"),
+        ({"local_steps": 0}, "local_steps: expected a whole number from 1, got 0"),
+        ({"local_steps": 2.5}, "local_steps: expected a whole number from 1, got 2.5"),
+        ({"bootstrap_rounds": -1}, "bootstrap_rounds: expected a whole number from 0, got -1"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a finite number above 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a finite number above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate: expected a finite number above 0"),
+        ({"ridge": 0.0}, "ridge: expected a finite number above 0, got 0.0"),
+        ({"bootstrap": SCAFFOLD()}, "bootstrap: expected a strategy whose replies are one set"),
         ({"features": "pixels"}, "features: expected one of entk, last-layer, got 'pixels'"),
         ({"loss": "hinge"}, "hinge"),
         ({"bits": 8}, "sparsity and bits go with solve='server'"),
