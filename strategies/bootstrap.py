@@ -101,7 +101,8 @@ class Bootstrap:
             name = type(self.strategy).__name__
             logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
             return None, metrics
-        metrics = MetricRecord({**(own or {}), **metrics})
+        extra = {name: value for name, value in (own or {}).items() if name not in names}
+        metrics = MetricRecord({**extra, **metrics})
         if found is None:
             return None, metrics
         arrays = like({name: array.numpy() for name, array in found.items()}, expected)

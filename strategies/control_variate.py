@@ -91,10 +91,12 @@ class ControlVariate:
         clients : dict of int to (int, ndarray)
             Partition -> number of examples and returned model, of those that took part.
         everyone : set of int
-            Partitions of all clients. One that never took part has c_k = 0, and counts with as many
-            examples as the others have on average.
+            Partitions of all clients that are there; those that have been count, too. One that
+            never took part has c_k = 0, and counts with as many examples as the others have on
+            average.
         """
         self.know({partition: count for partition, (count, _) in clients.items()})
+        everyone = everyone | self._rounds.keys()  # who has left counts on
         counts = [n for partition, n in self._examples.items() if partition in everyone]
         total = len(everyone) * float(np.mean(counts)) if counts else 0.0
         began = bool(self.value.size)

@@ -223,6 +223,8 @@ class TCT(SeededFedAvg):
         self._prepared = False  # moments are known, or the problem is solved
         self._control = ControlVariate(self.task.steps * self.task.learning_rate)
         self._held: dict[int, frozenset[str]] = {}  # node -> what it has been sent
+        self._owners: dict[int, int] = {}  # partition -> the node that goes by it
+        self._present: set[int] = set()
         self._lost = False
 
     def summary(self) -> None:
@@ -337,6 +339,7 @@ class TCT(SeededFedAvg):
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         config["server-round"] = server_round
+        self._register(grid)
         if bootstrap is not None:
             network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
             for key, value in replace(self.task, step="bootstrap").to_config().items():
@@ -369,17 +372,30 @@ class TCT(SeededFedAvg):
         node = message.metadata.dst_node_id
         return self.messages(message.content, [node], MessageType.TRAIN, grid)
 
+    def _register(self, grid: Grid) -> None:
+        """Settle which node goes by a partition that several claim: the first, while it is here."""
+        self._present = set(grid.get_node_ids()) & self.partitions.keys()
+        for node in sorted(self._present):
+            partition = self.partitions[node]
+            if self._owners.get(partition) not in self._present:
+                self._owners[partition] = node
+
+    def _client(self, node: int) -> int:
+        """Return a client's partition, or a negative number of its own if another goes by that."""
+        partition = self.partitions.get(node, node)
+        return partition if self._owners.get(partition, node) == node else -1 - node
+
     def _task(self, asked: ConvexTask, node: int, server_round: int) -> ConvexTask:
         """Complete a task by what a node is to be sent for it."""
-        partition = self.partitions.get(node, node)
+        client = self._client(node)
         held, parts = self._held.get(node, frozenset()), []
         parts += [] if "network" in held else ["network"]
         if asked.step != "linear":
             return replace(asked, parts=tuple(parts))
         parts += ([] if "normaliser" in held else ["normaliser"]) + ["linear"]
-        control = self._control.source(partition, server_round)
+        control = self._control.source(client, server_round)
         parts += ["control"] if control == "sent" else []
-        state_round = self._control.round_of(partition)
+        state_round = self._control.round_of(client)
         return replace(asked, parts=tuple(parts), state_round=state_round, control=control)
 
     def _asked(
@@ -459,7 +475,7 @@ class TCT(SeededFedAvg):
         if not self.enough(len(pairs)):
             return None, metrics
         self._prepared = True
-        self._control.know({self.order(r)[0]: r.num_examples for r, _ in pairs})
+        self._control.know({self._client(r.node): r.num_examples for r, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
         metrics["features-constant"] = int((normaliser.scale == 0).sum())
         return {MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
@@ -525,7 +541,7 @@ class TCT(SeededFedAvg):
         def parse(reply: Reply) -> NDArray[Any]:
             (linear,) = self._own_arrays(reply, 1)
             check_like(LINEAR, linear, theta)
-            self._control.check(self.order(reply)[0], reply.num_examples, theta, linear)
+            self._control.check(self._client(reply.node), reply.num_examples, theta, linear)
             return linear
 
         pairs, metrics = self._answers(replies, parse, "network", "normaliser")
@@ -548,8 +564,8 @@ class TCT(SeededFedAvg):
         counts = [reply.num_examples for reply, _ in pairs]
         mean = weighted_mean([{LINEAR: linear} for _, linear in pairs], counts)[LINEAR]
         mean = np.asarray(mean, np.float32)
-        own = {self.order(r)[0]: (r.num_examples, linear) for r, linear in pairs}
-        everyone = set(self.partitions.values()) - set(self.held_out)
+        own = {self._client(r.node): (r.num_examples, linear) for r, linear in pairs}
+        everyone = {self._client(node) for node in self._present} - set(self.held_out)
         if self.task.corrected and not lost:
             self._control.update(server_round, theta, mean, own, everyone)
         return {LINEAR: mean}, metrics
@@ -571,7 +587,7 @@ class TCT(SeededFedAvg):
         """Return a reply's arrays; BadReply if the client has lost what it was to use."""
         if "lost-state" in reply.metrics:
             self._held.pop(reply.node, None)
-            had = self._control.round_of(self.order(reply)[0]) > 0
+            had = self._control.round_of(self._client(reply.node)) > 0
             self._lost |= had and reply.metrics["lost-state"] == 1
             raise BadReply("lost-state", "the client no longer has what it was sent")
         arrays = list(reply.arrays().values())
