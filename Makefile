@@ -1,5 +1,7 @@
 # Every target sets itself up: `make demo` or `make test` on a fresh machine is enough.
 PYTHON ?= python3
+# processes that run tests, each with one thread
+WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TYPES := build/types/fedntk
@@ -28,7 +30,7 @@ demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and 
 	$(BIN)/python -m fedntk.simulations.demo
 
 test: install ## unit tests, doctests, the README's examples and the notebooks
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -167,7 +167,9 @@ class DenseBlock(Block):
         return {self.name: self.values}
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
-        return self.values.reshape(*self.values.shape[:2], -1).index_select(2, indices)
+        n, outputs = self.values.shape[:2]
+        flat = self.values.reshape(n * outputs, -1)
+        return flat.index_select(1, indices).view(n, outputs, -1)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]

@@ -203,12 +203,12 @@ def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
     if x.ndim != 4 or x.device.type != "cpu":
         return x
     moved = x.contiguous(memory_format=torch.channels_last)
-    network.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     try:
         with torch.no_grad():
             network.eval()(moved[:1])
     except RuntimeError:  # it views its activations in their usual order
-        network.to(memory_format=torch.contiguous_format)
+        network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return x
     return moved
 

@@ -30,7 +30,7 @@ from .blocks import WORKSPACE, Block, tiles
 
 __all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
-COLUMNS = 8192  # written at a time, so that they stay in the processor's cache
+AT_WORK = 2**17  # numbers that stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,16 +268,20 @@ class FactoredBlock(Block):
         return norms
 
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
+        tensors = {self.weight: self.shaped(self._dense_weights())}
+        if self.bias is not None:
+            tensors[self.bias] = self.gradients.sum(2)
+        return tensors
+
+    def _dense_weights(self) -> Tensor:
+        """Gradients of the weight, shape (n, C, d_out, d_in)."""
         n, outputs, _, width = self.gradients.shape
         weights = self.gradients.new_empty(n, outputs, width, self.width_in)
         parts = weights.chunk(self.groups, dim=2)
         for group, a, g in self._by_group():
             for output in range(outputs):
                 torch.bmm(g[:, output].transpose(1, 2), a, out=parts[group][:, output])
-        tensors = {self.weight: self.shaped(weights)}
-        if self.bias is not None:
-            tensors[self.bias] = self.gradients.sum(2)
-        return tensors
+        return weights
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
         if name == self.bias:
@@ -311,10 +315,13 @@ class LinearBlock(FactoredBlock):
         if name == self.bias or self.positions > 1 or out.device != self.gradients.device:
             super().write_columns(name, indices, out)
             return
-        gradients = self.gradients.squeeze(2)
-        for chosen, part in zip(indices.split(COLUMNS), out.split(COLUMNS, 2), strict=True):
-            inputs = self.inputs.index_select(2, chosen % self.width_in)
-            torch.mul(inputs, gradients.index_select(2, chosen // self.width_in), out=part)
+        n, outputs, _, width = self.gradients.shape
+        inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
+        size = max(1, AT_WORK // (n * outputs))
+        for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
+            left = inputs.index_select(1, chosen % self.width_in).unsqueeze(1)
+            right = gradients.index_select(1, chosen // self.width_in)
+            torch.mul(left, right.view(n, outputs, -1), out=part)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
@@ -372,6 +379,19 @@ class ConvBlock(FactoredBlock):
 
     def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
         return weight.movedim(1, -1).flatten(1)
+
+    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+        if name == self.bias:
+            return super().columns(name, indices)
+        places = math.prod(self.kernel_size)  # channels are the last of d_in, here and not there
+        row, rest = indices // self.width_in, indices % self.width_in
+        moved = rest // places + self.channels_per_group * (rest % places) + self.width_in * row
+        parts = []
+        for rows in self._chunks(self._patch_size + self.dense_size):
+            weights = self.rows(rows)._dense_weights()
+            flat = weights.view(weights.shape[0] * weights.shape[1], -1)
+            parts.append(flat.index_select(1, moved).view(*weights.shape[:2], -1))
+        return torch.cat(parts)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]

@@ -142,7 +142,7 @@ class TangentFeatures:
             x,
             outputs=[self._output],
             chunk_size=self._chunk_size,
-            more_bytes=3 * 4 * self._width,
+            more_bytes=4 * self._width,
             plans=self._plans,
         ) as (_, parts):
             for start, part in parts:

@@ -93,7 +93,7 @@ class Bootstrap:
         metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
         if not self.owner.enough(len(pairs)):
             return None, metrics
-        names = set.intersection(*({n for n, _ in r.metric_names} for r, _ in pairs))
+        names = {n for n, _ in frozenset.intersection(*(r.metric_names for r, _ in pairs))}
         clean = [self._cleaned(reply, names) for reply, _ in pairs]
         try:
             found, own = self.strategy.aggregate_train(server_round, clean)

@@ -1,0 +1,483 @@
+"""Speed and memory of TCT: local solution, features, a whole stage 2, and a large client.
+
+solve     A round of a client as ``TCTClient.fit`` runs it: closed form against the M steps one
+          after another, from a model and with corrections that are not zero. Kernel and
+          eigendecomposition, which happen once, apart.
+features  ``FeatureMap.extractor`` against algorithm 3's backward pass for each example; and one
+          backward pass for the sum over a batch, which gives no example's features.
+stage-2   Five clients of 500 images, two classes each, moments and 100 rounds, in-process.
+memory    One client of 6,000 examples in a process of its own: statistics, then two rounds.
+
+    python benchmarks/tct.py --data-dir FOLDER [--part solve,features,stage-2,memory]
+
+FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. SimpleCNN at weights from one
+seed, p = 100,000 tangent features, eta = 5e-5. Each part runs in a process of its own, on all
+cores; ratios are of medians within one process. Writes results/tct.csv and .json; parts that are
+not named keep their figures.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, in_child, machine, write
+from torch import Tensor, nn
+
+ETA, STEPS = 5e-5, 500
+P = 100_000
+CASES: dict[str, list[dict[str, Any]]] = {
+    "solve": [
+        {"n": 500, "steps": [500, 50, 5000], "loops": [5, 50, 500]},
+        {"n": 100, "steps": [500], "loops": []},
+        {"n": 2000, "steps": [500], "loops": []},
+    ],
+    "features": [
+        {"network": "simple-cnn", "n": 256, "times": 7},
+        {"network": "simple-cnn", "n": 2000, "times": 3},
+        {"network": "resnet18", "n": 32, "times": 3},
+    ],
+    "stage-2": [{"clients": 5, "n": 500, "rounds": 100}],
+    "memory": [
+        {"n": 6000, "dtype": "float32", "keep": "features"},
+        {"n": 6000, "dtype": "float16", "keep": "features"},
+        {"n": 1000, "dtype": "float32", "keep": "features"},
+        {"n": 1000, "dtype": "float32", "keep": "nothing"},
+    ],
+}
+
+
+def examples(data_dir: str | None, name: str, n: int, labels: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the first n pictures of the classes and their labels; random ones without folder."""
+    if data_dir is None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(n, 1, 28, 28, generator=generator)
+        return x, torch.tensor(labels)[torch.arange(n) % len(labels)]
+    folder = Path(data_dir) / name / "raw"
+    files = [next(folder.glob(f"train-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
+    x, y = (
+        np.frombuffer(
+            gzip.decompress(f.read_bytes()) if f.suffix == ".gz" else f.read_bytes(), np.uint8
+        )
+        for f in files
+    )
+    chosen = np.nonzero(np.isin(y[8:], labels))[0][:n]
+    pictures = x[16:].reshape(-1, 1, 28, 28)[chosen].astype(np.float32) / 255
+    return (torch.from_numpy(pictures) - 0.286) / 0.353, torch.from_numpy(y[8:][chosen].astype(int))
+
+
+def network(name: str = "simple-cnn") -> nn.Module:
+    """Make a network of the simulations, its weights from one seed."""
+    from fedntk.simulations.models import SimpleCNN, resnet18
+
+    torch.manual_seed(0)
+    return resnet18((3, 32, 32), 10) if name == "resnet18" else SimpleCNN((1, 28, 28), 10)
+
+
+def medians(times: int, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds of each, taking turns, so that they meet the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(times):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+class Client:
+    """A client of stage 2 without a server: what it is sent, and the seconds that it takes."""
+
+    def __init__(self, x: Tensor, y: Tensor, num_features: int, **options: Any) -> None:
+        from fedntk.clients import TCTClient, get_weights
+        from fedntk.ntk import ConvexTask, FeatureMap
+
+        self.map = FeatureMap(num_features=num_features)
+        self.model = network()
+        self.weights = get_weights(self.model)
+        self.make = lambda **more: TCTClient(self.model, x, y, **options | more)
+        self.key = ConvexTask.key_of(self.map, self.weights)
+
+    def ask(
+        self, step: str, arrays: list[Any], server_round: int = 1, more: Any = (), **task: Any
+    ) -> tuple[list[Any], float]:
+        """Have it do a task; return its arrays and the seconds."""
+        from fedntk.ntk import ConvexTask
+
+        asked = ConvexTask(step=step, key=self.key, feature_map=self.map, learning_rate=ETA, **task)
+        client = self.make(**dict(more))
+        start = time.perf_counter()
+        sent, _, metrics = client.fit(arrays, asked.to_config() | {"server-round": server_round})
+        seconds = time.perf_counter() - start
+        if "lost-state" in metrics:
+            raise RuntimeError("the client lacks what it was sent")
+        return sent, seconds
+
+
+def solve(
+    n: int, steps: list[int], loops: list[int], num_features: int, data_dir: str | None
+) -> list[dict[str, Any]]:
+    """Time rounds of a client of two classes, closed and looped."""
+    from fedntk.ntk import FeatureMap, FeatureRows, Moments, Normaliser, Spectrum, residual_sum
+
+    x, y = examples(data_dir, "FashionMNIST", n, (0, 1))
+    others, _ = examples(data_dir, "FashionMNIST", 1000, tuple(range(10)))
+    extract = FeatureMap(num_features=num_features).extractor(network())
+    normaliser = Normaliser.of(  # over all classes, as if of all clients
+        Moments.join(Moments.of(extract(part)) for part in torch.cat([x, others]).split(250))
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        client = Client(x, y, num_features, cache=cache)
+        shape = (num_features, 10)
+        zero = np.zeros(shape, np.float32)
+        first = {"parts": ("network", "normaliser", "linear"), "steps": STEPS}
+        sent = [*client.weights, normaliser.mean, normaliser.scale, zero]
+        (theta,), seconds_first = client.ask("linear", sent, **first)
+        drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
+        control = -theta / (2 * STEPS * ETA)  # half of c_k, and noise of a tenth
+        control += np.float32(0.1 * np.sqrt(np.square(control).mean())) * drawn
+        later = {"parts": ("linear", "control"), "state_round": 1, "control": "sent"}
+
+        def again(m: int, solver: str) -> tuple[Any, float]:
+            more = {"local_solver": solver}
+            (w,), seconds = client.ask("linear", [theta, control], 2, more, steps=m, **later)
+            return w, seconds
+
+        stored = np.load(next(Path(cache).glob("*/features-train.npy")), mmap_mode="r")
+        features = FeatureRows.of(np.array(stored))
+        start = time.perf_counter()
+        kernel = features.gram()
+        after = time.perf_counter()
+        spectrum = Spectrum.of(kernel)
+        once = {
+            "first-round-s": seconds_first,
+            "kernel-s": after - start,
+            "eigendecomposition-s": time.perf_counter() - after,
+            "rate-times-lambda": spectrum.rate(ETA),
+        }
+        both = torch.from_numpy(np.concatenate([theta, control], 1))
+        along = features @ both
+        f, drift = along[:, :10], along[:, 10:]
+        ends: dict[int, Any] = {}
+        for m in steps:
+            runs = [again(m, "closed") for _ in range(9)]
+            ends[m] = runs[-1][0]
+            parts = medians(
+                5,
+                {
+                    "products-s": lambda: features @ both,
+                    "eigenbasis-s": lambda m=m: residual_sum(
+                        spectrum, f, 0 * f, drift, learning_rate=ETA, steps=m
+                    ),
+                    "model-s": lambda: features.transposed_matmul(f),
+                },
+            )
+            seconds = statistics.median(s for _, s in runs)
+            rows.append({"method": "closed", "steps": m, "seconds": seconds, **parts, **once})
+        for m in loops:
+            w, seconds = again(m, "loop")
+            row = {"method": "loop", "steps": m, "seconds": seconds}
+            if m in ends:
+                difference = np.linalg.norm(w - ends[m])
+                row["relative-difference"] = float(difference / np.linalg.norm(w))
+                row["relative-difference-of-change"] = float(difference / np.linalg.norm(w - theta))
+            rows.append(row)
+    return [{"n": n, **row} for row in rows]
+
+
+def features(
+    network: str, n: int, times: int, num_features: int, data_dir: str | None
+) -> list[dict[str, Any]]:
+    """Time the extractor, algorithm 3's loop and the floor."""
+    from fedntk.ntk import FeatureMap
+
+    model = globals()["network"](network)
+    if network == "simple-cnn":
+        x, _ = examples(data_dir, "FashionMNIST", n, tuple(range(10)))
+    else:
+        x = torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    chosen = FeatureMap(num_features=num_features)
+    convexified = chosen.convexified(model).eval()
+    parameters = list(convexified.parameters())
+    total = sum(p.numel() for p in parameters)
+    generator = torch.Generator().manual_seed(chosen.seed)
+    coordinates = torch.randperm(total, generator=generator)[:num_features].sort().values
+    looped = x[:256]
+
+    def loop() -> Tensor:
+        z = torch.empty(len(looped), num_features)
+        for i, example in enumerate(looped):
+            convexified.zero_grad()
+            convexified(example[None])[0, 0].backward()
+            z[i] = torch.cat([p.grad.flatten() for p in parameters])[coordinates]
+        return z
+
+    def floor() -> None:
+        for part in x.split(64):
+            torch.autograd.grad(convexified(part).sum(), parameters)
+
+    start = time.perf_counter()
+    extract = chosen.extractor(model)
+    extract(x[:1])
+    ready = time.perf_counter() - start
+    works = {"extractor": lambda: extract(x), "loop": loop, "floor": floor}
+    difference = (extract(looped) - loop()).norm() / loop().norm()
+    floor()
+    seconds = medians(times, works)
+    rows = [
+        {
+            "network": network,
+            "n": n,
+            "method": name,
+            "seconds": s,
+            "ms-an-example": 1e3 * s / (len(looped) if name == "loop" else n),
+        }
+        for name, s in seconds.items()
+    ]
+    rows[0] |= {"once-s": ready, "relative-difference": float(difference)}
+    return rows
+
+
+def stage_2(
+    clients: int, n: int, rounds: int, num_features: int, data_dir: str | None
+) -> list[dict[str, Any]]:
+    """Run moments and rounds on the in-process engine."""
+    from flwr.app import ArrayRecord, Context
+
+    from fedntk.clients import TCTClient, client_app
+    from fedntk.simulations.engines import LocalGrid, MeteredGrid
+    from fedntk.simulations.meter import meter
+    from fedntk.strategies import TCT
+
+    data = [examples(data_dir, "MNIST", n, (2 * k, 2 * k + 1)) for k in range(clients)]
+    with tempfile.TemporaryDirectory() as cache:
+
+        def client_fn(context: Context) -> TCTClient:
+            k = int(context.node_config["partition-id"])
+            return TCTClient(network(), *data[k], cache=cache, seed=(0, k))
+
+        grid = MeteredGrid(LocalGrid(client_app(client_fn, mods=[meter]), clients, {}))
+        model = network()
+        strategy = TCT(
+            network=model,
+            bootstrap=None,
+            num_features=num_features,
+            learning_rate=ETA,
+            local_steps=STEPS,
+            min_available_nodes=clients,
+            min_train_nodes=clients,
+            fraction_evaluate=0.0,
+        )
+        costs: list[dict[str, float]] = []
+        marks: list[float] = []
+
+        def note(server_round: int, arrays: Any) -> None:
+            costs.append(grid.take())
+            marks.append(time.perf_counter())
+
+        result = strategy.start(
+            grid, ArrayRecord(model.state_dict()), num_rounds=1 + rounds, evaluate_fn=note
+        )
+        disk = sum(f.stat().st_size for f in Path(cache).rglob("*") if f.is_file())
+        predictor = strategy.predictor(result.arrays)
+    seconds = np.diff(marks)  # evaluate_fn is called once before the first round
+    hits = sum(int((predictor.predict(x[:100]).argmax(1) == y[:100]).sum()) for x, y in data)
+    return [
+        {
+            "clients": clients,
+            "n": n,
+            "rounds": rounds,
+            "seconds": marks[-1] - marks[0],
+            "moments-s": seconds[0],
+            "first-round-s": seconds[1],
+            "later-rounds-s": float(np.median(seconds[2:])),
+            "later-rounds-clients-s": float(np.median([c["seconds-clients"] for c in costs[3:]])),
+            "mb-down": sum(c["bytes-down"] for c in costs) / 1e6,
+            "mb-up": sum(c["bytes-up"] for c in costs) / 1e6,
+            "mb-down-a-later-round": costs[-1]["bytes-down"] / 1e6,
+            "mb-up-a-later-round": costs[-1]["bytes-up"] / 1e6,
+            "gb-on-disk": disk / 1e9,
+            "peak-gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+            "train-accuracy": hits / (100 * clients),
+        }
+    ]
+
+
+def memory(
+    n: int, dtype: str, keep: str, num_features: int, data_dir: str | None
+) -> list[dict[str, Any]]:
+    """Have one client take the statistics and two rounds; its memory is this process's."""
+    from fedntk.ntk import Moments, Normaliser
+
+    x, y = examples(data_dir, "FashionMNIST", n, (0,))
+    anonymous, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            anonymous[0] = max(anonymous[0], _resident("RssAnon"))
+
+    with tempfile.TemporaryDirectory() as cache:
+        client = Client(x, y, num_features, cache=cache, dtype=dtype, keep=keep)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            sent, statistics_s = client.ask("statistics", client.weights, parts=("network",))
+            normaliser = Normaliser.of(Moments(n, *sent))
+            start = np.zeros((num_features, 10), np.float32)
+            parts = ("normaliser", "linear")
+            sent, first_s = client.ask(
+                "linear", [normaliser.mean, normaliser.scale, start], 2, parts=parts
+            )
+            (theta,) = sent
+            task = {"parts": ("linear",), "state_round": 2, "control": "last"}
+            _, second_s = client.ask("linear", [theta], 3, **task)
+        finally:
+            done.set()
+            thread.join()
+        disk = sum(f.stat().st_size for f in Path(cache).rglob("*") if f.is_file())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return [
+        {
+            "n": n,
+            "dtype": dtype,
+            "keep": keep,
+            "seconds": statistics_s + first_s + second_s,
+            "statistics-s": statistics_s,
+            "first-round-s": first_s,
+            "later-round-s": second_s,
+            "gb-on-disk": disk / 1e9,
+            "peak-gb": peak / 1e6,
+            "peak-anonymous-gb": anonymous[0] / 1e9,
+            "before-gb": before / 1e6,
+        }
+    ]
+
+
+def _resident(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"the kernel does not report {key}")
+
+
+PARTS: dict[str, Callable[..., list[dict[str, Any]]]] = {
+    "solve": solve,
+    "features": features,
+    "stage-2": stage_2,
+    "memory": memory,
+}
+
+
+def child(part: str, threads: int = 1, **options: Any) -> dict[str, Any]:
+    """Measure one case; ``seconds`` is that of its first row."""
+    torch.set_num_threads(threads)
+    load = os.getloadavg()[0]
+    rows = PARTS[part](**{"num_features": P, "data_dir": None} | options)
+    for row in rows:
+        row |= {"threads": threads, "load-before": load}
+    return {"seconds": rows[0]["seconds"], "rows": rows}
+
+
+def summary_of(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pick the ratios and the figures that have a target."""
+    if part == "solve":
+        closed = {(r["n"], r["steps"]): r for r in rows if r["method"] == "closed"}
+        loop = {r["steps"]: r for r in rows if r["method"] == "loop"}
+        return {
+            "times-faster-than-the-loop": loop[500]["seconds"] / closed[500, 500]["seconds"],
+            "relative-difference": loop[500]["relative-difference"],
+            "relative-difference-of-change": loop[500]["relative-difference-of-change"],
+            "loop-s": {f"M={m}": r["seconds"] for m, r in loop.items()},
+            "closed-s": {f"n={n}, M={m}": r["seconds"] for (n, m), r in closed.items()},
+            "kernel-and-eigendecomposition-s": {
+                f"n={n}": r["kernel-s"] + r["eigendecomposition-s"]
+                for (n, m), r in closed.items()
+                if m == 500
+            },
+        }
+    if part == "features":
+        each = {(r["network"], r["n"], r["method"]): r for r in rows}
+        return {
+            f"{name}, n={n}": {
+                "ms-an-example": {
+                    method: each[name, n, method]["ms-an-example"]
+                    for method in ("extractor", "loop", "floor")
+                },
+                "times-faster-than-the-loop": each[name, n, "loop"]["ms-an-example"]
+                / each[name, n, "extractor"]["ms-an-example"],
+                "times-that-the-floor-is": each[name, n, "loop"]["ms-an-example"]
+                / each[name, n, "floor"]["ms-an-example"],
+            }
+            for name, n in dict.fromkeys((r["network"], r["n"]) for r in rows)
+        }
+    if part == "stage-2":
+        (row,) = rows
+        return {k: v for k, v in row.items() if isinstance(v, float | int)}
+    return {
+        f"n={r['n']}, {r['dtype']}, keep={r['keep']}": {
+            k: r[k] for k in ("peak-gb", "peak-anonymous-gb", "gb-on-disk", "seconds")
+        }
+        for r in rows
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Three digits for a report."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    """Measure the parts, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-dir", help="in torchvision's layout")
+    parser.add_argument("--part", default=",".join(PARTS), help="some of them, with commas")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="all cores by default")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        print(json.dumps(child(**json.loads(chosen.child))))
+        sys.exit()
+    names = chosen.part.split(",")
+    if not chosen.data_dir or not set(names) <= set(PARTS):
+        parser.error(f"--data-dir is needed, and --part of {', '.join(PARTS)}")
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    if (RESULTS / "tct.json").exists():
+        summary = json.loads((RESULTS / "tct.json").read_text(encoding="utf-8"))
+        with (RESULTS / "tct.csv").open(encoding="utf-8", newline="") as file:
+            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+    torch.set_num_threads(chosen.threads)
+    summary["machine"] = machine("cpu")
+    for part in names:
+        own = []
+        for case in CASES[part]:
+            fixed = {"data_dir": chosen.data_dir, "threads": chosen.threads}
+            found = in_child(__file__, {"part": part, **fixed, **case})
+            if found is None:
+                raise SystemExit(f"{part} could not be measured")
+            own += [{"part": part, **row} for row in found["rows"]]
+            print(*found["rows"], sep="\n", flush=True)
+        rows = [row for row in rows if row["part"] != part] + own
+        summary[part] = rounded(summary_of(part, own))
+    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
+    write("tct", rows, {key: summary[key] for key in ("machine", *PARTS) if key in summary})
+
+
+if __name__ == "__main__":
+    main()
