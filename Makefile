@@ -30,7 +30,7 @@ demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and 
 	$(BIN)/python -m fedntk.simulations.demo
 
 test: install ## unit tests, doctests, the README's examples and the notebooks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -271,7 +271,9 @@ class Config:
     client_cpus: int = _option(1, "Ray: CPUs for each client at work", at_least=1)
     client_gpus: float = _option(0.0, "Ray: share of a GPU for each client at work", at_least=0)
     client_threads: int = _option(1, "CPU threads of torch in a client", at_least=1)
-    server_threads: int = _option(0, "CPU threads of torch on the server; 0: all", at_least=0)
+    server_threads: int = _option(
+        0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -80,7 +79,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     threads = torch.get_num_threads()
     with claimed(folder, "server"):
         try:
-            torch.set_num_threads(config.server_threads or os.cpu_count() or 1)
+            torch.set_num_threads(config.server_threads or threads)
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 from .conftest import ROOT
 
+pytestmark = pytest.mark.xdist_group("notebooks")  # one process executes them all
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -24,6 +24,7 @@ from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
 
 from .settings import SETTINGS
 
+pytestmark = pytest.mark.xdist_group("resume")  # its tests share the uninterrupted runs
 SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5)
 
 

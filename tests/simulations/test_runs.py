@@ -367,6 +367,7 @@ def test_unknown_engine_and_setting():
 # ------------------------------------------------------------------------------- Ray
 
 
+@pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_process(tmp_path):
     """The whole way: SuperLink, app bundle, Ray actors, all exchanges and client evaluation.
@@ -396,6 +397,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monkeypatch):
     """The exception arises while Ray's workers are up: at the second round's record.
@@ -428,6 +430,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
     assert kept == {"key.js", "state-"}
 
 
+@pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
     """Killed, the command leaves Flower's processes at work, which would write on."""
@@ -454,6 +457,7 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
     pd.testing.assert_frame_equal(metrics(resumed.folder), metrics(whole.folder))
 
 
+@pytest.mark.xdist_group("ray")
 @pytest.mark.ray
 def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
     config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
