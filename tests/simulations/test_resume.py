@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fedntk.simulations import Config, ConfigError, Run, load_model, run
 from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save, with_rows
@@ -275,11 +276,15 @@ def test_data_that_changed_is_refused(tmp_path, finished):
     assert run(config, progress=False).summary["rounds"] == 5
 
 
-def test_another_number_of_threads_than_before_is_said(tmp_path, caplog, monkeypatch):
+def test_another_number_of_threads_than_before_is_said(tmp_path, caplog):
     config = replace(SMALL, out=str(tmp_path))
     interrupted(config, after=2)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    run(config, progress=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        run(config, progress=False)
+    finally:
+        torch.set_num_threads(threads)
     assert any("bits may differ" in record.getMessage() for record in caplog.records)
 
 
