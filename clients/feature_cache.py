@@ -13,6 +13,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import FeatureMap, FeatureRows, Normaliser, NotEnoughMemory, Spectrum
+from fedntk.ntk import FeatureMap, FeatureRows, Normaliser, Spectrum, require_disk
 
 from .weights import set_weights
 
-__all__ = ["FeatureCache", "cache_dir", "data_digest", "require_disk", "shrink"]
+__all__ = ["LESS_DISK", "FeatureCache", "cache_dir", "data_digest", "shrink"]
 
+logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
+LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
 Arrays = list[NDArray[Any]]
 
 
@@ -65,7 +68,8 @@ class FeatureCache:
     feature_map : FeatureMap
         Which features.
     dtype : {"float32", "float16"}
-        In which features are kept.
+        In which features are kept; those of test examples, which can be as large as they like where
+        a feature hardly varies in training, in float32 if one is too large for float16.
     keep : {"features", "nothing"}
         Whether features are kept.
     chunk_size : int, optional
@@ -156,12 +160,21 @@ class FeatureCache:
                 for _ in self.raw(name, x):
                     pass
                 raw = np.load(self._path(f"raw-{name}.npy"), mmap_mode="c")
-            with self._array(f"features-{name}", shape, self.dtype) as stored:
-                for chunk, z in FeatureRows.of(raw).chunks():
-                    stored[chunk] = _within(normalise(z), self.dtype)
+            try:
+                self._normalise(name, raw, normalise, self.dtype)
+            except OverflowError as error:
+                if self.dtype == "float32":
+                    raise
+                logger.log(WARNING, "%s examples: %s: kept in float32", name, error)
+                self._normalise(name, raw, normalise, "float32")
             self._path(f"raw-{name}.npy").unlink()
             features = np.load(self._path(f"features-{name}.npy"), mmap_mode="c")
         return FeatureRows.of(features, device=device, bias=bias)
+
+    def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
+        with self._array(f"features-{name}", (len(raw), self.width), dtype) as stored:
+            for chunk, z in FeatureRows.of(raw).chunks():
+                stored[chunk] = _within(normalise(z), dtype)
 
     def kernel(self, rows: FeatureRows) -> Tensor:
         """Return Z Z^T (n, n) of the training examples, float32, formed once."""
@@ -244,7 +257,8 @@ class FeatureCache:
     def _array(self, name: str, shape: tuple[int, int], dtype: str) -> Iterator[NDArray[Any]]:
         """Make a file to be filled, which appears when it is."""
         needed = math.prod(shape) * np.dtype(dtype).itemsize
-        require_disk(self.folder, needed, f"{shape[1]} features of {shape[0]} examples")
+        what = f"{shape[1]} features of {shape[0]} examples"
+        require_disk(needed, what, self.folder, cure=LESS_DISK)
         partial = self._path(f"{name}.part")
         stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
         yield stored
@@ -255,18 +269,8 @@ class FeatureCache:
 def _within(features: Tensor, dtype: str) -> NDArray[Any]:
     largest = float(features.abs().max()) if features.numel() else 0.0
     if not largest <= float(np.finfo(dtype).max):
-        raise ValueError(f"a normalised feature of {largest:g} does not fit in {dtype}")
+        raise OverflowError(f"a normalised feature of {largest:g} does not fit in {dtype}")
     return features.numpy().astype(dtype)
-
-
-def require_disk(folder: Path, needed: int, what: str) -> None:
-    """Raise NotEnoughMemory unless so many bytes are free where a folder is."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise NotEnoughMemory(
-            f"{what} need {needed / 1e9:.1f} GB on disk and {folder} has {free / 1e9:.1f} GB; "
-            "lower num_features, choose another cache, or use keep = 'nothing'"
-        )
 
 
 def data_digest(*tensors: Tensor) -> str:

@@ -29,11 +29,12 @@ from fedntk.ntk import (
     convex_loss,
     looped_steps,
     mean_gradient,
+    require_disk,
     require_memory,
     residual_sum,
 )
 
-from .feature_cache import FeatureCache, cache_dir, data_digest, require_disk
+from .feature_cache import LESS_DISK, FeatureCache, cache_dir, data_digest
 from .sgd import SGDClient
 from .weights import Scalar, set_weights
 
@@ -126,7 +127,8 @@ class TCTClient(SGDClient):
             :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.FeatureUpload`; the
             number of examples; and ``"train-loss"`` at the received model. A client that lacks what
             the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is
-            lost, 0 if the server can send what is.
+            lost, 0 if the server can send what is. One whose steps overflow returns none, and
+            ``"diverged"``.
         """
         task = ConvexTask.from_config(config)
         if task is None or task.step == "bootstrap":
@@ -183,9 +185,8 @@ class TCTClient(SGDClient):
         task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
         n, width = len(self.x), task.feature_map.width(self.model)
         if self.keep == "features":
-            self.cache.mkdir(parents=True, exist_ok=True)
-            itemsize = 4 + np.dtype(self.dtype).itemsize
-            require_disk(self.cache, n * width * itemsize, f"{width} features of {n} examples")
+            needed = n * width * (4 + np.dtype(self.dtype).itemsize)
+            require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)
         require_memory(
             52 * n * n * (task.steps > 1),
             f"stage 2 with {n} examples",
@@ -257,11 +258,7 @@ class TCTClient(SGDClient):
             change = rows.transposed_matmul((after - before).float())
             result = theta - span * (change + control)
         if not bool(torch.isfinite(result).all()):
-            raise ArithmeticError(
-                "stage 2 overflows: learning rate times largest eigenvalue over n is "
-                f"{metrics.get('rate-times-lambda', 'not known')!r}; above 2 steps diverge, and a "
-                "lower learning rate helps; below, the received model or correction is too large"
-            )
+            return [], n, {**metrics, "diverged": 1}
         if task.corrected:
             kept.remember(server_round, after, theta)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)

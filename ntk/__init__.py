@@ -28,7 +28,7 @@ from .local_steps import (
     ridge_regression,
 )
 from .losses import Loss, check_loss, loss_value, one_hot, output_hessian, output_scale, residual
-from .memory import available_memory, require_memory
+from .memory import available_memory, require_disk, require_memory
 from .normaliser import Moments, Normaliser
 from .npy import from_npy, to_npy
 from .payloads import (
@@ -93,6 +93,7 @@ __all__ = [
     "pooled_ridge",
     "privatise",
     "random_projection",
+    "require_disk",
     "require_memory",
     "residual",
     "residual_sum",

@@ -1,12 +1,14 @@
 """Refuse what cannot fit before allocating it."""
 
 import os
+import shutil
+from pathlib import Path
 
 import torch
 
 from .errors import NotEnoughMemory
 
-__all__ = ["available_memory", "require_memory"]
+__all__ = ["available_memory", "require_disk", "require_memory"]
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
@@ -60,4 +62,21 @@ def require_memory(
     available = available_memory(device)
     if needed > available:
         message = f"{what} needs {needed / 1e9:.1f} GB and {device} has {available / 1e9:.1f} GB"
+        raise NotEnoughMemory(f"{message}; {cure}" if cure else message)
+
+
+def require_disk(needed: int, what: str, folder: str | os.PathLike[str], *, cure: str = "") -> None:
+    """Raise unless `needed` bytes are free on the disk of `folder`, which need not be there yet.
+
+    Raises
+    ------
+    NotEnoughMemory
+        With the needed and the available size in GB; `what` and `cure` as in
+        :func:`require_memory`.
+    """
+    folder = Path(folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        message = f"{what} need {needed / 1e9:.1f} GB on disk and {folder} has {free / 1e9:.1f} GB"
         raise NotEnoughMemory(f"{message}; {cure}" if cure else message)

@@ -1,6 +1,5 @@
 """The table of methods: how each one's strategy and client are made from a configuration."""
 
-import shutil
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from logging import ERROR
@@ -22,7 +21,15 @@ from fedntk.clients import (
     TCTClient,
     sample_size,
 )
-from fedntk.ntk import ConvexTask, FeatureMap, NotEnoughMemory, TCTModel, jacobian, require_memory
+from fedntk.ntk import (
+    ConvexTask,
+    FeatureMap,
+    NotEnoughMemory,
+    TCTModel,
+    jacobian,
+    require_disk,
+    require_memory,
+)
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
 
 from ._flower import log_from
@@ -258,20 +265,14 @@ def _require_room_for_features(config: Config, data: Data, split: Split, model: 
             f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
             cure="use more clients, fewer train-examples or, for solve = server, num-features",
         )
+        require_disk(
+            disk,
+            "features of all examples",
+            config.folder,
+            cure="lower num-features, set feature-dtype = float16, or keep = nothing",
+        )
     except NotEnoughMemory as error:
         raise ConfigError(f"num-features = {width}: {error}") from error
-    free = shutil.disk_usage(_existing(config.folder)).free
-    if disk > free:
-        raise ConfigError(
-            f"num-features = {width}: features of all examples need {disk / 1e9:.1f} GB on "
-            f"disk and {config.folder} has {free / 1e9:.1f} GB; lower num-features, set "
-            "feature-dtype = float16, or keep = nothing"
-        )
-
-
-def _existing(folder: Path) -> Path:
-    """Return the nearest folder above that is there."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _require_room_for_jacobians(config: Config, data: Data, split: Split, model: nn.Module) -> None:

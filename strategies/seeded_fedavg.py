@@ -180,8 +180,9 @@ class SeededFedAvg(FedAvg):
         """Run Flower's ``Strategy.start``; after :meth:`load_state_dict`, the rounds that remain.
 
         Then `num_rounds` counts the rounds before, too, and `initial_arrays` are the weights that
-        belong to the state.
+        belong to the state. If no round changes the model, they are what is returned.
         """
+        initial_arrays = self.begin(initial_arrays, num_rounds)
         done, self._rounds_loaded = self._rounds_loaded, 0
         options: dict[str, Any] = {
             "grid": grid,
@@ -192,7 +193,14 @@ class SeededFedAvg(FedAvg):
             "evaluate_config": evaluate_config,
             "evaluate_fn": evaluate_fn,
         }
-        return start_after(self, done, **options) if done else super().start(**options)
+        result = start_after(self, done, **options) if done else super().start(**options)
+        if not len(result.arrays):
+            result.arrays = initial_arrays
+        return result
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> ArrayRecord:
+        """Return the arrays that a run begins with; methods that train more add it here."""
+        return initial_arrays
 
     # ---------------------------------------------------------------- sampling
 

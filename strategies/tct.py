@@ -35,7 +35,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import nn
 
@@ -59,8 +59,8 @@ from fedntk.ntk import (
 
 from .bootstrap import Bootstrap
 from .control_variate import ControlVariate
+from .nodes import Nodes
 from .replies import Reply, check_like
-from .resumption import EvaluateFn
 from .seeded_fedavg import SeededFedAvg, logger, weighted_mean
 
 __all__ = ["TCT", "ConvexOptimizer"]
@@ -222,9 +222,7 @@ class TCT(SeededFedAvg):
         """Forget all rounds of stage 2."""
         self._prepared = False  # moments are known, or the problem is solved
         self._control = ControlVariate(self.task.steps * self.task.learning_rate)
-        self._held: dict[int, frozenset[str]] = {}  # node -> what it has been sent
-        self._owners: dict[int, int] = {}  # partition -> the node that goes by it
-        self._present: set[int] = set()
+        self._nodes = Nodes(self.partitions)
         self._lost = False
 
     def summary(self) -> None:
@@ -267,24 +265,16 @@ class TCT(SeededFedAvg):
         super().load_state_dict({**own, **present})
         self._prepared = bool(state["prepared"])
         self._control.load_state_dict(state)
-        self._held = {}
+        self._nodes.forget_all()
         if self.bootstrap is not None:
             self.bootstrap.load_state_dict(inner)
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateFn | None = None,
-    ) -> Result:
-        """Run both stages; `initial_arrays` are the network's, others are not looked at.
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> ArrayRecord:
+        """Add the linear model and the normaliser to the network's arrays.
 
-        After :meth:`load_state_dict` they are all that the run had returned by then. A second run
-        of one strategy object begins anew, but for what its bootstrap keeps.
+        After :meth:`load_state_dict` `initial_arrays` are all that the run had returned by then;
+        otherwise others than the network's are not looked at, and a second run of one strategy
+        object begins anew, but for what its bootstrap keeps.
 
         Raises
         ------
@@ -296,8 +286,6 @@ class TCT(SeededFedAvg):
         if {k: v for k, v in found.items() if k not in TCTModel.ARRAYS} != expected:
             odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
-        if not self._rounds_loaded:
-            self._begin()
         if num_rounds <= self.bootstrap_rounds + (self.normalise and self.solve == "clients"):
             logger.log(
                 WARNING,
@@ -305,24 +293,18 @@ class TCT(SeededFedAvg):
                 num_rounds,
                 self.bootstrap_rounds,
             )
-        goes_on = self._rounds_loaded > self.bootstrap_rounds
-        if goes_on and not set(TCTModel.ARRAYS) <= initial_arrays.keys():
+        if not self._rounds_loaded:
+            self._begin()
+        elif set(TCTModel.ARRAYS) <= initial_arrays.keys():
+            return initial_arrays
+        elif self._rounds_loaded > self.bootstrap_rounds:
             raise ValueError(
                 f"initial_arrays: the loaded state goes with {', '.join(TCTModel.ARRAYS)}, too; "
                 "pass all arrays that were returned with it"
             )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
-        arrays = {LINEAR: zero, MEAN: identity.mean, SCALE: identity.scale}
-        initial = ArrayRecord({k: Array(a) for k, a in arrays.items()})
-        whole = ArrayRecord({k: initial_arrays[k] for k in expected})
-        for name in TCTModel.ARRAYS:
-            whole[name] = initial_arrays[name] if goes_on else initial[name]
-        result = super().start(
-            grid, whole, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        )
-        if not len(result.arrays):
-            result.arrays = whole
-        return result
+        own = zip(TCTModel.ARRAYS, (zero, identity.mean, identity.scale), strict=True)
+        return ArrayRecord({**self._network(initial_arrays), **{k: Array(a) for k, a in own}})
 
     # ---------------------------------------------------------------- sampling
 
@@ -339,11 +321,11 @@ class TCT(SeededFedAvg):
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         config["server-round"] = server_round
-        self._register(grid)
+        self._nodes.register(grid.get_node_ids())
         if bootstrap is not None:
-            network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
             for key, value in replace(self.task, step="bootstrap").to_config().items():
                 config[key] = value  # in round 1 clients say if they could not do that
+            network = self._network(arrays)
             messages = bootstrap.messages(server_round, network, config, grid, nodes)
             return [sent for m in messages for sent in self._sealed(m, grid)]
         asked = replace(self.task, step=step or "linear", key=self._key())
@@ -372,30 +354,15 @@ class TCT(SeededFedAvg):
         node = message.metadata.dst_node_id
         return self.messages(message.content, [node], MessageType.TRAIN, grid)
 
-    def _register(self, grid: Grid) -> None:
-        """Settle which node goes by a partition that several claim: the first, while it is here."""
-        self._present = set(grid.get_node_ids()) & self.partitions.keys()
-        for node in sorted(self._present):
-            partition = self.partitions[node]
-            if self._owners.get(partition) not in self._present:
-                self._owners[partition] = node
-
-    def _client(self, node: int) -> int:
-        """Return a client's partition, or a negative number of its own if another goes by that."""
-        partition = self.partitions.get(node, node)
-        return partition if self._owners.get(partition, node) == node else -1 - node
-
     def _task(self, asked: ConvexTask, node: int, server_round: int) -> ConvexTask:
         """Complete a task by what a node is to be sent for it."""
-        client = self._client(node)
-        held, parts = self._held.get(node, frozenset()), []
-        parts += [] if "network" in held else ["network"]
         if asked.step != "linear":
-            return replace(asked, parts=tuple(parts))
-        parts += ([] if "normaliser" in held else ["normaliser"]) + ["linear"]
+            return replace(asked, parts=tuple(self._nodes.lacks(node, "network")))
+        client = self._nodes.client(node)
         control = self._control.source(client, server_round)
-        parts += ["control"] if control == "sent" else []
         state_round = self._control.round_of(client)
+        parts = [*self._nodes.lacks(node, "network", "normaliser"), "linear"]
+        parts += ["control"] if control == "sent" else []
         return replace(asked, parts=tuple(parts), state_round=state_round, control=control)
 
     def _asked(
@@ -418,8 +385,11 @@ class TCT(SeededFedAvg):
         )
         return self.messages(record, [node], message_type, grid)
 
+    def _network(self, arrays: ArrayRecord) -> ArrayRecord:
+        return ArrayRecord({name: arrays[name] for name in self.network.state_dict()})
+
     def _key(self) -> str:
-        network = [self.global_arrays[name].numpy() for name in self.network.state_dict()]
+        network = [array.numpy() for array in self._network(self.global_arrays).values()]
         return ConvexTask.key_of(self.feature_map, network)
 
     def configure_evaluate(
@@ -428,7 +398,7 @@ class TCT(SeededFedAvg):
         """Send the network, or the linear model once there is one."""
         self.global_arrays = arrays
         if not arrays[LINEAR].numpy().any():
-            network = ArrayRecord({k: arrays[k] for k in self.network.state_dict()})
+            network = self._network(arrays)
             return super().configure_evaluate(server_round, network, config, grid)
         if self.fraction_evaluate == 0.0:
             return []
@@ -453,7 +423,7 @@ class TCT(SeededFedAvg):
         """Do what the round is for with the replies."""
         bootstrap, step = self._stage_1(server_round), self._step()
         if bootstrap is not None:
-            expected = {k: self.global_arrays[k].numpy() for k in self.network.state_dict()}
+            expected = {k: a.numpy() for k, a in self._network(self.global_arrays).items()}
             arrays, metrics = bootstrap.aggregate(server_round, replies, expected)
         elif step is None:
             return None, None
@@ -475,7 +445,7 @@ class TCT(SeededFedAvg):
         if not self.enough(len(pairs)):
             return None, metrics
         self._prepared = True
-        self._control.know({self._client(r.node): r.num_examples for r, _ in pairs})
+        self._control.know({self._nodes.client(r.node): r.num_examples for r, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
         metrics["features-constant"] = int((normaliser.scale == 0).sum())
         return {MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
@@ -541,7 +511,7 @@ class TCT(SeededFedAvg):
         def parse(reply: Reply) -> NDArray[Any]:
             (linear,) = self._own_arrays(reply, 1)
             check_like(LINEAR, linear, theta)
-            self._control.check(self._client(reply.node), reply.num_examples, theta, linear)
+            self._control.check(self._nodes.client(reply.node), reply.num_examples, theta, linear)
             return linear
 
         pairs, metrics = self._answers(replies, parse, "network", "normaliser")
@@ -564,8 +534,8 @@ class TCT(SeededFedAvg):
         counts = [reply.num_examples for reply, _ in pairs]
         mean = weighted_mean([{LINEAR: linear} for _, linear in pairs], counts)[LINEAR]
         mean = np.asarray(mean, np.float32)
-        own = {self._client(r.node): (r.num_examples, linear) for r, linear in pairs}
-        everyone = {self._client(node) for node in self._present} - set(self.held_out)
+        own = {self._nodes.client(r.node): (r.num_examples, linear) for r, linear in pairs}
+        everyone = self._nodes.clients() - set(self.held_out)
         if self.task.corrected and not lost:
             self._control.update(server_round, theta, mean, own, everyone)
         return {LINEAR: mean}, metrics
@@ -575,21 +545,26 @@ class TCT(SeededFedAvg):
     ) -> tuple[list[tuple[Reply, Any]], MetricRecord]:
         """Check replies of stage 2, and note which parts each node now holds."""
         replies = list(replies)
-        for message in replies:
-            if message.has_error():  # whatever happened there: it is sent all again
-                self._held.pop(message.metadata.src_node_id, None)
+        self._nodes.forget_failed(replies)
         pairs, rejected = self.accepted(replies, parse)
-        for reply, _ in pairs:
-            self._held[reply.node] = self._held.get(reply.node, frozenset()) | set(parts)
+        self._nodes.now_hold((reply.node for reply, _ in pairs), *parts)
         return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
 
     def _own_arrays(self, reply: Reply, count: int | None = None) -> list[NDArray[Any]]:
-        """Return a reply's arrays; BadReply if the client has lost what it was to use."""
+        """Return a reply's arrays; BadReply if the client says why there are none."""
         if "lost-state" in reply.metrics:
-            self._held.pop(reply.node, None)
-            had = self._control.round_of(self._client(reply.node)) > 0
+            self._nodes.forget(reply.node)
+            had = self._control.round_of(self._nodes.client(reply.node)) > 0
             self._lost |= had and reply.metrics["lost-state"] == 1
             raise BadReply("lost-state", "the client no longer has what it was sent")
+        if "diverged" in reply.metrics:
+            rate = reply.metrics.get("rate-times-lambda", "not known")
+            raise BadReply(
+                "diverged",
+                "stage 2 overflows: learning rate times largest eigenvalue over n is "
+                f"{rate}; above 2 steps diverge, and a lower learning rate helps; below, the "
+                "model or the correction that was sent is too large",
+            )
         arrays = list(reply.arrays().values())
         if count is not None and len(arrays) != count:
             raise BadReply("arrays", f"expected {count}, got {len(arrays)}")
@@ -600,13 +575,11 @@ class TCT(SeededFedAvg):
     ) -> MetricRecord | None:
         """Average the metrics, and note who has the network; who failed is sent it again."""
         replies = list(replies)
-        for message in replies:
-            if message.has_error():
-                self._held.pop(message.metadata.src_node_id, None)
+        self._nodes.forget_failed(replies)
         metrics = super().aggregate_evaluate(server_round, replies)
         if self.global_arrays[LINEAR].numpy().any():
-            for node in (n for n, k in self.partitions.items() if k in self.client_evaluations):
-                self._held[node] = frozenset({"network", "normaliser"})
+            good = [n for n, k in self.partitions.items() if k in self.client_evaluations]
+            self._nodes.now_hold(good, "network", "normaliser")
         return metrics
 
     def _with(self, arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections import namedtuple
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -340,13 +341,20 @@ def test_what_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch, task, opt
         step(client(tmp_path, **options), task, arrays)
 
 
-def test_features_too_large_for_float16_are_refused(tmp_path):
-    """Normalised by 1e-9 instead of the standard deviation."""
-    who = client(tmp_path, dtype="float16")
-    arrays = message()
+def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
+    """Normalised by 1e-9 instead of the standard deviation; 10 over 1e-38 nothing holds."""
+    arrays, task = message(), linear_task(learning_rate=1e-20)
     arrays[-3] = np.full(20, 1e9, np.float32)
-    with pytest.raises(ValueError, match="does not fit in float16"):
-        step(who, linear_task(), arrays)
+    half = client(tmp_path / "half", dtype="float16")
+    with caplog.at_level(WARNING, "flwr"):
+        found, _, _ = step(half, task, arrays)
+    assert "does not fit in float16: kept in float32" in caplog.text
+    expected, _, _ = step(client(tmp_path / "full"), task, arrays)
+    assert (found[0] == expected[0]).all()
+    arrays[-4:-2] = [np.full(20, 10, np.float32), np.full(20, 3e38, np.float32)]
+    for who in (half, client(tmp_path / "full")):
+        with pytest.raises(OverflowError, match="does not fit in float32"):
+            step(who, task, arrays)
 
 
 def test_runs_partitions_and_data_have_folders_of_their_own(tmp_path):
