@@ -5,8 +5,8 @@ NeurIPS 2022, algorithm 1 (eq. (3)) with full-batch gradients (appendix A.2):
 
     W_{m+1} = W_m - eta (grad L_k(W_m) - h_k),       m = 0 ... M - 1.
 
-Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y, as in the authors'
-own MNIST example; eq. (1) has no 1/2, and algorithm 2 no 1/n_k. Steps diverge where
+Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y, as in the
+authors' MNIST example; eq. (1) has no 1/2, and algorithm 2 no 1/n_k. Steps diverge where
 eta lambda_max / n is above 2.
 
 Whatever the loss, W_M = W_0 - eta (Z^T S / n - M h) with S = sum of R_m (n x C). For least squares
