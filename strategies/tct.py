@@ -232,7 +232,7 @@ class TCT(SeededFedAvg):
             INFO,
             "\t└──> TCT: %d rounds of %s, then %s on %d x %d weights (%s, eta %g, M %d)",
             self.bootstrap_rounds,
-            type(self.bootstrap and self.bootstrap.strategy).__name__,
+            type(self.bootstrap.strategy).__name__ if self.bootstrap else "a bootstrap",
             "steps" if self.solve == "clients" else "a solution on the server",
             *self.shape,
             self.task.loss,
