@@ -165,7 +165,7 @@ class FeatureCache:
             except OverflowError as error:
                 if self.dtype == "float32":
                     raise
-                logger.log(WARNING, "%s examples: %s: kept in float32", name, error)
+                logger.log(WARNING, "%s: these examples' are kept in float32", error)
                 self._normalise(name, raw, normalise, "float32")
             self._path(f"raw-{name}.npy").unlink()
             features = np.load(self._path(f"features-{name}.npy"), mmap_mode="c")

@@ -348,7 +348,7 @@ def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     half = client(tmp_path / "half", dtype="float16")
     with caplog.at_level(WARNING, "flwr"):
         found, _, _ = step(half, task, arrays)
-    assert "does not fit in float16: kept in float32" in caplog.text
+    assert "does not fit in float16: these examples' are kept in float32" in caplog.text
     expected, _, _ = step(client(tmp_path / "full"), task, arrays)
     assert (found[0] == expected[0]).all()
     arrays[-4:-2] = [np.full(20, 10, np.float32), np.full(20, 3e38, np.float32)]
