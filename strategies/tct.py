@@ -558,7 +558,7 @@ class TCT(SeededFedAvg):
             self._lost |= had and reply.metrics["lost-state"] == 1
             raise BadReply("lost-state", "the client no longer has what it was sent")
         if "diverged" in reply.metrics:
-            rate = reply.metrics.get("rate-times-lambda", "not known")
+            rate = f"{reply.metrics['rate-times-lambda']:.3g}" if _is_rate(reply) else "not known"
             raise BadReply(
                 "diverged",
                 "stage 2 overflows: learning rate times largest eigenvalue over n is "
