@@ -12,8 +12,8 @@ memory    One client of 6,000 examples in a process of its own: statistics, then
 
 FOLDER is in torchvision's layout, with MNIST and Fashion-MNIST. SimpleCNN at weights from one
 seed, p = 100,000 tangent features, eta = 5e-5. Each part runs in a process of its own, on all
-cores; ratios are of medians within one process. Writes results/tct.csv and .json; parts that are
-not named keep their figures.
+cores, and the solution on one core, too; ratios are of medians within one process. Writes
+results/tct.csv and .json; parts that are not named keep their figures.
 """
 
 import argparse
@@ -41,6 +41,7 @@ P = 100_000
 CASES: dict[str, list[dict[str, Any]]] = {
     "solve": [
         {"n": 500, "steps": [500, 50, 5000], "loops": [5, 50, 500]},
+        {"n": 500, "steps": [500], "loops": [500], "threads": 1},
         {"n": 100, "steps": [500], "loops": []},
         {"n": 2000, "steps": [500], "loops": []},
     ],
@@ -395,18 +396,27 @@ def child(part: str, threads: int = 1, **options: Any) -> dict[str, Any]:
 def summary_of(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Pick the ratios and the figures that have a target."""
     if part == "solve":
-        closed = {(r["n"], r["steps"]): r for r in rows if r["method"] == "closed"}
-        loop = {r["steps"]: r for r in rows if r["method"] == "loop"}
+        named = {
+            f"n={r['n']}, M={r['steps']}, threads={r['threads']}, {r['method']}": r for r in rows
+        }
+        loops = {
+            name.removesuffix(", loop"): (r, named[name.replace("loop", "closed")])
+            for name, r in named.items()
+            if "relative-difference" in r
+        }
         return {
-            "times-faster-than-the-loop": loop[500]["seconds"] / closed[500, 500]["seconds"],
-            "relative-difference": loop[500]["relative-difference"],
-            "relative-difference-of-change": loop[500]["relative-difference-of-change"],
-            "loop-s": {f"M={m}": r["seconds"] for m, r in loop.items()},
-            "closed-s": {f"n={n}, M={m}": r["seconds"] for (n, m), r in closed.items()},
+            "times-faster-than-the-loop": {
+                name: loop["seconds"] / closed["seconds"] for name, (loop, closed) in loops.items()
+            },
+            "relative-difference": {n: r["relative-difference"] for n, (r, _) in loops.items()},
+            "relative-difference-of-change": {
+                n: r["relative-difference-of-change"] for n, (r, _) in loops.items()
+            },
+            "seconds": {name: r["seconds"] for name, r in named.items()},
             "kernel-and-eigendecomposition-s": {
-                f"n={n}": r["kernel-s"] + r["eigendecomposition-s"]
-                for (n, m), r in closed.items()
-                if m == 500
+                name.removesuffix(", closed"): r["kernel-s"] + r["eigendecomposition-s"]
+                for name, r in named.items()
+                if r["method"] == "closed" and r["steps"] == STEPS
             },
         }
     if part == "features":

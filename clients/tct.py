@@ -194,9 +194,10 @@ class TCTClient(SGDClient):
         )
 
     def _kept(self, task: ConvexTask, parts: dict[str, list[NDArray[Any]]]) -> FeatureCache:
+        tested = "" if self.x_test is self.x else data_digest(self.x_test)
         kept = FeatureCache(
             self.folder,
-            f"{task.key} {task.bias} {data_digest(self.x_test)}",
+            f"{task.key} {task.bias} {tested}",
             self.model,
             task.feature_map,
             dtype=self.dtype,
