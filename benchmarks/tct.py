@@ -122,8 +122,8 @@ class Client:
         start = time.perf_counter()
         sent, _, metrics = client.fit(arrays, asked.to_config() | {"server-round": server_round})
         seconds = time.perf_counter() - start
-        if "lost-state" in metrics:
-            raise RuntimeError("the client lacks what it was sent")
+        if not sent:
+            raise RuntimeError(f"the client lacks what it was sent, or diverges: {metrics}")
         return sent, seconds
 
 

@@ -184,7 +184,7 @@ def table2(options: argparse.Namespace) -> None:
         },
         "stage 2": {
             "eta": eta,
-            "other settings": "M 500, p 100,000, float16",
+            "other settings": "M 500, p 100,000, float16 (float32 where that is too small)",
             f"best accuracy within {STAGE_2} rounds of stage 2 on {TUNED}, by eta": found_etas,
             "differs from the paper": "which has eta = 5e-5 throughout",
         },

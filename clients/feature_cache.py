@@ -68,8 +68,8 @@ class FeatureCache:
     feature_map : FeatureMap
         Which features.
     dtype : {"float32", "float16"}
-        In which features are kept; those of test examples, which can be as large as they like where
-        a feature hardly varies in training, in float32 if one is too large for float16.
+        In which features are kept; in float32 if one is too large for float16, as happens with
+        examples that the moments do not know, where a feature hardly varies among those they do.
     keep : {"features", "nothing"}
         Whether features are kept.
     chunk_size : int, optional
@@ -261,7 +261,11 @@ class FeatureCache:
         require_disk(needed, what, self.folder, cure=LESS_DISK)
         partial = self._path(f"{name}.part")
         stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
-        yield stored
+        try:
+            yield stored
+        except BaseException:
+            partial.unlink()
+            raise
         stored.flush()
         partial.replace(self._path(f"{name}.npy"))
 

@@ -63,7 +63,8 @@ class TCTClient(SGDClient):
     run : str
         Name of the training run: clients of two runs on one machine do not share folders.
     dtype : {"float32", "float16"}
-        In which features are kept. Products are formed in float32.
+        In which features are kept; one that float16 cannot hold has its set kept in float32.
+        Products are formed in float32.
     keep : {"features", "nothing"}
         With ``"nothing"`` features are computed anew whenever they are needed: twice a round, and
         for the kernel once for each pair of its blocks of 512 MiB.
@@ -184,6 +185,7 @@ class TCTClient(SGDClient):
             )
         task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
         n, width = len(self.x), task.feature_map.width(self.model)
+        self.folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
             require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)

@@ -259,7 +259,7 @@ class Config:
     )
     ridge: float = _option(1e-2, "tct: of solve = server, over the mean of the diagonal", above=0)
     feature_dtype: str = _option(
-        "float32", "tct: in which features are kept", choices=("float32", "float16")
+        "float32", "tct: in which features that fit are kept", choices=("float32", "float16")
     )
     keep: str = _option(
         "features",

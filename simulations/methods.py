@@ -254,10 +254,11 @@ def _require_room_for_features(config: Config, data: Data, split: Split, model: 
     else:
         memory = 52 * largest**2 * (config.convex_steps > 1)
         memory += 4 * largest * width * (config.convex_solver == "loop")
-        # all clients' as computed, in float32; one's as normalised beside them; the test set's
+        # all clients' as computed, in float32; one's as normalised beside them; the test set's,
+        # which float16 may not hold
         itemsize = np.dtype(config.feature_dtype).itemsize
         tested = min(config.test_examples or len(data.y_test), len(data.y_test))
-        rows = total * 4 + largest * itemsize + tested * (4 + itemsize)
+        rows = total * 4 + largest * itemsize + tested * (4 + 4)
         disk = rows * width * (config.keep == "features")
     try:
         require_memory(

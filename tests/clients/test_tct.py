@@ -295,6 +295,10 @@ def test_round_1_refuses_what_stage_2_could_not_do(tmp_path, monkeypatch):
     with pytest.raises(NotEnoughMemory, match="72 features of 11 examples need"):
         own.fit(get_weights(network()), {"server-round": 1, **whole.to_config()})
     own.fit(get_weights(network()), {"server-round": 2, **whole.to_config()})
+    (tmp_path / "file").touch()
+    nowhere = client(tmp_path / "file" / "cache")
+    with pytest.raises(NotADirectoryError):
+        nowhere.fit(get_weights(network()), {"server-round": 1, **task.to_config()})
 
 
 def test_the_last_model_must_be_of_the_round_before(tmp_path):
@@ -355,6 +359,7 @@ def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     for who in (half, client(tmp_path / "full")):
         with pytest.raises(OverflowError, match="does not fit in float32"):
             step(who, task, arrays)
+        assert not list(who.folder.glob("features-*"))
 
 
 def test_runs_partitions_and_data_have_folders_of_their_own(tmp_path):

@@ -101,11 +101,10 @@ def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
 
 
 def start(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
-    """Weights after some rounds; the initial ones where nothing changed them."""
+    """Weights after some rounds."""
     initial = ArrayRecord(dict(network().state_dict()))
     result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
-    arrays = result.arrays if len(result.arrays) else initial
-    return {name: array.numpy() for name, array in arrays.items()}
+    return {name: array.numpy() for name, array in result.arrays.items()}
 
 
 def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:

@@ -264,8 +264,7 @@ def small():
 def run_projected(strategy, grid, rounds=2):
     initial = ArrayRecord(dict(small().state_dict()))
     result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
-    arrays = result.arrays if len(result.arrays) else initial
-    return {name: array.numpy() for name, array in arrays.items()}
+    return {name: array.numpy() for name, array in result.arrays.items()}
 
 
 EVALUATING = OPTIONS | {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}

@@ -489,8 +489,11 @@ def test_what_overflows_is_said_and_does_not_end_the_run(clients, caplog):
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, Grid(clients), rounds=3)
     assert strategy.train_metrics[2]["rejected-diverged"] == 6
+    lambdas = [float(torch.linalg.eigvalsh(z @ z.T)[-1]) / len(z) for z, _ in features(6)]
+    rate = strategy.train_metrics[2]["rate-times-lambda"]
+    assert rate == pytest.approx(1e3 * max(lambdas), rel=1e-4)
     assert not after[LINEAR].any()
-    assert any("above 2 steps diverge" in record.getMessage() for record in caplog.records)
+    assert any("its steps diverge" in record.getMessage() for record in caplog.records)
 
 
 # ---------------------------------------------------------------------- other ways
