@@ -199,18 +199,19 @@ def variants(options: argparse.Namespace) -> None:
     chosen = json.loads((RESULTS / "tct_table2.json").read_text(encoding="utf-8"))
     rate = chosen["learning rates"]["chosen"]["FedAvg"]
     eta = chosen["stage 2"]["eta"]
+    cases = {name: [with_eta(one, eta) for one in all_] for name, all_ in VARIANTS.items()}
     stage_1(options, TUNED, rate)
     jobs = [
-        (options, TUNED, rate, f"{name} of variants {i}", FEW | with_eta(settings, eta))
-        for name, candidates in VARIANTS.items()
+        (options, TUNED, rate, f"{name} of variants {i}", FEW | settings)
+        for name, candidates in cases.items()
         for i, settings in enumerate(candidates)
     ]
     done = iter(in_processes(options, convexified, jobs))
     rows, found = [], {}
-    for name, candidates in VARIANTS.items():
+    for name, candidates in cases.items():
         tries: list[Settings] = []
-        for own in candidates:
-            result, settings = next(done), with_eta(own, eta)
+        for settings in candidates:
+            result = next(done)
             curve, sent = result.curve(), result.curve("bytes-up")
             lambdas = result.curve("rate-times-lambda")
             moments = settings.get("normalise", True) and settings.get("solve") != "server"

@@ -508,7 +508,6 @@ class TCT(SeededFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[Arrays | None, MetricRecord]:
         theta = self.global_arrays[LINEAR].numpy()
-
         rates: list[float] = []  # of clients whose steps overflow, too
 
         def parse(reply: Reply) -> NDArray[Any]:
