@@ -40,7 +40,7 @@ def child(network: str, method: str, n: int, device: str) -> dict[str, Any]:
     """Measure one way at one size."""
     use_checkout()
     from fedntk.ntk import jacobian
-    from fedntk.ntk.blocks import WORKSPACE
+    from fedntk.ntk.jacobian.blocks import WORKSPACE
 
     model, x = make(network, n, device)
 

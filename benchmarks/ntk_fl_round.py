@@ -37,15 +37,8 @@ AUTHORS_SECONDS = 208  # the authors' program, 5 clients x 200 examples, on four
 def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, Any]:
     """Measure one round."""
     use_checkout()
-    from fedntk.ntk import (
-        Jacobian,
-        JacobianUpload,
-        evolve,
-        jacobian,
-        loss_value,
-        one_hot,
-        stack_candidates,
-    )
+    from fedntk.ntk import Jacobian, JacobianUpload, evolve, jacobian, loss_value, one_hot
+    from fedntk.ntk.evolution import stack_candidates
 
     x, labels, sizes = fashion_mnist(data_dir, clients)
     torch.manual_seed(0)

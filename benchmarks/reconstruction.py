@@ -208,15 +208,18 @@ def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tu
     What was dropped of a tensor is at most its threshold: the smallest magnitude that came, or 0
     if zeros came, too.
     """
-    from fedntk.ntk import Asked, CompressedUpload, kept
+    from fedntk.ntk import CompressedUpload, UploadLimits
+    from fedntk.ntk.payloads import num_kept
 
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     arrays = CompressedUpload.compress(sent, sparsity=sparsity, bits=bits).to_arrays()
-    read = CompressedUpload.parse(arrays, Asked(shapes, len(sent.outputs), sparsity, bits))
+    read = CompressedUpload.from_arrays(
+        arrays, UploadLimits(shapes, len(sent.outputs), sparsity, bits)
+    )
     found = []
     for tensor in itertools.chain.from_iterable(b.arrays for b in read.jacobian.blocks):
         came = tensor[tensor != 0].abs()
-        full = 0 < len(came) == kept(tensor.numel(), sparsity)
+        full = 0 < len(came) == num_kept(tensor.numel(), sparsity)
         found.append((tensor, float(came.min()) if full else 0.0))
     return found
 

@@ -103,7 +103,8 @@ class Client:
 
     def __init__(self, x: Tensor, y: Tensor, num_features: int, **options: Any) -> None:
         from fedntk.clients import TCTClient, get_weights
-        from fedntk.ntk import ConvexTask, FeatureMap
+        from fedntk.ntk import FeatureMap
+        from fedntk.ntk.payloads import ConvexTask
 
         self.map = FeatureMap(num_features=num_features)
         self.model = network()
@@ -115,7 +116,7 @@ class Client:
         self, step: str, arrays: list[Any], server_round: int = 1, more: Any = (), **task: Any
     ) -> tuple[list[Any], float]:
         """Have it do a task; return its arrays and the seconds."""
-        from fedntk.ntk import ConvexTask
+        from fedntk.ntk.payloads import ConvexTask
 
         asked = ConvexTask(step=step, key=self.key, feature_map=self.map, learning_rate=ETA, **task)
         client = self.make(**dict(more))
@@ -131,7 +132,9 @@ def solve(
     n: int, steps: list[int], loops: list[int], num_features: int, data_dir: str | None
 ) -> list[dict[str, Any]]:
     """Time rounds of a client of two classes, closed and looped."""
-    from fedntk.ntk import FeatureMap, FeatureRows, Moments, Normaliser, Spectrum, residual_sum
+    from fedntk.ntk import FeatureMap, Moments, Normaliser
+    from fedntk.ntk.convex import Spectrum, residual_sum
+    from fedntk.ntk.features import FeatureRows
 
     x, y = examples(data_dir, "FashionMNIST", n, (0, 1))
     others, _ = examples(data_dir, "FashionMNIST", 1000, tuple(range(10)))
@@ -145,7 +148,7 @@ def solve(
         shape = (num_features, 10)
         zero = np.zeros(shape, np.float32)
         first = {"parts": ("network", "normaliser", "linear"), "steps": STEPS}
-        sent = [*client.weights, normaliser.mean, normaliser.scale, zero]
+        sent = [*client.weights, normaliser.mean, normaliser.inv_std, zero]
         (theta,), seconds_first = client.ask("linear", sent, **first)
         drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
         control = -theta / (2 * STEPS * ETA)  # half of c_k, and noise of a tenth
@@ -341,7 +344,7 @@ def memory(
             start = np.zeros((num_features, 10), np.float32)
             parts = ("normaliser", "linear")
             sent, first_s = client.ask(
-                "linear", [normaliser.mean, normaliser.scale, start], 2, parts=parts
+                "linear", [normaliser.mean, normaliser.inv_std, start], 2, parts=parts
             )
             (theta,) = sent
             task = {"parts": ("linear",), "state_round": 2, "control": "last"}

@@ -21,7 +21,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedntk.ntk import from_npy, to_npy
+from fedntk.ntk.payloads import from_npy, to_npy
 
 __all__ = ["client_app"]
 

@@ -13,7 +13,8 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import Loss, check_loss, loss_value, one_hot
+from fedntk.ntk import Loss, loss_value, one_hot
+from fedntk.ntk.losses import check_loss
 
 from .projection import SealedProjection
 from .randomness import round_seed

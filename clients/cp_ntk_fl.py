@@ -18,15 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.ntk import (
-    UNQUANTISED,
-    CompressedUpload,
-    JacobianUpload,
-    check_compression,
-    check_privacy,
-    loss_value,
-    privatise,
-)
+from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
+from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from .ntk_fl import NTKFLClient

@@ -22,7 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import FeatureMap, FeatureRows, Normaliser, Spectrum, require_disk
+from fedntk.ntk import FeatureMap, Normaliser, require_disk
+from fedntk.ntk.convex import Spectrum
+from fedntk.ntk.features import FeatureRows
 
 from .weights import set_weights
 

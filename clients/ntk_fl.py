@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from fedntk.ntk import JacobianUpload, jacobian, loss_value, unstack_candidates
+from fedntk.ntk import JacobianUpload, jacobian, loss_value
+from fedntk.ntk.evolution import unstack_candidates
 
 from .base import ModelClient
 from .weights import Scalar, set_weights

@@ -2,9 +2,9 @@
 
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
 NeurIPS 2022, section 4 and algorithms 1 and 2. The steps of stage 2 are those of
-:mod:`fedntk.ntk.local_steps`. Algorithm 1's correction h_k is c_k - c (its invariant, appendix
-A.1): c_k = Z^T A_k with A_k (n x C), which is all that a client keeps from its own past, and
-c = (theta^{t-1} - theta^t) / (M eta), for which it keeps the last model it was sent.
+:mod:`fedntk.ntk.convex.local_steps`. Algorithm 1's correction h_k is c_k - c (its invariant,
+appendix A.1): c_k = Z^T A_k with A_k (n x C), which is all that a client keeps from its own past,
+and c = (theta^{t-1} - theta^t) / (M eta), for which it keeps the last model it was sent.
 
 What a client gives away: with few examples, the moments of its features are close to the features,
 and these are gradients that hold inputs of a first linear layer. ``solve="server"`` hands over the
@@ -21,18 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk import (
-    ConvexTask,
-    FeatureUpload,
-    Moments,
-    Spectrum,
-    convex_loss,
-    looped_steps,
-    mean_gradient,
-    require_disk,
-    require_memory,
-    residual_sum,
-)
+from fedntk.ntk import Moments, require_disk, require_memory
+from fedntk.ntk.convex import Spectrum, convex_loss, looped_steps, mean_gradient, residual_sum
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload
 
 from .feature_cache import LESS_DISK, FeatureCache, cache_dir, data_digest
 from .sgd import SGDClient
@@ -125,9 +116,9 @@ class TCTClient(SGDClient):
         -------
         tuple of list of ndarray, int, dict
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
-            :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.FeatureUpload`; the
-            number of examples; and ``"train-loss"`` at the received model. A client that lacks what
-            the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is
+            :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.payloads.FeatureUpload`;
+            the number of examples; and ``"train-loss"`` at the received model. A client that lacks
+            what the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is
             lost, 0 if the server can send what is. One whose steps overflow returns none, and
             ``"diverged"``.
         """

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import tomli_w
 
-from fedntk.ntk import check_compression, check_privacy
+from fedntk.ntk.payloads import check_compression, check_privacy
 from fedntk.strategies import DEFAULT_STEPS
 
 from .files import whole

@@ -21,15 +21,8 @@ from fedntk.clients import (
     TCTClient,
     sample_size,
 )
-from fedntk.ntk import (
-    ConvexTask,
-    FeatureMap,
-    NotEnoughMemory,
-    TCTModel,
-    jacobian,
-    require_disk,
-    require_memory,
-)
+from fedntk.ntk import FeatureMap, NotEnoughMemory, TCTModel, jacobian, require_disk, require_memory
+from fedntk.ntk.payloads import ConvexTask
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
 
 from ._flower import log_from

@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 
-from fedntk.ntk import label_epsilon
+from fedntk.ntk.payloads import label_epsilon
 
 __all__ = ["epsilon_after"]
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply, mean_gradient
+from fedntk.ntk import BadReply
+from fedntk.ntk.convex import mean_gradient
 
 __all__ = ["ControlVariate"]
 
@@ -48,7 +49,7 @@ class ControlVariate:
         return self._rounds.get(partition, 0)
 
     def source(self, partition: int, server_round: int) -> Literal["zero", "last", "sent"]:
-        """Say how a client gets to know c: see :class:`fedntk.ntk.ConvexTask`.
+        """Say how a client gets to know c: see :class:`fedntk.ntk.payloads.ConvexTask`.
 
         ``"last"``, the difference of models, needs all clients in the last round, this one, too.
         """

@@ -15,16 +15,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from fedntk.ntk import (
-    UNQUANTISED,
-    Asked,
-    BadReply,
-    CompressedUpload,
-    JacobianUpload,
-    Room,
-    check_privacy,
-    loss_value,
-)
+from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
+from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_privacy
 
 from .accounting import epsilon_after
 from .ntk_fl import NTKFL, of_its_size
@@ -96,7 +88,7 @@ class CPNTKFL(NTKFL):
         self.rounds_asked = 0
         self._num_outputs = 0  # known with the first upload
         self._was_shuffled = False
-        Asked({}, sparsity=sparsity, bits=bits)  # refuses what is out of range
+        UploadLimits({}, sparsity=sparsity, bits=bits)  # refuses what is out of range
         check_privacy(1.0 if noise_multiplier else 0.0, noise_multiplier, label_noise)
         if not 0 < delta < 1:
             raise ValueError(f"delta: expected 0 < delta < 1, got {delta}")
@@ -182,7 +174,7 @@ class CPNTKFL(NTKFL):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
         """Check and decode the replies, or have the shuffling server do it."""
-        asked = Asked(
+        asked = UploadLimits(
             {name: list(array.shape) for name, array in self.global_arrays.items()},
             self.max_examples,
             self.sparsity,
@@ -191,13 +183,13 @@ class CPNTKFL(NTKFL):
         if self.shuffling_server is not None:
             sealed, rejected = self.accepted(replies, self._sealed)
             return self._shuffled(self.shuffling_server, server_round, sealed, asked, rejected)
-        room = Room()
+        room = MemoryBudget()
         pairs, rejected = self.accepted(replies, lambda reply: self._decoded(reply, asked, room))
         return self.stackable(pairs, rejected)
 
-    def _decoded(self, reply: Reply, asked: Asked, room: Room) -> JacobianUpload:
+    def _decoded(self, reply: Reply, asked: UploadLimits, room: MemoryBudget) -> JacobianUpload:
         self._require_noise(reply)
-        upload = CompressedUpload.parse(list(reply.arrays().values()), asked)
+        upload = CompressedUpload.from_arrays(list(reply.arrays().values()), asked)
         return room.hold(of_its_size(upload, reply))
 
     def _sealed(self, reply: Reply) -> bytes:
@@ -221,7 +213,7 @@ class CPNTKFL(NTKFL):
         server: Shuffles,
         server_round: int,
         pairs: list[tuple[Reply, bytes]],
-        asked: Asked,
+        asked: UploadLimits,
         rejected: Counter[str],
     ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
         """Have the rows pooled and permuted; nothing that comes back is taken on trust."""

@@ -30,18 +30,18 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import (
     BadReply,
-    DenseBlock,
     Evolution,
     Jacobian,
     JacobianUpload,
     Loss,
-    check_loss,
     evolve,
     loss_value,
     require_memory,
-    stack_candidates,
-    usable,
 )
+from fedntk.ntk.evolution import stack_candidates
+from fedntk.ntk.jacobian import DenseBlock
+from fedntk.ntk.losses import check_loss
+from fedntk.ntk.payloads import screen_uploads
 
 from .replies import Reply
 from .seeded_fedavg import SeededFedAvg, logger
@@ -218,9 +218,9 @@ class NTKFL(SeededFedAvg):
     def stackable(
         self, pairs: list[tuple[Reply, JacobianUpload]], rejected: Counter[str]
     ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
-        """Drop uploads that do not go with the others': see :func:`fedntk.ntk.usable`."""
+        """Drop uploads that do not go with the others' (``screen_uploads``)."""
         clients, uploads = [], []
-        verdicts = usable([upload for _, upload in pairs])
+        verdicts = screen_uploads([upload for _, upload in pairs])
         for (reply, upload), verdict in zip(pairs, verdicts, strict=True):
             if verdict is None:
                 clients.append(reply)

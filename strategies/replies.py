@@ -9,7 +9,8 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply, from_npy
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import from_npy
 
 __all__ = ["Reply", "agreeing", "check_like", "checked_accuracy", "checked_weights"]
 

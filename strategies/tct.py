@@ -40,22 +40,19 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import (
-    UNQUANTISED,
-    Asked,
     BadReply,
-    ConvexTask,
-    FeatureKind,
     FeatureMap,
-    FeatureUpload,
     Loss,
     Moments,
     Normaliser,
     TCTModel,
+    UploadLimits,
     available_memory,
-    check_compression,
-    check_loss,
-    pooled_ridge,
 )
+from fedntk.ntk.convex import pooled_ridge
+from fedntk.ntk.features import FeatureKind
+from fedntk.ntk.losses import check_loss
+from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureUpload, check_compression
 
 from .bootstrap import Bootstrap
 from .control_variate import ControlVariate
@@ -304,7 +301,7 @@ class TCT(SeededFedAvg):
                 "pass all arrays that were returned with it"
             )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
-        own = zip(TCTModel.ARRAYS, (zero, identity.mean, identity.scale), strict=True)
+        own = zip(TCTModel.ARRAYS, (zero, identity.mean, identity.inv_std), strict=True)
         return ArrayRecord({**self._network(initial_arrays), **{k: Array(a) for k, a in own}})
 
     # ---------------------------------------------------------------- sampling
@@ -448,14 +445,14 @@ class TCT(SeededFedAvg):
         self._prepared = True
         self._control.know({self._nodes.client(r.node): r.num_examples for r, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
-        metrics["features-constant"] = int((normaliser.scale == 0).sum())
-        return {MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
+        metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
+        return {MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
 
     def _aggregate_features(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
-        asked = Asked({}, self.max_examples, self.task.sparsity, self.task.bits)
+        asked = UploadLimits({}, self.max_examples, self.task.sparsity, self.task.bits)
 
         def parse(reply: Reply) -> FeatureUpload:
-            upload = FeatureUpload.parse(
+            upload = FeatureUpload.from_arrays(
                 self._own_arrays(reply), asked, width=self.width, num_outputs=self.shape[1]
             )
             if len(upload.labels) != reply.num_examples:
@@ -481,7 +478,7 @@ class TCT(SeededFedAvg):
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None, metrics
         self._prepared = True
-        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.scale}, metrics
+        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
 
     def _affordable(
         self, pairs: list[tuple[Reply, FeatureUpload]], metrics: MetricRecord

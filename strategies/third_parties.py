@@ -10,7 +10,7 @@ from typing import Protocol
 
 from flwr.app import Message
 
-from fedntk.ntk import Asked
+from fedntk.ntk import UploadLimits
 from fedntk.trust import Shuffled
 
 __all__ = ["SealedSeeds", "SealsSeeds", "Shuffles"]
@@ -33,7 +33,7 @@ class Shuffles(Protocol):
         self,
         sealed: Sequence[bytes],
         *,
-        asked: Asked,
+        asked: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,

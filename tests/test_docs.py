@@ -16,7 +16,8 @@ def modules() -> list[str]:
     names = []
     for room in ROOMS:
         package = importlib.import_module(f"fedntk.{room}")
-        names += [f"fedntk.{room}.{info.name}" for info in pkgutil.iter_modules(package.__path__)]
+        prefix = f"fedntk.{room}."
+        names += [info.name for info in pkgutil.walk_packages(package.__path__, prefix)]
     return names
 
 

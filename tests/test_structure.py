@@ -63,7 +63,7 @@ def test_arrows_point_down_only(room):
         "strategies": {"ntk", "trust"},
         "simulations": {"ntk", "trust", "clients", "strategies"},
     }[room]
-    for path in (ROOT / room).glob("*.py"):
+    for path in (ROOT / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):

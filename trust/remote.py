@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from fedntk.ntk import Asked
+from fedntk.ntk import UploadLimits
 
 from .key_server import NotEnrolled
 from .sealing import SealError, check_run, frame
@@ -118,7 +118,7 @@ class RemoteShufflingServer(_Remote):
         self,
         sealed: Sequence[bytes],
         *,
-        asked: Asked,
+        asked: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from fedntk.ntk import Asked
+from fedntk.ntk import UploadLimits
 
 from .key_server import KeyServer, NotEnrolled
 from .remote import SEALED_SEED_PATH, SHUFFLE_PATH
@@ -69,7 +69,7 @@ def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMI
         head, *sealed = unframe(body) or [b""]
         try:
             fields = json.loads(head)
-            asked = Asked.from_json(fields["asked"])
+            asked = UploadLimits.from_json(fields["asked"])
             run, server_round = str(fields["run"]), int(fields["server-round"])
             claims = fields["num-examples"]
             if claims is not None and [type(n) for n in claims] != [int] * len(sealed):

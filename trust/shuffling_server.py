@@ -31,17 +31,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
-from fedntk.ntk import (
-    Asked,
-    BadReply,
-    CompressedUpload,
-    JacobianUpload,
-    NotEnoughMemory,
-    Room,
-    from_npy,
-    to_npy,
-    usable,
-)
+from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, NotEnoughMemory, UploadLimits
+from fedntk.ntk.payloads import MemoryBudget, from_npy, screen_uploads, to_npy
 
 from .sealing import SealError, check_run, frame, new_key, public_bytes, seal, unframe, unseal
 
@@ -167,7 +158,7 @@ class ShufflingServer:
         self,
         sealed: Sequence[bytes],
         *,
-        asked: Asked,
+        asked: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,
@@ -180,7 +171,7 @@ class ShufflingServer:
         ----------
         sealed : sequence of bytes
             From :func:`seal_upload`, one for each client.
-        asked : Asked
+        asked : UploadLimits
             What the clients were asked for.
         run : str
             Name of the run.
@@ -196,7 +187,7 @@ class ShufflingServer:
             Rejected uploads have the reason ``"sealed"`` (does not open), ``"replayed"`` (came
             twice), ``"arrays"`` (holds something else),
             ``"num-examples"``, ``"memory"``, ``"malformed"``, or one of
-            :meth:`fedntk.ntk.CompressedUpload.parse` or :func:`fedntk.ntk.usable`.
+            :meth:`fedntk.ntk.CompressedUpload.from_arrays` or ``screen_uploads``.
 
         Raises
         ------
@@ -233,12 +224,12 @@ class ShufflingServer:
         sealed: Sequence[bytes],
         num_examples: Sequence[int] | None,
         info: bytes,
-        asked: Asked,
+        asked: UploadLimits,
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
         """Open the uploads; those that can be used, and why others cannot, by their index."""
         uploads: dict[int, JacobianUpload] = {}
         rejected: dict[int, BadReply] = {}
-        room = Room()
+        room = MemoryBudget()
         for i, data in enumerate(sealed):
             try:
                 if data in sealed[:i]:
@@ -249,13 +240,13 @@ class ShufflingServer:
                 uploads[i] = room.hold(upload)
             except BadReply as error:
                 rejected[i] = error
-        for i, verdict in zip(list(uploads), usable(list(uploads.values())), strict=True):
+        for i, verdict in zip(list(uploads), screen_uploads(list(uploads.values())), strict=True):
             if verdict is not None:
                 rejected[i] = verdict
                 del uploads[i]
         return uploads, rejected
 
-    def _opened(self, data: bytes, info: bytes, asked: Asked) -> JacobianUpload:
+    def _opened(self, data: bytes, info: bytes, asked: UploadLimits) -> JacobianUpload:
         try:
             opened = unseal(data, self._private_key, info)
         except SealError as error:
@@ -265,7 +256,7 @@ class ShufflingServer:
         except Exception as error:  # whatever hostile bytes provoke
             raise BadReply("arrays", f"the sealed bytes hold no arrays: {error}") from error
         try:
-            return CompressedUpload.parse(arrays, asked)
+            return CompressedUpload.from_arrays(arrays, asked)
         except BadReply:
             raise
         except Exception as error:  # whatever hostile bytes provoke

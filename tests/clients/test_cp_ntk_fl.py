@@ -14,7 +14,7 @@ from fedntk.clients import (
     get_weights,
     project,
 )
-from fedntk.ntk import Asked, CompressedUpload, jacobian, one_hot
+from fedntk.ntk import CompressedUpload, UploadLimits, jacobian, one_hot
 from fedntk.trust import (
     SEALED_SEED,
     ClientKeys,
@@ -38,7 +38,7 @@ def network(width=6):
 
 def parsed(arrays, model, **asked):
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    return CompressedUpload.parse(arrays, Asked(shapes, **asked))
+    return CompressedUpload.from_arrays(arrays, UploadLimits(shapes, **asked))
 
 
 def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
@@ -203,7 +203,7 @@ def test_a_sealed_upload_opens_for_the_shuffling_server_alone():
     ]  # fmt: skip
     assert all(len(arrays) == 1 and arrays[0].dtype == np.uint8 for arrays in sealed)
     shapes = {name: list(p.shape) for name, p in network().named_parameters()}
-    asked = Asked(shapes, sparsity=0.5, bits=6)
+    asked = UploadLimits(shapes, sparsity=0.5, bits=6)
     blobs = [arrays[0].tobytes() for arrays in sealed]
     opened = server.shuffle(blobs, asked=asked, run=RUN, server_round=3)
     assert opened.accepted == 2

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from fedntk.clients import SGDClient, TCTClient, feature_cache, get_weights, shrink
-from fedntk.ntk import ConvexTask, FeatureMap, FeatureUpload, Moments, Normaliser, NotEnoughMemory
+from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory
+from fedntk.ntk.features import tangent
+from fedntk.ntk.jacobian import differentiate
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload
 
 MAP = FeatureMap(num_features=20)
 STATISTICS = ConvexTask(step="statistics", key="k", feature_map=MAP, parts=("network",))
@@ -49,7 +52,7 @@ def message(width: int = 20, seed: int = 3) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
     own = normaliser()
     theta, control = generator.standard_normal((2, width, 3)).astype(np.float32)
-    return [*get_weights(network()), own.mean, own.scale, theta, 0.1 * control]
+    return [*get_weights(network()), own.mean, own.inv_std, theta, 0.1 * control]
 
 
 def step(who: TCTClient, task: ConvexTask, arrays: list[np.ndarray], server_round: int = 4) -> Any:
@@ -85,7 +88,7 @@ def test_moments_are_those_of_the_features(tmp_path):
     expected = Moments.of(MAP.extractor(network())(X))
     assert count == 11
     np.testing.assert_allclose(arrays[0], expected.mean, rtol=1e-12)
-    np.testing.assert_allclose(arrays[1], expected.deviation, rtol=1e-12)
+    np.testing.assert_allclose(arrays[1], expected.sum_sq_dev, rtol=1e-12)
     assert metrics["train-loss"] == pytest.approx(1 / 2 * (1 - 1 / 3))  # ||e_y - 1/3||^2 / 2
 
 
@@ -338,8 +341,8 @@ def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_pa
 )
 def test_what_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch, task, options, what):
     monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
-    monkeypatch.setattr("fedntk.ntk.features.require_memory", lambda *a, **o: None)
-    monkeypatch.setattr("fedntk.ntk.differentiate.require_memory", lambda *a, **o: None)
+    monkeypatch.setattr(tangent, "require_memory", lambda *a, **o: None)
+    monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     arrays = message() if task.step == "linear" else get_weights(network())
     with pytest.raises(NotEnoughMemory, match=f"{what}.* needs 0.0 GB"):
         step(client(tmp_path, **options), task, arrays)

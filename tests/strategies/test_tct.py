@@ -107,7 +107,7 @@ def test_the_normaliser_is_that_of_the_pooled_examples(clients):
     pooled = torch.cat([extract(examples(k)[0]) for k in range(6)])
     expected = Normaliser.of(Moments.of(pooled))
     np.testing.assert_allclose(after["tct.mean"], expected.mean, rtol=1e-6)
-    np.testing.assert_allclose(after["tct.scale"], expected.scale, rtol=1e-6)
+    np.testing.assert_allclose(after["tct.scale"], expected.inv_std, rtol=1e-6)
     assert not after[LINEAR].any()
 
 

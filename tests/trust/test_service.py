@@ -24,7 +24,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fedntk.clients import CPNTKFLClient, SealedProjection, client_app
-from fedntk.ntk import Asked, JacobianUpload
+from fedntk.ntk import JacobianUpload, UploadLimits
 from fedntk.strategies import CPNTKFL
 from fedntk.trust import (
     ClientKeys,
@@ -44,7 +44,7 @@ from fedntk.trust.service import read_enrolled
 from fedntk.trust.shuffling_server import ShufflingServer
 
 from ..strategies.federation import NUM_CLIENTS, Grid, examples
-from .uploads import ASKED, ROUND, RUN, rows, sealed, shuffle, upload
+from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
 
 BODY_LIMIT = 100_000
 
@@ -259,12 +259,12 @@ def test_too_large_a_round_is_refused(shuffling_server):
 
 def test_refusals_are_the_shuffling_servers_own(shuffling_server):
     with pytest.raises(SealError, match="run: expected a name"):
-        shuffling_server.shuffle([], asked=ASKED, run="", server_round=ROUND)
+        shuffling_server.shuffle([], asked=LIMITS, run="", server_round=ROUND)
 
 
 def test_failure_tells_nothing(servers, shuffling_server):
     owner = ShufflingServer(load_key(servers.key))
-    asked = Asked(ASKED.parameters, max_examples="many")
+    asked = UploadLimits(LIMITS.parameters, max_examples="many")
     with pytest.raises(SealError, match="expected what is asked, run and round as JSON") as error:
         shuffle(shuffling_server, [sealed(upload(0, 10), owner)], asked)
     assert "Traceback" not in str(error.value)

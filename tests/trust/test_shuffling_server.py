@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import Asked, BadReply, CompressedUpload, Jacobian, JacobianUpload, to_npy
+from fedntk.ntk import BadReply, CompressedUpload, Jacobian, JacobianUpload, UploadLimits
+from fedntk.ntk.payloads import to_npy
 from fedntk.trust import SealError, ShufflingServer, new_key, public_bytes, seal, seal_upload
 from fedntk.trust.sealing import frame
 from fedntk.trust.shuffling_server import Shuffled
 
-from .uploads import ASKED, ROUND, RUN, rows, sealed, shuffle, upload
+from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
 
 
 def scaled(part: JacobianUpload, factor: float) -> JacobianUpload:
@@ -125,7 +126,7 @@ def hostile(kind: str, server: ShufflingServer, good: list[bytes]) -> bytes:
         case "labels":
             return replaced(labels=np.full(10, 3, np.uint8))
         case "too many examples":
-            return sealed(upload(9, ASKED.max_examples + 1), server)
+            return sealed(upload(9, LIMITS.max_examples + 1), server)
         case "another form":
             return sealed(upload(9, 10, structure="dense"), server)
         case "outlier":
@@ -184,11 +185,11 @@ def test_sealed_bytes_that_hold_no_arrays_are_dropped(server):
 def test_uploads_must_be_compressed_as_asked(server):
     parts = [upload(seed, 10) for seed in range(3)]
     data = [sealed(part, server, sparsity=0.5, bits=6) for part in parts]
-    asked = Asked(ASKED.parameters, 10, sparsity=0.5, bits=6)
+    asked = UploadLimits(LIMITS.parameters, 10, sparsity=0.5, bits=6)
     shuffled = shuffle(server, [*data, sealed(upload(3, 10), server)], asked)
     assert {i: error.reason for i, error in shuffled.rejected.items()} == {3: "compression"}
     expected = [
-        CompressedUpload.parse(
+        CompressedUpload.from_arrays(
             CompressedUpload.compress(part, sparsity=0.5, bits=6).to_arrays(), asked
         )
         for part in parts
@@ -253,8 +254,9 @@ def test_rows_compressed_by_themselves_share_no_scale_with_their_clients_others(
     shared = {}
     for by_row in (False, True):
         decoded = [
-            CompressedUpload.parse(
-                CompressedUpload.compress(p, sparsity=0.5, bits=6, by_row=by_row).to_arrays(), ASKED
+            CompressedUpload.from_arrays(
+                CompressedUpload.compress(p, sparsity=0.5, bits=6, by_row=by_row).to_arrays(),
+                LIMITS,
             )
             for p in parts
         ]
@@ -288,18 +290,18 @@ def test_malformed_key_or_run_is_refused(server):
     with pytest.raises(SealError, match="run: expected a name"):
         seal_upload([], server.public_key, run="", server_round=1)
     with pytest.raises(SealError, match="run: expected a name"):
-        server.shuffle([], asked=ASKED, run="", server_round=1)
+        server.shuffle([], asked=LIMITS, run="", server_round=1)
 
 
 def test_what_is_shuffled_travels(server):
     data = [sealed(upload(seed, 10), server) for seed in range(2)]
     shuffled = shuffle(server, [b"rubbish", *data])
     for one in (shuffled, dataclasses.replace(shuffled, upload=None, message="too few")):
-        read = Shuffled.from_bytes(one.to_bytes(), parameters=ASKED.parameters)
+        read = Shuffled.from_bytes(one.to_bytes(), parameters=LIMITS.parameters)
         assert (read.accepted, read.message) == (one.accepted, one.message)
         assert isinstance(read.rejected[0], BadReply)
         assert str(read.rejected[0]) == str(one.rejected[0])
         assert (read.upload is None) == (one.upload is None)
-    read = Shuffled.from_bytes(shuffled.to_bytes(), parameters=ASKED.parameters)
+    read = Shuffled.from_bytes(shuffled.to_bytes(), parameters=LIMITS.parameters)
     assert torch.equal(read.upload.outputs, shuffled.upload.outputs)
     assert rows(read.upload) == rows(shuffled.upload)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedntk.ntk import Asked, CompressedUpload, JacobianUpload, jacobian, one_hot
+from fedntk.ntk import CompressedUpload, JacobianUpload, UploadLimits, jacobian, one_hot
 from fedntk.trust import Shuffled, ShufflingServer, seal_upload
 
 RUN = "run-7"
@@ -18,7 +18,9 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-ASKED = Asked({name: tuple(p.shape) for name, p in network().named_parameters()}, max_examples=60)
+LIMITS = UploadLimits(
+    {name: tuple(p.shape) for name, p in network().named_parameters()}, max_examples=60
+)
 
 
 def upload(seed: int, num_examples: int, *, structure: str = "factored") -> JacobianUpload:
@@ -46,7 +48,9 @@ def sealed(
     return seal_upload(arrays, server.public_key, run=run, server_round=server_round).tobytes()
 
 
-def shuffle(server: ShufflingServer, data: Sequence[bytes], asked: Asked = ASKED) -> Shuffled:
+def shuffle(
+    server: ShufflingServer, data: Sequence[bytes], asked: UploadLimits = LIMITS
+) -> Shuffled:
     return server.shuffle(data, asked=asked, run=RUN, server_round=ROUND)
 
 

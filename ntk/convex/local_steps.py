@@ -1,0 +1,226 @@
+"""M corrected full-batch steps of a client on its convex problem, and their closed form.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, algorithm 1 (eq. (3)) with full-batch gradients (appendix A.2):
+
+    W_{m+1} = W_m - eta (grad L_k(W_m) - h_k),       m = 0 ... M - 1.
+
+Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y, as in the
+authors' MNIST example; eq. (1) has no 1/2, and algorithm 2 no 1/n_k. Steps diverge where
+eta lambda_max / n is above 2.
+
+Whatever the loss, W_M = W_0 - eta (Z^T S / n - M h) with S = sum of R_m (n x C). For least squares
+R_{m+1} = (I - eta K / n) R_m + eta Z h with K = Z Z^T, a geometric series in the eigenbasis of K:
+for an eigenvalue with a = eta lambda / n,
+
+    S = phi_1 R_0 + eta phi_2 Z h,   phi_1 = (1 - (1 - a)^M) / a,   phi_2 = (M - phi_1) / a.
+
+For cross-entropy R = softmax(Z W) - Y, and the M steps are taken on Z W (n x C) instead of W
+(p x C).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..losses import Loss, check_loss
+from ..memory import require_memory
+
+__all__ = [
+    "Spectrum",
+    "convex_loss",
+    "geometric_sums",
+    "looped_steps",
+    "mean_gradient",
+    "residual_sum",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Eigenvalues and -vectors of K = Z Z^T.
+
+    Attributes
+    ----------
+    values : float64, shape (n,)
+        Not negative, ascending.
+    vectors : float64, shape (n, n)
+        In columns.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, kernel: Tensor) -> "Spectrum":
+        """Decompose a kernel (n, n), in float64.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the decomposition, about 5 n^2 numbers, would not fit.
+        """
+        n = len(kernel)
+        require_memory(
+            5 * 8 * n * n,
+            f"the eigendecomposition for {n} examples",
+            cure="give the client fewer examples, or have it take its steps in a loop",
+        )
+        values, vectors = torch.linalg.eigh(kernel.double())
+        return cls(values.clamp(min=0), vectors)
+
+    def rate(self, learning_rate: float) -> float:
+        """Return eta lambda_max / n; full-batch steps diverge where it is above 2."""
+        return learning_rate * float(self.values[-1]) / len(self.values)
+
+
+def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
+    """L_k at outputs Z W (n, C): half the mean squared norm, or the mean cross-entropy.
+
+    Targets of the cross-entropy are one-hot.
+    """
+    if check_loss(loss) == "mse":
+        return float((outputs.double() - targets.double()).square().sum(1).mean() / 2)
+    logs = torch.log_softmax(outputs.double(), 1)
+    return float(-(targets.double() * logs).sum(1).mean())
+
+
+def _residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+    return (outputs if loss == "mse" else torch.softmax(outputs, 1)) - targets
+
+
+def geometric_sums(rate: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """phi_1 = sum of (1 - a)^m and phi_2 = sum of (1 - (1 - a)^m) / a, over m = 0 ... M - 1.
+
+    Parameters
+    ----------
+    rate : Tensor of float64
+        a = eta lambda / n, at least 0. Above 2 both grow as the loop does.
+    steps : int
+        M.
+
+    Returns
+    -------
+    tuple of Tensor, Tensor
+        float64; M and M (M - 1) / 2 where a is 0.
+    """
+    small = rate * steps < 1e-2
+    a = torch.where(small, torch.ones_like(rate), rate)
+    # expm1 keeps the digits where M a is of order 1 and a is tiny
+    log = steps * torch.log1p(-a.clamp(max=0.5))
+    power = torch.where(a < 0.5, -torch.expm1(log), 1 - (1 - a) ** steps)
+    first = power / a
+    second = (steps - first) / a
+    series = [torch.zeros_like(rate), torch.zeros_like(rate)]
+    term = torch.full_like(rate, float(steps))  # binom(M, j) (-a)^(j - 1)
+    for j in range(1, 8):
+        series[0] = series[0] + term
+        term = term * (steps - j) / (j + 1)  # binom(M, j + 1) (-a)^(j - 1)
+        series[1] = series[1] + term
+        term = -term * rate
+    return torch.where(small, series[0], first), torch.where(small, series[1], second)
+
+
+def residual_sum(
+    kernel: Spectrum | Tensor,
+    outputs: Tensor,
+    targets: Tensor,
+    drift: Tensor,
+    *,
+    learning_rate: float,
+    steps: int,
+    loss: Loss = "mse",
+) -> Tensor:
+    """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps.
+
+    Parameters
+    ----------
+    kernel : Spectrum or Tensor, shape (n, n)
+        Of K = Z Z^T: its spectrum for least squares, itself for cross-entropy. Not looked at if
+        `steps` is 1.
+    outputs : Tensor, shape (n, C)
+        Z W_0.
+    targets : Tensor, shape (n, C)
+        Y.
+    drift : Tensor, shape (n, C)
+        Z h.
+    learning_rate, steps : float, int
+        eta and M.
+    loss : {"mse", "cross-entropy"}
+        See the module.
+
+    Returns
+    -------
+    Tensor, shape (n, C)
+        float64; not finite where the steps diverge that far.
+    """
+    n, first = len(outputs), _residual(outputs.double(), targets.double(), check_loss(loss))
+    if steps == 1:
+        return first
+    drift = drift.double()
+    if loss == "mse":
+        if not isinstance(kernel, Spectrum):
+            raise TypeError("kernel: least squares need its Spectrum")
+        one, two = geometric_sums(learning_rate * kernel.values / n, steps)
+        basis = kernel.vectors
+        inner = one[:, None] * (basis.T @ first) + learning_rate * two[:, None] * (basis.T @ drift)
+        return basis @ inner
+    if not isinstance(kernel, Tensor):
+        raise TypeError("kernel: cross-entropy needs the matrix")
+    f, k = outputs.double(), kernel.double() / n
+    total = torch.zeros_like(f)
+    for _ in range(steps):
+        r = _residual(f, targets, loss)
+        total += r
+        f = f - learning_rate * (k @ r - drift)
+    return total
+
+
+def looped_steps(
+    features: Tensor,
+    weights: Tensor,
+    targets: Tensor,
+    correction: Tensor,
+    *,
+    learning_rate: float,
+    steps: int,
+    loss: Loss = "mse",
+) -> tuple[Tensor, Tensor]:
+    """Take the M steps one after another on W, as eq. (3) says: the closed form's oracle.
+
+    Parameters
+    ----------
+    features, weights, targets, correction : Tensor, shapes (n, p), (p, C), (n, C), (p, C)
+        Z, W_0, Y and h, of one dtype.
+    learning_rate, steps, loss
+        As in :func:`residual_sum`.
+
+    Returns
+    -------
+    tuple of Tensor, Tensor
+        W_M (p, C) and S (n, C).
+    """
+    check_loss(loss)
+    w, total = weights.clone(), torch.zeros_like(targets)
+    for _ in range(steps):
+        r = _residual(features @ w, targets, loss)
+        total += r
+        w -= learning_rate * (features.T @ r / len(features) - correction)
+    return w, total
+
+
+def mean_gradient(before: Tensor, after: Tensor, span: float) -> Tensor:
+    """Algorithm 1's eq. (2): c = (theta^{t-1} - theta^t) / (M eta), of two models (p, C).
+
+    It is the clients' mean gradient along the last round, if all of them took part. Server and
+    clients get the same bits.
+
+    Parameters
+    ----------
+    before, after : Tensor, shape (p, C)
+        The models that two successive rounds began with.
+    span : float
+        M eta.
+    """
+    return (before - after) / span

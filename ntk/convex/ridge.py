@@ -1,0 +1,124 @@
+"""The convex problem of TCT solved in one place, from all clients' features.
+
+Beyond Yu et al., NeurIPS 2022: the exact solution that their stage 2 approaches round by round.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..features.normaliser import Moments, Normaliser
+from ..features.rows import FeatureRows
+from ..losses import one_hot
+from ..memory import require_memory
+from ..payloads.feature_upload import FeatureUpload
+
+__all__ = ["pooled_ridge", "ridge_regression"]
+
+
+def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
+    """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.
+
+    A = (K + rho I)^{-1} Y with rho = `ridge` times the mean of K's diagonal, so that its meaning
+    depends neither on n nor on the features' scale. Full-batch steps from zero approach the limit
+    rho -> 0.
+
+    Parameters
+    ----------
+    kernel : Tensor, shape (n, n)
+        K = Z Z^T.
+    targets : Tensor, shape (n, C)
+        Y.
+    ridge : float
+        Above 0.
+
+    Returns
+    -------
+    Tensor, shape (n, C)
+        float64.
+
+    Raises
+    ------
+    ValueError
+        If `ridge` is not above 0, or so small that K + rho I has no Cholesky factor.
+    """
+    if not ridge > 0:  # NaN, too
+        raise ValueError(f"ridge: expected more than 0, got {ridge}")
+    system = kernel.double()
+    scale = float(system.diagonal().mean()) or 1.0
+    system = system.clone() if system is kernel else system
+    system.diagonal().add_(ridge * scale)
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed):
+        raise ValueError(f"ridge = {ridge:g} is too small for this kernel in float64; raise it")
+    return torch.cholesky_solve(targets.double(), factor)
+
+
+def pooled_ridge(
+    uploads: Sequence[FeatureUpload],
+    num_outputs: int,
+    *,
+    ridge: float,
+    normalise: bool = True,
+    bias: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[NDArray[np.float32], Normaliser]:
+    """Normalise the pooled features and solve the ridge regression on centred labels, in the dual.
+
+    Parameters
+    ----------
+    uploads : sequence of FeatureUpload
+        Of n examples in all, p features each.
+    num_outputs : int
+        C.
+    ridge : float
+        See :func:`ridge_regression`.
+    normalise : bool
+        Mean 0 and variance 1 over the n examples; else features are used as they are.
+    bias : bool
+        Add a feature that is 1.
+    device : torch.device or str
+        Where products are formed.
+
+    Returns
+    -------
+    tuple of ndarray of float32 (p, C), or (p + 1, C) with a bias, and Normaliser
+        The linear model, and what its features were normalised by.
+
+    Raises
+    ------
+    NotEnoughMemory
+        If kernel and factor, 24 n^2 bytes, would not fit.
+    ArithmeticError
+        If the solution is not finite.
+    """
+    bounds = np.cumsum([0, *(len(upload.labels) for upload in uploads)]).tolist()
+    n, width = bounds[-1], len(uploads[0].scale)
+    require_memory(24 * n * n, f"solving for {n} examples", cure="ask fewer clients")
+
+    def raw(start: int, stop: int) -> Tensor:
+        return torch.cat(
+            [
+                upload.rows(max(start - first, 0), min(stop, last) - first)
+                for upload, first, last in zip(uploads, bounds, bounds[1:], strict=False)
+                if start < last and stop > first
+            ]
+        )
+
+    normaliser = Normaliser.identity(width)
+    if normalise:
+        chunks = FeatureRows(raw, (n, width)).chunks()
+        normaliser = Normaliser.of(Moments.join(Moments.of(z) for _, z in chunks))
+    rows = FeatureRows(
+        lambda start, stop: normaliser(raw(start, stop)), (n, width), device=device, bias=bias
+    )
+    labels = np.concatenate([upload.labels.astype(np.int64) for upload in uploads])
+    targets = one_hot(torch.from_numpy(labels), num_outputs) - 1 / num_outputs
+    kernel = rows.gram(torch.float64)  # else its rounding would bound the ridge from below
+    linear = rows.transposed_matmul(ridge_regression(kernel, targets, ridge).float())
+    if not bool(torch.isfinite(linear).all()):
+        raise ArithmeticError("the solution is not finite")
+    return linear.numpy(), normaliser

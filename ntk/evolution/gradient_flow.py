@@ -1,0 +1,273 @@
+"""NTK evolution: the linearised network under gradient flow, and the weights that follow it.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, eq. (5), (7),
+(9a), (9b) and (10). With G(f) = scale * (Y - f) for MSE, scale = eta/(n C), and
+G(f) = scale * (Y - softmax(f)) for cross-entropy, scale = eta/n:
+
+    df/dt = H G(f),    R(t) = integral of G(f(u)) du from 0 to t,    w(t) = w + J^T R(t),
+
+so that f(t) = f(0) + H R(t). Time is counted in steps of the learning rate. The paper writes 1/N
+in eq. (7) and (9a) but 1/(N d_2) in eq. (10); used literally, functions and weights would move at
+speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves both.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..jacobian.operator import Jacobian
+from ..losses import Loss, check_loss, output_hessian, output_scale, residual
+from ..memory import available_memory, require_memory
+from .solver import NOT_FINITE, RungeKuttaChebyshev
+
+__all__ = ["Evolution", "evolve"]
+
+SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Evolution:
+    """Outputs and residuals of the linearised network at the requested steps.
+
+    Attributes
+    ----------
+    steps : tuple of float, length T
+        The times t, in steps of the learning rate.
+    outputs : Tensor, shape (T, n, C)
+        f(t): eq. (9a) for MSE.
+    residuals : Tensor, shape (T, n, C)
+        R(t), such that ``jacobian.vjp(residuals[k])`` is the change of the weights: eq. (9b), (10).
+    kernel_products : int
+        How many products of the kernel with an (n, C) matrix the solver took; 0 in closed form.
+    solver_steps : int
+        How many steps it accepted; the estimated error of each is within the tolerance.
+    error_estimate : float
+        Sum of these steps' estimated errors, relative to the norm of the outputs: an estimate from
+        above of the error at the last step, because the flow of a convex loss damps errors.
+    """
+
+    steps: tuple[float, ...]
+    outputs: Tensor
+    residuals: Tensor
+    kernel_products: int
+    solver_steps: int
+    error_estimate: float
+
+
+def evolve(
+    jacobian_or_kernel: Jacobian | Tensor,
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    loss: Loss,
+    learning_rate: float,
+    steps: Sequence[float],
+    kernel: Literal["mean", "full"] = "mean",
+    residuals: Literal["integral", "sum"] = "integral",
+    tolerance: float = 1e-4,
+    memory_budget: int | None = None,
+) -> Evolution:
+    """Evolve the outputs of a linearised network under gradient flow.
+
+    MSE with the mean kernel is solved in closed form in the kernel's eigenbasis, in float64.
+    In all other cases the differential equation is stiff, and a stabilised explicit method, of
+    Runge, Kutta and Chebyshev, integrates it with error control (Sommeijer, Shampine and Verwer,
+    *RKC: an explicit solver for parabolic PDEs*, J. Comput. Appl. Math. 88, 1998).
+
+    Parameters
+    ----------
+    jacobian_or_kernel : Jacobian or Tensor of shape (n, n)
+        Of the n examples; a tensor is taken as the mean kernel H of eq. (6).
+    outputs : Tensor, shape (n, C)
+        f(0), the network's outputs at the current weights.
+    targets : Tensor, shape (n, C)
+        One-hot targets Y.
+    loss : {"mse", "cross-entropy"}
+        Loss averaged over examples (and outputs, for MSE).
+    learning_rate : float
+        eta.
+    steps : sequence of float, length T
+        Increasing times t >= 0 at which to report, in steps of the learning rate.
+    kernel : {"mean", "full"}
+        ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
+        the exact linearised network; needs a Jacobian, builds no matrix.
+    residuals : {"integral", "sum"}
+        ``"integral"``: R(t) as above; it never overshoots. ``"sum"``: the paper's eq. (10) to the
+        letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which approaches the integral
+        as eta goes to 0 and overshoots where eta lambda_max is not small; t must be whole.
+    tolerance : float
+        Error allowed per step of the solver, relative to the norm of the outputs. The whole error
+        was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
+    memory_budget : int, optional
+        Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
+        available by default. Past it no matrix is built, and the solver takes products with
+        :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
+
+    Returns
+    -------
+    Evolution
+        In the dtype of `outputs`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range, shapes do not fit, or the kernel is not finite.
+    NotEnoughMemory
+        If not even the solver's own arrays, or a given kernel's eigendecomposition, would fit.
+    FloatingPointError
+        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice.
+
+    Examples
+    --------
+    One example, one output, H = 2: f(t) = 1 - exp(-2 t) for a learning rate of 1.
+
+    >>> one = torch.ones(1, 1)
+    >>> evolve(2 * one, 0 * one, one, loss="mse", learning_rate=1.0, steps=[0, 1]).outputs.flatten()
+    tensor([0.0000, 0.8647])
+    """
+    check_loss(loss)
+    if residuals not in ("integral", "sum"):
+        raise ValueError(f"residuals: expected 'integral' or 'sum', got {residuals!r}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
+    n, num_outputs = _check(jacobian_or_kernel, outputs, targets, learning_rate, kernel)
+    times = _check_steps(steps, whole=residuals == "sum")
+    scale = learning_rate * output_scale(n, num_outputs, loss)
+    matrix, apply = _products(jacobian_or_kernel, kernel, loss, memory_budget)
+    if loss == "mse" and matrix is not None:
+        return _evolve_mse(matrix, outputs, targets, scale, times, residuals)
+    require_memory(
+        8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
+        f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
+        device=outputs.device,
+        cure="report fewer steps or sample fewer examples",
+    )
+    return _evolve_stiff(apply, outputs, targets, loss, scale, times, residuals, tolerance)
+
+
+def _products(
+    operator: Jacobian | Tensor, kernel: str, loss: Loss, memory_budget: int | None
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """Return the kernel's matrix, None if it is not to be built, and the product with it."""
+    if isinstance(operator, Tensor):
+        return operator, operator.__matmul__
+    if kernel == "full":
+        return None, operator.full_product
+    needed = operator.gram_bytes() + (_eigen_bytes(operator.num_examples) if loss == "mse" else 0)
+    budget = available_memory(operator.device) if memory_budget is None else memory_budget
+    if needed > budget:
+        return None, operator.mean_product
+    matrix = operator.gram()
+    return matrix, matrix.__matmul__
+
+
+def _eigen_bytes(n: int) -> int:
+    """Bytes of an eigendecomposition: the matrix in float64, its eigenvectors, and work space."""
+    return 4 * 8 * n**2
+
+
+def _check(
+    operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor, learning_rate: float, kernel: str
+) -> tuple[int, int]:
+    if kernel not in ("mean", "full"):
+        raise ValueError(f"kernel: expected 'mean' or 'full', got {kernel!r}")
+    if kernel == "full" and isinstance(operator, Tensor):
+        raise ValueError("kernel='full' couples the outputs: pass a Jacobian, not a kernel matrix")
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
+    if outputs.ndim != 2 or outputs.shape != targets.shape:
+        raise ValueError(
+            "outputs and targets: expected one shape (n, C), "
+            f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
+        )
+    n, num_outputs = outputs.shape
+    shape = (
+        tuple(operator.shape)
+        if isinstance(operator, Tensor)
+        else (operator.num_examples, operator.num_examples)
+    )
+    if shape != (n, n):
+        raise ValueError(f"expected a kernel of {n} x {n} examples, got {shape}")
+    return n, num_outputs
+
+
+def _check_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
+    times = tuple(float(t) for t in steps)
+    if not times or any(a >= b for a, b in itertools.pairwise(times)) or times[0] < 0:
+        raise ValueError(f"steps: expected increasing times of at least 0, got {steps}")
+    if not all(math.isfinite(t) for t in times):
+        raise ValueError(f"steps: expected finite times, got {steps}")
+    if whole and any(t != round(t) for t in times):
+        raise ValueError(f"steps: the sum of eq. (10) needs whole steps, got {steps}")
+    return times
+
+
+def _evolve_mse(
+    kernel: Tensor,
+    outputs: Tensor,
+    targets: Tensor,
+    scale: float,
+    times: tuple[float, ...],
+    residuals: str,
+) -> Evolution:
+    """Solve in closed form: each eigenvalue's part of Y - f decays as exp(-rate t), eq. (9a)."""
+    if not (torch.isfinite(kernel).all() and torch.isfinite(outputs).all()):
+        raise ValueError(NOT_FINITE)
+    require_memory(
+        _eigen_bytes(len(kernel)),
+        f"the eigendecomposition of the kernel of {len(kernel)} examples",
+        device=kernel.device,
+        cure="sample fewer clients a round or fewer examples on each",
+    )
+    eigenvalues, basis = torch.linalg.eigh(kernel.double())
+    rates = scale * eigenvalues.clamp(min=0)
+    start = basis.T @ (targets - outputs).double()
+    t = torch.tensor(times, dtype=torch.float64, device=rates.device)[:, None]
+    decay = -torch.expm1(-rates * t)  # 1 - exp(-rate t)
+    # integral of exp(-rate u), or its geometric series over whole u
+    total = _ratio(decay, rates if residuals == "integral" else -torch.expm1(-rates), t)
+    evolved = outputs.double() + basis @ (decay[:, :, None] * start)
+    accumulated = scale * (basis @ (total[:, :, None] * start))
+    dtype = outputs.dtype
+    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0, 0.0)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
+    """Numerator / denominator, and `limit` where the denominator is zero."""
+    zero = denominator == 0
+    return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))
+
+
+def _evolve_stiff(
+    apply: Callable[[Tensor], Tensor],
+    outputs: Tensor,
+    targets: Tensor,
+    loss: Loss,
+    scale: float,
+    times: tuple[float, ...],
+    residuals: str,
+    tolerance: float,
+) -> Evolution:
+    """Integrate f and R together; `apply` is the product with the kernel."""
+    double = targets.double()
+    solver = RungeKuttaChebyshev(
+        apply,
+        lambda f: scale * residual(f, double, loss),
+        lambda f, v: scale * output_hessian(f, v, loss),
+        outputs,
+        tolerance,
+    )
+    evolved, accumulated = zip(*solver.solve(times, whole_steps=residuals == "sum"), strict=True)
+    return Evolution(
+        times,
+        torch.stack(evolved).to(outputs.dtype),
+        torch.stack(accumulated).to(outputs.dtype),
+        solver.products,
+        solver.steps,
+        solver.error_estimate,
+    )

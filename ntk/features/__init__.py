@@ -1,0 +1,18 @@
+"""Tangent features of examples: their map, rows on disk, and their normaliser."""
+
+from .feature_map import FeatureKind, FeatureMap
+from .normaliser import Moments, Normaliser
+from .projection import random_projection
+from .rows import FeatureRows
+from .tangent import TangentFeatures, entk_features
+
+__all__ = [
+    "FeatureKind",
+    "FeatureMap",
+    "FeatureRows",
+    "Moments",
+    "Normaliser",
+    "TangentFeatures",
+    "entk_features",
+    "random_projection",
+]

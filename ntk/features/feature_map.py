@@ -1,0 +1,236 @@
+"""From a trained network to features in which it is linear.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.1 and algorithms 2 and 3: the last linear layer omega^B of the bootstrapped
+network phi^B o omega^B is drawn anew from a fixed seed, and an example is represented by
+
+    z = S(d f_1(x; phi^B o omega^r) / d theta),
+
+the gradient of the first logit at p coordinates that a seed chooses. The other logits' weights have
+no gradient, so the network gets a last layer of one output: that gives ResNet-18 the 11,169,345
+coordinates of appendix B.7.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .tangent import TangentFeatures
+
+__all__ = ["FeatureKind", "FeatureMap"]
+
+FeatureKind = Literal["entk", "last-layer"]
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """What turns examples into features; parties with the same network and map share them.
+
+    Attributes
+    ----------
+    kind : {"entk", "last-layer"}
+        Tangent features, or what the last linear layer is given (appendix B.7, Table 12).
+    num_features : int
+        p of the tangent features; 0, or more than there are coordinates, means all of them.
+    seed : int
+        Of the last layer's new weights and of the chosen coordinates.
+    head : str
+        Name of the last linear layer; empty: the network's last ``nn.Linear``.
+
+    Raises
+    ------
+    ValueError
+        If one of them is out of range.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> FeatureMap(num_features=10).width(network)
+    10
+    >>> FeatureMap().width(network)  # 40 + 9: the head has one output
+    49
+    """
+
+    kind: FeatureKind = "entk"
+    num_features: int = 100_000
+    seed: int = 123
+    head: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(FeatureKind):
+            raise ValueError(
+                f"features: expected one of {', '.join(get_args(FeatureKind))}, got {self.kind!r}"
+            )
+        if self.num_features < 0:
+            raise ValueError(f"num_features: expected at least 0, got {self.num_features}")
+        if self.seed < 0:
+            raise ValueError(f"feature seed: expected at least 0, got {self.seed}")
+
+    def width(self, network: nn.Module) -> int:
+        """Return p, the number of features of an example.
+
+        Raises
+        ------
+        ValueError
+            If the network has no last linear layer, or nothing to train.
+        """
+        _, head = self.last_layer(network)
+        if self.kind == "last-layer":
+            return head.in_features
+        trained = {  # one that the head shares with another layer stays there
+            (id(p), module is head): p.numel() // (head.out_features if module is head else 1)
+            for module in network.modules()
+            for p in module.parameters(recurse=False)
+            if p.requires_grad
+        }
+        total = sum(trained.values())
+        if not total:
+            raise ValueError("network: expected parameters that require gradients, got none")
+        return min(self.num_features or total, total)
+
+    def last_layer(self, network: nn.Module) -> tuple[str, nn.Linear]:
+        """Return name and module of the last linear layer.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or :attr:`head` names something else.
+        """
+        linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
+        name = self.head or next(reversed(linear), "")
+        if name not in linear:
+            raise ValueError(
+                f"head: expected the name of the network's last nn.Linear, got {self.head!r}; "
+                f"linear layers are {', '.join(linear) or 'none'}"
+            )
+        return name, linear[name]
+
+    def convexified(self, network: nn.Module) -> nn.Module:
+        """Return a copy of the network with a new last layer of one output.
+
+        Weights and bias are drawn as ``nn.Linear`` draws them, on the CPU and so the same on any
+        device.
+        """
+        network = copy.deepcopy(network)
+        name, old = self.last_layer(network)
+        # not by its own initialisation, which would advance torch's global generator
+        bias = old.bias is not None
+        head: nn.Linear = nn.utils.skip_init(nn.Linear, old.in_features, 1, bias=bias)
+        generator = torch.Generator().manual_seed(self.seed)
+        bound = 1 / math.sqrt(old.in_features)
+        with torch.no_grad():
+            for new, parameter in ((head.weight, old.weight), (head.bias, old.bias)):
+                if parameter is not None:
+                    new.uniform_(-bound, bound, generator=generator)
+                    new.requires_grad_(parameter.requires_grad)
+        head.to(old.weight)
+        if not name:  # the network is one linear layer
+            return head
+        parent, _, last = name.rpartition(".")
+        setattr(network.get_submodule(parent), last, head)
+        return network
+
+    def extractor(
+        self, network: nn.Module, *, chunk_size: int | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function x (n, ...) -> z (n, p), float32 on the CPU.
+
+        Parameters
+        ----------
+        network : nn.Module
+            With the bootstrapped weights; it is copied, and used in evaluation mode.
+        chunk_size : int, optional
+            Examples differentiated at a time: see :func:`~fedntk.ntk.entk_features`.
+
+        Raises
+        ------
+        ValueError
+            If the network has no last linear layer; and by the function, if replacing that does not
+            leave one output, or features are not finite.
+        """
+        if self.kind == "last-layer":
+            return _representations(self, network)
+        width, convexified = self.width(network), self.convexified(network)
+        device = next(convexified.parameters()).device
+        extract = TangentFeatures(convexified, width, self.seed, chunk_size=chunk_size)
+
+        def features(x: Tensor) -> Tensor:
+            x, cure = x.to(device), "name the layer that gives the logits with head"
+            try:
+                x = _channels_last(convexified, x)
+                with torch.no_grad():
+                    shape = tuple(convexified.eval()(x[:1]).shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"head: with a last layer of one output the network fails ({error}); {cure}"
+                ) from error
+            if shape != (1, 1):
+                raise ValueError(
+                    f"head: with a last layer of one output the network gives {shape} for an "
+                    f"example, expected (1, 1); {cure}"
+                )
+            return extract(x)
+
+        return features
+
+    def to_config(self) -> dict[str, str | int]:
+        """Return what a message's configuration holds of it."""
+        return {
+            "feature-kind": self.kind,
+            "num-features": self.num_features,
+            "feature-seed": self.seed,
+            "feature-head": self.head,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_config` returned."""
+        return cls(
+            config["feature-kind"],
+            int(config["num-features"]),
+            int(config["feature-seed"]),
+            str(config["feature-head"]),
+        )
+
+
+def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
+    """Put network and images in the order of memory in which a CPU pools and convolves faster."""
+    if x.ndim != 4 or x.device.type != "cpu":
+        return x
+    moved = x.contiguous(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    try:
+        with torch.no_grad():
+            network.eval()(moved[:1])
+    except RuntimeError:  # it views its activations in their usual order
+        network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        return x
+    return moved
+
+
+def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[Tensor], Tensor]:
+    network = copy.deepcopy(network)
+    _, head = feature_map.last_layer(network)
+    width, device = head.in_features, head.weight.device
+
+    def features(x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            with torch.no_grad():
+                network.eval()(x.to(device))
+        finally:
+            hook.remove()
+        if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
+            raise ValueError(
+                f"head: expected one input of shape ({len(x)}, {width}), got "
+                f"{[tuple(tensor.shape) for tensor in seen]}"
+            )
+        return seen[0].to("cpu", torch.float32, copy=True)  # it may be x itself
+
+    return features

@@ -1,0 +1,125 @@
+"""Mean 0 and variance 1 over the examples of all clients, from sums that add.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.3, note a. The moments of two groups are joined by Chan, Golub and LeVeque,
+*Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, 1979, eq. (2.1), which
+subtracts no large numbers from each other.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arrays import require_array
+from ..errors import BadReply
+
+__all__ = ["Moments", "Normaliser"]
+
+CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
+SMALLEST = 1e-30  # its inverse is a float32
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, means and sums of squared deviations of a group's features.
+
+    Attributes
+    ----------
+    count : int
+        Examples n in the group.
+    mean : float64, shape (p,)
+        Of each feature.
+    sum_sq_dev : float64, shape (p,)
+        sum over the examples of (z - mean)^2.
+    """
+
+    count: int
+    mean: NDArray[np.float64]
+    sum_sq_dev: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, features: Tensor) -> Self:
+        """Return the moments of features (n, p) with n at least 1."""
+        z = features.double()
+        mean = z.mean(0)
+        return cls(len(z), mean.numpy(), (z - mean).square_().sum(0).numpy())
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Join two groups."""
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.sum_sq_dev + other.sum_sq_dev + delta**2 * (self.count * other.count / count),
+        )
+
+    @classmethod
+    def join(cls, groups: Iterable["Moments"]) -> "Moments":
+        """Join one or more groups; in any order up to rounding of float64."""
+        return functools.reduce(operator.add, groups)
+
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """Return mean and sum_sq_dev; the count travels as the number of examples."""
+        return [self.mean, self.sum_sq_dev]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[NDArray[Any]], count: int, width: int) -> Self:
+        """Check what a client sent.
+
+        Raises
+        ------
+        BadReply
+            If it is not two float64 arrays of `width` numbers, finite, of float32's range, and
+            deviations are not negative.
+        """
+        if len(arrays) != 2:
+            raise BadReply("arrays", f"expected means and deviations, got {len(arrays)} arrays")
+        mean, sum_sq_dev = arrays
+        largest = float(np.finfo(np.float32).max)
+        expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}
+        require_array("mean", mean, low=-largest, high=largest, **expected)
+        require_array("sum_sq_dev", sum_sq_dev, low=0, high=count * largest**2, **expected)
+        return cls(count, mean, sum_sq_dev)
+
+
+@dataclass(frozen=True, eq=False)
+class Normaliser:
+    """z -> (z - mean) inv_std.
+
+    Attributes
+    ----------
+    mean, inv_std : float32, shape (p,)
+        Scale is 1 over the standard deviation, and 0 for a feature that is constant: it carries
+        nothing, whatever it is for other examples. One that varies in few of the n examples has a
+        small standard deviation, and another example may be sqrt(n) of it away: as in the paper,
+        nothing is clipped.
+    """
+
+    mean: NDArray[np.float32]
+    inv_std: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, moments: Moments) -> Self:
+        """Return the normaliser to mean 0 and variance 1 over the examples of `moments`."""
+        std = np.sqrt(moments.sum_sq_dev / moments.count)
+        constant = std <= np.maximum(CONSTANT * np.abs(moments.mean), SMALLEST)
+        inv_std = np.where(constant, 0.0, 1 / np.where(constant, 1.0, std))
+        return cls(moments.mean.astype(np.float32), inv_std.astype(np.float32))
+
+    @classmethod
+    def identity(cls, width: int) -> Self:
+        """Return the normaliser that changes nothing."""
+        return cls(np.zeros(width, np.float32), np.ones(width, np.float32))
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Normalise features (n, p), float32; returns a new tensor on their device."""
+        mean = torch.from_numpy(self.mean).to(features.device)
+        return (features - mean) * torch.from_numpy(self.inv_std).to(features.device)

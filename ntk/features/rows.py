@@ -1,0 +1,123 @@
+"""An (n, p) matrix of features that need not fit in memory: its products, some rows at a time."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..memory import require_memory
+
+__all__ = ["FeatureRows"]
+
+CHUNK_BYTES = 128 * 2**20  # rows at work, as float32
+BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
+
+
+class FeatureRows:
+    """Features Z of n examples, read or computed when they are needed.
+
+    Parameters
+    ----------
+    read : callable
+        (start, stop) -> rows of shape (stop - start, p), float32 on the CPU.
+    shape : tuple of int
+        (n, p).
+    device : torch.device or str
+        Where products are formed.
+    bias : bool
+        Append a feature that is 1: p + 1 columns.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (n, p), with the bias.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, int], Tensor],
+        shape: tuple[int, int],
+        *,
+        device: torch.device | str = "cpu",
+        bias: bool = False,
+    ) -> None:
+        self._read = read
+        self._bias = bias
+        self.device = torch.device(device)
+        self.shape = (shape[0], shape[1] + bias)
+
+    @classmethod
+    def of(
+        cls, array: NDArray[Any], *, device: torch.device | str = "cpu", bias: bool = False
+    ) -> "FeatureRows":
+        """Wrap an array (n, p) of float16, float32 or float64, which may be mapped from a file."""
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = torch.from_numpy(array[start:stop])
+            return rows.float() if rows.dtype == torch.float16 else rows
+
+        return cls(read, (array.shape[0], array.shape[1]), device=device, bias=bias)
+
+    def chunks(self, most: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows' positions, the rows), at most `most` bytes of float32 at a time."""
+        for rows in self._slices((most or CHUNK_BYTES) // (4 * self.shape[1])):
+            yield rows, self[rows]
+
+    def _slices(self, size: int) -> list[slice]:
+        n, size = self.shape[0], max(1, size)
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return consecutive rows."""
+        start, stop, _ = rows.indices(self.shape[0])
+        features = self._read(start, stop).to(self.device)
+        return (
+            torch.cat([features, features.new_ones(len(features), 1)], 1)
+            if self._bias
+            else features
+        )
+
+    def __matmul__(self, weights: Tensor) -> Tensor:
+        """Z W (n, C) of weights (p, C), in their dtype and on the CPU."""
+        on_device = weights.to(self.device)
+        products = [(z.to(on_device) @ on_device).cpu() for _, z in self.chunks()]
+        return torch.cat(products) if products else weights.new_zeros(0, weights.shape[1])
+
+    def transposed_matmul(self, coefficients: Tensor) -> Tensor:
+        """Z^T A (p, C) of coefficients A (n, C), in their dtype and on the CPU."""
+        result = torch.zeros(
+            self.shape[1], coefficients.shape[1], dtype=coefficients.dtype, device=self.device
+        )
+        for rows, z in self.chunks():
+            result.addmm_(z.to(result).T, coefficients[rows].to(self.device))
+        return result.cpu()
+
+    def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Z Z^T (n, n) on the CPU, formed in float32 or float64.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If it, two blocks of rows and their inner products would not fit.
+        """
+        n, width = self.shape
+        itemsize = dtype.itemsize
+        size = max(1, min(n, BLOCK_BYTES // (2 * itemsize * width), math.isqrt(BLOCK_BYTES // 4)))
+        require_memory(
+            itemsize * (n * n + size * (2 * width + size)),
+            f"the kernel of {n} examples",
+            cure="give the client fewer examples",
+        )
+        kernel = torch.empty(n, n, dtype=dtype)
+        slices = self._slices(size)
+        for i, left in enumerate(slices):
+            a = self[left].to(dtype)
+            kernel[left, left] = (a @ a.T).cpu()
+            for right in slices[:i]:
+                block = (a @ self[right].to(dtype).T).cpu()
+                kernel[left, right] = block
+                kernel[right, left] = block.T
+        return kernel

@@ -1,0 +1,195 @@
+"""Features of the empirical tangent kernel for one logit.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.1 and appendix B: phi(x) = d f_1(x) / d w for one logit f_1, and p random
+coordinates of it. The Gaussian projection is the usual alternative (Johnson and Lindenstrauss).
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..jacobian.differentiate import Plans, differentiated
+from ..jacobian.operator import Jacobian
+from ..memory import require_memory
+from .projection import blocks_of_matrix
+
+__all__ = ["TangentFeatures", "entk_features"]
+
+PROJECTION_BYTES = 512 * 2**20  # of the widest parameter's gradients
+
+
+def entk_features(
+    model: nn.Module,
+    x: Tensor,
+    num_features: int,
+    seed: int,
+    output: int = 0,
+    *,
+    method: Literal["subsample", "projection"] = "subsample",
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Tangent features of one logit, in fewer dimensions than parameters.
+
+    With ``"subsample"`` they are p of the P coordinates of d f_output(x) / d w, drawn without
+    replacement and unscaled, as in the paper: (P/p) times their inner products estimates the kernel
+    of that logit. With ``"projection"`` they are the whole gradient times a (P, p) matrix of
+    independent Gaussian entries of variance 1/p: their inner products estimate the kernel itself,
+    for about P p operations an example. The matrix is made in blocks from the seed and never
+    stored.
+
+    Peak memory is n p numbers for the result, and for a chunk of b examples b times an example's
+    factors, its features in float32, and with ``"projection"`` its largest parameter's gradient.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps (n, ...) to (n, C); in evaluation mode meanwhile.
+    x : Tensor, shape (n, ...)
+        The examples, on the model's device.
+    num_features : int
+        p.
+    seed : int
+        Of the coordinates or the matrix; clients that share it share them.
+    output : int
+        Which logit.
+    method : {"subsample", "projection"}
+        See above.
+    dtype : torch.dtype
+        Of the result: float16, float32 or float64.
+    chunk_size : int, optional
+        Examples b at a time; by default as :func:`jacobian` chooses them, or, with
+        ``"projection"``, as many as make 512 MiB of the largest parameter's gradients.
+
+    Returns
+    -------
+    Tensor, shape (n, p)
+        On the CPU.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range, or a feature does not fit in the dtype.
+    NotEnoughMemory
+        If the result or a chunk would not fit.
+
+    Examples
+    --------
+    >>> model = nn.Linear(3, 2)
+    >>> entk_features(model, torch.ones(4, 3), 5, seed=0).shape
+    torch.Size([4, 5])
+    """
+    made = TangentFeatures(
+        model, num_features, seed, output, method=method, dtype=dtype, chunk_size=chunk_size
+    )
+    return made(x)
+
+
+class TangentFeatures:
+    """The function x -> features of :func:`entk_features`; the arguments are those.
+
+    What does not depend on the examples is found once, so that many small calls cost little more
+    than a large one. The model may be given other weights, but no other form, between calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_features: int,
+        seed: int,
+        output: int = 0,
+        *,
+        method: Literal["subsample", "projection"] = "subsample",
+        dtype: torch.dtype = torch.float32,
+        chunk_size: int | None = None,
+    ) -> None:
+        sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        total = sum(sizes.values())
+        if method not in ("subsample", "projection"):
+            raise ValueError(f"method: expected 'subsample' or 'projection', got {method!r}")
+        if num_features < 1 or (method == "subsample" and num_features > total):
+            raise ValueError(
+                f"num_features: expected 1 ... {total}, the model's trainable parameters, "
+                f"got {num_features}"
+            )
+        if dtype not in (torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected float16, float32 or float64, got {dtype}")
+        if method == "projection":  # few chunks: the matrix is made anew for each
+            widest = max(sizes.values(), default=1)
+            chunk_size = chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
+        self._model, self._names, self._output = model, list(sizes), output
+        self._width, self._seed, self._dtype = num_features, seed, dtype
+        self._method, self._chunk_size = method, chunk_size
+        self._chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
+        self._plans: Plans = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the features of examples (n, ...), on the CPU."""
+        require_memory(
+            len(x) * self._width * self._dtype.itemsize,
+            f"{self._width} features of {len(x)} examples",
+            cure="lower num_features or use fewer examples",
+        )
+        features = torch.empty(len(x), self._width, dtype=self._dtype)
+        with differentiated(
+            self._model,
+            x,
+            outputs=[self._output],
+            chunk_size=self._chunk_size,
+            more_bytes=4 * self._width,
+            plans=self._plans,
+        ) as (_, parts):
+            for start, part in parts:
+                rows = features[start : start + part.num_examples]
+                if self._method == "subsample":
+                    _select(part, self._chosen, rows)
+                else:
+                    rows.copy_(_projected(part, self._names, self._width, self._seed))
+                if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
+                    half = self._dtype == torch.float16
+                    raise ValueError(
+                        f"features: some are not finite in {self._dtype}; look for NaN in the "
+                        "inputs" + (", or store them in float32" if half else "")
+                    )
+        return features
+
+
+def _coordinates(
+    sizes: dict[str, int], num_features: int, seed: int
+) -> dict[str, tuple[slice, Tensor]]:
+    """Parameter name -> columns of the features, and the coordinates that they hold."""
+    total = sum(sizes.values())
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(total, dtype=torch.bool)
+    mask[torch.randperm(total, generator=generator)[:num_features]] = True
+    drawn = mask.nonzero().flatten()
+    starts = np.cumsum([0, *sizes.values()])
+    edges = torch.searchsorted(drawn, torch.from_numpy(starts)).tolist()
+    return {
+        name: (slice(first, last), drawn[first:last] - start)
+        for name, start, first, last in zip(sizes, starts, edges, edges[1:], strict=False)
+        if last > first
+    }
+
+
+def _select(part: Jacobian, chosen: dict[str, tuple[slice, Tensor]], rows: Tensor) -> None:
+    for block in part.blocks:
+        for name in block.names:
+            if name in chosen:
+                columns, coordinates = chosen[name]
+                out = rows[:, columns].unsqueeze(1)
+                block.write_columns(name, coordinates.to(part.device), out)
+
+
+def _projected(part: Jacobian, names: list[str], width: int, seed: int) -> Tensor:
+    rows = torch.zeros(part.num_examples, width, dtype=part.dtype, device=part.device)
+    for block in part.blocks:
+        for name, tensor in block.dense().items():
+            flat = tensor.reshape(part.num_examples, -1)
+            seeds = (seed, names.index(name))
+            for columns, matrix in blocks_of_matrix(flat.shape[1], width, seeds):
+                rows.addmm_(flat[:, columns], matrix.to(rows))
+    return rows

@@ -1,0 +1,280 @@
+"""Per-example Jacobians of a network, as a small linear operator.
+
+A :class:`Jacobian` of n examples and C outputs over the trainable parameters is a row of blocks,
+one for each layer or parameter: :class:`~fedntk.ntk.jacobian.DenseBlock` holds the definition,
+``d f_c(x_i) / d w``, of shape (n, C, *w); the others hold a layer's inputs ``a`` and output
+gradients ``g``, whose products the Jacobian is, and never build anything of size n C d_in d_out.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 3.2,
+eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and therefore exactly as
+revealing: for a first layer with a bias, ``a`` is the client's input itself, in either form.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory import require_memory
+from .blocks import WORKSPACE, Block, DenseBlock, tiles
+
+__all__ = ["Jacobian"]
+
+
+@dataclass(frozen=True, eq=False)
+class Jacobian:
+    """Jacobian of n examples by C outputs over the trainable parameters.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+        Its columns, layer by layer. All have the same n and C.
+    """
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples n."""
+        return len(self.blocks[0].arrays[0])
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of network outputs C."""
+        return int(self.blocks[0].arrays[-1].shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held."""
+        return sum(array.nbytes for block in self.blocks for array in block.arrays)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all that is not a token."""
+        return self.blocks[0].arrays[-1].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.blocks[0].arrays[-1].device
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that two Jacobians must share to be stacked: layout, row shapes and dtypes."""
+        rows = [(tuple(a.shape[1:]), a.dtype) for block in self.blocks for a in block.arrays]
+        return (self.layout, *rows)
+
+    @property
+    def layout(self) -> str:
+        """Which parameters are held, and in what form, as JSON."""
+        return json.dumps([block.layout for block in self.blocks])
+
+    def gram(self, other: "Jacobian | None" = None) -> Tensor:
+        """Empirical tangent kernel H between the examples of two Jacobians.
+
+        ``H_ij = (1/C) <J(x_i), J(x_j)>_F``: eq. (6).
+
+        Parameters
+        ----------
+        other : Jacobian, optional
+            Of m examples, over the same parameters in the same form; itself by default.
+
+        Returns
+        -------
+        Tensor, shape (n, m)
+            In the Jacobian's dtype.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the kernel and one block's contribution to it would not fit.
+        """
+        other = self if other is None else self._compatible(other)
+        n, m, dtype = self.num_examples, other.num_examples, self.dtype
+        require_memory(
+            self.gram_bytes(m),
+            f"the kernel of {n} x {m} examples",
+            device=self.device,
+            cure="sample fewer clients a round or fewer examples on each",
+        )
+        kernel = torch.zeros(n, m, dtype=dtype, device=self.device)
+        for block, other_block in zip(self.blocks, other.blocks, strict=True):
+            block.add_gram(kernel, other_block)
+        if other is self:
+            for rows, cols in tiles(n, m, symmetric=True):
+                upper = kernel[rows, cols] if rows != cols else kernel[rows, cols].triu()
+                kernel[cols, rows] = upper.T if rows != cols else upper + upper.triu(1).T
+        return kernel.div_(self.num_outputs)
+
+    def gram_bytes(self, num_others: int | None = None) -> int:
+        """Bytes that :meth:`gram` takes: the kernel with m other examples, and one block's part."""
+        m = self.num_examples if num_others is None else num_others
+        return self.dtype.itemsize * self.num_examples * m + 2 * WORKSPACE
+
+    def mean_product(self, matrix: Tensor) -> Tensor:
+        """``H V`` with the kernel of :meth:`gram`, which is not built.
+
+        H is a mean over outputs of products ``J_c J_c^T``; each column of V takes C of them, so
+        this costs C K times a :meth:`vjp` and a :meth:`jvp`.
+
+        Parameters
+        ----------
+        matrix : Tensor, shape (n, K)
+            V.
+
+        Returns
+        -------
+        Tensor, shape (n, K)
+        """
+        product = torch.zeros_like(matrix)
+        for block in self.blocks:
+            for output in range(self.num_outputs):
+                of_output = block.of_output(output)
+                for k in range(matrix.shape[1]):
+                    column = matrix[:, k : k + 1]
+                    product[:, k : k + 1] += of_output.jvp(of_output.vjp(column))
+        return product.div_(self.num_outputs)
+
+    def full_product(self, residual: Tensor) -> Tensor:
+        """``J J^T R`` with all outputs coupled, (n, C); no kernel is built."""
+        product = torch.zeros_like(residual)
+        for block in self.blocks:
+            product += block.jvp(block.vjp(residual))
+        return product
+
+    def vjp(self, residual: Tensor) -> dict[str, Tensor]:
+        """``J^T R``, the update of the weights in eq. (9b).
+
+        Parameters
+        ----------
+        residual : Tensor, shape (n, C)
+            R.
+
+        Returns
+        -------
+        dict of str to Tensor
+            Parameter name -> update, of the parameter's shape.
+        """
+        update: dict[str, Tensor] = {}
+        for block in self.blocks:
+            update |= block.vjp(residual)
+        return update
+
+    def jvp(self, update: Mapping[str, Tensor]) -> Tensor:
+        """Linearised change of the outputs under an update of the weights, shape (n, C): eq. (4).
+
+        Parameters
+        ----------
+        update : mapping of str to Tensor
+            Parameter name -> change of that parameter, for all parameters held.
+        """
+        change = self.blocks[0].jvp(update)
+        for block in self.blocks[1:]:
+            change = change + block.jvp(update)
+        return change
+
+    def squared_norms(self) -> Tensor:
+        """Squared Frobenius norm of each example's Jacobian, float64, shape (n,)."""
+        return torch.stack([block.squared_norms() for block in self.blocks]).sum(0)
+
+    def dense(self) -> dict[str, Tensor]:
+        """Parameter name -> tensor of shape (n, C, *parameter shape): the paper's tensor."""
+        tensors: dict[str, Tensor] = {}
+        for block in self.blocks:
+            tensors |= block.dense()
+        return tensors
+
+    def to_dense(self) -> "Jacobian":
+        """Return the same Jacobian with every block dense: the paper's literal tensor.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the dense tensors would not fit.
+        """
+        size = sum(block.dense_size for block in self.blocks)
+        require_memory(
+            self.num_examples * size * self.dtype.itemsize,
+            f"the dense Jacobian of {self.num_examples} examples x {self.num_outputs} outputs",
+            device=self.device,
+            cure="keep it factored, or use fewer examples at a time",
+        )
+        return Jacobian(tuple(DenseBlock(name, t) for name, t in self.dense().items()))
+
+    def to(self, device: torch.device | str) -> "Jacobian":
+        """Return the Jacobian with its tensors on `device`."""
+        return Jacobian(
+            tuple(block.with_arrays([a.to(device) for a in block.arrays]) for block in self.blocks)
+        )
+
+    def describe(self) -> str:
+        """Return a table of the path that each layer took, and of its size per example.
+
+        Examples
+        --------
+        >>> from fedntk.ntk import jacobian
+        >>> model = torch.nn.Sequential(torch.nn.Linear(784, 100), torch.nn.Linear(100, 10))
+        >>> print(jacobian(model, torch.zeros(1, 784)).describe())
+        parameters        path                                  kB an example  dense kB
+        0.weight, 0.bias  linear, 1 position, features first              7.1    3140.0
+        1.weight, 1.bias  linear, 1 position, features first              0.8      40.4
+        all                                                               7.9    3180.4
+        """
+        held = [sum(array[:1].nbytes for array in block.arrays) for block in self.blocks]
+        dense = [block.dense_size * self.dtype.itemsize for block in self.blocks]
+        words = [(", ".join(block.names), block.path) for block in self.blocks]
+        rows = [("parameters", "path", "kB an example", "dense kB")]
+        for (names, path), a, b in zip(
+            [*words, ("all", "")], [*held, sum(held)], [*dense, sum(dense)], strict=True
+        ):
+            rows.append((names, path, f"{a / 1e3:.1f}", f"{b / 1e3:.1f}"))
+        widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{names:{widths[0]}}{path:{widths[1]}}{a:>{widths[2]}}{b:>{widths[3]}}"
+            for names, path, a, b in rows
+        )
+
+    def empty(self, num_examples: int) -> "Jacobian":
+        """Return a Jacobian of this form for another number of examples, not yet filled."""
+        return Jacobian(
+            tuple(
+                block.with_arrays([a.new_empty(num_examples, *a.shape[1:]) for a in block.arrays])
+                for block in self.blocks
+            )
+        )
+
+    def fill(self, start: int, part: "Jacobian") -> None:
+        """Copy `part` over the examples from `start` on, from whatever device it is on."""
+        for block, source in zip(self.blocks, part.blocks, strict=True):
+            for array, rows in zip(block.arrays, source.arrays, strict=True):
+                array[start : start + len(rows)] = rows
+
+    @staticmethod
+    def concatenate(parts: Sequence["Jacobian"]) -> "Jacobian":
+        """Stack the examples of several Jacobians, in their order: eq. (8).
+
+        Raises
+        ------
+        ValueError
+            If there are none, or they differ in parameters, form or outputs.
+        """
+        if not parts:
+            raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
+        for part in parts[1:]:
+            parts[0]._compatible(part)
+        whole = parts[0].empty(sum(part.num_examples for part in parts))
+        start = 0
+        for part in parts:
+            whole.fill(start, part)
+            start += part.num_examples
+        return whole
+
+    def _compatible(self, other: "Jacobian") -> "Jacobian":
+        if self.form != other.form:
+            raise ValueError(
+                f"Jacobians of different parameters, form or outputs: {self.form} and {other.form}"
+            )
+        return other

@@ -1,0 +1,35 @@
+"""What travels between clients and server: checked dataclasses, compression, array format."""
+
+from .compressed_upload import CompressedUpload
+from .compression import UNQUANTISED, Encoded, check_compression, compress, num_kept, top_k
+from .convex_task import ConvexTask
+from .feature_upload import FeatureUpload
+from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
+from .jacobian_upload import JacobianUpload
+from .limits import UploadLimits
+from .npy import from_npy, to_npy
+from .privacy import check_privacy, label_epsilon, privatise
+from .screening import MemoryBudget, screen_uploads
+
+__all__ = [
+    "UNQUANTISED",
+    "CompressedUpload",
+    "ConvexTask",
+    "Encoded",
+    "FeatureUpload",
+    "JacobianUpload",
+    "MemoryBudget",
+    "UploadLimits",
+    "check_compression",
+    "check_privacy",
+    "compress",
+    "from_npy",
+    "jacobian_from_arrays",
+    "jacobian_to_arrays",
+    "label_epsilon",
+    "num_kept",
+    "privatise",
+    "screen_uploads",
+    "to_npy",
+    "top_k",
+]

@@ -1,0 +1,126 @@
+"""What a client of CP-NTK-FL sends: Yue et al. 2022, section 4.2."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..arrays import require_array
+from ..errors import BadReply
+from ..losses import one_hot
+from ..memory import require_memory
+from .compression import UNQUANTISED, Encoded, compress
+from .jacobian_format import count_arrays, jacobian_to_arrays, require_form
+from .jacobian_upload import JacobianUpload
+from .limits import UploadLimits
+
+__all__ = ["DECODING_BYTES", "CompressedUpload"]
+
+DECODING_BYTES = 40  # for each number that was sent, while they are unpacked
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedUpload:
+    """What one client sends up in a round of CP-NTK-FL (Yue et al. 2022, section 4.2).
+
+    Attributes
+    ----------
+    outputs : ndarray of float32 or float64, shape (n, C)
+        f(X'_m), as in :class:`JacobianUpload`.
+    labels : ndarray of uint8, or a larger unsigned integer for many classes, shape (n,)
+        Whose one-hot rows the targets are.
+    layout : ndarray of uint8
+        Of the Jacobian.
+    tensors : tuple of ndarray
+        The arrays of its blocks, each compressed by :func:`compress`; tokens as they are.
+    """
+
+    outputs: NDArray[np.floating]
+    labels: NDArray[np.unsignedinteger]
+    layout: NDArray[np.uint8]
+    tensors: tuple[NDArray[Any], ...]
+
+    @classmethod
+    def compress(
+        cls,
+        upload: JacobianUpload,
+        *,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
+        by_row: bool = False,
+    ) -> Self:
+        """Sparsify and quantise each tensor of the Jacobian; outputs and labels stay exact.
+
+        What is sparsified is what the Jacobian is made of: the paper's dense tensors (n, C, *w) if
+        it is dense; if it is in factors, a layer's inputs and its output gradients, each by itself.
+        Their products, the entries of the Jacobian, are then zero where either factor is. A tensor
+        is compressed as one, or, with `by_row`, each example's part of it by itself.
+        """
+        layout, *arrays = jacobian_to_arrays(upload.jacobian)
+        num_outputs = upload.targets.shape[1]
+        labels = upload.targets.argmax(1).numpy()
+        return cls(
+            upload.outputs.cpu().numpy(),
+            labels.astype(np.min_scalar_type(num_outputs - 1)),
+            layout,
+            tuple(
+                compress(a, sparsity=sparsity, bits=bits, by_row=by_row)
+                if a.dtype.kind == "f"
+                else a
+                for a in arrays
+            ),
+        )
+
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """Wire format: outputs, labels, layout, then the tensors."""
+        return [self.outputs, self.labels, self.layout, *self.tensors]
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[NDArray[Any]], limits: UploadLimits) -> JacobianUpload:
+        """Check what :meth:`to_arrays` made against the limits, then decode it.
+
+        Sizes are compared with the model, with the outputs' rows and with `limits` before anything
+        of these sizes is allocated.
+
+        Raises
+        ------
+        BadReply
+            With the reason ``"compression"``, or one of :meth:`JacobianUpload.from_arrays`.
+        NotEnoughMemory
+            If the decoded Jacobian would not fit.
+        """
+        if len(arrays) < 4:
+            raise BadReply("shape", f"expected at least 4 arrays, got {len(arrays)}")
+        outputs, labels, layout, *tensors = arrays
+        require_array("outputs", outputs, shape=(-1, -1), dtype=(np.float32, np.float64))
+        n, num_outputs = outputs.shape
+        if n > limits.max_examples:
+            raise BadReply("shape", f"expected at most {limits.max_examples} examples, got {n}")
+        require_array("labels", labels, shape=(n,), dtype="unsigned")
+        if labels.max() >= num_outputs:
+            raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")
+        expected = count_arrays(layout, limits.parameters)
+        if len(tensors) != expected:
+            raise BadReply("shape", f"expected {expected} tensors, got {len(tensors)}")
+        codes = [t if t.dtype == np.int64 else Encoded.parse(t) for t in tensors]
+        for code in codes:
+            if isinstance(code, Encoded):
+                limits.require(code, n)
+        meta = [
+            code.meta_tensor() if isinstance(code, Encoded) else torch.from_numpy(code.copy())
+            for code in codes
+        ]
+        size = require_form(layout, meta, limits.parameters, num_outputs)
+        numbers = sum(code.count for code in codes if isinstance(code, Encoded))
+        require_memory(
+            2 * size + DECODING_BYTES * numbers, f"a client's Jacobian of {n} examples, decoded,"
+        )
+        decoded = [code.decode() if isinstance(code, Encoded) else code for code in codes]
+        targets = one_hot(torch.from_numpy(labels.astype(np.int64)), num_outputs).numpy()
+        return JacobianUpload.from_arrays(
+            [outputs, targets.astype(outputs.dtype), layout, *decoded],
+            parameters=limits.parameters,
+        )

@@ -1,0 +1,116 @@
+"""What the server asks of a client in the rounds of TCT on the linear model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..features.feature_map import FeatureMap
+from ..losses import Loss
+from .compression import UNQUANTISED
+
+__all__ = ["ConvexTask"]
+
+PREFIX = "tct-"
+Step = Literal["bootstrap", "statistics", "features", "linear"]
+
+
+@dataclass(frozen=True)
+class ConvexTask:
+    """What the server asks of a client in stage 2; travels in a message's configuration.
+
+    Attributes
+    ----------
+    step : {"bootstrap", "statistics", "features", "linear"}
+        What the message is for: local training of the network (the rest tells what will come), the
+        moments of the features, the features themselves, or a round on the linear model.
+        To evaluate it is ``"linear"``, too.
+    key : str
+        Names the bootstrapped network and the feature map: what a client keeps is good for one key.
+    feature_map : FeatureMap
+        Which features.
+    bias : bool
+        Whether the linear model has one.
+    loss : {"mse", "cross-entropy"}
+        Of the linear model.
+    learning_rate, steps : float, int
+        eta and M.
+    corrected : bool
+        Whether steps are corrected by h_k = c_k - c (SCAFFOLD), or not.
+    state_round : int
+        The round whose c_k counts; 0: c_k is zero.
+    control : {"zero", "last", "sent"}
+        Where c comes from: it is zero; the difference of the models of the last round and of this
+        one, over M eta; or it came with the message.
+    parts : tuple of str
+        What came, in this order: ``"network"`` (its state dict), ``"normaliser"`` (mean and scale),
+        ``"linear"`` and ``"control"``.
+    sparsity, bits : float, int
+        Of features that are sent; 0 and 32: float16.
+    """
+
+    step: Step
+    key: str
+    feature_map: FeatureMap
+    bias: bool = False
+    loss: Loss = "mse"
+    learning_rate: float = 5e-5
+    steps: int = 500
+    corrected: bool = True
+    state_round: int = 0
+    control: Literal["zero", "last", "sent"] = "zero"
+    parts: tuple[str, ...] = ()
+    sparsity: float = 0.0
+    bits: int = UNQUANTISED
+
+    @staticmethod
+    def key_of(feature_map: FeatureMap, network: Sequence[NDArray[Any]]) -> str:
+        """Return the key of a network's arrays, in the order of its state dict, and a map."""
+        digest = blake2b(repr(feature_map).encode(), digest_size=16)
+        for array in network:
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def to_config(self) -> dict[str, str | int | float | bool]:
+        """Return keys that begin with ``tct-`` and their values."""
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        own["parts"] = ",".join(self.parts)
+        own |= own.pop("feature_map").to_config()
+        return {PREFIX + name.replace("_", "-"): value for name, value in own.items()}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Read what :meth:`to_config` returned among other keys; None where it is not there."""
+        if PREFIX + "step" not in config:
+            return None
+        own = {k.removeprefix(PREFIX): v for k, v in config.items() if k.startswith(PREFIX)}
+        values = {
+            field.name: own[field.name.replace("_", "-")]
+            for field in fields(cls)
+            if field.name != "feature_map"
+        }
+        parts = tuple(part for part in values.pop("parts").split(",") if part)
+        return cls(**values, parts=parts, feature_map=FeatureMap.from_config(own))
+
+    def split(self, arrays: Sequence[NDArray[Any]]) -> dict[str, list[NDArray[Any]]]:
+        """Name the arrays of a message by its parts.
+
+        Raises
+        ------
+        ValueError
+            If they are fewer than the parts need.
+        """
+        sizes = {"normaliser": 2, "linear": 1, "control": 1}
+        rest = len(arrays) - sum(sizes.get(part, 0) for part in self.parts)
+        if rest < 0 or ("network" in self.parts) != (rest > 0):
+            raise ValueError(f"expected {', '.join(self.parts)}, got {len(arrays)} arrays")
+        split, position = {}, 0
+        for part in self.parts:
+            size = sizes.get(part, rest)
+            split[part] = list(arrays[position : position + size])
+            position += size
+        return split

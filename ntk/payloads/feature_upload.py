@@ -1,0 +1,107 @@
+"""What a client of TCT sends where the server solves the convex problem itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arrays import require_array
+from ..errors import BadReply
+from ..memory import require_memory
+from .compressed_upload import DECODING_BYTES
+from .compression import UNQUANTISED, Encoded, compress
+from .limits import UploadLimits
+
+__all__ = ["FeatureUpload"]
+
+LARGEST = 1e38  # scale: features up to it, and a little over, are float32
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureUpload:
+    """A client's features and labels, for the server to solve the convex problem itself.
+
+    Attributes
+    ----------
+    features : float16 or float32, shape (n, p)
+        z over `scale`: numbers in [-1, 1].
+    scale : float32, shape (p,)
+        The largest magnitude of each feature among the client's examples, so that small features
+        are not lost in float16.
+    labels : unsigned int, shape (n,)
+        0 ... C - 1.
+    """
+
+    features: NDArray[Any]
+    scale: NDArray[np.float32]
+    labels: NDArray[Any]
+
+    @classmethod
+    def of(cls, features: Tensor, targets: Tensor) -> Self:
+        """Make it from features (n, p) in float32, which are overwritten, and one-hot targets."""
+        low, high = features.aminmax(dim=0)
+        scale = torch.maximum(-low, high)
+        features /= torch.where(scale > 0, scale, torch.ones_like(scale))
+        labels = targets.argmax(1).numpy()
+        return cls(
+            features.half().numpy(),
+            scale.numpy(),
+            labels.astype(np.min_scalar_type(targets.shape[1] - 1)),
+        )
+
+    def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> list[NDArray[Any]]:
+        """Wire format: features, scale, labels; the features compressed row by row if asked."""
+        features = self.features
+        if (sparsity, bits) != (0.0, UNQUANTISED):
+            numbers = features.astype(np.float32)
+            features = compress(numbers, sparsity=sparsity, bits=bits, by_row=True)
+        return [features, self.scale, self.labels]
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Sequence[NDArray[Any]], limits: UploadLimits, *, width: int, num_outputs: int
+    ) -> Self:
+        """Check what :meth:`to_arrays` made against the limits, and decode it.
+
+        Raises
+        ------
+        BadReply
+            With the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"range"``,
+            ``"labels"`` or ``"compression"``.
+        NotEnoughMemory
+            If the decoded features would not fit.
+        """
+        if len(arrays) != 3:
+            raise BadReply("arrays", f"expected features, scale and labels, got {len(arrays)}")
+        features, scale, labels = arrays
+        compressed = (limits.sparsity, limits.bits) != (0.0, UNQUANTISED)
+        if features.dtype != (np.uint8 if compressed else np.float16):
+            raise BadReply("dtype", f"features: got {features.dtype}")
+        require_array("labels", labels, shape=(-1,), dtype="unsigned")
+        if len(labels) > limits.max_examples:
+            raise BadReply(
+                "shape", f"expected at most {limits.max_examples} examples, got {len(labels)}"
+            )
+        if labels.max() >= num_outputs:
+            raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")
+        require_array("scale", scale, shape=(width,), dtype=np.float32, low=0, high=LARGEST)
+        shape = (len(labels), width)
+        if compressed:
+            code = Encoded.parse(features)
+            limits.require(code, len(labels))
+            if code.shape != shape or code.dtype != np.float32:
+                raise BadReply("shape", f"expected float32 of {shape}, got {code.shape}")
+            require_memory(DECODING_BYTES * code.count + 4 * code.size, "a client's features")
+            features = code.decode()
+        require_array("features", features, shape=shape, low=-1.01, high=1.01)
+        return cls(features, scale, labels)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return z of some examples, float32."""
+        rows = self.features[start:stop].astype(np.float32)  # a copy: what came is read-only
+        rows *= self.scale
+        return torch.from_numpy(rows)

@@ -1,0 +1,115 @@
+"""What a client of NTK-FL sends: Yue et al. 2022, section 4.1."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arrays import require_array
+from ..errors import BadReply
+from ..jacobian.operator import Jacobian
+from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
+
+__all__ = ["JacobianUpload"]
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianUpload:
+    """What one client sends up in a round of NTK-FL (Yue et al. 2022, section 4.1, step 2).
+
+    Attributes
+    ----------
+    jacobian : Jacobian
+        J_m of the client's n examples, at the received weights.
+    outputs : Tensor, shape (n, C)
+        f(X_m) at the received weights, in the Jacobian's dtype (float32, or float64).
+    targets : Tensor, shape (n, C)
+        Y_m, one-hot, in the same dtype.
+    """
+
+    jacobian: Jacobian
+    outputs: Tensor
+    targets: Tensor
+
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """Wire format: outputs, targets, then the Jacobian's arrays."""
+        rows = [self.outputs.cpu().numpy(), self.targets.cpu().numpy()]
+        return rows + jacobian_to_arrays(self.jacobian)
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Sequence[NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
+    ) -> Self:
+        """Parse and check what :meth:`to_arrays` made.
+
+        Parameters
+        ----------
+        arrays : sequence of ndarray
+            As received.
+        parameters : mapping of str to sequence of int
+            Shape of each array of the global model.
+
+        Raises
+        ------
+        BadReply
+            With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``, ``"labels"``
+            or ``"layout"``.
+        """
+        if len(arrays) < 3:
+            raise BadReply("shape", f"expected at least 3 arrays, got {len(arrays)}")
+        jacobian = jacobian_from_arrays(arrays[2:], parameters=parameters)
+        shape = (jacobian.num_examples, jacobian.num_outputs)
+        dtype = arrays[-1].dtype  # the Jacobian's
+        checked = []
+        for name, array in zip(("outputs", "targets"), arrays, strict=False):
+            require_array(name, array, shape=shape, dtype=dtype)
+            checked.append(torch.from_numpy(np.require(array, requirements=["C", "W"])))
+        outputs, targets = checked
+        if ((targets != 0) & (targets != 1)).any() or (targets.sum(1) != 1).any():
+            raise BadReply("labels", "targets: expected one-hot rows")
+        return cls(jacobian, outputs, targets)
+
+    @staticmethod
+    def concatenate(uploads: Sequence["JacobianUpload"]) -> "JacobianUpload":
+        """Stack the rows of several uploads, in their order: eq. (8).
+
+        Raises
+        ------
+        ValueError
+            If there are none, or their Jacobians differ in form.
+        """
+        return JacobianUpload(
+            Jacobian.concatenate([upload.jacobian for upload in uploads]),
+            torch.cat([upload.outputs for upload in uploads]),
+            torch.cat([upload.targets for upload in uploads]),
+        )
+
+    def rows(self, indices: Tensor) -> "JacobianUpload":
+        """Return rows of Jacobian, outputs and targets together, in the order of `indices`."""
+        blocks = self.jacobian.blocks
+        return JacobianUpload(
+            Jacobian(tuple(b.with_arrays([a[indices] for a in b.arrays]) for b in blocks)),
+            self.outputs[indices],
+            self.targets[indices],
+        )
+
+    def canonical(self) -> "JacobianUpload":
+        """Sort the rows by their bytes: the same order, whatever order they were in."""
+        outputs, targets = self.outputs.cpu().numpy(), self.targets.cpu().numpy()
+        keys = [(f.tobytes(), y.tobytes()) for f, y in zip(outputs, targets, strict=True)]
+        counts = Counter(keys)
+        arrays = [a.cpu().numpy() for b in self.jacobian.blocks for a in b.arrays]
+
+        def key(i: int) -> tuple[bytes, ...]:
+            if counts[keys[i]] == 1:
+                return keys[i]
+            row = b"".join(array[i].tobytes() for array in arrays)  # let the Jacobians decide
+            return (*keys[i], hashlib.sha256(row).digest())
+
+        return self.rows(torch.tensor(sorted(range(len(keys)), key=key)))

@@ -1,0 +1,156 @@
+"""Differential privacy of single examples: clipped rows with Gaussian noise, and noisy labels.
+
+Source: Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, 2014, sections 3.2
+(randomised response) and appendix A (the Gaussian mechanism), on the rows that Yue et al. 2022,
+section 4.2, has clients send. An example's row is all that is sent for it: its part of the
+Jacobian's tensors, in the form in which they travel, and its outputs.
+"""
+
+import math
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..jacobian.operator import Jacobian
+from .jacobian_upload import JacobianUpload
+
+__all__ = ["check_privacy", "label_epsilon", "privatise"]
+
+Draw = Callable[[int], NDArray[np.float64]]
+
+
+def check_privacy(clip: float, noise_multiplier: float, label_noise: float) -> None:
+    """Refuse noise without a norm to measure it by, and numbers out of range.
+
+    Raises
+    ------
+    ValueError
+        With what was expected and what came.
+    """
+    for name, value in (("clip", clip), ("noise_multiplier", noise_multiplier)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+    if not 0 <= label_noise <= 1:
+        raise ValueError(f"label_noise: expected 0 ... 1, got {label_noise}")
+    if (clip > 0 or noise_multiplier > 0 or label_noise > 0) and (
+        clip == 0 or noise_multiplier == 0
+    ):
+        raise ValueError(
+            "differential privacy takes clip and noise_multiplier above 0, both, got "
+            f"clip = {clip}, noise_multiplier = {noise_multiplier}, label_noise = {label_noise}"
+        )
+
+
+def label_epsilon(label_noise: float, num_outputs: int) -> float:
+    """Epsilon of one noisy label: ln(1 + C (1 - p) / p); infinite without noise.
+
+    Parameters
+    ----------
+    label_noise : float
+        p: probability that a label is drawn anew, all C alike.
+    num_outputs : int
+        C.
+
+    Examples
+    --------
+    >>> round(label_epsilon(0.5, 10), 3)
+    2.398
+    """
+    if label_noise == 0:
+        return math.inf
+    return math.log1p(num_outputs * (1 - label_noise) / label_noise)
+
+
+def privatise(
+    upload: JacobianUpload,
+    *,
+    clip: float,
+    noise_multiplier: float,
+    label_noise: float,
+    generator: np.random.Generator | None = None,
+) -> JacobianUpload:
+    """Clip each example's row to a norm, add Gaussian noise to it, and make its label uncertain.
+
+    A row of norm over S is scaled down to S, and a row that is not finite, as some weights may make
+    it, becomes zero; each of its numbers then gets independent noise of standard deviation sigma S.
+    Putting another example in an example's place moves its row by at most 2 S, so the noise
+    multiplier of the mechanism is sigma / 2. What is done to the result afterwards, such as
+    sparsification, takes nothing from the guarantee. (Noise in floating point differs from the
+    theorem's in its lowest bits: Mironov, CCS 2012.)
+
+    Parameters
+    ----------
+    upload : JacobianUpload
+        Of n examples.
+    clip : float
+        S.
+    noise_multiplier : float
+        sigma.
+    label_noise : float
+        Probability that a label is drawn anew, all C alike; 0 leaves the labels exact.
+    generator : numpy.random.Generator, optional
+        For noise that can be repeated, in a simulation: whoever can draw the same numbers can take
+        it off. By default all random numbers come from the operating system's cryptographic source;
+        NumPy's generators could be found out from what they drew for other rows.
+
+    Returns
+    -------
+    JacobianUpload
+
+    Raises
+    ------
+    ValueError
+        If a layer's inputs are whole numbers, such as tokens, to which noise cannot be added.
+    """
+    blocks = upload.jacobian.blocks
+    if any(block.integers for block in blocks):
+        raise ValueError("privatise: tokens take no noise; expected layers with real inputs")
+    rows = [upload.outputs, *(array for block in blocks for array in block.arrays)]
+    norms = torch.stack([row.double().flatten(1).square().sum(1) for row in rows]).sum(0).sqrt()
+    finite = norms.isfinite()
+    scales = torch.where(finite, clip / norms.clamp_min(clip), 0.0).cpu()
+    normal, uniform = _source(generator)
+
+    def noisy(row: torch.Tensor) -> torch.Tensor:
+        shape = (-1, *[1] * (row.ndim - 1))
+        clipped = row.cpu().double().where(finite.cpu().view(shape), 0.0) * scales.view(shape)
+        noise = torch.from_numpy(normal(row.numel()).reshape(row.shape))
+        return (clipped + noise_multiplier * clip * noise).to(row.dtype)
+
+    outputs = noisy(upload.outputs)
+    jacobian = Jacobian(
+        tuple(block.with_arrays([noisy(array) for array in block.arrays]) for block in blocks)
+    )
+    return JacobianUpload(jacobian, outputs, _noisy_labels(upload.targets, label_noise, uniform))
+
+
+def _source(generator: np.random.Generator | None) -> tuple[Draw, Draw]:
+    """Return functions that draw so many normal and uniform numbers, float64."""
+    if generator is not None:
+        return generator.standard_normal, generator.random
+    return _system_normal, _system_uniform
+
+
+def _system_uniform(count: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) of 53 random bits each, from the operating system."""
+    words = np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _system_normal(count: int) -> NDArray[np.float64]:
+    """Box and Muller's transform of pairs of uniform numbers."""
+    half = -(-count // 2)
+    radius = np.sqrt(-2 * np.log1p(-_system_uniform(half)))
+    angle = 2 * np.pi * _system_uniform(half)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+def _noisy_labels(targets: torch.Tensor, label_noise: float, uniform: Draw) -> torch.Tensor:
+    n, num_outputs = targets.shape
+    drawn = torch.from_numpy((uniform(n) * num_outputs).astype(np.int64))
+    anew = torch.from_numpy(uniform(n) < label_noise)
+    labels = torch.where(anew, drawn, targets.argmax(1))
+    return torch.nn.functional.one_hot(labels, num_outputs).to(targets.dtype)

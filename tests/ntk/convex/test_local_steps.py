@@ -1,0 +1,380 @@
+"""The closed form of TCT's local steps against the loop, and algorithm 1 against what we run."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from fedntk.ntk import NotEnoughMemory, ridge_regression
+from fedntk.ntk import memory as ntk_memory
+from fedntk.ntk.convex import (
+    Spectrum,
+    convex_loss,
+    geometric_sums,
+    looped_steps,
+    mean_gradient,
+    residual_sum,
+)
+
+from ..arithmetic import normal, relative
+
+SHAPES = {"wide": (9, 30), "tall": (30, 9), "square": (12, 12), "one": (1, 5), "repeated": (24, 40)}
+
+
+def problem(shape, outputs=3):
+    """Z, W_0, Y (one-hot less 1/C) and h, in float64; "repeated" holds each example three times."""
+    n, p = SHAPES[shape]
+    z = normal(n, p, seed=1) * torch.logspace(0, -1, p, dtype=torch.float64)
+    if shape == "repeated":
+        z = z[torch.arange(n) % (n // 3)]
+    labels = torch.randint(outputs, (n,), generator=torch.Generator().manual_seed(4))
+    y = functional.one_hot(labels, outputs).double() - 1 / outputs
+    return z, normal(p, outputs, seed=2), y, normal(p, outputs, seed=3)
+
+
+def closed(z, w, y, h, rate, steps, loss="mse"):
+    """W_M and S by the closed form; the rate eta lambda_max / n gives eta."""
+    kernel = z @ z.T
+    eta = rate * len(z) / float(torch.linalg.eigvalsh(kernel)[-1])
+    matrix = Spectrum.of(kernel) if loss == "mse" else kernel
+    s = residual_sum(matrix, z @ w, y, z @ h, learning_rate=eta, steps=steps, loss=loss)
+    return w - eta * (z.T @ s / len(z) - steps * h), s, eta
+
+
+# ------------------------------------------------------------------ closed form
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-5, 0.3, 1.0, 1.99, 2.0, 2.5])
+@pytest.mark.parametrize("steps", [1, 2, 7, 500])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_closed_form_is_the_loop(shape, steps, rate):
+    """To 1e-11, whatever the size: at a rate of 2.5 and M = 500 residuals reach 1.5^500 = 1e88.
+
+    An eigenvalue's relative error of 1e-15 is raised to the 500th power: 1e-12.
+    """
+    z, w, y, h = problem(shape)
+    fast, s, eta = closed(z, w, y, h, rate, steps)
+    slow, total = looped_steps(z, w, y, h, learning_rate=eta, steps=steps)
+    assert relative(s, total) < 1e-11
+    assert relative(fast, slow) < 1e-11
+    assert (float(slow.norm()) > 1e80) == (rate == 2.5 and steps == 500)
+
+
+def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
+    """The change itself is right to 1e-9, also where it is 1e-12 of the weights."""
+    z, w, y, h = problem("wide")
+    _, s, eta = closed(z, w, y, h, 1e-12, 50)
+    slow, _ = looped_steps(z, torch.zeros_like(w), y - z @ w, h, learning_rate=eta, steps=50)
+    assert relative(-eta * (z.T @ s / len(z) - 50 * h), slow) < 1e-9
+
+
+def test_null_space_of_the_kernel_keeps_the_drift_linear():
+    """Example 1 is twice there: both copies have the same residuals, M of them summed.
+
+    With zero features R_m = R_0 - 0 and S = M R_0; and with a = 0, phi_2 = M (M - 1) / 2.
+    """
+    y, drift = normal(4, 2, seed=0), normal(4, 2, seed=1)
+    s = residual_sum(
+        Spectrum.of(torch.zeros(4, 4)), torch.zeros(4, 2), y, drift, learning_rate=0.1, steps=6
+    )
+    torch.testing.assert_close(s, -6 * y + 0.1 * 15 * drift)
+    z, w, y, h = problem("repeated")
+    _, s, _ = closed(z, w, y * 0 + y[:1], h, 1.0, 40)
+    torch.testing.assert_close(s[:8], s[8:16], rtol=0, atol=1e-11)
+
+
+def test_spectrum_is_the_squared_singular_values():
+    """Against numpy's SVD of Z; 16 of the 24 eigenvalues of tripled examples are 0, none below."""
+    z, *_ = problem("repeated")
+    found = Spectrum.of(z @ z.T)
+    expected = np.linalg.svd(z.numpy(), compute_uv=False)[::-1] ** 2
+    np.testing.assert_allclose(found.values, expected, rtol=1e-12, atol=1e-12)
+    assert float(found.values.min()) >= 0
+    assert int((found.values > 1e-9).sum()) == 8
+    basis = found.vectors
+    torch.testing.assert_close(basis.T @ basis, torch.eye(24, dtype=torch.float64))
+    torch.testing.assert_close(basis * found.values @ basis.T, z @ z.T)
+    assert found.rate(0.3) == pytest.approx(0.3 * np.linalg.norm(z, 2) ** 2 / 24, rel=1e-12)
+
+
+def test_spectrum_is_found_in_float64_and_refused_where_it_does_not_fit(monkeypatch):
+    """5 x 8 x 100^2 = 400,000 bytes are needed."""
+    assert Spectrum.of(torch.eye(3)).vectors.dtype == torch.float64
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 399_999)
+    with pytest.raises(NotEnoughMemory, match=r"for 100 examples needs 0\.0 GB.*in a loop"):
+        Spectrum.of(torch.eye(100))
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 400_000)
+    Spectrum.of(torch.eye(100))
+
+
+def exact_sums(a, steps):
+    """phi_1 and phi_2 by their definition, summed as fractions of whole numbers."""
+    a = Fraction(a)
+    first, second, power, partial = Fraction(0), Fraction(0), Fraction(1), Fraction(0)
+    for _ in range(steps):
+        first += power
+        second += partial  # (1 - (1 - a)^m) / a = sum of (1 - a)^j over j < m
+        partial += power
+        power *= 1 - a
+    return first, second
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 60])
+def test_geometric_sums_against_exact_arithmetic(steps):
+    """Over 14 powers of ten, both sides of the switches at M a = 1e-2 and a = 0.5, and above 2.
+
+    phi_2 = (M - phi_1) / a loses the digits that M a / 2 is short of 1: at the switch 200 times
+    float64's 1e-16, 5e-14 with the rounding of phi_1. It is compared with M (M - 1) / 2, or with
+    itself where steps grow.
+    """
+    switch = 1e-2 / steps
+    grid = [10.0**k for k in range(-14, 0)]
+    for a in (switch, 0.5, 1.0, 2.0):
+        grid += [math.nextafter(a, 0), a, math.nextafter(a, 9)]
+    grid += [0.0, 0.99 * switch, 1.01 * switch, 0.3, 0.7, 1.3, 1.7, 1.99, 2.01, 2.5, 7.0]
+    firsts, seconds = geometric_sums(torch.tensor(grid, dtype=torch.float64), steps)
+    for a, first, second in zip(grid, firsts.tolist(), seconds.tolist(), strict=True):
+        one, two = exact_sums(a, steps)
+        assert abs(Fraction(first) - one) <= 2e-14 * max(1, abs(one)), a
+        assert abs(Fraction(second) - two) <= 1e-13 * max(1, abs(two)), a
+
+
+def test_geometric_sums_where_they_are_simple():
+    """a = 0: M and M (M - 1) / 2; a = 1: 1 and M - 1; a = 2: 1, 0, 1, 0 ... and floor(M / 2)."""
+    rate = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    assert [t.tolist() for t in geometric_sums(rate, 500)] == [[500, 1, 0], [124_750, 499, 250]]
+    assert [t.tolist() for t in geometric_sums(rate, 7)] == [[7, 1, 1], [21, 6, 3]]
+
+
+# -------------------------------------------------------- losses, and their gradient
+
+
+def torch_loss(outputs, targets, loss):
+    if loss == "mse":
+        return ((outputs - targets) ** 2).sum() / (2 * len(outputs))
+    return functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
+    """With eta = 1 and h = 0 a step subtracts the gradient; h is added to it, times eta."""
+    z, w, y, h = problem("wide")
+    y = y + 1 / 3
+    leaf = w.clone().requires_grad_()
+    value = torch_loss(z @ leaf, y, loss)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    assert convex_loss(z @ w, y, loss) == pytest.approx(value.item(), rel=1e-13)
+    after, total = looped_steps(z, w, y, 0 * h, learning_rate=1, steps=1, loss=loss)
+    torch.testing.assert_close(w - after, gradient, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(z.T @ total / 9, gradient, rtol=1e-12, atol=1e-13)
+    after, _ = looped_steps(z, w, y, h, learning_rate=0.3, steps=1, loss=loss)
+    torch.testing.assert_close(w - after, 0.3 * (gradient - h), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("steps", [1, 2, 40])
+@pytest.mark.parametrize("rate", [1e-6, 0.5, 3.0])
+def test_cross_entropy_in_the_dual_is_the_loop_on_the_weights(shape, steps, rate):
+    """The same arithmetic in another order: 1e-10, at rates where no step expands errors.
+
+    softmax' has norm at most 1/2, so a rate of 3 is within the bound 4 of gradient descent.
+    """
+    z, w, y, h = problem(shape)
+    y = y + 1 / 3
+    fast, s, eta = closed(z, w, y, 0.1 * h, rate, steps, "cross-entropy")
+    slow, total = looped_steps(
+        z, w, y, 0.1 * h, learning_rate=eta, steps=steps, loss="cross-entropy"
+    )
+    assert relative(s, total) < 1e-10
+    assert relative(fast, slow) < 1e-10
+
+
+def test_unknown_losses_and_the_wrong_kernel_are_refused():
+    z, w, y, h = problem("wide")
+    kernel, options = z @ z.T, {"learning_rate": 0.1, "steps": 2}
+    with pytest.raises(TypeError, match="Spectrum"):
+        residual_sum(kernel, z @ w, y, z @ h, **options)
+    with pytest.raises(TypeError, match="matrix"):
+        residual_sum(Spectrum.of(kernel), z @ w, y, z @ h, loss="cross-entropy", **options)
+    with pytest.raises(ValueError, match="loss: expected one of mse, cross-entropy, got 'hinge'"):
+        residual_sum(kernel, z @ w, y, z @ h, loss="hinge", **options)
+    with pytest.raises(ValueError, match="loss: expected one of"):
+        looped_steps(z, w, y, h, loss="hinge", **options)
+    with pytest.raises(ValueError, match="loss: expected one of"):
+        convex_loss(y, y, "hinge")
+
+
+# ---------------------------------------------------------------- rounds of clients
+
+
+def federation(sizes=(5, 9, 14), p=12, rank=8, outputs=3):
+    """Clients of different sizes and targets; more examples than the rank: no exact fit."""
+    mixing = normal(rank, p, seed=99) / p**0.5
+    return [
+        (normal(n, rank, seed=k) @ mixing, normal(n, outputs, seed=10 + k) + k)
+        for k, n in enumerate(sizes)
+    ]
+
+
+def pooled(clients):
+    return torch.cat([z for z, _ in clients]), torch.cat([y for _, y in clients])
+
+
+def shares(clients):
+    total = sum(len(z) for z, _ in clients)
+    return [len(z) / total for z, _ in clients]
+
+
+def algorithm_1(clients, start, eta, steps, rounds):
+    """Yield theta^{t+1}, h_k^t and c_k^{t+1}: the paper's words, gradients from autograd."""
+    theta = start
+    h = [torch.zeros_like(theta) for _ in clients]
+    last = [theta for _ in clients]
+    for _ in range(rounds):
+        c = []
+        for k, (z, y) in enumerate(clients):
+            h[k] = h[k] + (theta - last[k]) / (steps * eta)  # eq. (2)
+            local, gradients = theta, []
+            for _ in range(steps):
+                leaf = local.clone().requires_grad_()
+                value = ((z @ leaf - y) ** 2).sum() / (2 * len(z))
+                gradients.append(torch.autograd.grad(value, leaf)[0])
+                local = local - eta * (gradients[-1] - h[k])  # eq. (3)
+            last[k] = local
+            c.append(sum(gradients) / steps)
+        theta = sum(share * local for share, local in zip(shares(clients), last, strict=True))
+        yield theta, list(h), c
+
+
+def method(clients, start, eta, steps, rounds, *, corrected=True):
+    """Yield the same by what clients keep, c_k = Z_k^T A_k, and c from two models."""
+    theta, before = start, start
+    spectra = [Spectrum.of(z @ z.T) for z, _ in clients]
+    c = [torch.zeros_like(start) for _ in clients]
+    for _ in range(rounds):
+        control = mean_gradient(before, theta, steps * eta)
+        h = [own - control if corrected else 0 * own for own in c]
+        c, local = [], []
+        for spectrum, (z, y), drift in zip(spectra, clients, h, strict=True):
+            s = residual_sum(spectrum, z @ theta, y, z @ drift, learning_rate=eta, steps=steps)
+            c.append(z.T @ s / (len(z) * steps))
+            local.append(theta - eta * steps * (c[-1] - drift))
+        before = theta
+        theta = sum(share * w for share, w in zip(shares(clients), local, strict=True))
+        yield theta, h, c
+
+
+def test_rounds_are_algorithm_1_and_keep_its_invariant():
+    """10 rounds of 20 steps from random weights: the same models, c_k and h_k to 1e-11.
+
+    Appendix A.1: h_k^{t+1} = c_k^{t+1} - c^{t+1} with c the clients' mean by size, so that the h_k
+    have mean 0; the models move by M eta c.
+    """
+    clients, eta, steps = federation(), 0.05, 20
+    start = normal(12, 3, seed=5)
+    theirs = list(algorithm_1(clients, start, eta, steps, 10))
+    ours = list(method(clients, start, eta, steps, 10))
+    share = shares(clients)
+    for (theta, h, c), (own_theta, own_h, own_c) in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(own_theta, theta, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(own_c, c, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(own_h, h, rtol=1e-11, atol=1e-11)
+        assert float(sum(s * x for s, x in zip(share, own_h, strict=True)).abs().max()) < 1e-12
+    assert float(theirs[1][1][0].norm()) > 0.1  # there is something to correct
+    models = [start, *(theta for theta, _, _ in theirs)]
+    for t in range(9):
+        _, h, _ = theirs[t + 1]
+        c = theirs[t][2]
+        mean = sum(s * x for s, x in zip(share, c, strict=True))
+        for k in range(3):
+            torch.testing.assert_close(h[k], c[k] - mean, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            mean_gradient(models[t], models[t + 1], steps * eta), mean, rtol=1e-11, atol=1e-11
+        )
+
+
+def test_one_client_is_gradient_descent():
+    """c_1 - c = 0: 6 rounds of 25 steps are 150 steps without a correction."""
+    clients = federation(sizes=(17,))
+    ((z, y),) = clients
+    start = normal(12, 3, seed=5)
+    *_, (theta, _, _) = method(clients, start, 0.1, 25, 6)
+    expected, _ = looped_steps(z, start, y, 0 * start, learning_rate=0.1, steps=150)
+    torch.testing.assert_close(theta, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_corrected_rounds_reach_the_pooled_solution_and_plain_ones_another():
+    """The minimum-norm least squares of all examples: features have rank 8 of 12, start at 0.
+
+    Its gradient is 0 over all, not over each client: without correction clients walk from it.
+    """
+    clients = federation()
+    z, y = pooled(clients)
+    solution = torch.linalg.pinv(z, rtol=1e-10) @ y
+    start = torch.zeros_like(solution)
+    *_, (corrected, _, _) = method(clients, start, 0.2, 20, 600)
+    *_, (before, _, _), (plain, _, _) = method(clients, start, 0.2, 20, 600, corrected=False)
+    assert relative(corrected, solution) < 1e-8
+    assert relative(before, plain) < 1e-8  # it has converged
+    assert relative(plain, solution) > 0.05
+
+
+# ------------------------------------------------------------------------- ridge
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 10.0])
+def test_ridge_regression_solves_the_primal_normal_equations(shape, ridge):
+    """(Z^T Z + rho I) W = Z^T Y with rho = ridge trace(K) / n.
+
+    In the dual, what Y has in K's null space is divided by rho before Z^T takes it out: rounding is
+    1e-16 / ridge.
+    """
+    z, _, y, _ = problem(shape)
+    kernel = z @ z.T
+    kept = kernel.clone()
+    w = z.T @ ridge_regression(kernel, y, ridge)
+    assert torch.equal(kernel, kept)
+    rho = ridge * float(kernel.trace()) / len(z)
+    primal = torch.linalg.solve(z.T @ z + rho * torch.eye(z.shape[1], dtype=z.dtype), z.T @ y)
+    assert relative(w, primal) < 1e-11 + 1e-14 / ridge
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_small_ridge_is_the_minimum_norm_solution_and_the_limit_of_steps(shape):
+    """An error of at most rho / sigma_min^2, which goes to 0 with rho; M = 10^6 steps from zero."""
+    z, w, y, h = problem(shape)
+    expected = torch.linalg.pinv(z, rtol=1e-10) @ y
+    values = torch.linalg.svdvals(z).square()
+    least = float(values[values > 1e-9].min())
+    for ridge in (1e-6, 1e-7):
+        bound = ridge * float(values.sum()) / len(z) / least
+        w_ridge = z.T @ ridge_regression(z @ z.T, y, ridge)
+        assert relative(w_ridge, expected) < bound + 1e-14 / ridge
+    steps, _, _ = closed(z, 0 * w, y, 0 * h, 1.0, 10**6)
+    assert relative(steps, expected) < 1e-6
+
+
+def test_meaning_of_the_ridge_depends_on_neither_scale_nor_number():
+    """Features times 1,000: predictions stay. Every example twice: the weights stay."""
+    z, _, y, _ = problem("wide")
+    predicted = [k @ ridge_regression(k, y, 0.1) for k in (z @ z.T, 1e6 * z @ z.T)]
+    torch.testing.assert_close(*predicted)
+    twice, targets = z.repeat(2, 1), y.repeat(2, 1)
+    once = z.T @ ridge_regression(z @ z.T, y, 0.1)
+    again = twice.T @ ridge_regression(twice @ twice.T, targets, 0.2)
+    torch.testing.assert_close(once, again)
+
+
+def test_ridge_must_be_above_zero_and_large_enough():
+    """A kernel of ones has eigenvalues 0: 1e-300 of its diagonal is lost in float64."""
+    y = torch.zeros(4, 2)
+    for ridge in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"ridge: expected more than 0, got {ridge}"):
+            ridge_regression(torch.eye(4), y, ridge)
+    with pytest.raises(ValueError, match=r"ridge = 1e-300 is too small.*raise it"):
+        ridge_regression(torch.ones(4, 4), y, 1e-300)
+    assert torch.equal(ridge_regression(torch.zeros(4, 4), y, 1.0), y.double())

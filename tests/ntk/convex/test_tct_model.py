@@ -1,0 +1,250 @@
+"""TCTModel against the prediction written out, and its files."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedntk.ntk import FeatureMap, Normaliser, TCTModel
+
+from ..arithmetic import normal
+
+CLASSES = 3
+
+
+def network(width=4):
+    """With BatchNorm's buffers, one of which counts, moved from their defaults."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(),
+            nn.Linear(16 * width, CLASSES),
+        )  # fmt: skip
+        for _ in range(3):
+            model.train()(2 + torch.randn(8, 1, 6, 6))
+    return model
+
+
+X = normal(11, 1, 6, 6, seed=1).float()
+
+
+def model(*, bias=False, kind="entk", num_features=50):
+    feature_map = FeatureMap(kind, num_features, seed=3)
+    net = network()
+    width = feature_map.width(net)
+    normaliser = Normaliser(
+        normal(width, seed=2).numpy().astype("f4"), normal(width, seed=3).numpy().astype("f4")
+    )
+    linear = normal(width + bias, CLASSES, seed=4).numpy().astype("f4")
+    return TCTModel(net, feature_map, normaliser, linear)
+
+
+OPTIONS = [
+    {},
+    {"bias": True},
+    {"kind": "last-layer"},
+    {"kind": "last-layer", "bias": True},
+    {"num_features": 0, "bias": True},
+]
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_scores_are_features_normalised_times_w_plus_b(options):
+    """Written out in float64; float32 sums of 64 to 105 products: 1e-4."""
+    own = model(**options)
+    z = own.feature_map.extractor(network())(X).double().numpy()
+    width = z.shape[1]
+    tilde = (z - own.normaliser.mean) * own.normaliser.inv_std
+    expected = tilde @ own.linear[:width].astype("f8")
+    if options.get("bias"):
+        expected = expected + own.linear[width]
+    scores = own.predict(X)
+    assert scores.dtype == torch.float32
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(torch.cat(list(own.features(X))), tilde, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_any_chunks_give_the_same_scores(options):
+    """Of 1, 2, 5, all examples, or of fewer bytes than one has: to float32's rounding."""
+    own = model(**options)
+    width, whole = len(own.normaliser.mean), own.predict(X)
+    for count, chunks in ((0, 11), (1, 11), (2, 6), (5, 3), (100, 1)):
+        size = 4 * width * count + 3
+        parts = list(own.features(X, chunk_bytes=size))
+        assert len(parts) == chunks
+        torch.testing.assert_close(own.predict(X, chunk_bytes=size), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_examples_have_no_scores(options):
+    assert model(**options).predict(X[:0]).shape == (0, CLASSES)
+
+
+def test_predicting_changes_neither_network_nor_examples():
+    own, x = model(), X.clone()
+    before = copy.deepcopy(own.network.state_dict())
+    own.predict(x)
+    assert torch.equal(x, X)
+    assert all(torch.equal(before[name], t) for name, t in own.network.state_dict().items())
+
+
+def test_the_network_is_copied():
+    net = network()
+    feature_map = FeatureMap(num_features=50)
+    own = TCTModel(net, feature_map, Normaliser.identity(50), np.ones((50, 3), "f4"))
+    before = own.predict(X)
+    with torch.no_grad():
+        net[0].weight.add_(1)
+        net[1].running_mean.add_(1)
+    assert torch.equal(own.predict(X), before)
+
+
+# ---------------------------------------------------------------------- sizes, arrays
+
+
+@pytest.mark.parametrize(
+    ("mean", "scale", "linear", "message"),
+    [
+        (49, 50, (50, 3), r"normaliser: expected 50 features.*got \(49,\) and \(50,\)"),
+        (50, 51, (50, 3), r"normaliser: expected 50 features.*got \(50,\) and \(51,\)"),
+        (50, 50, (49, 3), r"linear: expected 50 rows, or 51 with a bias, got \(49, 3\)"),
+        (50, 50, (52, 3), r"got \(52, 3\)"),
+        (50, 50, (50,), r"got \(50,\)"),
+        (50, 50, (3, 50), r"got \(3, 50\)"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(mean, scale, linear, message):
+    normaliser = Normaliser(np.zeros(mean, "f4"), np.ones(scale, "f4"))
+    with pytest.raises(ValueError, match=message):
+        TCTModel(network(), FeatureMap(num_features=50), normaliser, np.zeros(linear, "f4"))
+
+
+def arrays_of(own):
+    return {
+        **{name: t.numpy() for name, t in own.network.state_dict().items()},
+        "tct.linear": own.linear,
+        "tct.mean": own.normaliser.mean,
+        "tct.scale": own.normaliser.inv_std,
+    }
+
+
+def test_arrays_of_a_strategy_give_the_model():
+    """Into a network with other weights, which stays as it is; arrays may be read-only."""
+    own = model(bias=True)
+    arrays = {name: np.array(a) for name, a in arrays_of(own).items()}
+    for array in arrays.values():
+        array.flags.writeable = False
+    other = nn.Sequential(*copy.deepcopy(network()))
+    with torch.no_grad():
+        other[0].weight.zero_()
+    made = TCTModel.from_arrays(other, own.feature_map, arrays)
+    assert torch.equal(made.predict(X), own.predict(X))
+    assert not other[0].weight.any()
+
+
+# --------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_is_saved_predicts_the_same_bits(options, tmp_path):
+    """Loaded into a new network: all that predictions depend on is in the files."""
+    own = model(**options)
+    own.save(tmp_path / "a" / "b")
+    fresh = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
+    before = copy.deepcopy(fresh.state_dict())
+    loaded = TCTModel.load(tmp_path / "a" / "b", fresh)
+    assert torch.equal(loaded.predict(X), own.predict(X))
+    assert loaded.feature_map == own.feature_map
+    assert loaded.linear.tobytes() == own.linear.tobytes()
+    counter = loaded.network[1].num_batches_tracked
+    assert (counter.dtype, counter.item()) == (torch.int64, 3)
+    assert all(torch.equal(before[name], t) for name, t in fresh.state_dict().items())
+    loaded.save(tmp_path / "again")
+    for name in ("tct.safetensors", "tct.json"):
+        again = (tmp_path / "again" / name).read_bytes()
+        assert again == (tmp_path / "a" / "b" / name).read_bytes()
+
+
+def rewritten(folder, **changes):
+    described = json.loads((folder / "tct.json").read_text())
+    described.update(changes)
+    (folder / "tct.json").write_text(json.dumps(described))
+
+
+def cut(folder, share):
+    path = folder / "tct.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: cut(folder, 0.9), "no TCT model that can be read: "),
+        (lambda folder: cut(folder, 0.01), "no TCT model that can be read: "),
+        (lambda folder: cut(folder, 0), "no TCT model that can be read: "),
+        (lambda folder: (folder / "tct.json").write_text("{"), "no TCT model that can be read"),
+        (lambda folder: (folder / "tct.json").write_text("[1]"), "no TCT model that can be read"),
+        (lambda folder: (folder / "tct.json").write_bytes(b"\xff"), "no TCT model that can be"),
+        (lambda folder: rewritten(folder, format=2), "expected format 1, got 2"),
+        (
+            lambda folder: (folder / "tct.json").write_text('{"format": 1}'),
+            "can be read: .*feature-kind",
+        ),
+        (lambda folder: rewritten(folder, **{"feature-kind": "x"}), "features: expected one of"),
+        (lambda folder: rewritten(folder, **{"num-features": None}), "no TCT model that can be"),
+        (lambda folder: rewritten(folder, **{"num-features": 51}), "expected 51 features"),
+    ],
+)
+def test_damaged_files_are_refused(damage, message, tmp_path):
+    model().save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        TCTModel.load(tmp_path, network())
+
+
+@pytest.mark.parametrize("name", ["tct.json", "tct.safetensors"])
+def test_missing_files_are_named(name, tmp_path):
+    model().save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name.replace(".", r"\.")):
+        TCTModel.load(tmp_path, network())
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: network(width=5), r"0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean$"),
+        (lambda: nn.Linear(36, 3), r"weight, bias, "),
+        (
+            lambda: nn.Sequential(*network()[:3], nn.Flatten(), nn.Linear(64, 4)),
+            r"4\.weight, 4\.bias$",
+        ),
+        (lambda: nn.Sequential(*network(), nn.Linear(3, 3)), r"5\.weight, 5\.bias$"),
+    ],
+)
+def test_another_architecture_is_refused_with_what_differs(other, named, tmp_path):
+    model().save(tmp_path)
+    with pytest.raises(ValueError, match=f"a model of another network: it differs in {named}"):
+        TCTModel.load(tmp_path, other())
+
+
+def test_files_without_the_linear_model_are_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    model().save(tmp_path)
+    path = tmp_path / "tct.safetensors"
+    arrays = load_file(path)
+    del arrays["tct.mean"]
+    save_file(arrays, path)
+    with pytest.raises(ValueError, match="differs in its linear model"):
+        TCTModel.load(tmp_path, network())

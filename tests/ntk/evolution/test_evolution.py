@@ -1,0 +1,454 @@
+"""Evolution against closed forms, real gradient flow and a fine reference of the ODE.
+
+For the closed form (MSE, mean kernel) everything is float64 and 1e-10 leaves room for the
+conditioning of an eigendecomposition. The solver keeps the estimated error of each step within its
+tolerance, and the flow of a convex loss does not amplify errors, so they add up to at most the
+number of steps times the tolerance: that is the bound where the solver is tested. Size is measured
+against outputs of at least 1, as the solver measures it.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from fedntk.ntk import Jacobian, NotEnoughMemory, evolve, jacobian, loss_value, one_hot, residual
+from fedntk.ntk.evolution.solver import RungeKuttaChebyshev
+from fedntk.ntk.losses import output_hessian, output_scale
+
+LOSSES = ("mse", "cross-entropy")
+TOLERANCE = 1e-6
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def problem(model: nn.Module, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        x = torch.randn(n, 4, dtype=torch.float64)
+        y = one_hot(torch.randint(0, 3, (n,)), 3, torch.float64)
+    return model.double(), x, y
+
+
+def gradient_flow(
+    model: nn.Module, x: Tensor, y: Tensor, loss: str, learning_rate: float, times: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Integrate dw/dt = -eta grad L(w) to 1e-11; returns (T, P) weights and (T, n, C) outputs."""
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    def slope(_: float, w: np.ndarray) -> np.ndarray:
+        nn.utils.vector_to_parameters(torch.from_numpy(w), model.parameters())
+        outputs = model(x)
+        if loss == "mse":
+            value = ((outputs - y) ** 2).sum() / (2 * outputs.numel())
+        else:
+            value = torch.nn.functional.cross_entropy(outputs, y)
+        grads = torch.autograd.grad(value, list(model.parameters()))
+        return -learning_rate * torch.cat([g.flatten() for g in grads]).numpy()
+
+    solution = solve_ivp(slope, (0, times[-1]), start.numpy(), t_eval=times, rtol=1e-11, atol=1e-12)
+    outputs = []
+    for w in solution.y.T:
+        nn.utils.vector_to_parameters(torch.from_numpy(w.copy()), model.parameters())
+        outputs.append(model(x).detach())
+    nn.utils.vector_to_parameters(start, model.parameters())
+    return torch.from_numpy(solution.y.T.copy()), torch.stack(outputs)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
+    """The linearisation of a linear model is the model, so functions and weights must agree.
+
+    Its outputs do not share weights and their kernels are equal, so the mean kernel is exact too.
+    """
+    model, x, y = problem(nn.Linear(4, 3))
+    times = [0.0, 1.0, 7.0, 40.0]
+    weights, outputs = gradient_flow(model, x, y, loss, 0.3, times)
+    jac = jacobian(model, x)
+    evolution = evolve(
+        jac,
+        model(x).detach(),
+        y,
+        loss=loss,
+        learning_rate=0.3,
+        steps=times,
+        kernel=kernel,
+        tolerance=TOLERANCE,
+    )
+    bound = max(1e-9, TOLERANCE * evolution.solver_steps)
+    assert relative(evolution.outputs, outputs) < bound
+    for w, r in zip(weights[1:], evolution.residuals[1:], strict=True):
+        update = jac.vjp(r)
+        change = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
+        assert relative(change, w - weights[0]) < bound
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("residuals", ["integral", "sum"])
+def test_time_zero_gives_the_input(loss, kernel, residuals):
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    f = model(x).detach()
+    evolution = evolve(
+        jacobian(model, x),
+        f,
+        y,
+        loss=loss,
+        learning_rate=0.1,
+        steps=[0],
+        kernel=kernel,
+        residuals=residuals,
+    )
+    assert torch.equal(evolution.outputs[0], f)
+    assert torch.equal(evolution.residuals[0], torch.zeros_like(f))
+
+
+def test_mse_reaches_the_targets_and_never_overshoots():
+    """Full rank: exp(-rate t) underflows at t = 1e12, and every residual only shrinks."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)))
+    kernel = jacobian(model, x).gram()
+    assert torch.linalg.matrix_rank(kernel) == len(x)
+    evolution = evolve(
+        kernel, model(x).detach(), y, loss="mse", learning_rate=10.0, steps=[1, 10, 1e3, 1e12]
+    )
+    assert relative(evolution.outputs[-1], y) < 1e-10
+    sizes = [float((y - f).norm()) for f in evolution.outputs]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_singular_kernel_stays_finite():
+    """A zero eigenvalue's residual grows linearly: R = scale t (Y - f), f unchanged."""
+    f, y = torch.zeros(2, 1), torch.ones(2, 1)
+    evolution = evolve(torch.zeros(2, 2), f, y, loss="mse", learning_rate=0.5, steps=[4])
+    torch.testing.assert_close(evolution.residuals[0], 0.5 / 2 * 4 * y)
+    assert torch.equal(evolution.outputs[0], f)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
+    """f(t) = f(0) + H R(t): functions and weights move at one speed (design rule 1)."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    evolution = evolve(
+        jac, f, y, loss=loss, learning_rate=1.0, steps=[3, 50], kernel=kernel, tolerance=TOLERANCE
+    )
+    for evolved, r in zip(evolution.outputs, evolution.residuals, strict=True):
+        moved = jac.gram() @ r if kernel == "mean" else jac.jvp(jac.vjp(r))
+        assert relative(evolved - f, moved) < 1e-10
+
+
+def test_sum_of_equation_10_is_the_literal_sum():
+    """MSE: eq. (10) written out, with eq. (9a) by matrix exponentials, t = 25."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    scale = 0.2 * output_scale(*f.shape, "mse")
+    literal = torch.zeros_like(f)
+    for u in range(25):
+        decay = torch.linalg.matrix_exp(-scale * u * kernel)
+        literal += scale * (y - (y + decay @ (f - y)))
+    evolution = evolve(kernel, f, y, loss="mse", learning_rate=0.2, steps=[25], residuals="sum")
+    assert relative(evolution.residuals[0], literal) < 1e-10
+
+
+def test_sum_for_cross_entropy_samples_the_flow_at_whole_steps():
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    options = {"loss": "cross-entropy", "learning_rate": 0.5, "tolerance": TOLERANCE}
+    flow = evolve(kernel, f, y, steps=range(30), **options).outputs
+    scale = 0.5 * output_scale(*f.shape, "cross-entropy")
+    literal = sum(scale * residual(at_u, y, "cross-entropy") for at_u in flow)
+    evolution = evolve(kernel, f, y, steps=[30], residuals="sum", **options)
+    assert relative(evolution.residuals[0], literal) < TOLERANCE * evolution.solver_steps
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sum_approaches_the_integral_as_the_rate_goes_to_zero(loss):
+    """At a fixed eta t the left Riemann sum's error is of first order in eta: halve, halve."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f, kernel = model(x).detach(), jacobian(model, x).gram()
+    gaps = []
+    for steps in (8, 16, 32, 64):
+        both = [
+            evolve(
+                kernel,
+                f,
+                y,
+                loss=loss,
+                learning_rate=8.0 / steps,
+                steps=[steps],
+                residuals=residuals,
+                tolerance=1e-8,
+            ).residuals[0]
+            for residuals in ("sum", "integral")
+        ]
+        gaps.append(relative(*both))
+    ratios = [a / b for a, b in itertools.pairwise(gaps)]
+    assert gaps[-1] < 0.1
+    assert all(1.7 < ratio < 2.3 for ratio in ratios), ratios
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_sum_overshoots_where_the_integral_does_not(loss):
+    """Design rule 2: with eta lambda_max of 50 per step, eq. (10) moves 50 times too far."""
+    f, y = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
+    kernel = torch.eye(1)
+    scale = output_scale(1, 2, loss)
+    results = {
+        residuals: evolve(
+            kernel,
+            f,
+            y,
+            loss=loss,
+            learning_rate=50 / scale,
+            steps=[1],
+            residuals=residuals,
+        ).residuals[0]
+        for residuals in ("integral", "sum")
+    }
+    assert float((f + kernel @ results["sum"])[0, 0]) == pytest.approx(50 if loss == "mse" else 25)
+    # exact: MSE goes to its target 1; for cross-entropy the gap d of the two logits follows
+    # d' = 100 / (1 + e^d), so that d + e^d = 101 at t = 1: d = 4.5688, half of it for each logit
+    exact = 1.0 if loss == "mse" else 4.5688 / 2
+    assert float((f + kernel @ results["integral"])[0, 0]) == pytest.approx(exact, rel=1e-3)
+
+
+def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_time():
+    """Eq. (9b) against 400 true steps of gradient descent, MSE, width 2,048, eta t = 0.04.
+
+    Two effects separate them: Euler's steps, of relative size eta lambda_max / (2 n C) < 0.4 % here
+    (asserted), and the change of the kernel along the way, of the order of |w(t) - w| / |w|
+    (asserted to be under 1 %). 2 % allows both.
+    """
+    width = 2048
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
+        nn.init.normal_(model[2].weight, std=1 / math.sqrt(width))
+        x = torch.randn(12, 4, dtype=torch.float64)
+        y = one_hot(torch.randint(0, 3, (12,)), 3, torch.float64)
+    steps, eta = 400, 1e-4
+    jac, f = jacobian(model, x), model(x).detach()
+    largest = float(torch.linalg.eigvalsh(jac.gram())[-1])
+    assert eta * largest * output_scale(12, 3, "mse") / 2 < 0.004
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    evolution = evolve(
+        jac, f, y, loss="mse", learning_rate=eta, steps=[steps], kernel="full", tolerance=TOLERANCE
+    )
+    update = jac.vjp(evolution.residuals[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=eta)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (((model(x) - y) ** 2).sum() / (2 * y.numel())).backward()
+        optimizer.step()
+    change = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    assert float(change.norm() / before.norm()) < 0.01
+    predicted = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
+    assert relative(predicted, change) < 0.02
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor, Tensor]:
+    """A stiff real problem: tangent kernel, outputs and targets of 150 digits."""
+    raw = load_digits()
+    x = torch.from_numpy(raw.data[:150]).float()
+    x = (x - x.mean()) / x.std()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    y = one_hot(torch.from_numpy(raw.target[:150]), 10)
+    return jacobian(model, x).gram(), model(x).detach(), y
+
+
+def test_cross_entropy_solver_against_a_fine_reference(digits):
+    """Default tolerance, float32: 1e-3 in all is what users are told to expect."""
+    kernel, f, y = digits
+    n = len(f)
+    largest = float(torch.linalg.eigvalsh(kernel.double())[-1])
+    eta = 3 * n / largest  # eta lambda_max / n = 3 per unit step
+    double, f64, y64 = kernel.double(), f.double(), y.double()
+
+    def slope(_: float, state: np.ndarray) -> np.ndarray:
+        outputs = torch.from_numpy(state).view(f.shape)
+        rate = eta / n * residual(outputs, y64, "cross-entropy")
+        return (double @ rate).flatten().numpy()
+
+    times = [10.0, 100.0, 600.0]
+    exact = solve_ivp(
+        slope, (0, times[-1]), f64.flatten().numpy(), t_eval=times, rtol=1e-8, atol=1e-9
+    )
+    evolution = evolve(kernel, f, y, loss="cross-entropy", learning_rate=eta, steps=times)
+    for evolved, reference in zip(evolution.outputs, exact.y.T, strict=True):
+        assert relative(evolved.flatten().double(), torch.from_numpy(reference)) < 1e-3
+    assert evolution.kernel_products < times[-1]  # what unit steps of Euler would need
+
+
+def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
+    """The full kernel of a linear map has equal blocks, so both ways solve the same problem."""
+    _, _, y = digits
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 10).double()
+    x = torch.from_numpy(load_digits().data[:150])
+    x = (x - x.mean()) / x.std()
+    jac, outputs = jacobian(model, x), model(x).detach()
+    options = {"loss": "mse", "learning_rate": 5.0, "steps": [1, 30, 1000]}
+    closed = evolve(jac, outputs, y.double(), **options)
+    solved = evolve(jac, outputs, y.double(), kernel="full", tolerance=TOLERANCE, **options)
+    bound = TOLERANCE * solved.solver_steps
+    assert relative(solved.outputs, closed.outputs) < bound
+    assert relative(solved.residuals, closed.residuals) < bound
+    assert closed.kernel_products == 0 < solved.kernel_products
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_never_rises_along_the_flow(digits, loss):
+    kernel, f, y = digits
+    evolution = evolve(kernel, f, y, loss=loss, learning_rate=0.1, steps=range(0, 1000, 100))
+    losses = [loss_value(outputs, y, loss) for outputs in evolution.outputs]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "hinge"}, "loss: expected one of mse, cross-entropy"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a positive number"),
+        ({"learning_rate": math.nan}, "learning_rate"),
+        ({"steps": []}, "steps: expected increasing times"),
+        ({"steps": [2, 1]}, "steps: expected increasing times"),
+        ({"steps": [-1]}, "steps: expected increasing times"),
+        ({"steps": [math.inf]}, "steps: expected finite times"),
+        ({"steps": [0.5], "residuals": "sum"}, "whole steps"),
+        ({"residuals": "mean"}, "residuals: expected"),
+        ({"kernel": "some"}, "kernel: expected"),
+        ({"kernel": "full"}, "pass a Jacobian"),
+        ({"tolerance": 0.0}, "tolerance: expected"),
+        ({"targets": torch.zeros(2, 3)}, "outputs and targets"),
+        ({"jacobian_or_kernel": torch.zeros(3, 3)}, "kernel of 2 x 2 examples, got"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(change, message):
+    arguments = {
+        "jacobian_or_kernel": torch.eye(2),
+        "outputs": torch.zeros(2, 1),
+        "targets": torch.ones(2, 1),
+        "loss": "mse",
+        "learning_rate": 0.1,
+        "steps": [1],
+    } | change
+    with pytest.raises(ValueError, match=message):
+        evolve(**arguments)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad, loss):
+    kernel = torch.full((2, 2), bad)
+    with pytest.raises(ValueError, match="not finite"):
+        evolve(
+            kernel,
+            torch.zeros(2, 2),
+            torch.eye(2),
+            loss=loss,
+            learning_rate=0.1,
+            steps=[1],
+        )
+
+
+@pytest.mark.parametrize("size", [1e9, 1e20, 1e30])
+def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
+    monkeypatch.setattr("fedntk.ntk.evolution.solver.MAX_PRODUCTS", 2000)
+    f, y = torch.zeros(4, 2), one_hot(torch.arange(4) % 2, 2)
+    with pytest.raises(FloatingPointError):
+        evolve(size * torch.eye(4), f, y, loss="cross-entropy", learning_rate=1.0, steps=[1, 2000])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("residuals", ["integral", "sum"])
+def test_mean_kernel_past_its_memory_is_left_unbuilt(loss, residuals):
+    """The same flow by products alone; for MSE the closed form is the reference."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {
+        "loss": loss,
+        "learning_rate": 0.5,
+        "steps": [10, 60],
+        "residuals": residuals,
+        "tolerance": TOLERANCE,
+    }
+    built, unbuilt = (evolve(jac, f, y, memory_budget=b, **options) for b in (10**9, 0))
+    assert unbuilt.kernel_products > 0
+    bound = TOLERANCE * unbuilt.solver_steps
+    assert relative(unbuilt.outputs, built.outputs) < bound
+    assert relative(unbuilt.residuals, built.residuals) < bound
+
+
+def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch):
+    """12 examples x 3 outputs at 2 steps: 8 x 36 x (24 + 4) bytes for the solver alone."""
+    model, x, y = problem(nn.Linear(4, 3))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"learning_rate": 0.5, "steps": [1, 2]}
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 8 * 36 * 28 - 1)
+    monkeypatch.setattr("fedntk.ntk.evolution.gradient_flow.available_memory", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match=r"12 examples x 3 outputs .* needs 0.0 GB and cpu"):
+        evolve(jac, f, y, loss="cross-entropy", **options)
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match="eigendecomposition of the kernel of 12 examples"):
+        evolve(torch.eye(12).double(), f, y, loss="mse", **options)
+
+
+def test_dense_output_costs_no_products_and_is_as_exact(digits):
+    """The grid of steps is read off the solver's own steps: same products, same error."""
+    kernel, f, y = digits
+    options = {"loss": "cross-entropy", "learning_rate": 0.05}
+    times = [1.0, 3.7, *range(10, 500, 7), 500.0]
+    many = evolve(kernel, f, y, steps=times, **options)
+    fine = evolve(kernel.double(), f.double(), y.double(), steps=times, tolerance=1e-8, **options)
+    assert many.kernel_products == evolve(kernel, f, y, steps=[500], **options).kernel_products
+    errors = [relative(a.double(), b) for a, b in zip(many.outputs, fine.outputs, strict=True)]
+    assert max(errors) < many.error_estimate < 2e-2
+    assert max(errors) < 1e-3
+
+
+def test_spectral_radius_is_that_of_the_flow_not_of_the_kernel(digits):
+    """Unsure examples have output Hessians of norm 1/C at the start: 5 times below the bound 1/2.
+
+    Steps are limited by the square root of the radius times the horizon, so a solver that took
+    the kernel's own would need twice the products.
+    """
+    kernel, _, y = digits
+    f = torch.zeros_like(y)
+    scale = 0.05 / len(f)
+    hessian = torch.kron(torch.eye(10) / 10 - 0.01, scale * kernel)  # at p = 1/10
+    largest = float(torch.linalg.eigvalsh(hessian.double())[-1])
+    solver = RungeKuttaChebyshev(
+        kernel.__matmul__,
+        lambda f: scale * residual(f, y.double(), "cross-entropy"),
+        lambda f, v: scale * output_hessian(f, v, "cross-entropy"),
+        f,
+        1e-4,
+    )
+    solver._follow_radius(f.double(), iterations=100)
+    assert largest <= solver._radius <= 1.3 * largest
+    assert largest < 0.11 * scale * float(torch.linalg.eigvalsh(kernel.double())[-1])
+
+
+def test_concatenated_clients_evolve_as_the_pooled_examples():
+    """Eq. (8): the order of the examples is all that concatenation decides."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    f = model(x).detach()
+    parts = Jacobian.concatenate([jacobian(model, part) for part in x.split([5, 4, 3])])
+    options = {"loss": "cross-entropy", "learning_rate": 0.5, "steps": [10, 100]}
+    together, apart = evolve(jacobian(model, x), f, y, **options), evolve(parts, f, y, **options)
+    assert relative(apart.outputs, together.outputs) < 1e-9

@@ -1,0 +1,167 @@
+"""Moments in any grouping against the pooled data, and what normalising by them does."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedntk.ntk import BadReply, Moments, Normaliser
+
+from ..arithmetic import normal
+
+
+def regrouped(z, cuts, order):
+    """Moments of z, cut into groups and joined in some order, each group in chunks of 4."""
+    groups = [part for part in torch.tensor_split(z, cuts) if len(part)]
+    parts = [Moments.join(Moments.of(chunk) for chunk in part.split(4)) for part in groups]
+    order.shuffle(parts)
+    return Moments.join(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=8).map(sorted),
+    order=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**16),
+)
+def test_joined_moments_are_those_of_the_pooled_data(cuts, order, seed):
+    """Order and grouping move them by 1e-12, where means are of the size of the spread."""
+    z = normal(40, 5, seed=seed) * torch.tensor([1, 1e-8, 1e8, 3, 0])
+    z += torch.tensor([0, 0, 0, 2, 7])
+    moments = regrouped(z, cuts, order)
+    assert moments.count == 40
+    z = z.numpy()
+    assert (np.abs(moments.mean - z.mean(0)) <= 1e-12 * (z.std(0) + np.abs(z.mean(0)))).all()
+    assert (np.abs(moments.sum_sq_dev - 40 * z.var(0)) <= 1e-12 * 40 * z.var(0) + 1e-27).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=8).map(sorted),
+    order=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**16),
+)
+def test_an_offset_of_a_million_deviations_costs_six_digits_and_no_more(cuts, order, seed):
+    """Means are right to 1e-16 of 1e6, so to 1e-10 of the spread, and squares to about twice that.
+
+    Sums of squares less squares of sums would lose twelve digits: an error of 1e-4.
+    """
+    z = normal(40, 3, seed=seed) + 1e6
+    moments = regrouped(z, cuts, order)
+    np.testing.assert_allclose(moments.mean, z.numpy().mean(0), rtol=1e-15)
+    np.testing.assert_allclose(moments.sum_sq_dev, 40 * z.numpy().var(0), rtol=5e-9)
+
+
+def test_two_groups_of_one():
+    """1 and 3: mean 2, squared deviations 1 + 1."""
+    one, three = (Moments.of(torch.tensor([[value]])) for value in (1.0, 3.0))
+    both = one + three
+    assert (both.count, both.mean.tolist(), both.sum_sq_dev.tolist()) == (2, [2.0], [2.0])
+    assert one.sum_sq_dev.tolist() == [0.0]
+
+
+def clients():
+    """float32 features of three clients that differ: heavy tails, scales from 1e-7 to 1e4."""
+    scales = torch.logspace(-7, 4, 12, dtype=torch.float64)
+    shift = normal(12, seed=0)
+    return [
+        ((normal(n, 12, seed=n) ** 3 + k * shift) * scales).float()
+        for k, n in enumerate((7, 30, 120))
+    ]
+
+
+def test_normalised_features_have_mean_0_and_variance_1_over_all_clients():
+    """In float32: a mean within 1e-6, a variance within 1e-5; no client's own mean is 0."""
+    moments = Moments.join(Moments.of(z) for z in clients())
+    normalise = Normaliser.of(moments)
+    parts = [normalise(z) for z in clients()]
+    assert {part.dtype for part in parts} == {torch.float32}
+    pooled = torch.cat(parts).double()
+    torch.testing.assert_close(pooled.mean(0), torch.zeros(12).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        pooled.var(0, correction=0), torch.ones(12).double(), rtol=0, atol=1e-5
+    )
+    assert all(float(part.mean(0).abs().min()) > 1e-4 for part in parts)
+
+
+def test_normalising_leaves_what_it_is_given_as_it_was():
+    z = clients()[0]
+    before = z.clone()
+    Normaliser.of(Moments.of(z))(z)
+    assert torch.equal(z, before)
+    assert torch.equal(Normaliser.identity(12)(z), z)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.1, 1e-30, 3e38])
+def test_a_constant_feature_has_scale_0_whatever_it_is_later(value):
+    """In groups of other sizes their mean may differ in its last bit: that is no variance."""
+    z = torch.full((21, 2), value)
+    z[:, 1] = torch.arange(21)
+    normaliser = Normaliser.of(Moments.join(Moments.of(part) for part in z.split([1, 3, 17])))
+    assert normaliser.inv_std[0] == 0
+    assert normaliser.inv_std[1] == pytest.approx(1 / np.arange(21).std(), rel=1e-6)
+    later = normaliser(torch.tensor([[5.0, 10.0]]))
+    assert later.tolist() == [[0.0, 0.0]]
+
+
+def test_small_features_are_not_constant():
+    """A spread of 1e-20 around 0 is normalised; one of 1e-8 around 1 is float32's rounding."""
+    z = torch.tensor([[1e-20, 1.0], [-1e-20, 1 + 2e-8]], dtype=torch.float64)
+    normaliser = Normaliser.of(Moments.of(z))
+    assert normaliser.inv_std.tolist() == [pytest.approx(1e20), 0.0]
+    assert normaliser.inv_std.dtype == normaliser.mean.dtype == np.float32
+
+
+def test_moments_travel_as_they_are():
+    sent = Moments.of(clients()[1])
+    received = Moments.from_arrays(sent.to_arrays(), sent.count, 12)
+    assert received.count == 30
+    for before, after in itertools.zip_longest(sent.to_arrays(), received.to_arrays()):
+        assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda a: a[:-1], "shape"),
+        (lambda a: a[None], "shape"),
+        (lambda a: a[0], "shape"),
+        (lambda a: a.astype(np.float32), "dtype"),
+        (lambda a: a.astype(np.int64), "dtype"),
+        (lambda a: a.astype(">f8"), "dtype"),
+        (lambda a: np.where(np.arange(12) == 5, np.nan, a), "non-finite"),
+        (lambda a: np.where(np.arange(12) == 5, np.inf, a), "non-finite"),
+        (lambda a: np.where(np.arange(12) == 5, -np.inf, a), "non-finite"),
+        (lambda a: np.where(np.arange(12) == 5, 1e300, a), "range"),
+        (lambda a: np.where(np.arange(12) == 5, -1e300, a), "range"),
+    ],
+)
+def test_damaged_moments_are_refused_with_the_reason(position, damage, reason):
+    arrays = Moments.of(clients()[1]).to_arrays()
+    arrays[position] = damage(arrays[position])
+    with pytest.raises(BadReply) as refused:
+        Moments.from_arrays(arrays, 30, 12)
+    assert refused.value.reason == reason
+
+
+def test_other_damage_is_refused_and_the_limits_are_taken():
+    """The largest float32 is 3.4e38: a mean of it, and n times its square, could be features'."""
+    mean, deviation = Moments.of(clients()[1]).to_arrays()
+    for arrays in ([], [mean], [mean, deviation, mean]):
+        with pytest.raises(BadReply, match="expected means and deviations, got") as refused:
+            Moments.from_arrays(arrays, 30, 12)
+        assert refused.value.reason == "arrays"
+    with pytest.raises(BadReply, match="sum_sq_dev: expected 0"):
+        Moments.from_arrays([mean, deviation - 2 * deviation.max()], 30, 12)
+    largest = np.full(12, np.finfo(np.float32).max, np.float64)
+    moments = Moments.from_arrays([-largest, 30 * largest**2], 30, 12)
+    normaliser = Normaliser.of(Moments.join([moments, moments]))
+    assert np.isfinite(normaliser.mean).all()
+    assert (normaliser.inv_std > 0).all()
+    for arrays in ([1.01 * largest, deviation], [mean, 31 * largest**2]):
+        with pytest.raises(BadReply, match=r"(mean|sum_sq_dev): expected .* \.\.\. "):
+            Moments.from_arrays(arrays, 30, 12)

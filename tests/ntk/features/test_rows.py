@@ -1,0 +1,165 @@
+"""Products of features that are read some rows at a time, against torch on the whole matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedntk.ntk import NotEnoughMemory
+from fedntk.ntk import memory as ntk_memory
+from fedntk.ntk.features import FeatureRows
+from fedntk.ntk.features import rows as module
+
+from ..arithmetic import normal
+
+N, P = 23, 7
+DTYPES = [np.float16, np.float32, np.float64]
+# bytes of a chunk: all rows, three rows (of 7 or 8 numbers), one, and less than one
+SIZES = [2**20, 3 * 4 * 8, 4 * 8, 1]
+
+
+def array(dtype=np.float32):
+    return normal(N, P, seed=0).numpy().astype(dtype)
+
+
+def whole(z, bias):
+    """The matrix in float64, as numpy sees the array."""
+    z = torch.from_numpy(z.astype(np.float64))
+    return torch.cat([z, torch.ones(N, 1).double()], 1) if bias else z
+
+
+def stored(z, how, tmp_path, bias):
+    """FeatureRows of an array in memory, in a file, or of a function."""
+    if how == "computed":
+        return FeatureRows(lambda a, b: torch.from_numpy(z[a:b]).float(), z.shape, bias=bias)
+    if how == "file":
+        z.tofile(tmp_path / "z.bin")
+        z = np.memmap(tmp_path / "z.bin", z.dtype, "c", shape=z.shape)
+    return FeatureRows.of(z, bias=bias, device="cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", ["array", "file", "computed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_the_whole_matrix(dtype, how, bias, tmp_path, monkeypatch):
+    """Whatever the chunks. Z as stored is exact; float32 sums of 23 products: 1e-5."""
+    z = array(dtype)
+    dense = whole(z, bias)
+    rows = stored(z, how, tmp_path, bias)
+    assert rows.shape == tuple(dense.shape)
+    w, a = normal(dense.shape[1], 3, seed=1).float(), normal(N, 4, seed=2).float()
+    for size in SIZES:
+        monkeypatch.setattr(module, "CHUNK_BYTES", size)
+        monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size)
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(rows @ w, (dense @ w.double()).float(), **close)
+        product = rows.transposed_matmul(a)
+        torch.testing.assert_close(product, (dense.T @ a.double()).float(), **close)
+        gram = rows.gram()
+        torch.testing.assert_close(gram, (dense @ dense.T).float(), **close)
+        assert torch.equal(gram.tril(-1), gram.triu(1).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_formed_in_the_dtype_of_the_other_factor(dtype):
+    """float64 coefficients: 1e-13 from numpy's float64, although rows are chunks of float16."""
+    z = array(dtype)
+    rows, a, w = FeatureRows.of(z), normal(N, 2, seed=1), normal(P, 2, seed=2)
+    torch.testing.assert_close(rows.transposed_matmul(a), whole(z, False).T @ a, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rows @ w, whole(z, False) @ w, rtol=0, atol=1e-13)
+
+
+def test_rows_are_handed_out_in_order_each_once():
+    rows = FeatureRows.of(array(), bias=True)
+    chunks = list(rows.chunks(4 * 8 * 5))  # five rows of eight
+    assert [(r.start, r.stop) for r, _ in chunks] == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
+    joined = torch.cat([z for _, z in chunks])
+    assert torch.equal(joined, rows[:])
+    assert torch.equal(joined[:, -1], torch.ones(N))
+    assert torch.equal(rows[4:6], joined[4:6])
+
+
+def counted(asked, bias=False):
+    """Rows that note what is asked of them."""
+    z = torch.from_numpy(array())
+
+    def read(start, stop):
+        asked.append((start, stop))
+        return z[start:stop]
+
+    return FeatureRows(read, (N, P), bias=bias)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 23, 1000])
+def test_no_more_is_read_at_a_time_than_is_allowed_and_no_row_twice(size, monkeypatch):
+    """With the bias a row has 8 numbers, 32 bytes."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 32 * size + 31)
+    for use in (lambda r: r @ torch.zeros(8, 2), lambda r: r.transposed_matmul(torch.zeros(N, 2))):
+        asked = []
+        use(counted(asked, bias=True))
+        assert max(stop - start for start, stop in asked) == min(size, N)
+        assert [i for start, stop in asked for i in range(start, stop)] == list(range(N))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 23, 1000])
+def test_gram_reads_each_pair_of_blocks_once(size, monkeypatch):
+    """Two blocks of at most `size` rows are held; with b blocks there are b (b + 1) / 2 reads."""
+    monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size * 4 * P)
+    monkeypatch.setattr(module.math, "isqrt", lambda _: N)
+    asked = []
+    counted(asked).gram()
+    blocks = -(-N // size)
+    assert len(asked) == blocks * (blocks + 1) // 2
+    assert max(stop - start for start, stop in asked) == min(size, N)
+
+
+def test_narrow_features_do_not_make_a_second_kernel(monkeypatch):
+    """With p = 1, 256 bytes hold two blocks of 32 rows: their products would be the whole kernel.
+
+    Products of 256 bytes are those of 8 rows.
+    """
+    monkeypatch.setattr(module, "BLOCK_BYTES", 256)
+    z, asked = normal(N, 1, seed=0).float(), []
+
+    def read(start, stop):
+        asked.append(stop - start)
+        return z[start:stop]
+
+    torch.testing.assert_close(FeatureRows(read, (N, 1)).gram(), z @ z.T)
+    assert max(asked) == 8
+
+
+def test_a_kernel_that_does_not_fit_is_refused_before_anything_is_read(monkeypatch):
+    """100,000 examples: 40 GB, and blocks; the figure is in the message."""
+
+    def read(start, stop):
+        raise AssertionError("read")
+
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 40 * 10**9)
+    with pytest.raises(
+        NotEnoughMemory, match=r"the kernel of 100000 examples needs 41\.\d GB.*fewer examples"
+    ):
+        FeatureRows(read, (100_000, 100_000)).gram()
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * (23**2 + 23 * 37) - 1)
+    with pytest.raises(NotEnoughMemory, match="the kernel of 23 examples"):
+        FeatureRows(read, (23, 7)).gram()
+
+
+def test_a_small_kernel_needs_little(monkeypatch):
+    """23 examples of 7 features: the kernel, a block's products and two blocks of rows, no more."""
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * (23**2 + 23 * 37))
+    assert FeatureRows.of(array()).gram().shape == (23, 23)
+
+
+def test_no_examples_are_no_rows():
+    rows = FeatureRows.of(np.zeros((0, P), np.float32))
+    assert (rows @ torch.ones(P, 3)).shape == (0, 3)
+    assert torch.equal(rows.transposed_matmul(torch.ones(0, 3)), torch.zeros(P, 3))
+    assert rows.gram().shape == (0, 0)
+
+
+def test_products_do_not_change_what_is_stored():
+    z = array()
+    before = z.copy()
+    rows = FeatureRows.of(z, bias=True)
+    _ = rows @ torch.ones(P + 1, 2), rows.transposed_matmul(torch.ones(N, 2)), rows.gram()
+    assert np.array_equal(z, before)

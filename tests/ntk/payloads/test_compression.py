@@ -1,0 +1,251 @@
+"""Compression against its definition, and payloads that are not what they say."""
+
+import contextlib
+import math
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedntk.ntk import BadReply, compress
+from fedntk.ntk.payloads import Encoded, num_kept, top_k
+from fedntk.ntk.payloads.compression import _pack, _unpack
+
+SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 33), (0, 3), (64,)]
+HEAD = "<BBBBQQ"
+
+
+def tensor(shape, dtype=np.float32, seed=0):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return np.asarray(values, dtype=dtype)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_stay(shape, sparsity):
+    """No dropped number is larger than one that stayed, and exactly k stay."""
+    values = tensor(shape)
+    mask = top_k(values, sparsity)
+    assert mask.shape == values.shape
+    assert mask.sum() == num_kept(values.size, sparsity)
+    magnitudes = np.abs(values)
+    if 0 < mask.sum() < mask.size:
+        assert magnitudes[mask].min() >= magnitudes[~mask].max()
+
+
+def test_of_equal_numbers_the_first_stay():
+    values = np.array([1, -2, 2, 1, -1, 1], np.float32)
+    assert top_k(values, 0.5).tolist() == [True, True, True, False, False, False]
+    assert top_k(np.zeros(10, np.float32), 0.75).tolist() == [True] * 3 + [False] * 7
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("sparsity", [0.0, 0.4, 0.97])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unquantised_numbers_come_back_bit_by_bit(shape, sparsity, dtype):
+    values = tensor(shape, dtype)
+    decoded = Encoded.parse(compress(values, sparsity=sparsity)).decode()
+    expected = np.where(top_k(values, sparsity), values, 0).astype(dtype)
+    assert decoded.dtype == dtype
+    assert decoded.shape == shape
+    assert decoded.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8, 11, 16])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.95])
+def test_error_of_a_quantised_number_is_at_most_half_a_space(bits, sparsity):
+    """2^(b-1) magnitudes over the range that stayed; 1e-6 of the largest for float32."""
+    values = tensor((40, 50))
+    mask = top_k(values, sparsity)
+    decoded = Encoded.parse(compress(values, sparsity=sparsity, bits=bits)).decode()
+    magnitudes = np.abs(values[mask])
+    space = (magnitudes.max() - magnitudes.min()) / (2 ** (bits - 1) - 1)
+    assert np.abs(decoded - values)[mask].max() <= space / 2 + 1e-6 * magnitudes.max()
+    assert (decoded[~mask] == 0).all()
+    assert (np.sign(decoded[mask]) == np.sign(values[mask])).all()
+    assert len(np.unique(np.abs(decoded[mask]))) <= 2 ** (bits - 1)
+
+
+def test_one_bit_is_the_sign_with_the_mean_magnitude():
+    values = tensor((100,))
+    decoded = Encoded.parse(compress(values, bits=1)).decode()
+    np.testing.assert_allclose(decoded, np.sign(values) * np.abs(values).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 32])
+@pytest.mark.parametrize("sparsity", [0.0, 0.4, 0.9])
+def test_by_row_each_row_is_compressed_as_if_it_were_alone(sparsity, bits):
+    values = tensor((7, 3, 11)) * np.arange(1, 8, dtype=np.float32)[:, None, None]
+    code = compress(values, sparsity=sparsity, bits=bits, by_row=True)
+    decoded = Encoded.parse(code).decode()
+    for row, alone in zip(decoded, values, strict=True):
+        expected = Encoded.parse(compress(alone, sparsity=sparsity, bits=bits)).decode()
+        assert row.tobytes() == expected.tobytes()
+    extra = 6 * 8 if bits < 32 else 0
+    whole = compress(values, sparsity=sparsity, bits=bits).size
+    assert abs(code.size - whole - extra) <= 7 * math.ceil(bits / 8) * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_not_dropped(value):
+    values = np.array([1, 1, 1, value], np.float32)
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        compress(values, sparsity=0.5)
+
+
+def test_equal_magnitudes_are_exact_at_any_width():
+    values = np.array([3, -3, 3, 0, 0, 0], np.float32)
+    for bits in (1, 2, 9):
+        decoded = Encoded.parse(compress(values, sparsity=0.5, bits=bits)).decode()
+        assert decoded.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("bits", [1, 5, 6, 16, 32])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.95, 0.99, 0.999])
+def test_length_is_head_positions_and_numbers(sparsity, bits):
+    """20 bytes, 8 an axis and a group; the smaller of a bitmap and indices; k numbers."""
+    values = tensor((50, 40, 2))
+    n, k = values.size, num_kept(values.size, sparsity)
+    bitmap, indices = math.ceil(n / 8), math.ceil(k * math.ceil(math.log2(n)) / 8)
+    positions = 0 if k == n else min(bitmap, indices)
+    scales = 8 if bits < 32 else 0
+    expected = 20 + 3 * 8 + scales + positions + math.ceil(k * bits / 8)
+    assert compress(values, sparsity=sparsity, bits=bits).size == expected
+
+
+@given(st.integers(1, 56), st.data())
+@settings(max_examples=60, deadline=None)
+def test_packing_is_the_concatenation_of_the_bits(width, data):
+    numbers = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40))
+    array = np.array(numbers, np.uint64)
+    packed = _pack(array, width)
+    whole = sum(number << (width * i) for i, number in enumerate(numbers))
+    assert packed == whole.to_bytes(math.ceil(len(numbers) * width / 8), "little")
+    unpacked = _unpack(np.frombuffer(packed, np.uint8), len(numbers), width)
+    assert unpacked.tolist() == numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity: expected 0 <= sparsity < 1, got 1.0"),
+        ({"sparsity": -0.1}, "sparsity: expected"),
+        ({"sparsity": math.nan}, "sparsity: expected"),
+        ({"bits": 0}, r"bits: expected 1 ... 16, or 32 .*, got 0"),
+        ({"bits": 17}, "bits: expected"),
+        ({"bits": 33}, "bits: expected"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compress(tensor((4,)), **options)
+
+
+def head(code, **changes):
+    """Return the code with fields of its head changed."""
+    names = ("form", "bits", "double", "axes", "groups", "count")
+    fields = dict(zip(names, struct.unpack_from(HEAD, code.tobytes()), strict=True))
+    changed = struct.pack(HEAD, *(fields | changes).values())
+    return np.frombuffer(changed + code.tobytes()[len(changed) :], np.uint8)
+
+
+def scales(code, low, high):
+    """Return the code with another range of magnitudes."""
+    changed = code.copy()
+    start = struct.calcsize(HEAD) + 16
+    changed[start : start + 8] = np.frombuffer(struct.pack("<ff", low, high), np.uint8)
+    return changed
+
+
+CODE = compress(tensor((10, 10)), sparsity=0.5, bits=6)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        CODE[:-1],
+        np.append(CODE, CODE[:1]),
+        CODE[:5],
+        CODE[:30],
+        CODE.astype(np.int16),
+        CODE[None],
+        head(CODE, form=3),
+        head(CODE, form=0),
+        head(CODE, bits=7),
+        head(CODE, bits=0),
+        head(CODE, bits=200),
+        head(CODE, double=2),
+        head(CODE, axes=3),
+        head(CODE, axes=255),
+        head(CODE, count=51),
+        head(CODE, count=2**63),
+        head(CODE, groups=0),
+        head(compress(tensor((0, 3))), groups=0),
+        head(CODE, groups=2),
+        head(CODE, groups=10),
+        head(CODE, groups=2**63),
+        scales(CODE, -1.0, 1.0),
+        scales(CODE, math.nan, 1.0),
+        scales(CODE, 0.0, math.inf),
+        scales(CODE, 2.0, 1.0),
+    ],
+)
+def test_a_head_that_does_not_fit_its_bytes_is_refused(code):
+    with pytest.raises(BadReply) as refused:
+        Encoded.parse(code)
+    assert refused.value.reason == "compression"
+
+
+def test_a_small_payload_that_declares_much_allocates_nothing():
+    """A tensor of 2^47 numbers of which none stayed: 36 bytes are read, no more is made."""
+    boast = struct.pack(HEAD, 2, 32, 0, 2, 1, 0) + struct.pack("<QQ", 2**20, 2**27)
+    tracemalloc.start()
+    encoded = Encoded.parse(np.frombuffer(boast, np.uint8))
+    meta = encoded.meta_tensor()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tuple(meta.shape) == encoded.shape == (2**20, 2**27)
+    assert peak < 100_000
+    larger = struct.pack(HEAD, 2, 32, 0, 2, 1, 0) + struct.pack("<QQ", 2**63, 0)
+    with pytest.raises(BadReply, match="compression"):
+        Encoded.parse(np.frombuffer(larger, np.uint8))
+
+
+def test_a_bitmap_with_more_positions_than_numbers_is_refused():
+    code = CODE.copy()
+    start = struct.calcsize(HEAD) + 16 + 8
+    code[start] = 255
+    with pytest.raises(BadReply, match="positions for 50"):
+        Encoded.parse(code).decode()
+    stray = CODE.copy()
+    bits = np.unpackbits(stray[start : start + 13])
+    bits[np.flatnonzero(bits)[0]], bits[-1] = 0, 1  # beyond the 100th
+    stray[start : start + 13] = np.packbits(bits)
+    with pytest.raises(BadReply, match="compression"):
+        Encoded.parse(stray).decode()
+
+
+@pytest.mark.parametrize("indices", [[5, 5], [7, 3], [1, 999]])
+def test_indices_that_are_no_positions_are_refused(indices):
+    values = np.zeros(600, np.float32)
+    values[[10, 20]] = 1
+    code = compress(values, sparsity=1 - 2 / 600, bits=4)
+    start = struct.calcsize(HEAD) + 8 + 8
+    packed = _pack(np.array(indices, np.uint64), 10)
+    code = np.concatenate(
+        [code[:start], np.frombuffer(packed, np.uint8), code[start + len(packed) :]]
+    )
+    with pytest.raises(BadReply, match="rising indices"):
+        Encoded.parse(code).decode()
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_raise_anything_else(data):
+    with contextlib.suppress(BadReply):
+        encoded = Encoded.parse(np.frombuffer(data, np.uint8))
+        if encoded.size < 10_000:
+            assert encoded.decode().shape == encoded.shape

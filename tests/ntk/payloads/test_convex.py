@@ -1,0 +1,384 @@
+"""ConvexTask through Flower's records; FeatureUpload's precision, and what it refuses."""
+
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord
+
+from fedntk.ntk import BadReply, FeatureMap, NotEnoughMemory, UploadLimits, compress, one_hot
+from fedntk.ntk import memory as ntk_memory
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload, from_npy, num_kept, to_npy
+
+from ..arithmetic import normal
+
+TASKS = [
+    ConvexTask("statistics", "a key", FeatureMap()),
+    ConvexTask(
+        "linear",
+        "",
+        FeatureMap("last-layer", 0, 7, "body.fc"),
+        bias=True,
+        loss="cross-entropy",
+        learning_rate=1e-300,
+        steps=1,
+        corrected=False,
+        state_round=12,
+        control="sent",
+        parts=("network", "normaliser", "linear", "control"),
+        sparsity=0.9,
+        bits=6,
+    ),
+    ConvexTask("features", "k", FeatureMap(num_features=10**9), parts=("network",)),
+]
+
+
+# ---------------------------------------------------------------------- ConvexTask
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_survive_flowers_config_among_other_keys(task):
+    """Values of the four types a ConfigRecord takes, each of the type it had."""
+    config = ConfigRecord({"server-round": 3, "lr": 0.1, **task.to_config()})
+    assert all(key.startswith("tct-") for key in task.to_config())
+    assert {type(value) for value in task.to_config().values()} <= {str, int, float, bool}
+    received = ConvexTask.from_config(dict(config))
+    assert received == task
+    for name in ("bias", "corrected", "steps", "learning_rate"):
+        assert type(getattr(received, name)) is type(getattr(task, name))
+
+
+def test_without_a_task_there_is_none():
+    assert ConvexTask.from_config({}) is None
+    assert ConvexTask.from_config({"server-round": 3, "step": "linear"}) is None
+
+
+def test_a_key_names_network_and_map():
+    """The same for the same bytes, in whatever memory; another for any change in them."""
+    state = [np.arange(6.0).reshape(2, 3), np.array(3), np.zeros((0, 2), np.float32)]
+    key = ConvexTask.key_of(FeatureMap(), state)
+    assert ConvexTask.key_of(FeatureMap(), [np.array(a, order="F") for a in state]) == key
+    assert ConvexTask.key_of(FeatureMap(), [from_npy(to_npy(a)) for a in state]) == key
+    others = {
+        ConvexTask.key_of(FeatureMap(seed=1), state),
+        ConvexTask.key_of(FeatureMap(), state[::-1]),
+        ConvexTask.key_of(FeatureMap(), state[:2]),
+        ConvexTask.key_of(FeatureMap(), [state[0].reshape(3, 2), *state[1:]]),
+        ConvexTask.key_of(FeatureMap(), [np.nextafter(state[0], 9), *state[1:]]),
+        ConvexTask.key_of(FeatureMap(), [state[0].view(np.int64), *state[1:]]),
+    }
+    assert len(others - {key}) == 6
+
+
+def arrays(count):
+    return [np.full(1, i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((), {}),
+        (("linear",), {"linear": [0]}),
+        (("network",), {"network": [0, 1, 2, 3, 4]}),
+        (("linear", "control"), {"linear": [0], "control": [1]}),
+        (
+            ("network", "normaliser", "linear", "control"),
+            {"network": [0, 1, 2], "normaliser": [3, 4], "linear": [5], "control": [6]},
+        ),
+        (("normaliser", "network"), {"normaliser": [0, 1], "network": [2, 3]}),
+    ],
+)
+def test_arrays_are_named_by_the_parts_in_their_order(parts, expected):
+    """A network's state has as many arrays as are left."""
+    task = ConvexTask("linear", "k", FeatureMap(), parts=parts)
+    sent = arrays(sum(map(len, expected.values())))
+    split = task.split(sent)
+    assert {name: [int(a[0]) for a in part] for name, part in split.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "count"),
+    [
+        ((), 1),
+        (("linear",), 0),
+        (("linear",), 2),
+        (("normaliser", "linear"), 2),
+        (("network",), 0),
+        (("network", "linear"), 1),
+        (("network", "normaliser", "linear"), 3),
+    ],
+)
+def test_too_few_or_too_many_arrays_are_refused(parts, count):
+    task = ConvexTask("linear", "k", FeatureMap(), parts=parts)
+    with pytest.raises(ValueError, match=f"expected {', '.join(parts)}, got {count} arrays"):
+        task.split(arrays(count))
+
+
+# ------------------------------------------------------------------- FeatureUpload
+
+N, P, C = 20, 15, 4
+
+
+def features(n=N):
+    """Scales from 1e-7 to 1e7, one feature that is zero, one constant, one all negative."""
+    z = (normal(n, P, seed=0) * torch.logspace(-7, 7, P, dtype=torch.float64)).float()
+    z[:, 3], z[:, 5], z[:, 7] = 0, -2.5, -z[:, 7].abs()
+    return z
+
+
+def upload(n=N):
+    return FeatureUpload.of(features(n), one_hot(torch.arange(n) % C, C))
+
+
+def wire(payload, **options):
+    """As the server receives it: arrays that cannot be written to."""
+    return [from_npy(to_npy(array)) for array in payload.to_arrays(**options)]
+
+
+def parse(received, **asked):
+    return FeatureUpload.from_arrays(received, UploadLimits({}, **asked), width=P, num_outputs=C)
+
+
+def test_float16_costs_a_share_of_each_features_scale():
+    """z over its largest magnitude is in [-1, 1]: float16 is right to 2^-12 of a number of 1.
+
+    Numbers under 2^-14 are right to 2^-25. Both are under 2^-11, and 2^-11 of a number over 2^-13.
+    """
+    z = features()
+    sent = upload()
+    assert sent.features.dtype == np.float16
+    assert np.array_equal(sent.scale, z.abs().amax(0).numpy())
+    received = parse(wire(sent)).rows(0, N)
+    assert received.dtype == torch.float32
+    error = (received.double() - z.double()).abs()
+    scale = z.abs().amax(0).double()
+    assert bool((error <= 2**-11 * scale).all())
+    assert float((error / scale.clamp(min=1e-30)).max()) > 2**-14  # it is float16
+    large = z.abs() > 2**-13 * scale
+    assert bool((error <= 2**-11 * z.abs().double())[large].all())
+    assert torch.equal(received[:, 3], torch.zeros(N))
+    assert torch.equal(received[:, 5], z[:, 5])
+
+
+def test_tiny_features_survive():
+    """1e-7 is under float16's smallest normal number, 1e-12 under its smallest: kept to 0.05 %."""
+    z = torch.tensor([[1e-7, 1e-12, 1e30], [-5e-8, 3e-12, -1e30]])
+    expected = z.clone()
+    received = FeatureUpload.of(z, one_hot(torch.tensor([0, 1]), 2)).rows(0, 2)
+    torch.testing.assert_close(received, expected, rtol=2**-11, atol=0)
+
+
+def test_labels_and_rows_arrive_in_their_order():
+    received = parse(wire(upload()))
+    assert received.labels.dtype == np.uint8
+    assert np.array_equal(received.labels, np.arange(N) % C)
+    assert torch.equal(torch.cat([received.rows(0, 7), received.rows(7, N)]), received.rows(0, N))
+    many = FeatureUpload.of(torch.ones(1, 2), one_hot(torch.tensor([299]), 300))
+    assert (many.labels.dtype, many.labels.tolist()) == (np.uint16, [299])
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"sparsity": 0.5}])
+def test_reading_rows_twice_gives_the_same(options):
+    """They are scaled in a copy, whether they came as float16 or were decoded to float32."""
+    received = parse(wire(upload(), **options), **options)
+    first = received.rows(0, N).clone()
+    received.rows(2, 9).zero_()
+    assert torch.equal(received.rows(0, N), first)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
+def test_compressed_features_lose_what_was_asked(sparsity, bits):
+    """Each row keeps its k largest shares of the scale; b bits are right to 1/2 in 2^(b-1) - 1."""
+    if (sparsity, bits) == (0.0, 32):
+        return
+    plain, options = parse(wire(upload())), {"sparsity": sparsity, "bits": bits}
+    received = parse(wire(upload(), **options), **options)
+    before, after = plain.features.astype(np.float64), received.features
+    assert after.dtype == np.float32
+    count = num_kept(P, sparsity)
+    step = 0 if bits == 32 else 0.5 / (2 ** (bits - 1) - 1)
+    for row, sent in zip(after, before, strict=True):
+        order = np.argsort(-np.abs(sent), kind="stable")
+        assert not row[order[count:]].any()
+        assert np.abs(row - sent)[order[:count]].max() <= step + 1e-6
+    assert np.array_equal(received.labels, plain.labels)
+    assert np.array_equal(received.scale, plain.scale)
+
+
+def test_what_is_asked_is_what_it_costs():
+    """30 features of 1,000: 2 bytes each; 6 bits of a tenth, and 1 bit for where they are."""
+    z = normal(30, 1000, seed=1).float()
+    sent = FeatureUpload.of(z, one_hot(torch.zeros(30), 2))
+    assert sent.to_arrays()[0].nbytes == 60_000
+    code = sent.to_arrays(sparsity=0.9, bits=6)[0]
+    assert code.nbytes == 20 + 2 * 8 + 30 * 8 + 30_000 // 8 + 3000 * 6 // 8
+
+
+def changed(position, damage, **options):
+    received = upload().to_arrays(**options)
+    received[position] = damage(received[position])
+    return received
+
+
+def put(value):
+    """Write one number, among others."""
+
+    def damage(array):
+        array = array.copy()
+        array.reshape(-1)[3] = value
+        return array
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("position", "damage", "reason"),
+    [
+        (0, lambda a: a.astype(np.float32), "dtype"),
+        (0, lambda a: a.astype(">f2"), "dtype"),
+        (0, lambda a: a.view(np.uint16), "dtype"),
+        (0, lambda a: compress(a.astype(np.float32), bits=8), "dtype"),
+        (0, lambda a: a[:-1], "shape"),
+        (0, lambda a: a[:, :-1], "shape"),
+        (0, lambda a: a.T, "shape"),
+        (0, lambda a: a[0], "shape"),
+        (0, lambda a: a[..., None], "shape"),
+        (0, lambda a: a[:0], "shape"),
+        (0, put(np.nan), "non-finite"),
+        (0, put(np.inf), "non-finite"),
+        (0, put(-np.inf), "non-finite"),
+        (0, put(1.02), "range"),
+        (0, put(-1.02), "range"),
+        (1, lambda a: a.astype(np.float64), "dtype"),
+        (1, lambda a: np.ones(a.shape, np.float16), "dtype"),
+        (1, lambda a: a[:-1], "shape"),
+        (1, lambda a: a[None], "shape"),
+        (1, put(np.nan), "non-finite"),
+        (1, put(np.inf), "non-finite"),
+        (1, put(-1e-30), "range"),
+        (1, put(3.4e38), "range"),
+        (2, lambda a: a.astype(np.int64), "dtype"),
+        (2, lambda a: a.astype(np.float32), "dtype"),
+        (2, lambda a: a.astype(bool), "dtype"),
+        (2, lambda a: a[:-1], "shape"),
+        (2, lambda a: a[:0], "shape"),
+        (2, lambda a: a[:, None], "shape"),
+        (2, lambda a: a[0], "shape"),
+        (2, put(C), "labels"),
+        (2, put(255), "labels"),
+    ],
+)
+def test_hostile_uploads_are_refused_with_the_reason(position, damage, reason):
+    with pytest.raises(BadReply) as refused:
+        parse(changed(position, damage))
+    assert refused.value.reason == reason
+
+
+def test_other_numbers_of_arrays_are_refused():
+    for received in ([], upload().to_arrays()[:2], [*upload().to_arrays(), np.zeros(1)]):
+        with pytest.raises(BadReply, match="expected features, scale and labels") as refused:
+            parse(received)
+        assert refused.value.reason == "arrays"
+
+
+def test_more_examples_than_allowed_are_refused():
+    parse(upload().to_arrays(), max_examples=N)
+    with pytest.raises(BadReply, match="expected at most") as refused:
+        parse(upload().to_arrays(), max_examples=N - 1)
+    assert refused.value.reason == "shape"
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "detail"),
+    [
+        ({"sparsity": 0.2}, {"sparsity": 0.4}, "asked for 180 of 300 numbers, got 240"),
+        ({"bits": 8}, {"sparsity": 0.4}, "asked for 180 of 300 numbers, got 300"),
+        ({"bits": 8}, {"bits": 6}, "asked for 6 bits a number, got 8"),
+        ({"sparsity": 0.5}, {"bits": 6}, "asked for 6 bits a number, got 32"),
+    ],
+)
+def test_more_than_was_asked_for_is_refused(options, asked, detail):
+    with pytest.raises(BadReply, match=detail) as refused:
+        parse(upload().to_arrays(**options), **asked)
+    assert refused.value.reason == "compression"
+
+
+def test_less_than_was_asked_for_is_taken():
+    parse(upload().to_arrays(sparsity=0.9, bits=3), sparsity=0.5, bits=6)
+
+
+def declared(*shape, form=2, bits=8, groups=1, count=0):
+    """Code of a few bytes for a tensor of any size."""
+    head = struct.pack("<BBBBQQ", form, bits, 0, len(shape), groups, count)
+    code = head + b"".join(struct.pack("<Q", size) for size in shape) + bytes(8 * groups)
+    return np.frombuffer(code, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda a: a[:-1], "compression"),
+        (lambda a: a[:10], "compression"),
+        (lambda a: a[:0], "compression"),
+        (lambda a: np.concatenate([a, a[:1]]), "compression"),
+        (lambda a: a[None], "compression"),
+        (lambda a: a[::-1].copy(), "compression"),
+        (lambda a: a.astype(np.int8), "dtype"),
+        (lambda a: upload().features, "dtype"),
+        (lambda a: compress(np.ones((N, P)), bits=8), "shape"),  # float64
+        (lambda a: compress(np.ones((N - 1, P), np.float32), bits=8), "shape"),
+        (lambda a: compress(np.ones((N, P + 1), np.float32), bits=8), "shape"),
+        (lambda a: compress(np.ones(N * P, np.float32), bits=8), "shape"),
+        (lambda a: compress(np.full((N, P), 1.5, np.float32), bits=8), "range"),
+        (lambda a: compress(np.full((N, P), 3e38, np.float32), bits=8), "range"),
+        (lambda a: declared(N, 2**40), "shape"),
+        (lambda a: declared(2**40, P), "shape"),
+        (lambda a: declared(N, P, 2**30), "shape"),
+        (lambda a: declared(2**60, 2**60), "compression"),
+        (lambda a: declared(N, P, count=P), "compression"),
+        (lambda a: declared(), "shape"),
+    ],
+)
+def test_hostile_code_is_refused_with_the_reason(damage, reason):
+    with pytest.raises(BadReply) as refused:
+        parse(changed(0, damage, bits=8), bits=8)
+    assert refused.value.reason == reason
+
+
+def test_numbers_as_they_are_may_not_be_nan_either():
+    """Compressed, but not quantised: the last number's bytes are a NaN's."""
+    nan = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
+    received = changed(0, lambda a: np.concatenate([a[:-4], nan]), sparsity=0.5)
+    with pytest.raises(BadReply, match="features: expected finite"):
+        parse(received, sparsity=0.5)
+
+
+def test_declared_sizes_are_not_allocated(monkeypatch):
+    """12 TB of zeros in a code of 44 bytes, 4 GB where labels agree: less than 1 MB is used."""
+    labels = np.zeros(1000, np.uint8)
+    wide = 10**6
+    cases = [
+        ([declared(N, 3 * 10**12), np.ones(P, np.float32), labels[:N]], P, BadReply),
+        ([declared(1000, wide), np.ones(wide, np.float32), labels], wide, NotEnoughMemory),
+    ]
+    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * 10**9 - 1)
+    for received, width, error in cases:
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        with pytest.raises(error, match=r"4\.0 GB" if error is NotEnoughMemory else "tensor|shape"):
+            FeatureUpload.from_arrays(
+                received, UploadLimits({}, bits=8), width=width, num_outputs=C
+            )
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+        assert peak < 10**6 + width  # a check of `scale` takes a byte for each
+
+
+def test_scaled_features_are_float32():
+    """Numbers may be 1 % over 1 and scales as large as is allowed: that is finite."""
+    z = upload()
+    received = parse([np.full_like(z.features, 1.01), np.full(P, 1e38, np.float32), z.labels])
+    assert bool(torch.isfinite(received.rows(0, N)).all())
