@@ -118,8 +118,8 @@ class TCTClient(SGDClient):
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
             :class:`~fedntk.ntk.Moments` or those of a :class:`~fedntk.ntk.payloads.FeatureUpload`;
             the number of examples; and ``"train-loss"`` at the received model. A client that lacks
-            what the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is
-            lost, 0 if the server can send what is. One whose steps overflow returns none, and
+            what the message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k
+            is lost, 0 if the server can send what is. One whose steps overflow returns none, and
             ``"diverged"``.
         """
         task = ConvexTask.from_config(config)
