@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedntk.clients import (
     CPNTKFLClient,
     ModelClient,
+    NamedArrays,
     NTKFLClient,
     SCAFFOLDClient,
     SGDClient,
@@ -23,7 +24,7 @@ from fedntk.clients import (
 )
 from fedntk.ntk import FeatureMap, NotEnoughMemory, TCTModel, jacobian, require_disk, require_memory
 from fedntk.ntk.payloads import ConvexTask
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, SeededFedAvg
 
 from ._flower import log_from
 from .config import Config, ConfigError
@@ -59,7 +60,7 @@ class Method:
         Whether the server holds Jacobians of the clients' examples and evolves them.
     """
 
-    strategy: Callable[[Config, dict[str, Any], nn.Module], SeededFedAvg]
+    strategy: Callable[[Config, dict[str, Any], nn.Module], BaseStrategy]
     client: Callable[[Config, int, dict[str, Any]], NumPyClient]
     jacobians: bool = False
 
@@ -81,7 +82,7 @@ def _evolution(config: Config, options: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _cp_ntk_fl_strategy(config: Config, options: dict[str, Any], _: nn.Module) -> SeededFedAvg:
+def _cp_ntk_fl_strategy(config: Config, options: dict[str, Any], _: nn.Module) -> BaseStrategy:
     return CPNTKFL(
         sparsity=config.sparsity,
         bits=config.bits,
@@ -95,7 +96,7 @@ def _cp_ntk_fl_strategy(config: Config, options: dict[str, Any], _: nn.Module) -
 
 def _cp_ntk_fl_client(config: Config, partition: int, options: dict[str, Any]) -> NumPyClient:
     return CPNTKFLClient(
-        wire=config.wire,
+        structure=config.wire,
         sparsity=config.sparsity,
         bits=config.bits,
         clip=config.clip,
@@ -123,7 +124,7 @@ def _feature_map(config: Config) -> FeatureMap:
     return FeatureMap(config.features, config.num_features, config.feature_seed)  # type: ignore[arg-type]
 
 
-def _tct_strategy(config: Config, options: dict[str, Any], network: nn.Module) -> SeededFedAvg:
+def _tct_strategy(config: Config, options: dict[str, Any], network: nn.Module) -> BaseStrategy:
     bootstrap = SeededFedAvg(
         seed=config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
     )
@@ -165,7 +166,7 @@ METHODS = {
     "ntk-fl": Method(
         lambda config, options, _: NTKFL(**_evolution(config, options)),
         lambda config, _, options: NTKFLClient(
-            wire=config.wire,  # type: ignore[arg-type]
+            structure=config.wire,  # type: ignore[arg-type]
             **options,
         ),
         jacobians=True,
@@ -191,7 +192,7 @@ METHODS = {
 }
 
 
-def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) -> SeededFedAvg:
+def make_strategy(config: Config, data: Data, split: Split, model: nn.Module) -> BaseStrategy:
     """Make the strategy that `config` names.
 
     Raises
@@ -345,23 +346,23 @@ def evaluate_arrays(
     Of TCT's linear model where it is there, and not all zero; else of the network.
     """
     named = {name: array.numpy() for name, array in arrays.items()}
-    network = [named[name] for name in model.state_dict()]
+    network = {name: named[name] for name in model.state_dict()}
     options: dict[str, Any] = {"loss": config.loss, "device": device_of(config)}
     if TCTModel.ARRAYS[0] in named and named[TCTModel.ARRAYS[0]].any():
         tct = _tct_client(config, {"model": model, "x": x, "y": y, "run": "server", **options})
         feature_map = _feature_map(config)
         task = ConvexTask(
             step="linear",
-            key=ConvexTask.key_of(feature_map, network),
+            key=ConvexTask.key_of(feature_map, list(network.values())),
             feature_map=feature_map,
             bias=config.bias,
             loss=config.convex_loss,  # type: ignore[arg-type]
-            parts=("network", "normaliser", "linear"),
         )
-        linear, mean, scale = (named[name] for name in TCTModel.ARRAYS)
-        evaluated = tct.evaluate([*network, mean, scale, linear], {**task.to_config()})
+        linear, mean, scale = ({name: named[name]} for name in TCTModel.ARRAYS)
+        records = {"network": network, "normaliser": mean | scale, "linear": linear}
+        evaluated = tct.evaluate(NamedArrays(records), {**task.to_config()})
     else:
-        evaluated = ModelClient(model, x, y, **options).evaluate(network, {})
+        evaluated = ModelClient(model, x, y, **options).evaluate(list(network.values()), {})
     loss, _, metrics = evaluated
     return loss, float(metrics["accuracy"])
 

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedntk.clients import SGDClient, shrink
-from fedntk.strategies import SeededFedAvg
+from fedntk.strategies import BaseStrategy
 
 from .checkpoints import Best, Checkpoint, newest, save, with_rows
 from .config import Config, ConfigError
@@ -99,7 +99,7 @@ class Prepared(NamedTuple):
     data: Data
     split: Split
     model: nn.Module
-    strategy: SeededFedAvg
+    strategy: BaseStrategy
 
 
 def prepare(config: Config) -> Prepared:
@@ -235,7 +235,7 @@ class _Recorder:
         config: Config,
         folder: Path,
         grid: MeteredGrid,
-        strategy: SeededFedAvg,
+        strategy: BaseStrategy,
         evaluate: Callable[[ArrayRecord], tuple[float, float]],
         source: dict[str, str],
         on_round: OnRound | None,

@@ -69,15 +69,15 @@ def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMI
         head, *sealed = unframe(body) or [b""]
         try:
             fields = json.loads(head)
-            asked = UploadLimits.from_json(fields["asked"])
+            limits = UploadLimits.from_json(fields["limits"])
             run, server_round = str(fields["run"]), int(fields["server-round"])
             claims = fields["num-examples"]
             if claims is not None and [type(n) for n in claims] != [int] * len(sealed):
                 raise ValueError(f"expected {len(sealed)} whole numbers of examples, got {claims}")
         except (ValueError, TypeError, KeyError) as error:
-            raise SealError(f"expected what is asked, run and round as JSON: {error!r}") from None
+            raise SealError(f"expected limits, run and round as JSON: {error!r}") from None
         shuffled = server.shuffle(
-            sealed, asked=asked, run=run, server_round=server_round, num_examples=claims
+            sealed, limits=limits, run=run, server_round=server_round, num_examples=claims
         )
         return shuffled.to_bytes()
 

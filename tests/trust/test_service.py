@@ -259,14 +259,14 @@ def test_too_large_a_round_is_refused(shuffling_server):
 
 def test_refusals_are_the_shuffling_servers_own(shuffling_server):
     with pytest.raises(SealError, match="run: expected a name"):
-        shuffling_server.shuffle([], asked=LIMITS, run="", server_round=ROUND)
+        shuffling_server.shuffle([], limits=LIMITS, run="", server_round=ROUND)
 
 
 def test_failure_tells_nothing(servers, shuffling_server):
     owner = ShufflingServer(load_key(servers.key))
-    asked = UploadLimits(LIMITS.parameters, max_examples="many")
-    with pytest.raises(SealError, match="expected what is asked, run and round as JSON") as error:
-        shuffle(shuffling_server, [sealed(upload(0, 10), owner)], asked)
+    limits = UploadLimits(LIMITS.parameters, max_examples="many")
+    with pytest.raises(SealError, match="expected what is limits, run and round as JSON") as error:
+        shuffle(shuffling_server, [sealed(upload(0, 10), owner)], limits)
     assert "Traceback" not in str(error.value)
 
 
