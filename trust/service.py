@@ -19,6 +19,7 @@ __all__ = ["key_server_app", "read_enrolled", "shuffling_server_app"]
 
 BODY_LIMIT = 2_000_000_000
 SMALL_BODY = 10_000
+LONGEST_CAUSE = 300  # characters
 logger = getLogger("uvicorn.error")
 
 
@@ -74,8 +75,10 @@ def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMI
             claims = fields["num-examples"]
             if claims is not None and [type(n) for n in claims] != [int] * len(sealed):
                 raise ValueError(f"expected {len(sealed)} whole numbers of examples, got {claims}")
-        except (ValueError, TypeError, KeyError) as error:
-            raise SealError(f"expected what is asked, run and round as JSON: {error!r}") from None
+        except Exception as error:  # whatever a hostile head provokes
+            raise SealError(
+                f"expected what is asked, run and round as JSON: {error!r:.{LONGEST_CAUSE}}"
+            ) from None
         shuffled = server.shuffle(
             sealed, asked=asked, run=run, server_round=server_round, num_examples=claims
         )

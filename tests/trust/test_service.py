@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+import json
 import re
 import socket
 import subprocess
@@ -268,6 +269,49 @@ def test_failure_tells_nothing(servers, shuffling_server):
     with pytest.raises(SealError, match="expected what is asked, run and round as JSON") as error:
         shuffle(shuffling_server, [sealed(upload(0, 10), owner)], asked)
     assert "Traceback" not in str(error.value)
+
+
+def head(**changes: object) -> str:
+    """Return a request's head as JSON; `changes` in what is asked are given as a dictionary."""
+    fields = {"asked": ASKED.to_json(), "run": RUN, "server-round": ROUND, "num-examples": None}
+    changes = {name.replace("_", "-"): value for name, value in changes.items()}
+    if isinstance(changes.get("asked"), dict):
+        changes["asked"] = json.dumps(json.loads(ASKED.to_json()) | changes["asked"])
+    return json.dumps(fields | changes)
+
+
+DEEP = "[" * 40_000
+INFINITY = float("inf")
+HOSTILE_HEADS = {
+    "cut off and deep": DEEP,
+    "deep": DEEP + "]" * len(DEEP),
+    "deep dictionaries": '{"run":' * 10_000,
+    "asked is deep": head(asked=DEEP),
+    "asked is no text": head(asked=[[1] * 1000] * 20),
+    "max_examples": head(asked={"max_examples": INFINITY}),
+    "bits": head(asked={"bits": INFINITY}),
+    "sparsity": head(asked={"sparsity": 10**400}),
+    "shape": head(asked={"parameters": {"weight": [INFINITY]}}),
+    "round": head(server_round=INFINITY),
+    "round, written otherwise": head(server_round=INFINITY).replace("Infinity", "-1e400"),
+    "round is none": head(server_round=float("nan")),
+    "num-examples": head(num_examples=INFINITY),
+    "num-examples of many": head(num_examples=[1] * 20_000),
+    "run in half a character": head(run="\ud800"),
+    "run in many lines": head(run="\n" * 30_000),
+    "many digits": "9" * 50_000,
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_HEADS.values(), ids=HOSTILE_HEADS)
+def test_hostile_head_is_refused_in_one_line(servers, content):
+    answer = httpx.post(servers.shuffling_url + "/shuffle", content=frame([content.encode()]))
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "SealError"
+    message = answer.json()["message"]
+    assert re.match("expected what is asked, run and round as JSON: |run: expected a name", message)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
