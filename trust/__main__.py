@@ -108,6 +108,7 @@ def _serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,
+        ws="none",
     )
 
 
