@@ -7,6 +7,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from fedntk.ntk import Asked
 
@@ -118,7 +119,10 @@ def read_enrolled(path: Path) -> list[bytes]:
 
 def _app() -> FastAPI:
     return FastAPI(
-        openapi_url=None, docs_url=None, redoc_url=None, exception_handlers={SealError: _refused}
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={SealError: _refused, ClientDisconnect: _broken_off},
     )
 
 
@@ -127,6 +131,12 @@ async def _refused(_: Request, error: Exception) -> Response:
         {"error": type(error).__name__, "message": str(error)},
         status_code=403 if isinstance(error, NotEnrolled) else 400,
     )
+
+
+async def _broken_off(request: Request, _: Exception) -> Response:
+    """Answer nobody: the client has gone."""
+    logger.info("a request to %s broke off", request.url.path)
+    return Response(status_code=400)
 
 
 async def _body(request: Request, limit: int) -> bytes:

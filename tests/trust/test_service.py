@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import torch
+import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
+from fastapi import FastAPI
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from typer.testing import CliRunner
@@ -73,6 +77,53 @@ def process(log: Path, *arguments: object) -> Iterator[int]:
         finally:
             server.terminate()
             server.wait(20)
+
+
+@contextmanager
+def thread(*arguments: object) -> Iterator[int]:
+    """Start a server in a thread of this process and give its port; at the end its log is whole."""
+    made: list[uvicorn.Server] = []
+
+    def run(service: FastAPI, **settings: Any) -> None:
+        made.append(uvicorn.Server(uvicorn.Config(service, **settings | {"log_config": None})))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "run", run)
+        assert command(*arguments)[0] == 0
+    (server,) = made
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = Thread(target=server.run, args=([listener],))
+        running.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            running.join(20)
+            assert not running.is_alive()
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def received(client: socket.socket, size: int = 1_000_000) -> bytes:
+    """Return the next bytes: fewer than `size` if the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while len(data) < size and (more := client.recv(size - len(data))):
+            data += more
+    return data
+
+
+CONTENT_LENGTH = 1000
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def send_head(client: socket.socket, path: str) -> bytes:
+    """Send the head of a request; the answer is CONTINUE if the server waits for the body."""
+    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {CONTENT_LENGTH}")
+    client.sendall("\r\n".join([*lines, "Expect: 100-continue", "", ""]).encode())
+    return received(client, len(CONTINUE))
 
 
 def wait_until_it_listens(port: int, log: Path) -> None:
@@ -154,6 +205,20 @@ def key_server(servers):
 @pytest.fixture
 def shuffling_server(servers):
     return RemoteShufflingServer(servers.shuffling_url + "/")
+
+
+@pytest.fixture(params=["/sealed-seed", "/shuffle"])
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def arguments(servers, path):
+    """Those that start the server of this path."""
+    return {
+        "/sealed-seed": ("key-server", "--secret", servers.secret, "--enrolled", servers.enrolled),
+        "/shuffle": ("shuffling-server", "--secret", servers.key),
+    }[path]
 
 
 def enrol(servers, key) -> None:
@@ -312,6 +377,16 @@ def test_hostile_head_is_refused_in_one_line(servers, content):
     assert re.match("expected what is asked, run and round as JSON: |run: expected a name", message)
     assert len(message.splitlines()) == 1
     assert len(message) < 400
+
+
+def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
+    caplog.set_level("INFO")
+    with thread(*arguments) as port, connect(port) as client:
+        assert send_head(client, path) == CONTINUE
+        client.sendall(b"half")
+    lines = [record for record in caplog.records if record.name == "uvicorn.error"]
+    assert [line.getMessage() for line in lines].count(f"a request to {path} broke off") == 1
+    assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
 
 
 @pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
