@@ -101,6 +101,10 @@ def shuffling_server_command(
 def _serve(
     service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
+    """Serve one request a connection.
+
+    Otherwise one that is refused before its body was read, such as with status 404, could go on.
+    """
     uvicorn.run(
         service,
         host=host,
@@ -108,6 +112,7 @@ def _serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,
+        headers=[("connection", "close")],
         ws="none",
     )
 

@@ -389,6 +389,13 @@ def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
     assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
 
 
+def test_request_to_no_address_is_ended(servers):
+    with thread("shuffling-server", "--secret", servers.key) as port, connect(port) as client:
+        answer = send_head(client, "/") + received(client)
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"connection: close" in answer
+
+
 @pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
 def test_line_without_a_key_is_named(tmp_path, word):
     path = tmp_path / "enrolled"
