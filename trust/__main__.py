@@ -12,7 +12,14 @@ from fastapi import FastAPI
 
 from .key_server import KeyServer, load_secret, new_secret
 from .sealing import SealError, load_key, new_key, public_bytes, save_key
-from .service import BODY_LIMIT, key_server_app, read_enrolled, shuffling_server_app
+from .service import (
+    BODY_LIMIT,
+    BODY_TIMEOUT,
+    SMALL_BODY_TIMEOUT,
+    key_server_app,
+    read_enrolled,
+    shuffling_server_app,
+)
 from .shuffling_server import ShufflingServer
 
 app = typer.Typer(
@@ -23,6 +30,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+BodyTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for a request's body; then it is refused.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(help="Port to listen at.")]
 Certificate = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
@@ -60,6 +70,7 @@ def key_server_command(
         Path,
         typer.Option(help="Public keys of the clients, one a line; may change at any time."),
     ],
+    body_timeout: BodyTimeout = SMALL_BODY_TIMEOUT,
     host: Host = "127.0.0.1",
     port: Port = 9191,
     ssl_certfile: Certificate = None,
@@ -69,7 +80,7 @@ def key_server_command(
     with _errors_in_one_line():
         master, signing_key = load_secret(secret)
         server = KeyServer(master, read_enrolled(enrolled), signing_key)
-        service = key_server_app(server, enrolled)
+        service = key_server_app(server, enrolled, body_timeout=body_timeout)
     typer.echo(server.verify_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -84,6 +95,7 @@ def shuffling_server_command(
     body_limit: Annotated[
         int, typer.Option(min=1, help="Bytes of a round's sealed uploads together.")
     ] = BODY_LIMIT,
+    body_timeout: BodyTimeout = BODY_TIMEOUT,
     host: Host = "127.0.0.1",
     port: Port = 9192,
     ssl_certfile: Certificate = None,
@@ -92,10 +104,9 @@ def shuffling_server_command(
     """Print the public key, and permute the rows of uploads that clients sealed with it."""
     with _errors_in_one_line():
         server = ShufflingServer(load_key(secret), min_clients=min_clients)
+        service = shuffling_server_app(server, body_limit=body_limit, body_timeout=body_timeout)
     typer.echo(server.public_key.hex())
-    _serve(
-        shuffling_server_app(server, body_limit=body_limit), host, port, ssl_certfile, ssl_keyfile
-    )
+    _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
 
 def _serve(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from select import select
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -387,6 +388,30 @@ def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
     lines = [record for record in caplog.records if record.name == "uvicorn.error"]
     assert [line.getMessage() for line in lines].count(f"a request to {path} broke off") == 1
     assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
+
+
+def trickle(client: socket.socket) -> None:
+    """Send a byte now and then until the server answers, or closes the connection."""
+    while not select([client], [], [], 0.02)[0]:
+        client.sendall(b"x")
+
+
+def test_request_without_an_end_is_ended(arguments, path):
+    """Whether its body stops or goes on a byte at a time: 20 s of them would make it whole."""
+    with (
+        thread(*arguments, "--body-timeout", 0.2) as port,
+        connect(port) as silent,
+        connect(port) as trickling,
+    ):
+        for client in (silent, trickling):
+            assert send_head(client, path) == CONTINUE
+        trickle(trickling)
+        for client in (silent, trickling):
+            head, _, body = received(client).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            refusal = json.loads(body)
+            assert refusal["error"] == "SealError"
+            assert refusal["message"].startswith("expected the whole request within 0.2 s, got ")
 
 
 def test_request_to_no_address_is_ended(servers):
