@@ -1,5 +1,6 @@
 """The command ``python -m fedntk.trust``: keys, and the two servers as processes."""
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .key_server import KeyServer, load_secret, new_secret
 from .sealing import SealError, load_key, new_key, public_bytes, save_key
@@ -21,6 +23,8 @@ from .service import (
     shuffling_server_app,
 )
 from .shuffling_server import ShufflingServer
+
+HEAD_TIMEOUT = 20.0  # seconds
 
 app = typer.Typer(
     help="The trusted third parties of CP-NTK-FL: keys, a key server, a shuffling server.",
@@ -109,12 +113,32 @@ def shuffling_server_command(
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
 
+class _OneRequest(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection, closed if no whole head of a request has come in `HEAD_TIMEOUT` seconds.
+
+    uvicorn has no such limit: its `timeout_keep_alive` begins after an answer, and any byte ends
+    it.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(HEAD_TIMEOUT, self._close_without_a_head)
+
+    def _close_without_a_head(self) -> None:
+        if self.cycle is None:  # set by uvicorn, when a head is whole
+            self.transport.close()
+
+
 def _serve(
     service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    """Serve one request a connection.
+    """Serve one request a connection, whose head and body must come in time.
 
-    Otherwise one that is refused before its body was read, such as with status 404, could go on.
+    A second request would have no limit for its head; one that is refused before its body was read,
+    such as with status 404, none for its body. Three things have no limit here, and need a proxy in
+    front: the time in which a client reads its answer; how many clients there are at once, each
+    with a body in memory; the length of a head, while there is time for it, if uvicorn parses with
+    httptools.
     """
     uvicorn.run(
         service,
@@ -124,6 +148,7 @@ def _serve(
         ssl_keyfile=key,
         server_header=False,
         headers=[("connection", "close")],
+        http=_OneRequest,
         ws="none",
     )
 

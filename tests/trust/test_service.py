@@ -392,12 +392,15 @@ def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
 
 def trickle(client: socket.socket) -> None:
     """Send a byte now and then until the server answers, or closes the connection."""
-    while not select([client], [], [], 0.02)[0]:
+    for _ in range(500):
+        if select([client], [], [], 0.02)[0]:
+            return
         client.sendall(b"x")
+    raise TimeoutError("the server goes on reading")
 
 
 def test_request_without_an_end_is_ended(arguments, path):
-    """Whether its body stops or goes on a byte at a time: 20 s of them would make it whole."""
+    """Whether its body stops or goes on a byte at a time."""
     with (
         thread(*arguments, "--body-timeout", 0.2) as port,
         connect(port) as silent,
@@ -419,6 +422,33 @@ def test_request_to_no_address_is_ended(servers):
         answer = send_head(client, "/") + received(client)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert b"connection: close" in answer
+
+
+def test_connection_without_a_request_is_closed(servers, monkeypatch):
+    monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
+    with (
+        thread("shuffling-server", "--secret", servers.key) as port,
+        connect(port) as silent,
+        connect(port) as trickling,
+    ):
+        trickling.sendall(b"POST /shuffle HTTP/1.1\r\nName: ")
+        trickle(trickling)
+        assert received(silent) == received(trickling) == b""
+
+
+def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
+    """The connection made last is closed last: then the time of the one before is over, too."""
+    monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
+    answer = b""
+    with thread("shuffling-server", "--secret", servers.key) as port:
+        for _ in range(100):  # on a slow machine the head itself may come too late
+            with connect(port) as client, connect(port) as last:
+                if send_head(client, "/shuffle") == CONTINUE:
+                    assert received(last) == b""
+                    client.sendall(bytes(CONTENT_LENGTH))
+                    answer = received(client)
+                    break
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
