@@ -302,6 +302,9 @@ def test_wrong_address_is_named(servers, monkeypatch):
     monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200, content=b"<html>"))
     with pytest.raises(SealError, match="no shuffling server's"):
         shuffle(RemoteShufflingServer(nobody), [])
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(400, content=DEEP))
+    with pytest.raises(SealError, match="answered with status 400"):
+        shuffle(RemoteShufflingServer(nobody), [])
 
 
 def test_uploads_are_shuffled_in_another_process(servers, shuffling_server):
