@@ -55,7 +55,7 @@ class _Remote:
         try:
             refusal = response.json()
             return _ERRORS[refusal["error"]](refusal["message"])
-        except (ValueError, TypeError, KeyError):
+        except Exception:  # whatever answers at this address
             return SealError(
                 f"the {self.command} at {self.url} answered with status {response.status_code}; "
                 "see its log, and check the address"

@@ -229,15 +229,16 @@ class ShufflingServer:
         """Open the uploads; those that can be used, and why others cannot, by their index."""
         uploads: dict[int, JacobianUpload] = {}
         rejected: dict[int, BadReply] = {}
-        room = MemoryBudget()
+        budget, seen = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:
-                if data in sealed[:i]:
+                if data in seen:
                     raise BadReply("replayed", "the same sealed bytes came before")
+                seen.add(data)
                 upload = self._opened(data, info, limits)
                 if num_examples is not None and num_examples[i] != upload.jacobian.num_examples:
                     raise BadReply("num-examples", "claims another number of examples than it has")
-                uploads[i] = room.hold(upload)
+                uploads[i] = budget.hold(upload)
             except BadReply as error:
                 rejected[i] = error
         for i, verdict in zip(list(uploads), screen_uploads(list(uploads.values())), strict=True):
