@@ -370,7 +370,7 @@ class BaseStrategy(FedAvg):
             logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
             time.sleep(1)
         if new := self.registry.unknown(nodes):
-            self.registry.add({node: node for node in new})
+            self.registry.add(dict.fromkeys(new))
             for reply in self._ask(new, "query.partition"):
                 if reply.has_error() or len(reply.content.metric_records) != 1:
                     continue

@@ -13,9 +13,9 @@ class ClientRegistry:
     """The clients of a run.
 
     A client is known by the partition that its node reports, or by the node's id where it reports
-    none. If two live nodes claim one partition, the first keeps it, and the other becomes a client
-    of its own with a negative placeholder id. What is kept from round to round is kept by client,
-    since Flower draws node ids anew whenever a node registers.
+    none. If two live nodes claim one partition, the first that reported it keeps it, and the other
+    becomes a client of its own with a negative placeholder id. What is kept from round to round is
+    kept by client, since Flower draws node ids anew whenever a node registers.
 
     Attributes
     ----------
@@ -26,6 +26,7 @@ class ClientRegistry:
     def __init__(self) -> None:
         self.partitions: dict[int, int] = {}
         self._owners: dict[int, int] = {}  # partition -> node that holds it
+        self._silent: set[int] = set()  # nodes that reported no partition
         self._present: set[int] = set()
         self._sent: dict[int, frozenset[str]] = {}
 
@@ -35,17 +36,20 @@ class ClientRegistry:
         """Return the nodes that have not been added."""
         return [node for node in nodes if node not in self.partitions]
 
-    def add(self, partitions: Mapping[int, int]) -> None:
-        """Add nodes with the partitions that they report."""
-        self.partitions |= partitions
+    def add(self, partitions: Mapping[int, int | None]) -> None:
+        """Add nodes with the partitions that they report, None for those that report none."""
+        for node, partition in partitions.items():
+            self.partitions[node] = node if partition is None else partition
+            (self._silent.add if partition is None else self._silent.discard)(node)
 
     def set_present(self, nodes: Iterable[int]) -> None:
         """Take note of who is live, and settle which of them holds a partition."""
         self._present = set(nodes) & self.partitions.keys()
-        for node in sorted(self._present):
-            partition = self.partitions[node]
-            if self._owners.get(partition) not in self._present:
-                self._owners[partition] = node
+        for node in sorted(self._present, key=lambda node: (node in self._silent, node)):
+            owner = self._owners.get(self.partitions[node])
+            usurped = owner in self._silent and node not in self._silent
+            if owner not in self._present or usurped:
+                self._owners[self.partitions[node]] = node
 
     def client(self, node: int) -> int:
         """Return the id of a node's client."""

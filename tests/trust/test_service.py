@@ -335,7 +335,7 @@ def test_refusals_are_the_shuffling_servers_own(shuffling_server):
 def test_failure_tells_nothing(servers, shuffling_server):
     owner = ShufflingServer(load_key(servers.key))
     limits = UploadLimits(LIMITS.parameters, max_examples="many")
-    with pytest.raises(SealError, match="expected what is limits, run and round as JSON") as error:
+    with pytest.raises(SealError, match="expected limits, run and round as JSON") as error:
         shuffle(shuffling_server, [sealed(upload(0, 10), owner)], limits)
     assert "Traceback" not in str(error.value)
 
