@@ -23,6 +23,7 @@ from .federation import (
     Grid,
     app,
     bits,
+    damaged,
     examples,
     failed,
     lost,
@@ -420,6 +421,42 @@ def test_a_damaged_answer_leaves_the_result_without_that_client(clients, exchang
         assert counted <= set(reasons.split())
         assert len(counted) == (what is change)
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ({"lost_state": 1}, "lost-state"),
+        ({"lost_state": 0}, "lost-state"),
+        ({"diverged": 1, "rate_times_lambda": 1e300}, "diverged"),
+    ],
+)
+def test_a_good_model_with_a_claim_of_trouble_is_dropped_and_does_nothing(clients, claims, reason):
+    """It neither resets the corrections, nor has parts sent again, nor writes a metric."""
+    attacked, silent = make(learning_rate=0.05), make(learning_rate=0.05)
+
+    def claim(reply: Message) -> Message:
+        return with_metrics(**claims)(reply) if attacked.server_round == 4 else reply
+
+    def say_nothing(reply: Message) -> Message | None:
+        return None if silent.server_round == 4 else reply
+
+    after = start(attacked, grid := Grid(clients, changes={2: claim}), rounds=8)
+    assert attacked.train_metrics[4][f"rejected-{reason}"] == 1
+    assert attacked.train_metrics[4]["rate-times-lambda"] < 2
+    assert grid.exchanges.count(("train", 6)) == 8
+    expected = start(silent, Grid(clients, changes={2: say_nothing}), rounds=8)
+    assert bits(after) == bits(expected)
+    assert attacked.control.value.tobytes() == silent.control.value.tobytes()
+
+
+def test_a_model_far_beyond_the_others_is_dropped(clients):
+    strategy = make(normalise=False)
+    change = damaged(0, lambda a: a + 1e3)
+    after = start(strategy, Grid(clients, changes={2: change}), rounds=2)
+    assert strategy.train_metrics[2]["rejected-scale"] == 1
+    without = start(make(normalise=False), Grid(clients, changes={2: lost}), rounds=2)
+    assert bits(after) == bits(without)
 
 
 def test_a_negative_deviation_is_dropped(clients):
