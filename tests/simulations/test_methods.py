@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedntk.ntk import FeatureMap
+from fedntk.simulations import Config, run
 from fedntk.simulations.methods import own_methods
 from fedntk.simulations.methods.fedavg import FedAvgSettings
 from fedntk.simulations.settings import ConfigError, Settings, setting
@@ -89,6 +91,30 @@ assert type(load_predictor("a")).__name__ == "NetworkPredictor"
 default = run(base, method="half-avg", out="c", **common)
 assert default.curve("loss")[2] != other.curve("loss")[2]
 """
+
+
+def test_tcts_test_features_are_computed_once_for_a_network(tmp_path, monkeypatch):
+    """Not in each round of stage 2; and not by clients, who have their own examples."""
+    computed = []
+    extractor = FeatureMap.extractor
+
+    def counting(self, network, **options):
+        extract = extractor(self, network, **options)
+
+        def features(x):
+            computed.append(len(x))
+            return extract(x)
+
+        return features
+
+    monkeypatch.setattr(FeatureMap, "extractor", counting)
+    options = {"tct": {"bootstrap_rounds": 1, "num_features": 300, "local_steps": 5}}
+    result = run(
+        Config(method="tct", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=6,
+               test_examples=123, **options), out=tmp_path, progress=False,
+    )  # fmt: skip
+    assert (result.curve("loss").diff()[3:] != 0).all()  # four rounds of stage 2 were evaluated
+    assert computed.count(123) == 1
 
 
 @pytest.mark.parametrize(
