@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from .config import Config, ConfigError, nearest
+from .config import Config
+from .settings import ConfigError, nearest
 
 __all__ = ["MLP", "LeNet", "SimpleCNN", "build_model", "resnet18"]
 

@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from .checkpoints import Checkpoint, best_path, keep_newest
-from .config import Config, ConfigError
+from .config import Config
 from .files import whole
+from .settings import ConfigError
 from .tensors import load_tensors, save_tensors
 
 __all__ = [
@@ -103,7 +104,7 @@ def run_state(config: Config) -> State:
     started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
     if not started or not (folder / "config.toml").exists():
         return "new"
-    saved = Config.load(folder / "config.toml")
+    saved = Config.of_run(folder)
     differing = saved.differences(config)
     longer = config.rounds > saved.rounds
     if longer:
@@ -242,7 +243,7 @@ def read_run(folder: str | Path) -> Run:
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
     return Run(
         folder,
-        Config.load(folder / "config.toml"),
+        Config.of_run(folder),
         pd.read_parquet(folder / "rounds.parquet"),
         pd.read_parquet(folder / "clients.parquet"),
         summary,
@@ -293,7 +294,12 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
         alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
         keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
         values = run.config.values()
-        name = ", ".join([run.summary["run"], *(f"{key} = {values[key]}" for key in sorted(keys))])
+        name = ", ".join(
+            [
+                run.summary["run"],
+                *(f"{key} = {values[key]}" for key in sorted(keys) if key in values),
+            ]
+        )
         named.append(
             replace(
                 run,

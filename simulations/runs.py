@@ -15,7 +15,7 @@ import torch
 from ._flower import log_from
 from .checkpoints import newest
 from .client_app import app as client_application
-from .config import Config, ConfigError
+from .config import Config
 from .data import load_data
 from .engines import LocalGrid
 from .files import claimed
@@ -23,6 +23,7 @@ from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
 from .results import Run, RunFailed, State, clear_run, load_results, read_run, run_state
 from .server_app import prepare, serve
+from .settings import ConfigError
 from .writers import check_writers, writing
 
 __all__ = ["Engine", "compare", "run"]
@@ -202,9 +203,11 @@ def _check_resources(config: Config, engine: str) -> None:
     """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
     if engine != "ray":
         return
-    available = {"client-cpus": os.cpu_count() or 1, "client-gpus": torch.cuda.device_count()}
-    for key, most in available.items():
-        if (asked := config.values()[key]) > most:
+    for key, asked, most in (
+        ("client-cpus", config.client_cpus, os.cpu_count() or 1),
+        ("client-gpus", config.client_gpus, torch.cuda.device_count()),
+    ):
+        if asked > most:
             raise ConfigError(f"{key}: expected at most this machine's {most}, got {asked}")
     if config.device.startswith("cuda") and not config.client_gpus:
         raise ConfigError(
@@ -345,7 +348,7 @@ def _start(
     with LocalGrid(
         client_application,
         config.num_clients,
-        config.values(),
+        config.run_config(),
         workers=workers,
         on_answer=shown.on_answer,
     ) as grid:

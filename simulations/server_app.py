@@ -13,22 +13,21 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
-from torch import nn
+from numpy.typing import NDArray
 
-from fedntk.clients import SGDClient, shrink
+from fedntk.ntk.predictor import Evaluation
 from fedntk.strategies import BaseStrategy
 
+from .building import load_setup, make_client, make_strategy
 from .checkpoints import Best, Checkpoint, newest, save, with_rows
-from .config import Config, ConfigError
-from .data import Data, load_data
+from .config import Config
 from .engines import MeteredGrid
 from .files import claimed
 from .meter import peak_memory, reset_peak_memory
-from .methods import device_of, evaluate_arrays, make_client, make_strategy
-from .models import build_model
-from .parties import projected
-from .partitions import Split, load_split
+from .method import Setup
 from .results import clear_run, run_state, write_run, write_summary
+from .settings import ConfigError
+from .simulated_trust import projected
 
 __all__ = ["app", "prepare", "serve"]
 
@@ -96,9 +95,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
 class Prepared(NamedTuple):
     """What a run needs besides clients; made, and so checked, before the first round."""
 
-    data: Data
-    split: Split
-    model: nn.Module
+    setup: Setup
     strategy: BaseStrategy
 
 
@@ -110,40 +107,36 @@ def prepare(config: Config) -> Prepared:
     ConfigError
         If one of them cannot be had.
     """
-    data, split = load_data(config), load_split(config)
-    model = build_model(config, data.input_shape, data.num_classes)
-    device_of(config)
-    if isinstance(make_client(config, 0, data, split, model, {}), SGDClient):
+    setup = load_setup(config)
+    make_client(setup, 0, {})
+    if config.chosen_method.local_sgd:
         # a first optimizer imports much; not in the first round's time
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    return Prepared(data, split, model, make_strategy(config, data, split, model))
+    return Prepared(setup, make_strategy(setup))
 
 
 def _serve(
     grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
 ) -> None:
     checkpoint = newest(folder) if resume else None
-    data, split, model, strategy = prepare(config)
-    source = _source(config, data, split)
+    setup, strategy = prepare(config)
+    source = _source(setup)
     if checkpoint is not None:
         _require_same(checkpoint.source, source, folder)
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    x_test, y_test = data.test()  # standardised and projected once, not in each round
+    x_test, y_test = setup.data.test()  # standardised and projected once, not in each round
     most = config.test_examples or len(x_test)
     x_test, y_test = projected(config, x_test[:most]), y_test[:most]
-    recorder = _Recorder(
-        config,
-        folder,
-        metered,
-        strategy,
-        lambda arrays: evaluate_arrays(config, model, arrays, x_test, y_test),
-        source,
-        on_round,
-    )
-    initial = ArrayRecord(dict(model.state_dict()))
+
+    def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
+        predictor = config.chosen_method.predictor(setup, arrays, cache=folder / "cache")
+        return predictor.evaluate(x_test, y_test)
+
+    recorder = _Recorder(config, folder, metered, strategy, evaluate, source, on_round)
+    initial = ArrayRecord(dict(setup.network.state_dict()))
     if checkpoint is not None:
         initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
         strategy.load_state_dict(checkpoint.strategy)
@@ -165,7 +158,7 @@ def _serve(
         recorder.save()
         raise
     recorder.save()
-    sizes = [len(own) for own in split.clients]
+    sizes = [len(own) for own in setup.split.clients]
     summary = write_run(
         folder,
         config,
@@ -175,19 +168,20 @@ def _serve(
             "examples-per-client": [min(sizes), max(sizes)],
         },
     )
-    shrink(folder / "cache")  # what remains is small: a longer run goes on from it
+    config.chosen_method.clean_up(config)
     if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)
 
 
-def _source(config: Config, data: Data, split: Split) -> dict[str, str]:
+def _source(setup: Setup) -> dict[str, str]:
     """Say what the bits of a run depend on besides its configuration."""
+    in_client = setup.config.client_threads
     return {
-        "data": data.checksum,
-        "split": split.checksum,
-        "device": device_of(config),
-        "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
+        "data": setup.data.checksum,
+        "split": setup.split.checksum,
+        "device": setup.device,
+        "threads": f"{torch.get_num_threads()} on the server, {in_client} in a client",
     }
 
 
@@ -236,7 +230,7 @@ class _Recorder:
         folder: Path,
         grid: MeteredGrid,
         strategy: BaseStrategy,
-        evaluate: Callable[[ArrayRecord], tuple[float, float]],
+        evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation],
         source: dict[str, str],
         on_round: OnRound | None,
     ) -> None:
@@ -274,7 +268,8 @@ class _Recorder:
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands the same record on where none came
-        loss, accuracy = self._evaluate(arrays)
+        weights = {name: array.numpy() for name, array in arrays.items()}
+        loss, accuracy = self._evaluate(weights)
         # what clients name as they like comes first, so that it replaces nothing
         record: dict[str, Any] = _numbers(self._strategy.train_metrics.get(server_round), "")
         record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
@@ -292,7 +287,6 @@ class _Recorder:
 
         before = self.checkpoint
         best = _better(before.best, record, self._config.monitor)
-        weights = {name: array.numpy() for name, array in arrays.items()}
         self._arrays = arrays
         self.checkpoint = Checkpoint(
             weights=weights,

@@ -100,7 +100,11 @@ def test_help_has_examples(command):
 
 
 def test_settings_are_listed():
-    assert fedntk("settings").splitlines() == Config.describe().splitlines()
+    assert fedntk("settings").splitlines() == Config.describe()
+    own = fedntk("settings", "tct").splitlines()
+    assert own == Config.describe("tct")
+    assert all(line.startswith("tct.") for line in own)
+    assert "did you mean 'tct'" in fedntk("settings", "tctt", fails=2)
 
 
 def test_ctrl_c_and_kill_9_from_outside(tmp_path):

@@ -18,7 +18,7 @@ from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save, with_
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.files import claimed
-from fedntk.simulations.methods import METHODS
+from fedntk.simulations.methods import all_methods
 from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
 from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
@@ -51,7 +51,7 @@ def interrupted(config: Config, after: int, error: type[BaseException] = Runtime
         if record["round"] == after:
             raise error
 
-    grid = LocalGrid(app, config.num_clients, config.values())
+    grid = LocalGrid(app, config.num_clients, config.run_config())
     with pytest.raises(error):
         serve(grid, config, stop)
 
@@ -71,7 +71,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return of
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 @pytest.mark.parametrize(("after", "every"), [(0, 1), (2, 1), (3, 2), (4, 3)])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method, after, every):
     config = replace(
@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     interrupted(config, after)
     seen: list[float] = []
     serve(
-        LocalGrid(app, config.num_clients, config.values()),
+        LocalGrid(app, config.num_clients, config.run_config()),
         config,
         lambda record: seen.append(record["round"]),
     )
@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     ]
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 def test_a_finished_run_that_is_made_longer_goes_on_to_the_same_bits(tmp_path, straight, method):
     """Twice: what the first end leaves behind must do for the second, too."""
     config = replace(SMALL, method=method, out=str(tmp_path), **SETTINGS[method])
@@ -297,7 +297,7 @@ def test_best_weights_do_not_pile_up(tmp_path, every):
     def count(record: dict[str, float]) -> None:
         counts.append(len(list((tmp_path / "checkpoints").glob("best-*"))))
 
-    serve(LocalGrid(app, config.num_clients, config.values()), config, count)
+    serve(LocalGrid(app, config.num_clients, config.run_config()), config, count)
     assert max(counts) <= 2
     assert outcome(tmp_path)
 
@@ -323,9 +323,9 @@ def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
 
     def again(record: dict[str, float]) -> None:
         with pytest.raises(BlockingIOError, match="another process is at work in"):
-            serve(LocalGrid(app, config.num_clients, config.values()), config)
+            serve(LocalGrid(app, config.num_clients, config.run_config()), config)
 
-    serve(LocalGrid(app, config.num_clients, config.values()), config, again)
+    serve(LocalGrid(app, config.num_clients, config.run_config()), config, again)
     assert read_run(tmp_path).summary["rounds"] == 1
     with claimed(tmp_path, "run"), pytest.raises(ConfigError, match="another process is at work"):
         run(config, rounds=2, progress=False)
@@ -336,7 +336,7 @@ def test_flowers_own_command_neither_repeats_nor_overwrites(tmp_path):
     config = replace(SMALL, out=str(tmp_path), rounds=1)
     run(config, progress=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    grid = LocalGrid(app, config.num_clients, config.values())
+    grid = LocalGrid(app, config.num_clients, config.run_config())
     serve(grid, config, lambda record: pytest.fail("ran again"))
     with pytest.raises(ConfigError, match="other settings: width = 100"):
         serve(grid, replace(config, width=50))
