@@ -53,7 +53,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
     ``records`` say which record and name each array came under. A reply's arrays go back in the
     record ``arrays``, under the names of the message's first record if there are as many of them,
-    else under numbers; a client that returns NamedArrays names its records itself.
+    else under numbers; a client that returns NamedArrays of its own names its records itself.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def _named(
     result: Sequence[NDArray[Any]], received: NamedArrays
 ) -> dict[str, dict[str, NDArray[Any]]]:
     """Return the records of a reply."""
-    if isinstance(result, NamedArrays):
+    if isinstance(result, NamedArrays) and result is not received:  # else it may be changed
         return result.records
     names = list(next(iter(received.records.values()), {}))
     if len(names) != len(result):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -23,6 +24,19 @@ from torch import Tensor
 from fedntk.ntk import require_disk
 
 __all__ = ["DiskStore", "cache_dir", "data_digest"]
+
+# what numpy raises for a file that is not what it wrote
+DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def cache_dir() -> Path:
@@ -54,18 +68,16 @@ class DiskStore:
 
     def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
         self.folder, self._cure = folder, cure
-        found, expected = folder / "key.json", json.dumps(key)
-        if not found.exists() or found.read_text(encoding="utf-8") != expected:
+        found, expected = folder / "key.json", json.dumps(key).encode()
+        if not found.exists() or found.read_bytes() != expected:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            found.write_text(expected, encoding="utf-8")
+            found.write_bytes(expected)
 
     def save(self, name: str, **arrays: NDArray[Any]) -> None:
         """Keep some arrays under a name."""
-        partial = self.folder / f"{name}.part"
-        with partial.open("wb") as file:
+        with self._whole(f"{name}.npz") as partial, partial.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        partial.replace(self.folder / f"{name}.npz")
 
     def load(self, name: str) -> dict[str, NDArray[Any]]:
         """Return the arrays kept under a name; none if they are missing or damaged."""
@@ -75,7 +87,7 @@ class DiskStore:
                 return dict(saved)
         except FileNotFoundError:
             return {}
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error):
+        except DAMAGED:
             path.unlink()
             return {}
 
@@ -86,14 +98,23 @@ class DiskStore:
             array: NDArray[Any] = np.load(path, mmap_mode="c")
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError):
+        except DAMAGED:
             path.unlink()
             return None
         return array if array.shape == shape else None
 
     @contextlib.contextmanager
-    def fill(self, name: str, shape: tuple[int, ...], dtype: str) -> Iterator[NDArray[Any]]:
+    def fill(
+        self, name: str, shape: tuple[int, ...], dtype: str, *, what: str = ""
+    ) -> Iterator[NDArray[Any]]:
         """Make one large array to be filled, which is kept once it is.
+
+        Parameters
+        ----------
+        name, shape, dtype : str, tuple of int, str
+            Of the array.
+        what : str
+            Says what it is in the error; the name by default.
 
         Raises
         ------
@@ -101,16 +122,22 @@ class DiskStore:
             If the disk is too small for it.
         """
         needed = math.prod(shape) * np.dtype(dtype).itemsize
-        require_disk(needed, f"{name}, {shape} {dtype},", self.folder, cure=self._cure)
-        partial = self.folder / f"{name}.part"
-        stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
-        try:
+        require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
+        with self._whole(f"{name}.npy") as partial:
+            stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
             yield stored
+            stored.flush()
+
+    @contextlib.contextmanager
+    def _whole(self, name: str) -> Iterator[Path]:
+        """Have a file written under another name, and give it its own once it is whole."""
+        partial = (self.folder / name).with_suffix(".part")
+        try:
+            yield partial
         except BaseException:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             raise
-        stored.flush()
-        partial.replace(self.folder / f"{name}.npy")
+        partial.replace(self.folder / name)
 
     def names(self, pattern: str = "*") -> list[str]:
         """Names of what is kept, sorted, that match a pattern of the shell's."""

@@ -1,5 +1,6 @@
 """What a client of TCT computes once and keeps on disk: its features, their kernel, its state."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
@@ -86,7 +87,10 @@ class FeatureStore(DiskStore):
             arrays = records["network"].values()
             self.save("network", **{str(i): array for i, array in enumerate(arrays)})
         if "normaliser" in records:
-            mean, inv_std = records["normaliser"].values()
+            parts = list(records["normaliser"].values())
+            if len(parts) != 2:
+                raise ValueError(f"record normaliser: expected mean and scale, got {len(parts)}")
+            mean, inv_std = parts
             old = self.load("normaliser")
             if old and not all(map(np.array_equal, old.values(), (mean, inv_std))):
                 self.remove(all_but=("network", "raw-train", "raw-test"))
@@ -107,8 +111,8 @@ class FeatureStore(DiskStore):
         if self.keep == "nothing":
             yield from map(extract, chunks)
             return
-        shape, start = (len(x), self.width), 0
-        with self.fill(f"raw-{name}", shape, "float32") as stored:
+        start = 0
+        with self._fill(f"raw-{name}", len(x), "float32") as stored:
             for chunk in chunks:
                 features = extract(chunk)
                 stored[start : start + len(chunk)] = features.numpy()
@@ -150,9 +154,15 @@ class FeatureStore(DiskStore):
         return FeatureRows.of(features, device=device, bias=bias)
 
     def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
-        with self.fill(f"features-{name}", (len(raw), self.width), dtype) as stored:
+        with self._fill(f"features-{name}", len(raw), dtype) as stored:
             for chunk, z in FeatureRows.of(raw).chunks():
                 stored[chunk] = _within(normalise(z), dtype)
+
+    def _fill(
+        self, name: str, n: int, dtype: str
+    ) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        what = f"{self.width} features of {n} examples"
+        return self.fill(name, (n, self.width), dtype, what=what)
 
     def _there(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         array = self.mapped(name, shape)

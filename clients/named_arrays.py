@@ -53,7 +53,12 @@ def records_of(
     ValueError
         If the arrays come without records, or without these.
     """
-    records = parameters.records if isinstance(parameters, NamedArrays) else {}
+    if not isinstance(parameters, NamedArrays):
+        raise ValueError(
+            f"expected NamedArrays with the records of the strategy {strategy}, as client_app "
+            f"hands on, got a {type(parameters).__name__} without names"
+        )
+    records = parameters.records
     if missing := [name for name in names if name not in records]:
         found = ", ".join(records) or "none"
         raise ValueError(

@@ -140,7 +140,8 @@ class TCTClient(SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        records = _records(parameters)
+        needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
+        records = _records(parameters, *needed)
         store, x = self._store(task, records), self._projected(self.x, config)
         if task.step == "statistics":
             return self._moments(task, store, x)
@@ -319,7 +320,7 @@ class TCTClient(SGDClient):
         task = ConvexTask.from_config(config)
         if task is None:
             return super().evaluate(parameters, config)
-        records = _records(parameters)
+        records = _records(parameters, "linear")
         store = self._store(task, records)
         if not store.holds("network", "normaliser"):
             raise RuntimeError(
@@ -334,16 +335,19 @@ class TCTClient(SGDClient):
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
 
-def _records(parameters: list[NDArray[Any]]) -> Records:
-    records_of(parameters, strategy="TCT")
+def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:
+    """Return the records that came, the needed ones among them."""
+    records_of(parameters, *needed, strategy="TCT")
     records: Records = getattr(parameters, "records", {})
     return records
 
 
 def _only(records: Records, name: str) -> Tensor:
     """Return the one array of a record."""
-    (array,) = records[name].values()
-    return torch.from_numpy(array)
+    arrays = list(records[name].values())
+    if len(arrays) != 1:
+        raise ValueError(f"record {name}: expected 1 array, got {len(arrays)}")
+    return torch.from_numpy(arrays[0])
 
 
 def _server_control(
