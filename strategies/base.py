@@ -117,6 +117,7 @@ class BaseStrategy(FedAvg):
         self.server_round = 0
         self._seeds = None if key_server is None else SealedSeeds(key_server, run)
         self._sent: dict[str, Exchange] = {}  # stage -> what its replies answer
+        self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._grid: Grid | None = None
         self._rounds_loaded = 0
 
@@ -269,6 +270,7 @@ class BaseStrategy(FedAvg):
     ) -> list[Message]:
         """Make a message for each node; the replies of this stage will have to answer these."""
         config["server-round"] = server_round
+        self._configs[stage] = config
         contents = [
             self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
         ]
@@ -314,15 +316,15 @@ class BaseStrategy(FedAvg):
         stage: str,
         arrays: ArrayRecord,
         parse: Callable[[Reply], T],
-        config: ConfigRecord | None = None,
     ) -> tuple[Pairs[T], Counter[str]]:
         """Make one more exchange within a round; parameters as above, result as :meth:`accepted`.
 
-        In a deployment it costs seconds: prefer one exchange a round.
+        A stage that was sent before has its configuration again. In a deployment an exchange costs
+        seconds: prefer one a round.
         """
         if self._grid is None:
             raise RuntimeError("exchange: call configure_train first, which sets the grid")
-        config = ConfigRecord() if config is None else config
+        config = self._configs.get(stage, ConfigRecord())
         messages = self.messages(self.server_round, nodes, stage, arrays, config)
         answers = self._grid.send_and_receive(messages, timeout=self.query_timeout)
         return self.accepted(answers, parse, stage)
@@ -451,7 +453,7 @@ class BaseStrategy(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the metrics of the accepted replies."""
-        pairs, rejected = self.accepted(replies, checked_accuracy, MessageType.EVALUATE)
+        pairs, rejected = self.evaluations(replies)
         self.client_evaluations = {
             reply.client: {**reply.metrics, self.weighted_by_key: reply.num_examples}
             for reply, _ in pairs
@@ -462,6 +464,10 @@ class BaseStrategy(FedAvg):
         metrics = self.round_metrics(replied, rejected, self.evaluate_metrics_aggr_fn)
         self.evaluate_metrics[server_round] = metrics
         return metrics if pairs else None
+
+    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[None], Counter[str]]:
+        """Return the accepted evaluations, and how many were rejected for which reason."""
+        return self.accepted(replies, checked_accuracy, MessageType.EVALUATE)
 
     def enough(self, completed: int) -> bool:
         """Whether so many valid replies may change the model; says so where they may not."""

@@ -14,14 +14,15 @@ The correction is h_k = c_k - c (the invariant of appendix A.1), with c_k the me
 client k's last steps. When all clients took part in the last round, c is the difference of its
 model and this one over M eta, and only models travel: algorithm 1. The paper does not treat partial
 participation; here it is SCAFFOLD's own, and c travels down with theta: see
-:mod:`fedntk.strategies.control_variate`.
+:mod:`fedntk.strategies.tct_control`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -39,14 +40,15 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import FeatureMap, Loss, Normaliser, TCTModel
+from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, TCTModel
 from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
 from .base import BaseStrategy, logger
 from .bootstrap import Bootstrap
-from .control_variate import ControlVariate
+from .replies import Reply, checked_accuracy
+from .tct_control import ControlVariate
 from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 
 __all__ = ["TCT", "ConvexOptimizer"]
@@ -55,6 +57,38 @@ LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the network
 BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A client's word that it no longer has what it was sent.
+
+    Attributes
+    ----------
+    control : bool
+        Whether its own c_k is lost, too, which the server cannot send again.
+    """
+
+    control: bool
+
+    @classmethod
+    def said_in(cls, reply: Reply) -> "Lost | None":
+        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
+        if "lost-state" not in reply.metrics:
+            return None
+        said = reply.metrics["lost-state"]
+        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
+        return cls(control=said == 1)
+
+
+class Answers(NamedTuple, Generic[T]):
+    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
+
+    pairs: list[tuple[Reply, T]]
+    rejected: Counter[str]
+    lost: list[int]
 
 
 class TCT(BaseStrategy):
@@ -396,12 +430,39 @@ class TCT(BaseStrategy):
         changed = {name: Array(array) for name, array in arrays.items()}
         return ArrayRecord({**self.global_arrays, **changed}), metrics
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Average the metrics, and note who has the network."""
-        metrics = super().aggregate_evaluate(server_round, replies)
+    def answers(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> Answers[T]:
+        """Check replies; clients that lost what they were sent are sent it, and asked, once more.
+
+        A client of whose c_k nothing is left is dropped, as is one that loses again what it got.
+        """
+
+        def parse_any(reply: Reply) -> T | Lost:
+            return Lost.said_in(reply) or parse(reply)
+
+        found, rejected = self.accepted(replies, parse_any, stage)
+        lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
+        for reply, _ in lost:
+            self.registry.forget(reply.client)
+        if nodes := [reply.node for reply, own in lost if not own.control]:
+            logger.log(WARNING, "%d clients lost what they kept: it is sent again", len(nodes))
+            more, failed = self.exchange(nodes, stage, self.global_arrays, parse_any)
+            found = sorted([*found, *more], key=lambda pair: (pair[0].client, pair[0].node))
+            rejected += failed
+            lost = [pair for pair in lost if pair[1].control]
+            lost += [(reply, own) for reply, own in more if isinstance(own, Lost)]
+        for reply, _ in lost:
+            self.drop(reply.node, BadReply("lost-state", "it lost what it kept"), rejected)
+        good = [(reply, own) for reply, own in found if not isinstance(own, Lost)]
+        return Answers(good, rejected, [reply.client for reply, own in lost if own.control])
+
+    def evaluations(
+        self, replies: Iterable[Message]
+    ) -> tuple[list[tuple[Reply, None]], Counter[str]]:
+        """Check evaluations, and note who has the network."""
+        pairs, rejected, _ = self.answers(replies, checked_accuracy, MessageType.EVALUATE)
         if self.linear_rounds:
-            for client in self.client_evaluations:
-                self.registry.mark_sent(client, "network", "normaliser")
-        return metrics
+            for reply, _ in pairs:
+                self.registry.mark_sent(reply.client, "network", "normaliser")
+        return pairs, rejected

@@ -5,10 +5,10 @@ NeurIPS 2022, section 4 and algorithms 1 and 2. Which phase is at work is the st
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -33,35 +33,14 @@ from .bootstrap import Bootstrap
 from .replies import Reply, require_like
 
 if TYPE_CHECKING:
-    from .tct import TCT
+    from .tct import TCT, Answers
 
 __all__ = ["BootstrapRounds", "ConvexRounds", "Convexify", "Phase", "ServerSolve"]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A client's word that it no longer has what it was sent.
-
-    Attributes
-    ----------
-    control : bool
-        Whether its own c_k is lost, too.
-    """
-
-    control: bool
-
-    @classmethod
-    def said_in(cls, reply: Reply) -> "Lost | None":
-        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
-        if "lost-state" not in reply.metrics:
-            return None
-        if reply.metrics["lost-state"] not in (0, 1) or reply.arrays():
-            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
-        return cls(control=reply.metrics["lost-state"] == 1)
+T = TypeVar("T")
 
 
 class Phase(ABC):
@@ -161,44 +140,12 @@ class _StageTwo(Phase):
         parts = self.tct.registry.lacks(client, *self.needs)
         return self.tct.asked(self.task(client), parts, arrays, config)
 
-    def answers(
-        self, replies: Iterable[Message], parse: Any
-    ) -> tuple[list[tuple[Reply, Any]], list[tuple[Reply, Lost]], Any]:
-        """Check replies; clients that lost what the server can send are asked once more.
-
-        Returns
-        -------
-        tuple of list of (Reply, what was parsed), list of (Reply, Lost), Counter
-            Good replies by client; clients that lost more; reasons of the rejected.
-        """
-
-        def whole(reply: Reply) -> Any:
-            return Lost.said_in(reply) or parse(reply)
-
-        tct = self.tct
-        pairs, rejected = tct.accepted(replies, whole, MessageType.TRAIN)
-        good, lost = _apart(pairs)
-        for reply, _ in lost:
-            tct.registry.forget(reply.client)
-        nodes = [reply.node for reply, own in lost if not own.control]
-        if nodes:
-            logger.log(WARNING, "%d clients lost what they kept: sent again", len(nodes))
-            again, failed = tct.exchange(nodes, MessageType.TRAIN, tct.global_arrays, whole)
-            found, still = _apart(again)
-            good = sorted([*good, *found], key=lambda pair: (pair[0].client, pair[0].node))
-            lost = [pair for pair in lost if pair[1].control] + still
-            rejected += failed
-        for reply, _ in lost:
-            tct.drop(reply.node, BadReply("lost-state", "the client lost what it kept"), rejected)
-        for reply, _ in good:
-            tct.registry.mark_sent(reply.client, *self.needs)
-        return good, lost, rejected
-
-
-def _apart(pairs: Sequence[tuple[Reply, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the pairs whose second is not a Lost, and those whose is."""
-    lost = [pair for pair in pairs if isinstance(pair[1], Lost)]
-    return [pair for pair in pairs if pair not in lost], lost
+    def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> "Answers[T]":
+        """Check replies, and note what those who sent good ones now have."""
+        found = self.tct.answers(replies, parse, MessageType.TRAIN)
+        for reply, _ in found.pairs:
+            self.tct.registry.mark_sent(reply.client, *self.needs)
+        return found
 
 
 class Convexify(_StageTwo):
@@ -221,7 +168,7 @@ class Convexify(_StageTwo):
             arrays = list(reply.arrays().values())
             return Moments.from_arrays(arrays, reply.num_examples, tct.width)
 
-        pairs, _, rejected = self.answers(replies, parse)
+        pairs, rejected, _ = self.answers(replies, parse)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
             return None, metrics
@@ -279,12 +226,12 @@ class ConvexRounds(_StageTwo):
             tct.control.check(reply.client, reply.num_examples, theta, arrays[0])
             return {LINEAR: arrays[0]}
 
-        pairs, lost, rejected = self.answers(replies, parse)
+        pairs, rejected, lost = self.answers(replies, parse)
         pairs = tct.screened(pairs, rejected, lambda own: screen_changes({LINEAR: theta}, own))
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         self._report_rates([reply for reply, _ in pairs], metrics)
         # some c_k is no more, and c still holds it
-        reset = any(own.control and tct.control.round_of(reply.client) for reply, own in lost)
+        reset = any(tct.control.round_of(client) for client in lost)
         if reset:
             logger.log(WARNING, "a client lost its state: all corrections start again from zero")
             tct.control.reset()
@@ -346,7 +293,7 @@ class ServerSolve(_StageTwo):
                 )
             return upload
 
-        pairs, _, rejected = self.answers(replies, parse)
+        pairs, rejected, _ = self.answers(replies, parse)
         pairs = tct.screened(pairs, rejected, _affordable)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):

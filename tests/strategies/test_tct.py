@@ -399,6 +399,32 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplo
     assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.02
 
 
+def test_a_client_that_lost_the_network_evaluates_all_the_same(clients, tmp_path):
+    """It is sent it again with the same configuration, and counts in the same round."""
+    strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
+    grid, seen = Grid(clients), []
+    original = strategy.configure_evaluate
+
+    def lose(server_round: int, *arguments: Any) -> Any:
+        if server_round == 4:
+            shutil.rmtree(*tmp_path.glob("client--0-2-*"))
+        return original(server_round, *arguments)
+
+    def watch(client: int, stage: str, arrays: Any, config: Any) -> Any:
+        seen.append((strategy.server_round, client, stage, config.get("colour")))
+        return TCT.content_for(strategy, client, stage, arrays, config)
+
+    strategy.configure_evaluate = lose  # type: ignore[method-assign]
+    strategy.content_for = watch  # type: ignore[method-assign]
+    initial = ArrayRecord(dict(network().state_dict()))
+    colour = ConfigRecord({"colour": "blue"})
+    strategy.start(grid, initial, num_rounds=4, evaluate_config=colour)
+    assert strategy.evaluate_metrics[4]["replies-accepted"] == 6
+    assert strategy.evaluate_metrics[4]["replies-rejected"] == 0
+    assert seen[-1] == (4, 2, "evaluate", "blue")
+    assert grid.exchanges[-2:] == [("evaluate", 6), ("evaluate", 1)]
+
+
 def test_a_client_without_the_network_after_an_error_is_sent_it_again(clients):
     strategy = make()
     start(strategy, Grid(clients, changes={2: failed}), rounds=3)
