@@ -46,8 +46,8 @@ from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
 from .base import BaseStrategy, logger
-from .bootstrap import Bootstrap
 from .replies import Reply, checked_accuracy
+from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
 from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 

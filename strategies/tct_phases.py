@@ -29,8 +29,8 @@ from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
 
 from .averaging import weighted_mean
 from .base import logger
-from .bootstrap import Bootstrap
 from .replies import Reply, require_like
+from .tct_bootstrap import Bootstrap
 
 if TYPE_CHECKING:
     from .tct import TCT, Answers
