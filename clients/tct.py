@@ -234,10 +234,12 @@ class TCTClient(SGDClient):
                 cure="use local_solver = 'closed', which reads them in chunks",
             )
             features = rows[:]
-            correction = features.T @ before.float() - control
-            outputs = features @ theta
-            result, total = looped_steps(features, theta, targets, correction, **options)
-            after = total.double() / (n * task.steps)
+            there = (t.to(features) for t in (theta, targets, before, control))
+            start, labels, coefficients, mean = there
+            correction = features.T @ coefficients - mean
+            outputs = (features @ start).cpu()
+            result, total = looped_steps(features, start, labels, correction, **options)
+            result, after = result.cpu(), total.cpu().double() / (n * task.steps)
         else:
             outputs, along = (rows @ torch.cat([theta, control], 1)).split(theta.shape[1], 1)
             kernel: Spectrum | Tensor = torch.empty(0, 0)
