@@ -2,7 +2,7 @@
 
 As on a GPU, an operation on tensors of both devices is refused, random numbers need a generator of
 the device, and nothing becomes an array of NumPy before it is back on the CPU. It goes by the name
-"lazy", of a device that torch knows, looks up no driver for, and does not treat in a way of its own.
+"lazy", of a device that torch knows, looks up no driver for, and does not treat specially.
 """
 
 from typing import Any

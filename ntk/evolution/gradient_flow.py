@@ -23,6 +23,7 @@ from torch import Tensor
 from ..jacobian.operator import Jacobian
 from ..losses import Loss, check_loss, output_hessian, output_scale, residual
 from ..memory import available_memory, require_memory
+from ..precision import full_float32
 from .solver import NOT_FINITE, RungeKuttaChebyshev
 
 __all__ = ["Evolution", "evolve"]
@@ -59,6 +60,7 @@ class Evolution:
     error_estimate: float
 
 
+@full_float32()
 def evolve(
     jacobian_or_kernel: Jacobian | Tensor,
     outputs: Tensor,
