@@ -85,6 +85,24 @@ def test_products_are_formed_in_full_precision(name):
     assert chosen() == ("high", True)
 
 
+def test_recurrent_layers_do_without_cudnn(monkeypatch):
+    """Its backward pass refuses evaluation mode, in which Jacobians are taken."""
+    seen = []
+    backward = torch.autograd.grad
+
+    def grad(*arguments, **options):
+        seen.append(torch.backends.cudnn.enabled)
+        return backward(*arguments, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for name, expected in (("lstm", False), ("mlp", True)):
+        seen.clear()
+        jacobian(*make(name))
+        assert seen
+        assert set(seen) == {expected}
+    assert torch.backends.cudnn.enabled
+
+
 @pytest.mark.usefixtures("low")
 def test_the_callers_choice_is_back_after_an_error_and_after_the_last_thread():
     with pytest.raises(ValueError, match="inside"), full_float32():
