@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # processes that run tests, each with one thread
 WORKERS ?= 2
+# of `make gpu`: a folder with Fashion-MNIST in torchvision's layout
+DATA ?= $(wildcard ../shared/data)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TYPES := build/types/fedntk
@@ -13,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test lint types check format clean
+.PHONY: help install demo test gpu lint types check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +33,10 @@ demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and 
 
 test: install ## unit tests, doctests, the README's examples and the notebooks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+
+gpu: ## the cases of ntk and the benchmarks on a GPU; torch and numpy suffice, nothing is installed
+	@python=$(PYTHON); $$python -c 'import torch' 2>/dev/null || ! test -x $(BIN)/python || python=$(BIN)/python; \
+	$$python benchmarks/gpu.py $(if $(DATA),--data-dir $(DATA))
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

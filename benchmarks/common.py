@@ -124,6 +124,11 @@ def fashion_mnist(data_dir: str, num_clients: int) -> tuple[Tensor, Tensor, list
     return (x - 0.286) / 0.353, torch.from_numpy(labels[chosen].astype(np.int64)), sizes
 
 
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Norm of the difference to what was computed in float64, over that one's norm."""
+    return float((found.double().cpu() - exact.cpu()).norm() / exact.norm())
+
+
 def timed(work: Callable[[], Any], device: str, *, at_least: float = 1.0) -> dict[str, float]:
     """Median seconds over repetitions, and the peak of memory over that before, in MB.
 

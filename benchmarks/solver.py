@@ -5,10 +5,10 @@ Dirichlet(0.1), at the first weights and after three rounds. The reference is ou
 at a tolerance of 1e-8; at n = 1,000 it is itself checked against SciPy's DOP853 where SciPy is
 there. Errors are the largest over the 12 steps, relative, in the Euclidean norm.
 
-    python benchmarks/solver.py --data-dir FOLDER
+    python benchmarks/solver.py --data-dir FOLDER [--device cpu]
 
-FOLDER is in torchvision's layout. Writes results/solver.csv and .json, and .png where matplotlib
-is there. Needs torch and numpy alone.
+FOLDER is in torchvision's layout. Writes results/solver.csv and .json (with _cuda for a GPU), and
+solver.png where matplotlib is there and the device is the CPU. Needs torch and numpy alone.
 """
 
 import argparse
@@ -23,24 +23,26 @@ TOLERANCES = (1e-3, 3e-4, 2e-4, 1e-4, 3e-5, 1e-5)
 ETA = 0.01
 
 
-def problems(data_dir: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def problems(data_dir: str, device: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Kernel, outputs and one-hot targets by name."""
     from fedntk.ntk import evolve, jacobian, one_hot
 
     x, labels, sizes = fashion_mnist(data_dir, 80)
     ends = torch.tensor(sizes).cumsum(0)
+    x = x.to(device)
     torch.manual_seed(0)
     model = mlp().eval()
     for layer in (model[1], model[3]):
         torch.nn.init.kaiming_normal_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
+    model.to(device)
     found = {}
     for done in range(4):  # rounds of 20 clients each
         start = 0 if done == 0 else int(ends[20 * done - 1])
         for clients in (5, 20):
             part = slice(start, int(ends[20 * done + clients - 1]))
-            y = one_hot(labels[part], 10)
-            jac, outputs = jacobian(model, x[part]), model(x[part]).detach()
+            y = one_hot(labels[part], 10).to(device)
+            jac, outputs = jacobian(model, x[part]).to(device), model(x[part]).detach()
             if done in (0, 3):
                 found[f"n={len(y)}, after {done} rounds"] = jac.gram(), outputs, y
         evolution = evolve(jac, outputs, y, loss="cross-entropy", learning_rate=ETA, steps=[1000])
@@ -67,13 +69,13 @@ def by_scipy(kernel: Tensor, f: Tensor, y: Tensor) -> Tensor | None:
         from scipy.integrate import solve_ivp
     except ModuleNotFoundError:
         return None
-    h, target = kernel.double().numpy(), y.double()
+    h, target = kernel.double().cpu().numpy(), y.double().cpu()
 
     def slope(_: float, state: Any) -> Any:
         rate = ETA / len(f) * (target - torch.softmax(torch.from_numpy(state).view(f.shape), 1))
         return (h @ rate.numpy()).ravel()
 
-    start = f.double().flatten().numpy()
+    start = f.double().flatten().cpu().numpy()
     solved = solve_ivp(slope, (0, 2000), start, "DOP853", STEPS, rtol=1e-8, atol=1e-9)
     return torch.from_numpy(solved.y.T.copy()).view(-1, *f.shape)
 
@@ -81,7 +83,8 @@ def by_scipy(kernel: Tensor, f: Tensor, y: Tensor) -> Tensor | None:
 def error(found: Tensor, reference: Tensor) -> float:
     """Compare at each step; the largest."""
     return max(
-        float((a.double() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)
+        float((a.double().cpu() - b.cpu()).norm() / b.norm())
+        for a, b in zip(found, reference, strict=True)
     )
 
 
@@ -89,19 +92,23 @@ def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    device = arguments.device
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     use_checkout()
     from fedntk.ntk import evolve
 
     rows, checks = [], {}
-    for name, (kernel, f, y) in problems(arguments.data_dir).items():
+    for name, (kernel, f, y) in problems(arguments.data_dir, device).items():
         options = {"loss": "cross-entropy", "learning_rate": ETA, "steps": STEPS}
         exact = evolve(kernel.double(), f.double(), y.double(), tolerance=1e-8, **options).outputs
         other = by_scipy(kernel, f, y) if len(f) < 2000 else None
         if other is not None:
             checks[name] = error(other, exact)
         start = time.perf_counter()
-        found = euler(kernel, f, y)
+        found = euler(kernel, f, y).cpu()
+        seconds = time.perf_counter() - start
         rows.append(
             {
                 "problem": name,
@@ -109,12 +116,14 @@ def main() -> None:
                 "products": 2000,
                 "steps": 2000,
                 "error": error(found, exact),
-                "seconds": time.perf_counter() - start,
+                "seconds": seconds,
             }
         )
         for tolerance in TOLERANCES:
             start = time.perf_counter()
             evolution = evolve(kernel, f, y, tolerance=tolerance, **options)
+            evolved = evolution.outputs.cpu()
+            seconds = time.perf_counter() - start
             rows.append(
                 {
                     "problem": name,
@@ -122,14 +131,14 @@ def main() -> None:
                     "tolerance": tolerance,
                     "products": evolution.kernel_products,
                     "steps": evolution.solver_steps,
-                    "error": error(evolution.outputs, exact),
+                    "error": error(evolved, exact),
                     "error-estimate": evolution.error_estimate,
-                    "seconds": time.perf_counter() - start,
+                    "seconds": seconds,
                 }
             )
             print(rows[-1], flush=True)
     summary = {
-        "machine": machine("cpu"),
+        "machine": machine(device),
         "reference-against-dop853": checks,
         "share-of-eulers-products": {
             f"{row['problem']}, tolerance {row['tolerance']:g}": row["products"] / 2000
@@ -137,8 +146,9 @@ def main() -> None:
             if row["method"] == "RKC"
         },
     }
-    write("solver", rows, summary)
-    picture(rows)
+    write("solver", rows, summary, device)
+    if device == "cpu":
+        picture(rows)
 
 
 def picture(rows: list[dict[str, Any]]) -> None:

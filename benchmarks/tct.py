@@ -17,6 +17,7 @@ results/tct.csv and .json; parts that are not named keep their figures.
 """
 
 import argparse
+import copy
 import csv
 import gzip
 import json
@@ -33,10 +34,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, in_child, machine, write
+from common import RESULTS, in_child, machine, relative, write
 from torch import Tensor, nn
 
 ETA, STEPS = 5e-5, 500
+Records = dict[str, dict[str, Any]]  # name -> name -> array
 P = 100_000
 CASES: dict[str, list[dict[str, Any]]] = {
     "solve": [
@@ -108,24 +110,35 @@ class Client:
 
         self.map = FeatureMap(num_features=num_features)
         self.model = network()
-        self.weights = get_weights(self.model)
+        weights = get_weights(self.model)
+        self.network = {"network": dict(zip(self.model.state_dict(), weights, strict=True))}
         self.make = lambda **more: TCTClient(self.model, x, y, **options | more)
-        self.key = ConvexTask.key_of(self.map, self.weights)
+        self.key = ConvexTask.key_of(self.map, weights)
 
     def ask(
-        self, step: str, arrays: list[Any], server_round: int = 1, more: Any = (), **task: Any
+        self, step: str, records: Records, server_round: int = 1, more: Any = (), **task: Any
     ) -> tuple[list[Any], float]:
         """Have it do a task; return its arrays and the seconds."""
+        from fedntk.clients import NamedArrays
         from fedntk.ntk.payloads import ConvexTask
 
         asked = ConvexTask(step=step, key=self.key, feature_map=self.map, learning_rate=ETA, **task)
         client = self.make(**dict(more))
         start = time.perf_counter()
-        sent, _, metrics = client.fit(arrays, asked.to_config() | {"server-round": server_round})
+        config = asked.to_config() | {"server-round": server_round}
+        sent, _, metrics = client.fit(NamedArrays(records), config)
         seconds = time.perf_counter() - start
         if not sent:
             raise RuntimeError(f"the client lacks what it was sent, or diverges: {metrics}")
         return sent, seconds
+
+
+def sent_with(linear: Any, normaliser: Any = None) -> Records:
+    """Records of a linear model, and of a normaliser."""
+    records = {"linear": {"tct.linear": linear}}
+    if normaliser is not None:
+        records["normaliser"] = {"tct.mean": normaliser.mean, "tct.scale": normaliser.inv_std}
+    return records
 
 
 def solve(
@@ -147,17 +160,17 @@ def solve(
         client = Client(x, y, num_features, cache=cache)
         shape = (num_features, 10)
         zero = np.zeros(shape, np.float32)
-        first = {"parts": ("network", "normaliser", "linear"), "steps": STEPS}
-        sent = [*client.weights, normaliser.mean, normaliser.inv_std, zero]
-        (theta,), seconds_first = client.ask("linear", sent, **first)
+        sent = client.network | sent_with(zero, normaliser)
+        (theta,), seconds_first = client.ask("linear", sent, local_steps=STEPS)
         drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
         control = -theta / (2 * STEPS * ETA)  # half of c_k, and noise of a tenth
         control += np.float32(0.1 * np.sqrt(np.square(control).mean())) * drawn
-        later = {"parts": ("linear", "control"), "state_round": 1, "control": "sent"}
+        later = {"state_round": 1, "control": "sent"}
+        records = sent_with(theta) | {"control": {"tct.control": control}}
 
         def again(m: int, solver: str) -> tuple[Any, float]:
             more = {"local_solver": solver}
-            (w,), seconds = client.ask("linear", [theta, control], 2, more, steps=m, **later)
+            (w,), seconds = client.ask("linear", records, 2, more, local_steps=m, **later)
             return w, seconds
 
         stored = np.load(next(Path(cache).glob("*/features-train.npy")), mmap_mode="r")
@@ -175,10 +188,20 @@ def solve(
         both = torch.from_numpy(np.concatenate([theta, control], 1))
         along = features @ both
         f, drift = along[:, :10], along[:, 10:]
-        ends: dict[int, Any] = {}
+        exact = exactly(n, y, stored, Path(cache), theta, control) if loops else None
+
+        def error(w: Any, m: int) -> dict[str, float]:
+            """How far the new model, and its change, are from those in float64."""
+            if exact is None:
+                return {}
+            model, change = exact(m), exact(m) - torch.from_numpy(theta)
+            return {
+                "relative-difference": relative(torch.from_numpy(w), model),
+                "relative-difference-of-change": relative(torch.from_numpy(w - theta), change),
+            }
+
         for m in steps:
             runs = [again(m, "closed") for _ in range(9)]
-            ends[m] = runs[-1][0]
             parts = medians(
                 5,
                 {
@@ -190,16 +213,33 @@ def solve(
                 },
             )
             seconds = statistics.median(s for _, s in runs)
-            rows.append({"method": "closed", "steps": m, "seconds": seconds, **parts, **once})
+            row = {"method": "closed", "steps": m, "seconds": seconds, **parts, **once}
+            rows.append(row | error(runs[-1][0], m))
         for m in loops:
             w, seconds = again(m, "loop")
-            row = {"method": "loop", "steps": m, "seconds": seconds}
-            if m in ends:
-                difference = np.linalg.norm(w - ends[m])
-                row["relative-difference"] = float(difference / np.linalg.norm(w))
-                row["relative-difference-of-change"] = float(difference / np.linalg.norm(w - theta))
-            rows.append(row)
+            rows.append({"method": "loop", "steps": m, "seconds": seconds} | error(w, m))
     return [{"n": n, **row} for row in rows]
+
+
+def exactly(
+    n: int, y: Tensor, stored: Any, cache: Path, theta: Any, control: Any
+) -> Callable[[int], Tensor]:
+    """Return the function M -> model after a corrected round of M steps, in float64."""
+    from fedntk.ntk import one_hot
+    from fedntk.ntk.convex import Spectrum, residual_sum
+
+    z = torch.from_numpy(np.array(stored, np.float64))
+    start, mean = (torch.from_numpy(array).double() for array in (theta, control))
+    with np.load(next(cache.glob("*/state-000001.npz"))) as state:
+        correction = -(z.T @ torch.from_numpy(state["coefficients"])) - mean
+    spectrum, targets = Spectrum.of(z @ z.T), one_hot(y, 10, torch.float64) - 1 / 10
+    given = z @ start, targets, z @ correction
+
+    def model(m: int) -> Tensor:
+        total = residual_sum(spectrum, *given, learning_rate=ETA, steps=m)
+        return start + ETA * (z.T @ total / n + m * correction)
+
+    return model
 
 
 def features(
@@ -221,12 +261,12 @@ def features(
     coordinates = torch.randperm(total, generator=generator)[:num_features].sort().values
     looped = x[:256]
 
-    def loop() -> Tensor:
-        z = torch.empty(len(looped), num_features)
-        for i, example in enumerate(looped):
-            convexified.zero_grad()
-            convexified(example[None])[0, 0].backward()
-            z[i] = torch.cat([p.grad.flatten() for p in parameters])[coordinates]
+    def loop(model: nn.Module = convexified, x: Tensor = looped) -> Tensor:
+        z = torch.empty(len(x), num_features, dtype=x.dtype)
+        for i, example in enumerate(x):
+            model.zero_grad()
+            model(example[None])[0, 0].backward()
+            z[i] = torch.cat([p.grad.flatten() for p in model.parameters()])[coordinates]
         return z
 
     def floor() -> None:
@@ -238,7 +278,8 @@ def features(
     extract(x[:1])
     ready = time.perf_counter() - start
     works = {"extractor": lambda: extract(x), "loop": loop, "floor": floor}
-    difference = (extract(looped) - loop()).norm() / loop().norm()
+    exact = loop(copy.deepcopy(convexified).double(), looped.double())
+    loop()
     floor()
     seconds = medians(times, works)
     rows = [
@@ -251,7 +292,7 @@ def features(
         }
         for name, s in seconds.items()
     ]
-    rows[0] |= {"once-s": ready, "relative-difference": float(difference)}
+    rows[0] |= {"once-s": ready, "relative-difference": relative(extract(looped), exact)}
     return rows
 
 
@@ -339,16 +380,12 @@ def memory(
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            sent, statistics_s = client.ask("statistics", client.weights, parts=("network",))
+            sent, statistics_s = client.ask("statistics", client.network)
             normaliser = Normaliser.of(Moments(n, *sent))
             start = np.zeros((num_features, 10), np.float32)
-            parts = ("normaliser", "linear")
-            sent, first_s = client.ask(
-                "linear", [normaliser.mean, normaliser.inv_std, start], 2, parts=parts
-            )
-            (theta,) = sent
-            task = {"parts": ("linear",), "state_round": 2, "control": "last"}
-            _, second_s = client.ask("linear", [theta], 3, **task)
+            (theta,), first_s = client.ask("linear", sent_with(start, normaliser), 2)
+            task = {"state_round": 2, "control": "last"}
+            _, second_s = client.ask("linear", sent_with(theta), 3, **task)
         finally:
             done.set()
             thread.join()
@@ -405,15 +442,15 @@ def summary_of(part: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         loops = {
             name.removesuffix(", loop"): (r, named[name.replace("loop", "closed")])
             for name, r in named.items()
-            if "relative-difference" in r
+            if r["method"] == "loop" and name.replace("loop", "closed") in named
         }
         return {
             "times-faster-than-the-loop": {
                 name: loop["seconds"] / closed["seconds"] for name, (loop, closed) in loops.items()
             },
-            "relative-difference": {n: r["relative-difference"] for n, (r, _) in loops.items()},
-            "relative-difference-of-change": {
-                n: r["relative-difference-of-change"] for n, (r, _) in loops.items()
+            **{
+                key: {name: r[key] for name, r in named.items() if key in r}
+                for key in ("relative-difference", "relative-difference-of-change")
             },
             "seconds": {name: r["seconds"] for name, r in named.items()},
             "kernel-and-eigendecomposition-s": {

@@ -266,18 +266,19 @@ class TCTClient(SGDClient):
             f"{store.width} features of {rows.shape[0]} examples",
             cure="use local_solver = 'closed', which reads them in chunks",
         )
-        features = rows[:]
+        features = rows[:]  # where products are formed
+        start, coefficients, mean = (t.to(features) for t in (theta, before, control))
         result, total = looped_steps(
             features,
-            theta,
-            centred_targets(self.targets, task.loss),
-            -(features.T @ before.float()) - control,
+            start,
+            centred_targets(self.targets, task.loss).to(features),
+            -(features.T @ coefficients) - mean,
             learning_rate=task.learning_rate,
             steps=task.local_steps,
             loss=task.loss,
         )
-        after = total.double() / (len(features) * task.local_steps)
-        return result, after, features @ theta, {}
+        after = total.cpu().double() / (len(features) * task.local_steps)
+        return result.cpu(), after, (features @ start).cpu(), {}
 
     def _in_closed_form(
         self,

@@ -7,6 +7,8 @@ quickly.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .threads import wait_passively
+
 if TYPE_CHECKING:
     from .building import load_predictor
     from .config import Config, ConfigError
@@ -41,6 +43,8 @@ __all__ = [
     "run",
     "write_report",
 ]
+
+wait_passively()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ from .method import Setup
 from .results import clear_run, run_state, write_run, write_summary
 from .settings import ConfigError
 from .simulated_trust import projected
+from .threads import warn_if_spinning
 
 __all__ = ["app", "prepare", "serve"]
 
@@ -79,6 +80,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     with claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
+            warn_if_spinning(torch.get_num_threads())
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)

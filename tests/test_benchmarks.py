@@ -59,10 +59,17 @@ def test_rounds_without_training_take_time_and_every_client_answers(monkeypatch)
             {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"},
         ),
         ("tct", {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200}),
+        ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
         ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
     ],
 )
-def test_measurement_runs_from_the_checkout_and_both_ways_agree(program, options):
+def test_measurement_runs_from_the_checkout_and_is_right(program, options):
+    """Each way against float64, 1e-5: 170 float32 roundings of 6e-8, in sums of up to 3,136.
+
+    The contraction of torch.func adds 79,510 products in an order that its BLAS chooses: no order
+    is further off than one rounding for each, of the sum of their sizes, which is that of the sum
+    on the diagonal.
+    """
     done = subprocess.run(  # noqa: S603 - our own program
         [sys.executable, BENCHMARKS / f"{program}.py", "--child", json.dumps(options)],
         capture_output=True,
@@ -72,4 +79,5 @@ def test_measurement_runs_from_the_checkout_and_both_ways_agree(program, options
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["seconds"] > 0
     for row in [measured, *measured.get("rows", [])]:
-        assert row.get("relative-difference", 0) < 1e-5
+        others = options.get("method") == "torch.func"
+        assert row.get("relative-difference", 0) < (79_510 * 2**-24 if others else 1e-5)

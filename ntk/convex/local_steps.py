@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..losses import Loss, check_loss, residual
 from ..memory import require_memory
+from ..precision import full_float32
 
 __all__ = [
     "Spectrum",
@@ -180,6 +181,7 @@ def residual_sum(
     return total
 
 
+@full_float32()
 def looped_steps(
     features: Tensor,
     weights: Tensor,

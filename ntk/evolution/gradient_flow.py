@@ -23,6 +23,7 @@ from torch import Tensor
 from ..jacobian.operator import Jacobian
 from ..losses import Loss, check_loss, output_hessian, output_scale, residual
 from ..memory import available_memory, require_memory
+from ..precision import full_float32
 from .solver import NOT_FINITE, RungeKuttaChebyshev
 
 __all__ = ["Evolution", "GradientFlow", "evolve"]
@@ -115,6 +116,7 @@ class GradientFlow:
         times = _checked_steps(self.steps, whole=self.residuals == "sum")
         object.__setattr__(self, "steps", times)
 
+    @full_float32()
     def __call__(
         self, jacobian_or_kernel: Jacobian | Tensor, outputs: Tensor, targets: Tensor
     ) -> Evolution:

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..precision import full_float32
+
 __all__ = ["blocks_of_matrix", "random_projection"]
 
 BLOCK_BYTES = 64 * 2**20  # of the matrix, made at a time
 ROWS = 4096  # of it that share a generator
 
 
+@full_float32()
 def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     """``x P`` with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..memory import require_memory
+from ..precision import full_float32
 
 __all__ = ["FeatureRows"]
 
@@ -80,12 +81,14 @@ class FeatureRows:
             else features
         )
 
+    @full_float32()
     def __matmul__(self, weights: Tensor) -> Tensor:
         """Z W (n, C) of weights (p, C), in their dtype and on the CPU."""
         on_device = weights.to(self.device)
         products = [(z.to(on_device) @ on_device).cpu() for _, z in self.chunks()]
         return torch.cat(products) if products else weights.new_zeros(0, weights.shape[1])
 
+    @full_float32()
     def transposed_matmul(self, coefficients: Tensor) -> Tensor:
         """Z^T A (p, C) of coefficients A (n, C), in their dtype and on the CPU."""
         result = torch.zeros(
@@ -95,6 +98,7 @@ class FeatureRows:
             result.addmm_(z.to(result).T, coefficients[rows].to(self.device))
         return result.cpu()
 
+    @full_float32()
     def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Z Z^T (n, n) on the CPU, formed in float32 or float64.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import require_memory
+from ..precision import full_float32
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .rules import Layer, any_axis, rule_for
@@ -118,7 +119,9 @@ def differentiated(
         raise ValueError("jacobian: expected at least one example, got none")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    with _evaluation_mode(model), torch.enable_grad():
+    with (
+        _evaluation_mode(model), _own_recurrent_layers(model), torch.enable_grad(), full_float32()
+    ):  # fmt: skip
         plans, kind = {} if plans is None else plans, (x.shape[1:], x.dtype)
         if kind not in plans:
             plan = _Plan.make(model, x, structure, outputs)
@@ -149,6 +152,18 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _own_recurrent_layers(model: nn.Module) -> Iterator[None]:
+    """Have torch's own code serve recurrent layers: cuDNN's backward pass wants training mode."""
+    before = torch.backends.cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 @dataclass(frozen=True)

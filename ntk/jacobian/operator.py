@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..memory import require_memory
+from ..precision import full_float32
 from .blocks import WORKSPACE, Block, DenseBlock, tiles
 
 __all__ = ["Jacobian"]
@@ -72,6 +73,7 @@ class Jacobian:
         """Which parameters are held, and in what form, as JSON."""
         return json.dumps([block.layout for block in self.blocks])
 
+    @full_float32()
     def gram(self, other: "Jacobian | None" = None) -> Tensor:
         """Empirical tangent kernel H between the examples of two Jacobians.
 
@@ -114,6 +116,7 @@ class Jacobian:
         m = self.num_examples if num_others is None else num_others
         return self.dtype.itemsize * self.num_examples * m + 2 * WORKSPACE
 
+    @full_float32()
     def mean_product(self, matrix: Tensor) -> Tensor:
         """``H V`` with the kernel of :meth:`gram`, which is not built.
 
@@ -138,6 +141,7 @@ class Jacobian:
                     product[:, k : k + 1] += of_output.jvp(of_output.vjp(column))
         return product.div_(self.num_outputs)
 
+    @full_float32()
     def full_product(self, residual: Tensor) -> Tensor:
         """``J J^T R`` with all outputs coupled, (n, C); no kernel is built."""
         product = torch.zeros_like(residual)
@@ -145,6 +149,7 @@ class Jacobian:
             product += block.jvp(block.vjp(residual))
         return product
 
+    @full_float32()
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
         """``J^T R``, the update of the weights in eq. (9b).
 
@@ -163,6 +168,7 @@ class Jacobian:
             update |= block.vjp(residual)
         return update
 
+    @full_float32()
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:
         """Linearised change of the outputs under an update of the weights, shape (n, C): eq. (4).
 
@@ -180,6 +186,7 @@ class Jacobian:
         """Squared Frobenius norm of each example's Jacobian, float64, shape (n,)."""
         return torch.stack([block.squared_norms() for block in self.blocks]).sum(0)
 
+    @full_float32()
     def dense(self) -> dict[str, Tensor]:
         """Parameter name -> tensor of shape (n, C, *parameter shape): the paper's tensor."""
         tensors: dict[str, Tensor] = {}

@@ -1,5 +1,7 @@
 """SGDClient against the update written out."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -19,22 +21,23 @@ def client(model: nn.Module, **options: object) -> SGDClient:
 
 
 def test_one_full_batch_step_is_one_step_of_gradient_descent():
-    """w - eta grad L(w): one epoch, the batch holds everything. float32: 1e-6."""
+    """w - eta grad L(w) in float64: one epoch, the batch holds everything.
+
+    In float32 a sum of 20 products of numbers of size 1 is right to 20 roundings of 6e-8: 2e-6.
+    """
     model = nn.Linear(4, 3)
     start = get_weights(model)
-    model.zero_grad()
-    nn.functional.cross_entropy(model(X), Y).backward()
-    expected = [w - 0.5 * p.grad.numpy() for w, p in zip(start, model.parameters(), strict=True)]
+    exact, x = copy.deepcopy(model).double(), X.double()
+    before = nn.functional.cross_entropy(exact(x), Y)
+    before.backward()
+    expected = [w - 0.5 * p.grad.numpy() for w, p in zip(start, exact.parameters(), strict=True)]
     arrays, count, metrics = client(model, learning_rate=0.5, batch_size=20, local_epochs=1).fit(
         start, {}
     )
     assert count == 20
     for actual, wanted in zip(arrays, expected, strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
-    before = float(
-        nn.functional.cross_entropy(nn.functional.linear(X, *map(torch.tensor, start)), Y)
-    )
-    assert metrics["train-loss"] == pytest.approx(before, rel=1e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=2e-6)
+    assert metrics["train-loss"] == pytest.approx(before.item(), rel=2e-6)
 
 
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])

@@ -21,6 +21,7 @@ from fedntk.clients import (
     shrink,
 )
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory
+from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload
@@ -131,14 +132,21 @@ def test_moments_are_those_of_the_features(tmp_path):
 
 
 def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
-    """The network's products are in float32, so other chunks round them in another way."""
+    """Whatever the chunks, features are those of float64, rounded in sums of up to 8 products.
+
+    That is 1e-6 of a feature's largest; a sum of 11 squares' deviations doubles it.
+    """
     whole = step(client(tmp_path / "a"), STATISTICS, bootstrapped())[0]
     monkeypatch.setattr(feature_store, "CHUNK_BYTES", 3 * 20 * 4)
     parts = step(client(tmp_path / "b"), STATISTICS, bootstrapped())[0]
-    for a, b in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
-    raw = [np.load(client(tmp_path / name).folder / "raw-train.npy") for name in "ab"]
-    np.testing.assert_allclose(raw[0], raw[1], rtol=1e-5, atol=1e-7)
+    exact = MAP.extractor(network().double())(X.double())
+    largest = exact.abs().amax(0).double().numpy()
+    expected = Moments.of(exact)
+    for name, (mean, sum_sq_dev) in zip("ab", (whole, parts), strict=True):
+        raw = np.load(client(tmp_path / name).folder / "raw-train.npy")
+        assert (np.abs(raw - exact.numpy()) <= 1e-6 * largest).all()
+        assert (np.abs(mean - expected.mean) <= 1e-6 * largest).all()
+        assert (np.abs(sum_sq_dev - expected.sum_sq_dev) <= 11 * 4e-6 * largest**2).all()
 
 
 def test_features_for_the_server_are_the_clients_in_float16(tmp_path):
@@ -166,9 +174,13 @@ SOLVERS = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("way", sorted(SOLVERS))
 def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
-    """Over two rounds, the second corrected by what the first left behind."""
+    """Over two rounds, the second corrected by what the first left behind: those of float64.
+
+    A step of float32 rounds some 20 products to 6e-8 each, and 60 steps add up: 1e-4; float16 keeps
+    features to 5e-4, and normalising divides by spreads under their size: 5e-3.
+    """
     records = message(21 if bias else 20)
-    results = []
+    results = [exact_rounds(records, bias=bias, loss=loss)]
     for name, options in (("plain", {}), ("other", SOLVERS[way])):
         who = client(tmp_path / name, **options)
         first, _, _ = step(who, linear_task(bias=bias, loss=loss), records)
@@ -176,9 +188,29 @@ def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
         who = client(tmp_path / name, **options)  # made anew for each message
         results.append((first, *step(who, second, linear(first[0]), 5)[:1]))
     tolerance = 5e-3 if way == "half precision" else 1e-4
-    for plain, other in zip(*results, strict=True):
-        assert relative(other[0], plain[0]) < tolerance
-    assert relative(results[0][1][0], results[0][0][0]) > 1e-3
+    exact, plain, other = results
+    for own, ours, expected in zip(plain, other, exact, strict=True):
+        assert relative(own[0], expected[0]) < 1e-4
+        assert relative(ours[0], expected[0]) < tolerance
+    assert relative(exact[1][0], exact[0][0]) > 1e-3
+
+
+def exact_rounds(
+    records: dict[str, dict[str, np.ndarray]], *, bias: bool, loss: Any
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Algorithm 1's two rounds, step by step in float64."""
+    z = MAP.extractor(network().double())(X.double()).double()
+    mean, inv_std = map(torch.from_numpy, records["normaliser"].values())
+    z = (z - mean) * inv_std
+    z = torch.cat([z, torch.ones(11, 1)], 1) if bias else z
+    theta = torch.from_numpy(records["linear"]["tct.linear"]).double()
+    control = torch.from_numpy(records["control"]["tct.control"]).double()
+    targets = torch.eye(3, dtype=torch.float64)[Y] - (1 / 3 if loss == "mse" else 0)
+    options = {"learning_rate": 0.05, "steps": 30, "loss": loss}
+    first, total = looped_steps(z, theta, targets, -control, **options)
+    own, mean = -z.T @ total / (11 * 30), (theta - first) / (30 * 0.05)
+    second, _ = looped_steps(z, first, targets, own - mean, **options)
+    return [first.numpy()], [second.numpy()]
 
 
 @pytest.mark.parametrize("local_solver", ["closed", "loop"])
@@ -244,8 +276,8 @@ def test_one_step_a_round_needs_no_kernel(tmp_path):
     records = uncorrected()
     ((result,), _, _) = step(who, task, records)
     theta = records["linear"]["tct.linear"]
-    z = normaliser()(MAP.extractor(network())(X)).numpy()
-    targets = np.eye(3, dtype=np.float32)[Y] - 1 / 3
+    z = normaliser()(MAP.extractor(network())(X)).double().numpy()
+    targets = np.eye(3)[Y] - 1 / 3
     expected = theta - 0.05 * z.T @ (z @ theta - targets) / 11
     assert relative(result, expected) < 1e-6
     assert not (who.folder / "kernel.npz").exists()
@@ -257,7 +289,7 @@ def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
     records = uncorrected()
     task = linear_task(control="zero")
     loss, count, metrics = who.evaluate(NamedArrays(records), task.to_config())
-    z = normaliser()(MAP.extractor(network())(x_test)).numpy()
+    z = normaliser()(MAP.extractor(network())(x_test)).double().numpy()
     scores = z @ records["linear"]["tct.linear"]
     targets = np.eye(3)[y_test] - 1 / 3
     assert count == 6

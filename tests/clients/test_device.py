@@ -1,0 +1,183 @@
+"""Clients whose model is on another device: examples go there, what is sent comes back.
+
+The fake device computes on the CPU, in float32, with operators that may add in another order: 1e-5.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    ModelClient,
+    NamedArrays,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SealedProjection,
+    SGDClient,
+    TCTClient,
+    get_weights,
+)
+from fedntk.ntk import FeatureMap, Moments, Normaliser
+from fedntk.ntk.evolution import stack_candidates
+from fedntk.ntk.payloads import ConvexTask
+from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
+
+from ..fake_device import NAME, FakeDevice
+
+X = torch.randn(13, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(13) % 3
+DEVICES = ("cpu", NAME)
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        )
+
+
+def same(run: Callable[[str], tuple[Any, ...]]) -> None:
+    """Whether a client on the device sends and reports what one on the CPU does."""
+    (arrays, count, metrics), (own_arrays, own_count, own_metrics) = map(_on, DEVICES, [run] * 2)
+    assert own_count == count
+    assert own_metrics == pytest.approx(metrics, rel=1e-5)
+    assert len(own_arrays) == len(arrays)
+    for own, expected in zip(own_arrays, arrays, strict=True):
+        assert isinstance(own, np.ndarray)
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def _on(device: str, run: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
+    with FakeDevice():
+        return run(device)
+
+
+def named_weights() -> dict[str, np.ndarray]:
+    return {name: v.numpy().copy() for name, v in network().state_dict().items()}
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_evaluation(loss):
+    def evaluate(device: str) -> tuple[Any, ...]:
+        client = ModelClient(network(), X, Y, loss=loss, device=device, batch_size_eval=5)
+        assert next(client.model.parameters()).device.type == device
+        outputs = client.outputs(X)
+        assert outputs.device.type == "cpu"
+        value, count, metrics = client.evaluate(get_weights(network()), {})
+        return [outputs.numpy(), *client.get_parameters({})], count, {"loss": value, **metrics}
+
+    same(evaluate)
+
+
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_upload_and_query_of_ntk_fl(structure):
+    def upload(device: str) -> tuple[Any, ...]:
+        client = NTKFLClient(network(), X, Y, structure=structure, device=device, sampling_rate=0.7)
+        return client.fit(get_weights(network()), {"server-round": 1})
+
+    def query(device: str) -> tuple[Any, ...]:
+        client = NTKFLClient(network(), X, Y, device=device)
+        weights = {k: v.numpy() for k, v in network().state_dict().items()}
+        moved = [{"4.weight": s * torch.ones(3, 64)} for s in (0.0, 0.1)]
+        answer = client.query(list(stack_candidates(weights, moved).values()), {})
+        return [np.array(answer["losses"])], answer["num-examples"], {}
+
+    same(upload)
+    same(query)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"sparsity": 0.5, "bits": 8},
+        {"clip": 1.0, "noise_multiplier": 0.5, "label_noise": 0.2, "noise_seed": (0, 1)},
+    ],
+)
+def test_upload_of_cp_ntk_fl(tools):
+    """The same random numbers are drawn on the CPU, wherever the model is."""
+    key = new_key()
+    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
+    keys = ClientKeys(key, run="a run", verify_key=server.verify_key, state={})
+    asked = keys.request()
+    sealed = server.sealed_seed(asked["public-key"], "a run", asked["challenge"])
+
+    def upload(device: str) -> tuple[Any, ...]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
+        projection = SealedProjection(10, keys)
+        client = CPNTKFLClient(model, X, Y, device=device, projection=projection, **tools)
+        return client.fit(get_weights(model), {"server-round": 1, SEALED_SEED: sealed})
+
+    same(upload)
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_steps_of_sgd(loss):
+    """With momentum, weight decay and FedProx's term."""
+
+    def fit(device: str) -> tuple[Any, ...]:
+        options = {"momentum": 0.9, "weight_decay": 1e-2, "proximal_mu": 0.1, "local_epochs": 2}
+        client = SGDClient(network(), X, Y, loss=loss, device=device, batch_size=4, **options)
+        return client.fit(get_weights(network()), {"server-round": 1})
+
+    same(fit)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_steps_of_scaffold(option):
+    def fit(device: str) -> tuple[Any, ...]:
+        weights = named_weights()
+        floating = {k: a for k, a in weights.items() if a.dtype.kind == "f"}
+        corrections = {k: 0.1 * np.ones_like(a) for k, a in floating.items()}
+        client = SCAFFOLDClient(
+            network(), X, Y, option=option, device=device, batch_size=4, weight_decay=1e-2
+        )
+        records = NamedArrays({"arrays": weights, "corrections": corrections})
+        return client.fit(records, {"server-round": 1})
+
+    same(fit)
+
+
+@pytest.mark.parametrize("solver", ["closed", "loop"])
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_rounds_of_tct(loss, solver, tmp_path):
+    """Statistics, a corrected round, and evaluation of the linear model."""
+    chosen = FeatureMap(num_features=30)
+    first = ConvexTask(step="statistics", key="k", feature_map=chosen)
+    second = ConvexTask(
+        step="linear", key="k", feature_map=chosen, learning_rate=0.05, local_steps=10, loss=loss,
+        control="sent",
+    )  # fmt: skip
+    normal = Normaliser.of(Moments.of(chosen.extractor(network())(X)))
+    theta, control = np.random.default_rng(0).standard_normal((2, 30, 3)).astype(np.float32)
+    records = {
+        "network": named_weights(),
+        "normaliser": {"tct.mean": normal.mean, "tct.scale": normal.inv_std},
+        "linear": {"tct.linear": theta},
+    }
+    controlled = records | {"control": {"tct.control": 0.1 * control}}
+
+    def rounds(device: str) -> tuple[Any, ...]:
+        client = TCTClient(
+            network(), X, Y, cache=tmp_path / device, device=device, local_solver=solver
+        )
+        only = NamedArrays({"network": named_weights()})
+        moments, *_ = client.fit(only, {"server-round": 1, **first.to_config()})
+        arrays, count, metrics = client.fit(
+            NamedArrays(controlled), {"server-round": 2, **second.to_config()}
+        )
+        evaluated = ConvexTask(
+            step="linear", key="k", feature_map=chosen, loss=loss, control="zero"
+        )
+        value, _, found = client.evaluate(NamedArrays(records), evaluated.to_config())
+        return [*moments, *arrays], count, {**metrics, "loss": value, **found}
+
+    same(rounds)

@@ -1,0 +1,101 @@
+"""A device that no machine has: its tensors hold their numbers on the CPU but are kept apart.
+
+As on a GPU, an operation on tensors of both devices is refused, random numbers need a generator of
+the device, and nothing becomes an array of NumPy before it is back on the CPU. It goes by the name
+"lazy", of a device that torch knows, looks up no driver for, and does not treat specially.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+NAME = "lazy"
+aten = torch.ops.aten
+# what takes tensors of two devices on a GPU, too; indices of rows may stay on the CPU
+TRANSFERS = {aten._to_copy, aten.copy_}
+INDEXED = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
+
+
+class DeviceTensor(Tensor):
+    """Says that it is on the device; `numbers` holds the numbers."""
+
+    numbers: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "DeviceTensor":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=NAME,
+        )
+        made.numbers = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return _run(func, args, kwargs or {})
+
+
+class FakeDevice(TorchDispatchMode):
+    """With it active, ``tensor.to("lazy")`` and ``device="lazy"`` are the device's."""
+
+    def __enter__(self) -> "FakeDevice":
+        torch._C._set_only_lift_cpu_tensors(True)  # lists become tensors through the mode, too
+        torch.__future__.set_swap_module_params_on_conversion(True)  # shared weights stay shared
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    leaves = tree_flatten((args, kwargs))[0]
+    _refuse_two_devices(func, args, leaves)
+    target = kwargs.get("device")
+    there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    if target is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        on_device = torch.device(target).type == NAME
+    elif func.overloadpacket is aten.copy_:
+        on_device = isinstance(args[0], DeviceTensor)
+    else:
+        on_device = bool(there)
+    own = {id(leaf.numbers): leaf for leaf in there}
+
+    def inner(leaf: Any) -> Any:
+        return leaf.numbers if isinstance(leaf, DeviceTensor) else leaf
+
+    def outer(made: Any) -> Any:
+        if not isinstance(made, Tensor) or isinstance(made, DeviceTensor):
+            return made
+        if id(made) in own:  # written in place
+            return own[id(made)]
+        return DeviceTensor(made) if on_device else made
+
+    return tree_map(outer, func(*tree_map(inner, args), **tree_map(inner, kwargs)))
+
+
+def _refuse_two_devices(func: Any, args: Any, leaves: list[Any]) -> None:
+    packet = func.overloadpacket
+    there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    here = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)]
+    if packet in INDEXED:  # (self, indices, values)
+        rows = [t for t in tree_flatten(args[1])[0] if isinstance(t, Tensor)]
+        if isinstance(args[0], DeviceTensor):
+            here = [t for t in here if all(t is not row for row in rows)]
+    if there and packet not in TRANSFERS and any(t.ndim for t in here):
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    if there and generators:
+        raise RuntimeError(f"{func}: expected a generator of the device")

@@ -1,0 +1,113 @@
+"""The table of cases in float32 on a device, against float64 on the CPU; ``make gpu`` runs it.
+
+A float32 is right to 6e-8, and these networks add up some hundred products a number: results are
+right to about 1e-6 of their norm, and a few 1e-6 where an eigendecomposition or the solver, whose
+errors are not amplified, comes after. A kernel in TF32, right to 5e-4, is found out by `BOUND`.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedntk.ntk import entk_features, evolve, jacobian, ridge_regression
+from fedntk.ntk.convex import Spectrum, looped_steps, residual_sum
+from fedntk.ntk.features import FeatureRows
+
+from .arithmetic import normal
+from .cases import CASES, make
+
+BOUND = 5e-5
+STEPS = [0.0, 3.0, 30.0]
+Results = Mapping[str, Tensor]
+
+
+def network(name: str, dtype: torch.dtype, device: str) -> Results:
+    """All that is computed of one network: Jacobian, products, evolution, features."""
+    model, x = make(name)
+    model, x = copy.deepcopy(model).to(device, dtype), x.to(device, dtype)
+    found: dict[str, Tensor] = {}
+    for structure in ("factored", "dense"):
+        jac = jacobian(model, x, structure=structure, chunk_size=4).to(device)
+        residual = normal(jac.num_examples, jac.num_outputs, seed=0).to(device, dtype)
+        update = jac.vjp(residual)
+        found |= {
+            f"Jacobian, {structure}": _flat(jac.dense()),
+            f"gram, {structure}": jac.gram(),
+            f"vjp, {structure}": _flat(update),
+            f"jvp, {structure}": jac.jvp(update),
+            f"full product, {structure}": jac.full_product(residual),
+            f"mean product, {structure}": jac.mean_product(residual),
+            f"squared norms, {structure}": jac.squared_norms(),
+        }
+    f = model.eval()(x).detach()
+    y = torch.eye(jac.num_outputs).to(f)[torch.arange(len(f)) % jac.num_outputs]
+    rate = 3 * len(f) / float(jac.squared_norms().sum())  # some oscillations of plain descent
+    for loss in ("mse", "cross-entropy"):
+        for kernel in ("mean", "full"):
+            flow = evolve(
+                jac, f, y, loss=loss, learning_rate=rate, steps=STEPS, kernel=kernel, tolerance=1e-6
+            )
+            found[f"outputs, {loss}, {kernel}"] = flow.outputs
+            found[f"residuals, {loss}, {kernel}"] = flow.residuals
+    for method in ("subsample", "projection"):
+        options = {"method": method, "dtype": dtype}
+        found[f"features, {method}"] = entk_features(model, x, 8, 3, **options)
+    return found
+
+
+def convex(_: str, dtype: torch.dtype, device: str) -> Results:
+    """Products of features, ridge regression and both ways to take local steps."""
+    rows = FeatureRows.of(normal(30, 50, seed=0).to(dtype).numpy(), device=device, bias=True)
+    w, y, h = (normal(*s, seed=i).to(dtype) for i, s in enumerate([(51, 3), (30, 3), (51, 3)]))
+    gram, outputs, drift = rows.gram(dtype), rows @ w, rows @ h
+    there = [t.to(device) for t in (gram, outputs, y, drift, w, h)]
+    kernel, outputs_there, labels, drift_there, start, correction = there
+    given, options = (outputs_there, labels, drift_there), {"learning_rate": 0.1, "steps": 40}
+    last, total = looped_steps(rows[:], start, labels, correction, **options)
+    return {
+        "Z W": outputs,
+        "Z^T A": rows.transposed_matmul(y),
+        "Z Z^T": gram,
+        "closed form": residual_sum(Spectrum.of(kernel), *given, **options),
+        "cross-entropy": residual_sum(kernel, *given, **options, loss="cross-entropy"),
+        "loop": last,
+        "loop's residuals": total,
+        "ridge": ridge_regression(kernel, labels, 0.1),
+    }
+
+
+TABLE: dict[str, Callable[[str, torch.dtype, str], Results]] = {
+    **dict.fromkeys(sorted(CASES), network),
+    "convex problem": convex,
+}
+
+
+def differences(name: str, device: str) -> dict[str, float]:
+    """How far each result of a case is from the CPU's in float64, relative to its norm."""
+    expected = TABLE[name](name, torch.float64, "cpu")
+    found = TABLE[name](name, torch.float32, device)
+    return {
+        what: float((found[what].double().cpu() - tensor).norm() / (tensor.norm() or 1.0))
+        for what, tensor in expected.items()
+    }
+
+
+def report(device: str, names: Sequence[str] = ()) -> bool:
+    """Print cases, all by default, with their largest difference; return whether all is good."""
+    good = True
+    for name in names or TABLE:
+        found = differences(name, device)
+        worst = max(found, key=lambda what: (math.isnan(found[what]), found[what]))
+        within = found[worst] <= BOUND
+        good &= within
+        mark = "" if within else f", more than {BOUND:g}"
+        line = f"{name:20}{len(found):3} results, at most {found[worst]:.1e} off: {worst}{mark}"
+        print(line, flush=True)  # noqa: T201
+    return good
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])

@@ -1,0 +1,58 @@
+"""The program that a GPU machine runs, on the CPU, so that it still works where there is one."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedntk.ntk import Jacobian
+
+from ..conftest import ROOT
+from . import on_device
+
+NAMES = ["lstm", "single-output", "narrow-maps", "convex problem"]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # LSTM by vmap
+def test_float32_is_within_the_bound_of_float64(capsys):
+    assert on_device.report("cpu", NAMES)
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == NAMES
+
+
+def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
+    """As TF32 rounds them: to 2^-11, ten times the bound."""
+    exact = on_device.jacobian
+
+    def rounded(*arguments, **options):
+        made = exact(*arguments, **options)
+        if made.dtype == torch.float64:
+            return made
+        blocks = [b.with_arrays([a.half().float() for a in b.arrays]) for b in made.blocks]
+        return Jacobian(tuple(blocks))
+
+    monkeypatch.setattr(on_device, "jacobian", rounded)
+    assert not on_device.report("cpu", ["mlp"])
+    assert "more than 5e-05" in capsys.readouterr().out
+
+
+def run(*options):
+    return subprocess.run(  # noqa: S603
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_program_runs_from_a_checkout():
+    done = run("--device", "cpu", "--cases", "mlp,convex problem")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "all good"
+
+
+def test_no_gpu_is_said_in_one_line(monkeypatch):
+    """Also on a machine that has one: none is visible to the program."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run()
+    assert (done.returncode, done.stdout) == (0, "torch finds no GPU here: nothing was run\n")
