@@ -134,7 +134,7 @@ class Client:
 
 
 def sent_with(linear: Any, normaliser: Any = None) -> Records:
-    """Records of a linear model, and of a normaliser."""
+    """Return the records of a linear model, and of a normaliser."""
     records = {"linear": {"tct.linear": linear}}
     if normaliser is not None:
         records["normaliser"] = {"tct.mean": normaliser.mean, "tct.scale": normaliser.inv_std}
