@@ -227,7 +227,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except (ConfigError, FileNotFoundError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(2)
-    except RunFailed as error:
+    except (RunFailed, OSError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
