@@ -289,7 +289,7 @@ def test_another_number_of_threads_than_before_is_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("every", [1, 50])
 def test_best_weights_do_not_pile_up(tmp_path, every):
-    """A loss that falls in each round, and few checkpoints: two files of one network each."""
+    """The two newest checkpoints, and the one that holds the best weights, of a network each."""
     config = replace(SMALL, out=str(tmp_path), monitor="loss", checkpoint_every=every)
     counts, sizes = [], []
 
@@ -299,9 +299,9 @@ def test_best_weights_do_not_pile_up(tmp_path, every):
         sizes.append(sum(path.stat().st_size for path in files))
 
     serve(LocalGrid(app, config.num_clients, config.run_config()), config, count)
-    assert max(counts) <= 2
+    assert max(counts) <= 3
     network = (tmp_path / "model.safetensors").stat().st_size
-    assert max(sizes) < 2 * (network + 12_000)  # the best is the last: written once
+    assert max(sizes) < 3 * (network + 12_000)
     assert outcome(tmp_path)
 
 
