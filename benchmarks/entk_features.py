@@ -27,7 +27,7 @@ CASES = [
 
 
 def loop(model: nn.Module, x: Tensor, coordinates: Tensor) -> Tensor:
-    """One backward pass for each example, then its coordinates, as in appendix B of Yu et al. (2022)."""
+    """One backward pass for each example, then its coordinates (Yu et al. 2022, appendix B)."""
     rows = torch.empty(len(x), len(coordinates))
     for i, example in enumerate(x):
         model.zero_grad()

@@ -92,8 +92,8 @@ def run_command(
             again=again,
             writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
         )
-        accuracy = 100 * result.summary["accuracy"]
-        typer.echo(f"{accuracy:.1f} % after round {result.summary['rounds']}: {result.folder}")
+        reached = 100 * result.curve(result.summary["headline"]).iloc[-1]
+        typer.echo(f"{reached:.1f} % after round {result.summary['rounds']}: {result.folder}")
 
 
 @app.command("compare")

@@ -31,6 +31,7 @@ INCIDENTAL = frozenset(
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
+END = "# end of the settings\n"  # of a file that is whole
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -333,14 +334,9 @@ class Config(Settings):
         path = Path(folder) / "config.toml"
         if not path.exists():
             raise ConfigError(f"no run in {folder}: config.toml is missing")
-        config = cls.load(path)
-        found = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
-        if missing := config.values().keys() - found.keys():
-            raise ConfigError(
-                f"{path} is not as it was written: {min(missing)} is missing"
-                f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
-            )
-        return config.replace(**overrides)
+        if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
+            raise ConfigError(f"{path} is cut off: its last line, {END.strip()!r}, is missing")
+        return cls.load(path, **overrides)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of the common settings, the chosen method's, and those others' given."""
@@ -366,9 +362,9 @@ class Config(Settings):
         return values
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`values` as TOML."""
+        """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:
-            file.write(tomli_w.dumps(nested(self.values())).encode())
+            file.write((tomli_w.dumps(nested(self.values())) + END).encode())
 
     @classmethod
     def describe(cls, method: str = "") -> list[str]:

@@ -46,7 +46,7 @@ class MLP(nn.Sequential):
 
 
 class SimpleCNN(nn.Sequential):
-    """Two convolutions with max-pooling, two linear layers (the network of Yu et al. 2022 for FMNIST).
+    """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST).
 
     Parameters
     ----------

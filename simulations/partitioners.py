@@ -12,7 +12,7 @@ __all__ = ["ClientDirichletPartitioner", "column"]
 
 
 class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
-    """The split of Yue et al. (2022, section 6): each client's mixture of classes is drawn for it alone.
+    """The split of Yue et al. (2022): each client's mixture of classes is drawn for it alone.
 
     For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_partition)
     images of class k, drawn without replacement. Clients are drawn independently of each other,

@@ -159,6 +159,7 @@ def write_run(
         "rounds": int(last["round"]),
         "accuracy": last["accuracy"],
         "loss": last["loss"],
+        "headline": config.chosen_method.headline,
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
         "to-target": {
             str(target): to_target(records, target) for target in config.target_accuracies

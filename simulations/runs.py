@@ -316,7 +316,8 @@ def _run(
             before = _records_before(config, state)
             done = int(before[-1]["round"]) if before else -1
             label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
-            shown.begin(label, config.rounds, max(done, 0))
+            headline = config.chosen_method.headline
+            shown.begin(label, config.rounds, max(done, 0), headline=headline)
             with writing(writers, config, before) as write:
 
                 def on_round(record: Mapping[str, Any]) -> None:
