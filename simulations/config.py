@@ -11,7 +11,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -159,26 +159,27 @@ class Config(Settings):
         0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0
     )
 
-    tables: tuple[Settings, ...] = field(default=(), repr=False)
+    tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
     def __init__(self, **values: Any) -> None:
-        tables = values.pop("tables", ())  # as dataclasses.replace passes them on
         given: dict[str, Any] = {}
-        for table in tables:
-            given |= table.values()
-        given |= _flat(values)
-        own: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        if isinstance(values.get("tables"), tuple):  # from dataclasses.replace
+            for table in values.pop("tables"):
+                given |= table.values()
+        by_table: dict[str, dict[str, Any]] = {}
+        for key, value in {**given, **_flat(values)}.items():
             table, name = _located(key)
-            own.setdefault(table, {})[name] = value
-        common = own.pop("", {})
+            by_table.setdefault(table, {})[name] = value
+        common = by_table.get("", {})
         for name, option in self.options().items():
             object.__setattr__(self, name, common.get(name, option.default))
         object.__setattr__(self, "tables", ())
-        self.__post_init__()  # names the method
-        kinds = {name: method.settings for name, method in all_methods().items()}
-        settled = [kind(**own.get(name, {})) for name, kind in kinds.items()]
-        kept = (own for own in settled if own.table == self.method or own != kinds[own.table]())
+        self.__post_init__()
+        kept = []
+        for name, method in all_methods().items():
+            own = method.settings(**by_table.get(name, {}))
+            if name == self.method or own != method.settings():
+                kept.append(own)
         object.__setattr__(self, "tables", tuple(kept))
         self.chosen_method.check(self, self.settings)
 
