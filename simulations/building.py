@@ -67,7 +67,7 @@ def make_strategy(setup: Setup) -> BaseStrategy:
             needs = list(method.needs(setup))
         except ConfigError:
             raise
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             raise ConfigError(f"method = {config.method}: {error}") from error
     for need in needs:
         _require(need)

@@ -92,8 +92,8 @@ def run_command(
             again=again,
             writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
         )
-        accuracy = 100 * result.summary["accuracy"]
-        typer.echo(f"{accuracy:.1f} % after round {result.summary['rounds']}: {result.folder}")
+        reached = 100 * result.curve(result.summary["headline"]).iloc[-1]
+        typer.echo(f"{reached:.1f} % after round {result.summary['rounds']}: {result.folder}")
 
 
 @app.command("compare")
@@ -227,7 +227,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except (ConfigError, FileNotFoundError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(2)
-    except RunFailed as error:
+    except (RunFailed, OSError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:

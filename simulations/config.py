@@ -11,7 +11,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,6 +31,7 @@ INCIDENTAL = frozenset(
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
+END = "# end of the settings\n"  # of a file that is whole
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -158,26 +159,27 @@ class Config(Settings):
         0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0
     )
 
-    tables: tuple[Settings, ...] = field(default=(), repr=False)
+    tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
 
     def __init__(self, **values: Any) -> None:
-        tables = values.pop("tables", ())  # as dataclasses.replace passes them on
         given: dict[str, Any] = {}
-        for table in tables:
-            given |= table.values()
-        given |= _flat(values)
-        own: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        if isinstance(values.get("tables"), tuple):  # from dataclasses.replace
+            for table in values.pop("tables"):
+                given |= table.values()
+        by_table: dict[str, dict[str, Any]] = {}
+        for key, value in {**given, **_flat(values)}.items():
             table, name = _located(key)
-            own.setdefault(table, {})[name] = value
-        common = own.pop("", {})
+            by_table.setdefault(table, {})[name] = value
+        common = by_table.get("", {})
         for name, option in self.options().items():
             object.__setattr__(self, name, common.get(name, option.default))
         object.__setattr__(self, "tables", ())
-        self.__post_init__()  # names the method
-        kinds = {name: method.settings for name, method in all_methods().items()}
-        settled = [kind(**own.get(name, {})) for name, kind in kinds.items()]
-        kept = (own for own in settled if own.table == self.method or own != kinds[own.table]())
+        self.__post_init__()
+        kept = []
+        for name, method in all_methods().items():
+            own = method.settings(**by_table.get(name, {}))
+            if name == self.method or own != method.settings():
+                kept.append(own)
         object.__setattr__(self, "tables", tuple(kept))
         self.chosen_method.check(self, self.settings)
 
@@ -333,14 +335,9 @@ class Config(Settings):
         path = Path(folder) / "config.toml"
         if not path.exists():
             raise ConfigError(f"no run in {folder}: config.toml is missing")
-        config = cls.load(path)
-        found = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
-        if missing := config.values().keys() - found.keys():
-            raise ConfigError(
-                f"{path} is not as it was written: {min(missing)} is missing"
-                f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
-            )
-        return config.replace(**overrides)
+        if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
+            raise ConfigError(f"{path} is cut off: its last line, {END.strip()!r}, is missing")
+        return cls.load(path, **overrides)
 
     def values(self) -> dict[str, Value]:
         """Key -> value: of the common settings, the chosen method's, and those others' given."""
@@ -366,9 +363,9 @@ class Config(Settings):
         return values
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`values` as TOML."""
+        """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:
-            file.write(tomli_w.dumps(nested(self.values())).encode())
+            file.write((tomli_w.dumps(nested(self.values())) + END).encode())
 
     @classmethod
     def describe(cls, method: str = "") -> list[str]:

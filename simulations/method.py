@@ -108,7 +108,11 @@ class Method(ABC, Generic[S]):
     baseline : bool
         Whether it is there to compare with: such methods have no notebook.
     headline : str
-        Metric of a round that says how good the method is.
+        Metric of a round that says how good the method is, as a share: it is shown while a run is
+        at work, and in the end.
+    metrics : tuple of str
+        Names of what the strategy reports of a training round besides what all report. Others are
+        recorded, too, but only some of them, as clients may choose names.
     local_sgd : bool
         Whether clients run local epochs of SGD, as the settings local-epochs, batch-size, momentum
         and weight-decay say.
@@ -118,6 +122,7 @@ class Method(ABC, Generic[S]):
     settings: type[S]
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
+    metrics: ClassVar[tuple[str, ...]] = ()
     local_sgd: ClassVar[bool] = False
 
     def __init__(self) -> None:

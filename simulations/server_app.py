@@ -1,17 +1,14 @@
 """The server half of the Flower app: checks, runs and records the configured method."""
 
-import json
-import math
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from logging import ERROR, INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
@@ -19,12 +16,12 @@ from fedntk.ntk.predictor import Evaluation
 from fedntk.strategies import BaseStrategy
 
 from .building import load_setup, make_client, make_strategy
-from .checkpoints import Best, Checkpoint, newest, save, with_rows
+from .checkpoints import Checkpoints
 from .config import Config
 from .engines import MeteredGrid
-from .files import claimed
-from .meter import peak_memory, reset_peak_memory
+from .files import claimed, remove_partial
 from .method import Setup
+from .recorder import OnRound, Recorder
 from .results import clear_run, run_state, write_run, write_summary
 from .settings import ConfigError
 from .simulated_trust import projected
@@ -34,7 +31,6 @@ __all__ = ["app", "prepare", "serve"]
 
 logger = getLogger("flwr")
 app = ServerApp()
-OnRound = Callable[[dict[str, float]], None]
 
 
 @app.main()
@@ -88,7 +84,8 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
             if not stopped:
                 logger.log(ERROR, "%s", reason)
             status = "interrupted" if stopped else "failed"
-            write_summary(folder, {"status": status, "error": reason})
+            with contextlib.suppress(OSError):
+                write_summary(folder, {"status": status, "error": reason})
             raise
         finally:
             torch.set_num_threads(threads)
@@ -120,7 +117,9 @@ def prepare(config: Config) -> Prepared:
 def _serve(
     grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
 ) -> None:
-    checkpoint = newest(folder) if resume else None
+    remove_partial(folder)
+    checkpoints = Checkpoints(folder)
+    checkpoint = checkpoints.newest() if resume else None
     setup, strategy = prepare(config)
     source = _source(setup)
     if checkpoint is not None:
@@ -137,7 +136,7 @@ def _serve(
         predictor = config.chosen_method.predictor(setup, arrays, cache=folder / "cache")
         return predictor.evaluate(x_test, y_test)
 
-    recorder = _Recorder(config, folder, metered, strategy, evaluate, source, on_round)
+    recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
     initial = ArrayRecord(dict(setup.network.state_dict()))
     if checkpoint is not None:
         initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
@@ -153,11 +152,11 @@ def _serve(
             train_config=ConfigRecord(),
             evaluate_config=ConfigRecord(),
             evaluate_fn=recorder,
+            should_stop=recorder.should_stop,
         )
-    except _NoBetterModel:
-        logger.log(INFO, "no better model in %d rounds: stopped", config.patience)
     except BaseException:
-        recorder.save()
+        with contextlib.suppress(OSError):  # what ended the run is what is to be told
+            recorder.save()
         raise
     recorder.save()
     sizes = [len(own) for own in setup.split.clients]
@@ -165,6 +164,7 @@ def _serve(
         folder,
         config,
         recorder.checkpoint,
+        checkpoints,
         **{
             **source,
             "examples-per-client": [min(sizes), max(sizes)],
@@ -202,10 +202,6 @@ def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Pat
             )
 
 
-class _NoBetterModel(Exception):  # noqa: N818
-    """Ends a run before its last round."""
-
-
 def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
     """Wait for the configured number of nodes, as long as new ones come within `patience` s."""
     seen, since = -1, time.monotonic()
@@ -221,127 +217,3 @@ def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
             f"num-clients: expected {config.num_clients} nodes, got {count}; start the run with "
             f'--federation-config "num-supernodes={config.num_clients}", or set num-clients'
         )
-
-
-class _Recorder:
-    """Evaluates the global model after each round, and records and saves what the round did."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        grid: MeteredGrid,
-        strategy: BaseStrategy,
-        evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation],
-        source: dict[str, str],
-        on_round: OnRound | None,
-    ) -> None:
-        self._config, self._folder = config, folder
-        self._grid, self._strategy = grid, strategy
-        self._evaluate, self._on_round = evaluate, on_round
-        self._arrays = ArrayRecord()
-        self._saved = -1
-        self._start = time.perf_counter()
-        self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
-        reset_peak_memory()
-
-    def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
-        """Take over what was recorded; `arrays` are what the strategy is started from."""
-        self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
-        self._append(*checkpoint.records)
-
-    def save(self) -> None:
-        """Write a checkpoint, if there is anything new."""
-        if self.checkpoint.round > self._saved:
-            save(self._folder, self.checkpoint)
-            self._saved = self.checkpoint.round
-            self.checkpoint = replace(self.checkpoint, best_weights={})  # a file has them
-
-    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        seconds = time.perf_counter() - self._start
-        if server_round > self.checkpoint.round:  # not what a run that goes on begins with
-            self._record(server_round, arrays, seconds)
-        last, best = self.checkpoint.records[-1], self.checkpoint.best
-        if best is not None and 0 < self._config.patience <= server_round - best.round:
-            raise _NoBetterModel
-        self._start = time.perf_counter()
-        reset_peak_memory()
-        return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
-
-    def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
-        updated = arrays is not self._arrays  # Flower hands the same record on where none came
-        weights = {name: array.numpy() for name, array in arrays.items()}
-        loss, accuracy = self._evaluate(weights)
-        # what clients name as they like comes first, so that it replaces nothing
-        record: dict[str, Any] = _numbers(self._strategy.train_metrics.get(server_round), "")
-        record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
-        record |= {"round": server_round, "accuracy": accuracy, "loss": loss}
-        if server_round > 0:
-            record["model-updated"] = int(updated)
-        evaluations = []
-        if server_round in self._strategy.evaluate_metrics:
-            evaluations = sorted(self._strategy.client_evaluations.items())
-            record |= _among_clients([metrics for _, metrics in evaluations])
-        costs = self._grid.take()
-        waiting = costs.pop("seconds-waiting")
-        record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
-        record["peak-memory"] = peak_memory()
-
-        before = self.checkpoint
-        best = _better(before.best, record, self._config.monitor)
-        self._arrays = arrays
-        self.checkpoint = Checkpoint(
-            weights=weights,
-            strategy=self._strategy.state_dict(),
-            source=before.source,
-            records=[*before.records, record],
-            evaluations=with_rows(
-                before.evaluations,
-                [
-                    {**_numbers(metrics, ""), "round": server_round, "partition": partition}
-                    for partition, metrics in evaluations
-                ],
-            ),
-            best=best,
-            best_weights=before.best_weights if best is before.best else weights,
-        )
-        if server_round % self._config.checkpoint_every == 0:
-            self.save()
-        self._append(record)
-        if self._on_round is not None:
-            self._on_round(record)
-
-    def _append(self, *records: dict[str, Any]) -> None:
-        with (self._folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def _among_clients(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean, worst and standard deviation over the clients, each counting once."""
-    statistics: dict[str, float] = {}
-    for name, worst in (("accuracy", min), ("loss", max)):
-        values = [float(own[name]) for own in metrics if isinstance(own.get(name), int | float)]
-        if values:
-            statistics |= {
-                f"client-{name}-mean": float(np.mean(values)),
-                f"client-{name}-worst": worst(values),
-                f"client-{name}-std": float(np.std(values)),
-            }
-    return statistics
-
-
-def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best | None:
-    """Return the best so far; the earliest of equals."""
-    value = record.get(monitor)
-    if value is None or math.isnan(value):
-        return best
-    sign = -1 if "loss" in monitor else 1
-    if best is not None and sign * value <= sign * best.value:
-        return best
-    return Best(int(record["round"]), float(value))
-
-
-def _numbers(metrics: Mapping[str, Any] | None, prefix: str) -> dict[str, float]:
-    """Name the scalars of a record for the table of rounds."""
-    items = {} if metrics is None else metrics
-    return {f"{prefix}{k}": v for k, v in items.items() if not isinstance(v, list)}

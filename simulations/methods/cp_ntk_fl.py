@@ -49,6 +49,7 @@ class CPNTKFLSettings(EvolvingSettings):
 class _CPNTKFL(EvolvingMethod[CPNTKFLSettings]):
     name = "cp-ntk-fl"
     settings = CPNTKFLSettings
+    metrics = (*EvolvingMethod.metrics, "epsilon", "label-noise", "noise-multiplier")
 
     def check(self, config: Config, settings: CPNTKFLSettings) -> None:
         super().check(config, settings)

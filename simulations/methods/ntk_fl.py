@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
@@ -59,6 +59,16 @@ class EvolvingSettings(Settings):
 
 class EvolvingMethod(Method[S]):
     """What NTK-FL and CP-NTK-FL share."""
+
+    metrics: ClassVar[tuple[str, ...]] = (
+        "t",
+        "candidate-loss",
+        "linearised-loss",
+        "losses-accepted",
+        "kernel-products",
+        "solver-steps",
+        "solver-error-estimate",
+    )
 
     def check(self, config: Config, settings: S) -> None:
         """Refuse examples held out in vain, and a choice by examples that are not there."""

@@ -1,9 +1,12 @@
 """Settings under which tests over all methods run each of them: with all its tools."""
 
+from collections import defaultdict
+from typing import Any
+
 PROJECTED = {"sampling_rate": 0.5, "projection": 20}
-TOOLS = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
-SETTINGS = {
-    "ntk-fl": {},
+TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
+SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none
+SETTINGS |= {
     "cp-ntk-fl": TOOLS,
     "tct": {
         **PROJECTED,

@@ -171,8 +171,11 @@ def test_a_runs_configuration_that_is_cut_off_is_refused(tmp_path, lines):
     Config(method="tct").save(tmp_path / "config.toml")
     whole = (tmp_path / "config.toml").read_text().splitlines(keepends=True)
     (tmp_path / "config.toml").write_text("".join(whole[:lines]))
-    with pytest.raises(ConfigError, match=r"is not as it was written: .* is missing"):
+    Config.load(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"config\.toml is cut off: its last line, .* is missing"):
         Config.of_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"no run in .*: config\.toml is missing"):
+        Config.of_run(tmp_path / "nowhere")
 
 
 def test_bad_files_are_refused(tmp_path):

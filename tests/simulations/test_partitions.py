@@ -1,4 +1,4 @@
-"""Splits: every partitioner, paper 000's own, checksums and refusals."""
+"""Splits: every partitioner, that of Yue et al. 2022, checksums and refusals."""
 
 from dataclasses import replace
 
