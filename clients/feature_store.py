@@ -22,6 +22,7 @@ __all__ = ["LESS_DISK", "FeatureStore", "shrink"]
 
 logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
+SENT = 2  # models of the newest rounds: a round may be asked for again
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
 LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
 Arrays = Mapping[str, NDArray[Any]]
@@ -195,9 +196,10 @@ class FeatureStore(DiskStore):
     # -------------------------------------------------------------------- state
 
     def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
-        """Keep A_k (n, C) of this round beside those of some before, and the last model sent."""
+        """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""
         self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
-        self.save("last", server_round=np.array(server_round), linear=linear.numpy())
+        self.save(f"sent-{server_round:06}", linear=linear.numpy())
+        self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
         self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
 
     def coefficients(self, server_round: int) -> Tensor | None:
@@ -206,11 +208,9 @@ class FeatureStore(DiskStore):
         return torch.from_numpy(saved["coefficients"]) if saved else None
 
     def last(self, server_round: int) -> Tensor | None:
-        """Return the model (p, C) that was sent in a round, if it was the last one; else None."""
-        saved = self.load("last")
-        if not saved or int(saved["server_round"]) != server_round:
-            return None
-        return torch.from_numpy(saved["linear"])
+        """Return the model (p, C) that was sent in a round; None if it is lost."""
+        saved = self.load(f"sent-{server_round:06}")
+        return torch.from_numpy(saved["linear"]) if saved else None
 
 
 def _within(features: Tensor, dtype: str) -> NDArray[Any]:

@@ -125,14 +125,15 @@ class ControlVariate:
         return {
             "control": self.value.copy(),
             "control-examples": self._total,
+            "control-full-round": self._full_round,
             "control-rounds": [list(pair) for pair in sorted(self._rounds.items())],
             "examples": [list(pair) for pair in sorted(self._examples.items())],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; c is sent, as clients may have gone on without this server."""
+        """Take over a state that :meth:`state_dict` returned."""
         self.value = np.array(state["control"])
         self._total = float(state["control-examples"])
         self._rounds = {int(k): int(v) for k, v in state["control-rounds"]}
         self._examples = {int(k): int(v) for k, v in state["examples"]}
-        self._full_round = -1
+        self._full_round = int(state["control-full-round"])

@@ -257,7 +257,7 @@ def test_what_is_kept_and_how_large_it_is(tmp_path):
     found = {path.name: path.stat().st_size for path in who.folder.iterdir()}
     assert set(found) == {
         "key.json", "network.npz", "normaliser.npz", "features-train.npy", "kernel.npz",
-        "spectrum.npz", "state-000004.npz", "last.npz",
+        "spectrum.npz", "state-000004.npz", "sent-000004.npz",
     }  # fmt: skip
     assert 4 * 11 * 20 <= found["features-train.npy"] <= 4 * 11 * 20 + 128
 
@@ -315,7 +315,7 @@ def test_other_data_or_another_network_empties_the_folder(tmp_path):
 
 @pytest.mark.parametrize("damage", WAYS)
 @pytest.mark.parametrize(
-    ("name", "state"), [("network", 0), ("normaliser", 0), ("last", 0), ("state-000004", 1)]
+    ("name", "state"), [("network", 0), ("normaliser", 0), ("sent-000004", 0), ("state-000004", 1)]
 )
 def test_what_is_lost_is_said(tmp_path, name, state, damage):
     """1 where only the client itself had it: all corrections must begin anew."""
