@@ -36,12 +36,12 @@ def use_checkout() -> None:
 
 
 def mlp() -> nn.Module:
-    """784-100-10, paper 000's network."""
+    """784-100-10, the network of Yue et al. (2022)."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 def simple_cnn() -> nn.Module:
-    """Two convolutions and two linear layers, paper 002's network for Fashion-MNIST."""
+    """Two convolutions and two linear layers, the network of Yu et al. (2022) for Fashion-MNIST."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),

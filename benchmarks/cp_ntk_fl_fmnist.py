@@ -42,9 +42,10 @@ TARGET = 0.85
 Run = tuple[str, dict[str, Any]]
 CP, FEDAVG = "cp_ntk_fl_fmnist", "fedavg_fmnist"
 TOOLS = {"sampling_rate": 0.3, "projection": 200}
-PLAIN = {"sparsity": 0.0, "bits": 32, "shuffle": False}
-SMALL = {"sparsity": 0.5, "bits": 6, "shuffle": True}  # paper 001, appendix E
-DENSE = {"wire": "dense", "clients_per_evaluation": 0}
+PLAIN = {"cp-ntk-fl.sparsity": 0.0, "cp-ntk-fl.bits": 32, "cp-ntk-fl.shuffle": False}
+# Thompson et al. 2025, appendix E
+SMALL = {"cp-ntk-fl.sparsity": 0.5, "cp-ntk-fl.bits": 6, "cp-ntk-fl.shuffle": True}
+DENSE = {"cp-ntk-fl.structure": "dense", "clients_per_evaluation": 0}
 
 TABLE: dict[str, Run] = {
     "CP-NTK-FL": (CP, PLAIN),
@@ -152,11 +153,11 @@ def by_bytes(options: argparse.Namespace) -> None:
             runs[f"{wire} {sparsity:g} {bits}"] = (
                 CP,
                 {
-                    "wire": wire,
-                    "sparsity": sparsity,
-                    "bits": bits,
-                    "shuffle": False,
-                    "kernel": "mean",  # of literal rows the full one takes minutes a round
+                    "cp-ntk-fl.structure": wire,
+                    "cp-ntk-fl.sparsity": sparsity,
+                    "cp-ntk-fl.bits": bits,
+                    "cp-ntk-fl.shuffle": False,
+                    "cp-ntk-fl.kernel": "mean",  # of literal rows the full one takes minutes
                     "clients_per_evaluation": 0,
                 },
             )
@@ -210,12 +211,21 @@ def drawn_by_bytes(cells: pd.DataFrame) -> Figure:
 
 def privacy(options: argparse.Namespace) -> None:
     """Measure accuracy after 20 rounds against epsilon."""
-    base = PLAIN | {"selection": "linearised", "clients_per_evaluation": 0, "steps": "50"}
+    base = PLAIN | {
+        "cp-ntk-fl.selection": "linearised",
+        "cp-ntk-fl.steps": "50",
+        "clients_per_evaluation": 0,
+    }
     runs: dict[str, Run] = {"no noise": (CP, base)}
     for noise in NOISES:
         runs[f"noise {noise:g}"] = (
             CP,
-            base | {"clip": 20.0, "noise_multiplier": noise, "label_noise": 0.1},
+            base
+            | {
+                "cp-ntk-fl.clip": 20.0,
+                "cp-ntk-fl.noise_multiplier": noise,
+                "cp-ntk-fl.label_noise": 0.1,
+            },
         )
     rounds = measured(runs, options, rounds=20)
     spent = {}

@@ -1,6 +1,6 @@
 """Tangent features of one logit: batched, against a backward pass for each example.
 
-SimpleCNN, 100,000 of its 421,642 coordinates (paper 002's number) and 1,000; random pictures.
+SimpleCNN, 100,000 of its 421,642 coordinates (as in Yu et al. 2022) and 1,000; random pictures.
 The floor is one backward pass for the sum over a batch, which gives no example's features: nothing
 that differentiates all examples can be faster.
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 def loop(model: nn.Module, x: Tensor, coordinates: Tensor) -> Tensor:
-    """One backward pass for each example, then its coordinates, as in paper 002's appendix B."""
+    """One backward pass for each example, then its coordinates (Yu et al. 2022, appendix B)."""
     rows = torch.empty(len(x), len(coordinates), dtype=x.dtype)
     for i, example in enumerate(x):
         model.zero_grad()

@@ -26,9 +26,9 @@ TARGETS = (0.7, 0.75, 0.8, 0.85)
 MSE = {"loss": "mse", "learning_rate": 0.03}  # of 0.01, 0.03, 0.1 and 1, by 16 rounds of seed 0
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "NTK-FL": ("ntk_fl_fmnist", {}),
-    "NTK-FL, full kernel": ("ntk_fl_fmnist", {"kernel": "full"}),
+    "NTK-FL, full kernel": ("ntk_fl_fmnist", {"ntk-fl.kernel": "full"}),
     "NTK-FL, MSE": ("ntk_fl_fmnist", MSE),
-    "NTK-FL, MSE, full kernel": ("ntk_fl_fmnist", MSE | {"kernel": "full"}),
+    "NTK-FL, MSE, full kernel": ("ntk_fl_fmnist", MSE | {"ntk-fl.kernel": "full"}),
     "FedAvg": ("fedavg_fmnist", {}),
 }
 

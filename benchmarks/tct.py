@@ -38,6 +38,7 @@ from common import RESULTS, in_child, machine, relative, write
 from torch import Tensor, nn
 
 ETA, STEPS = 5e-5, 500
+Records = dict[str, dict[str, Any]]  # name -> name -> array
 P = 100_000
 CASES: dict[str, list[dict[str, Any]]] = {
     "solve": [
@@ -109,24 +110,35 @@ class Client:
 
         self.map = FeatureMap(num_features=num_features)
         self.model = network()
-        self.weights = get_weights(self.model)
+        weights = get_weights(self.model)
+        self.network = {"network": dict(zip(self.model.state_dict(), weights, strict=True))}
         self.make = lambda **more: TCTClient(self.model, x, y, **options | more)
-        self.key = ConvexTask.key_of(self.map, self.weights)
+        self.key = ConvexTask.key_of(self.map, weights)
 
     def ask(
-        self, step: str, arrays: list[Any], server_round: int = 1, more: Any = (), **task: Any
+        self, step: str, records: Records, server_round: int = 1, more: Any = (), **task: Any
     ) -> tuple[list[Any], float]:
         """Have it do a task; return its arrays and the seconds."""
+        from fedntk.clients import NamedArrays
         from fedntk.ntk.payloads import ConvexTask
 
         asked = ConvexTask(step=step, key=self.key, feature_map=self.map, learning_rate=ETA, **task)
         client = self.make(**dict(more))
         start = time.perf_counter()
-        sent, _, metrics = client.fit(arrays, asked.to_config() | {"server-round": server_round})
+        config = asked.to_config() | {"server-round": server_round}
+        sent, _, metrics = client.fit(NamedArrays(records), config)
         seconds = time.perf_counter() - start
         if not sent:
             raise RuntimeError(f"the client lacks what it was sent, or diverges: {metrics}")
         return sent, seconds
+
+
+def sent_with(linear: Any, normaliser: Any = None) -> Records:
+    """Return the records of a linear model, and of a normaliser."""
+    records = {"linear": {"tct.linear": linear}}
+    if normaliser is not None:
+        records["normaliser"] = {"tct.mean": normaliser.mean, "tct.scale": normaliser.inv_std}
+    return records
 
 
 def solve(
@@ -148,17 +160,17 @@ def solve(
         client = Client(x, y, num_features, cache=cache)
         shape = (num_features, 10)
         zero = np.zeros(shape, np.float32)
-        first = {"parts": ("network", "normaliser", "linear"), "steps": STEPS}
-        sent = [*client.weights, normaliser.mean, normaliser.inv_std, zero]
-        (theta,), seconds_first = client.ask("linear", sent, **first)
+        sent = client.network | sent_with(zero, normaliser)
+        (theta,), seconds_first = client.ask("linear", sent, local_steps=STEPS)
         drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
         control = -theta / (2 * STEPS * ETA)  # half of c_k, and noise of a tenth
         control += np.float32(0.1 * np.sqrt(np.square(control).mean())) * drawn
-        later = {"parts": ("linear", "control"), "state_round": 1, "control": "sent"}
+        later = {"state_round": 1, "control": "sent"}
+        records = sent_with(theta) | {"control": {"tct.control": control}}
 
         def again(m: int, solver: str) -> tuple[Any, float]:
             more = {"local_solver": solver}
-            (w,), seconds = client.ask("linear", [theta, control], 2, more, steps=m, **later)
+            (w,), seconds = client.ask("linear", records, 2, more, local_steps=m, **later)
             return w, seconds
 
         stored = np.load(next(Path(cache).glob("*/features-train.npy")), mmap_mode="r")
@@ -219,13 +231,13 @@ def exactly(
     z = torch.from_numpy(np.array(stored, np.float64))
     start, mean = (torch.from_numpy(array).double() for array in (theta, control))
     with np.load(next(cache.glob("*/state-000001.npz"))) as state:
-        correction = z.T @ torch.from_numpy(state["coefficients"]) - mean
+        correction = -(z.T @ torch.from_numpy(state["coefficients"])) - mean
     spectrum, targets = Spectrum.of(z @ z.T), one_hot(y, 10, torch.float64) - 1 / 10
     given = z @ start, targets, z @ correction
 
     def model(m: int) -> Tensor:
         total = residual_sum(spectrum, *given, learning_rate=ETA, steps=m)
-        return start - ETA * (z.T @ total / n - m * correction)
+        return start + ETA * (z.T @ total / n + m * correction)
 
     return model
 
@@ -368,16 +380,12 @@ def memory(
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            sent, statistics_s = client.ask("statistics", client.weights, parts=("network",))
+            sent, statistics_s = client.ask("statistics", client.network)
             normaliser = Normaliser.of(Moments(n, *sent))
             start = np.zeros((num_features, 10), np.float32)
-            parts = ("normaliser", "linear")
-            sent, first_s = client.ask(
-                "linear", [normaliser.mean, normaliser.inv_std, start], 2, parts=parts
-            )
-            (theta,) = sent
-            task = {"parts": ("linear",), "state_round": 2, "control": "last"}
-            _, second_s = client.ask("linear", [theta], 3, **task)
+            (theta,), first_s = client.ask("linear", sent_with(start, normaliser), 2)
+            task = {"state_round": 2, "control": "last"}
+            _, second_s = client.ask("linear", sent_with(theta), 3, **task)
         finally:
             done.set()
             thread.join()

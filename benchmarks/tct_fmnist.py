@@ -74,8 +74,8 @@ TUNED = "#C = 2"
 NETWORK = "tct_fmnist:channels_last"
 BASELINES: dict[str, Settings] = {
     "FedAvg": {"method": "fedavg"},
-    "FedProx": {"method": "fedavg", "proximal_mu": 0.01},
-    "SCAFFOLD": {"method": "scaffold", "scaffold_option": "II"},
+    "FedProx": {"method": "fedavg", "fedavg.proximal_mu": 0.01},
+    "SCAFFOLD": {"method": "scaffold", "scaffold.option": "II"},
 }
 METHODS = (*BASELINES, "TCT")
 PAPER = {  # Table 2, in %
@@ -86,34 +86,34 @@ PAPER = {  # Table 2, in %
 }
 
 VARIANT_ROUNDS = 25
-FEW = {"test_examples": 2000, "feature_dtype": "float32"}
+FEW = {"test_examples": 2000, "tct.dtype": "float32"}
 ETA = "table2's eta"  # in settings: times this number
-SERVER = {"solve": "server", "ridge": 1e-2, "rounds": 1}
-CE = {"convex_loss": "cross-entropy"}
-LAST = {"features": "last-layer"}
+SERVER = {"tct.solve": "server", "tct.ridge": 1e-2, "rounds": 1}
+CE = {"tct.loss": "cross-entropy"}
+LAST = {"tct.features": "last-layer"}
 # variant -> candidates, of which the best counts
 VARIANTS: dict[str, list[Settings]] = {
     "TCT": [{}],
     "no normalisation": [
-        {"normalise": False, "convex_learning_rate": rate} for rate in (0.01, 0.1, 0.5)
+        {"tct.normalise": False, "tct.learning_rate": rate} for rate in (0.01, 0.1, 0.5)
     ],
     "cross-entropy": [CE | {ETA: factor} for factor in (1, 10)],
     "all coordinates": [  # 4.2 times as many, and eigenvalues so much larger
-        {"num_features": 0, ETA: 1 / 4.2, "feature_dtype": "float16"}
+        {"tct.num_features": 0, ETA: 1 / 4.2, "tct.dtype": "float16"}
     ],
-    "last layer": [LAST | {"convex_learning_rate": rate} for rate in (1e-3, 1e-2)],
+    "last layer": [LAST | {"tct.learning_rate": rate} for rate in (1e-3, 1e-2)],
     "last layer, cross-entropy": [
-        LAST | CE | {"convex_learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1)
+        LAST | CE | {"tct.learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1)
     ],
-    "FedAvg in stage 2": [{"convex_optimizer": "fedavg"}],
+    "FedAvg in stage 2": [{"tct.optimizer": "fedavg"}],
     "gradient descent in stage 2": [
-        {"convex_optimizer": "gd", "convex_learning_rate": rate} for rate in (5e-5, 2e-4)
+        {"tct.optimizer": "gd", "tct.learning_rate": rate} for rate in (5e-5, 2e-4)
     ],
-    "the paper's eta": [{"convex_learning_rate": 5e-5}],
+    "the paper's eta": [{"tct.learning_rate": 5e-5}],
     "no stage 1": [{"weights": ""}],
     "solved on the server, ridge 1e-2": [SERVER],
-    "solved on the server, ridge 1e-4": [SERVER | {"ridge": 1e-4}],
-    "solved on the server, ridge 1e-2, 8 bits": [SERVER | {"bits": 8}],
+    "solved on the server, ridge 1e-4": [SERVER | {"tct.ridge": 1e-4}],
+    "solved on the server, ridge 1e-2, 8 bits": [SERVER | {"tct.bits": 8}],
 }
 PAPER_VARIANTS = {  # FMNIST, #C = 2, in %
     "TCT": ("Table 2", 90.33),
@@ -214,7 +214,7 @@ def variants(options: argparse.Namespace) -> None:
             result = next(done)
             curve, sent = result.curve(), result.curve("bytes-up")
             lambdas = result.curve("rate-times-lambda")
-            moments = settings.get("normalise", True) and settings.get("solve") != "server"
+            moments = settings.get("tct.normalise", True) and settings.get("tct.solve") != "server"
             first = 2 if moments else 1  # round of the linear model
             rows += [
                 {
@@ -406,14 +406,14 @@ def bootstrapped(options: argparse.Namespace, partition: str, rate: float, eta: 
 
 def tct(options: argparse.Namespace, partition: str, rate: float, eta: float, rounds: int) -> Run:
     """Run rounds of stage 2 from FedAvg's model after stage 1."""
-    settings = {"convex_learning_rate": eta, "rounds": 1 + rounds}
+    settings = {"tct.learning_rate": eta, "rounds": 1 + rounds}
     return convexified(options, partition, rate, f"TCT {eta:g}", settings)
 
 
 def with_eta(settings: Settings, eta: float) -> Settings:
     """Settle a variant's eta: its own, or a multiple of table2's."""
     rest = {name: value for name, value in settings.items() if name != ETA}
-    return {"convex_learning_rate": eta * settings.get(ETA, 1)} | rest
+    return {"tct.learning_rate": eta * settings.get(ETA, 1)} | rest
 
 
 def convexified(
@@ -422,7 +422,7 @@ def convexified(
     """Run the rounds after stage 1 from FedAvg's model."""
     common = {
         "weights": str(stage_1(options, partition, rate)),
-        "bootstrap_rounds": 0,
+        "tct.bootstrap_rounds": 0,
         "rounds": VARIANT_ROUNDS,
         "learning_rate": rate,
     }

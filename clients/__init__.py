@@ -3,7 +3,9 @@
 from .adapter import client_app
 from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
-from .feature_cache import FeatureCache, cache_dir, shrink
+from .disk_store import DiskStore, cache_dir
+from .feature_store import FeatureStore, shrink
+from .named_arrays import NamedArrays
 from .ntk_fl import NTKFLClient
 from .projection import SealedProjection, project
 from .scaffold import SCAFFOLDClient
@@ -13,9 +15,11 @@ from .weights import get_weights, set_weights
 
 __all__ = [
     "CPNTKFLClient",
-    "FeatureCache",
+    "DiskStore",
+    "FeatureStore",
     "ModelClient",
     "NTKFLClient",
+    "NamedArrays",
     "SCAFFOLDClient",
     "SGDClient",
     "SealedProjection",

@@ -4,7 +4,8 @@ Flower's own ``ClientApp(client_fn)`` speaks the older record names, which today
 not send. :func:`client_app` answers their train, evaluate and query messages with any NumPyClient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedntk.ntk.payloads import from_npy, to_npy
+
+from .named_arrays import NamedArrays
 
 __all__ = ["client_app"]
 
@@ -45,8 +48,12 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
     one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
-    message for ``get_properties({})``, which tells the key server to whom to seal. Trained weights
-    go back under the names they came with; other arrays under numbers.
+    message for ``get_properties({})``, which tells the key server to whom to seal.
+
+    Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
+    ``records`` say which record and name each array came under. A reply's arrays go back in the
+    record ``arrays``, under the names of the message's first record if there are as many of them,
+    else under numbers; a client that returns NamedArrays of its own names its records itself.
 
     Parameters
     ----------
@@ -74,24 +81,20 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        arrays, parameters, config = _unpack(message)
+        parameters, config = _unpack(message)
         result, num_examples, metrics = client_fn(context).fit(parameters, config)
-        return _reply(
-            message,
-            context,
-            {"num-examples": num_examples, **metrics},
-            ArrayRecord(dict(zip(_names(arrays, result), map(_array, result), strict=True))),
-        )
+        values = {"num-examples": num_examples, **metrics}
+        return _reply(message, context, values, _named(result, parameters))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        _, parameters, config = _unpack(message)
+        parameters, config = _unpack(message)
         loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        _, parameters, config = _unpack(message)
+        parameters, config = _unpack(message)
         client = client_fn(context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
@@ -108,21 +111,28 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     return app
 
 
-def _unpack(message: Message) -> tuple[list[str], list[NDArray[Any]], dict[str, Any]]:
-    """Names and values of the arrays received, and the configuration; records are left alone."""
-    names: list[str] = []
-    parameters: list[NDArray[Any]] = []
-    for arrays in message.content.array_records.values():
-        names += list(arrays)
-        parameters += [from_npy(array.data).copy() for array in arrays.values()]
+def _unpack(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
+    """Return copies of the arrays received, and the configuration; records are left alone."""
+    records = {
+        record: {name: from_npy(array.data).copy() for name, array in arrays.items()}
+        for record, arrays in message.content.array_records.items()
+    }
     config: dict[str, Any] = {}
-    for record in message.content.config_records.values():
-        config.update(record)
-    return names, parameters, config
+    for own in message.content.config_records.values():
+        config.update(own)
+    return NamedArrays(records), config
 
 
-def _names(received: list[str], result: list[NDArray[Any]]) -> list[str]:
-    return received if len(received) == len(result) else [str(i) for i in range(len(result))]
+def _named(
+    result: Sequence[NDArray[Any]], received: NamedArrays
+) -> dict[str, dict[str, NDArray[Any]]]:
+    """Return the records of a reply."""
+    if isinstance(result, NamedArrays) and result is not received:  # else it may be changed
+        return result.records
+    names = list(next(iter(received.records.values()), {}))
+    if len(names) != len(result):
+        names = [str(i) for i in range(len(result))]
+    return {"arrays": dict(zip(names, result, strict=True))}
 
 
 def _array(array: NDArray[Any]) -> Array:
@@ -134,7 +144,7 @@ def _reply(
     message: Message,
     context: Context,
     values: Mapping[str, Any],
-    arrays: ArrayRecord | None = None,
+    records: Mapping[str, Mapping[str, NDArray[Any]]] = MappingProxyType({}),
 ) -> Message:
     metrics, others = MetricRecord(), ConfigRecord()
     if "partition-id" in context.node_config:
@@ -146,8 +156,8 @@ def _reply(
         else:
             metrics[key] = int(plain) if isinstance(plain, bool) else plain
     content = RecordDict({"metrics": metrics})
-    if arrays is not None:
-        content["arrays"] = arrays
+    for name, record in records.items():
+        content[name] = ArrayRecord({key: _array(array) for key, array in record.items()})
     if others:
         content["properties"] = others
     return Message(content, reply_to=message)

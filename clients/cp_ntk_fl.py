@@ -5,7 +5,7 @@ and figure 2. Each tool is optional and goes with any other, in this order:
 
 1. a sample of the examples, anew each round                 ``sampling_rate``
 2. the random projection of the inputs, Z = X P              ``projection``
-3. the Jacobian at Z, in factors or literally                ``wire``
+3. the Jacobian at Z, in factors or literally                ``structure``
 4. clipped rows, Gaussian noise, noisy labels                ``clip``, ``noise_multiplier``, ...
 5. top-k sparsification and quantisation                     ``sparsity``, ``bits``
 6. sealing for the shuffling server                          ``shuffling_key``
@@ -53,7 +53,7 @@ class CPNTKFLClient(NTKFLClient):
     run : str
         Name of the training run, which the sealed upload is bound to; the strategy's is the same.
     **ntk_fl_options
-        Of :class:`NTKFLClient` (wire, chunk_size) and :class:`ModelClient` (sampling_rate,
+        Of :class:`NTKFLClient` (structure, chunk_size) and :class:`ModelClient` (sampling_rate,
         projection, seed, ...).
 
     Raises

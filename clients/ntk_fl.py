@@ -25,7 +25,7 @@ class NTKFLClient(ModelClient):
 
     Parameters
     ----------
-    wire : {"factored", "dense"}
+    structure : {"factored", "dense"}
         What is sent: layers in factors where that is smaller, or the paper's literal tensor of
         n C d numbers. Both give the same weights.
     chunk_size : int, optional
@@ -38,14 +38,14 @@ class NTKFLClient(ModelClient):
     def __init__(
         self,
         *args: Any,
-        wire: Literal["factored", "dense"] = "factored",
+        structure: Literal["factored", "dense"] = "factored",
         chunk_size: int | None = None,
         **model_options: Any,
     ) -> None:
         super().__init__(*args, **model_options)
-        if wire not in ("factored", "dense"):
-            raise ValueError(f"wire: expected 'factored' or 'dense', got {wire!r}")
-        self.wire = wire
+        if structure not in ("factored", "dense"):
+            raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
+        self.structure = structure
         self.chunk_size = chunk_size
 
     def fit(
@@ -67,7 +67,7 @@ class NTKFLClient(ModelClient):
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
         rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
-        if self.wire == "dense":
+        if self.structure == "dense":
             rows = rows.to_dense()
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fedntk.ntk import loss_value
 
+from .named_arrays import NamedArrays, records_of
 from .randomness import own_randomness
 from .sgd import SGDClient
 from .weights import Scalar, get_weights, set_weights
@@ -72,17 +73,17 @@ class SCAFFOLDClient(SGDClient):
 
         Parameters
         ----------
-        parameters : list of ndarray
-            The global model's arrays, then, for each of them that is of floating point, in the same
-            order and shape, its correction c - c_i.
+        parameters : NamedArrays
+            The record ``arrays`` of the global model, and ``corrections``: c - c_i of each array of
+            floating point, by its name.
         config : dict
             ``"server-round"`` seeds the shuffling.
 
         Returns
         -------
-        tuple of list of ndarray, int, dict
-            The new weights and the new controls c_i+ in the same layout, the number of examples,
-            ``{"train-loss": ...}`` at the received weights.
+        tuple of NamedArrays, int, dict
+            The records ``arrays`` of the new weights and ``controls`` of the c_i+, the number of
+            examples, ``{"train-loss": ...}`` at the received weights.
 
         Raises
         ------
@@ -91,7 +92,8 @@ class SCAFFOLDClient(SGDClient):
             FedProx's term.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
-        weights, corrections = self._parted(parameters)
+        name, received, own = _parted(parameters)
+        weights, corrections = list(received.values()), self._checked(own)
         set_weights(self.model, weights)
         x, targets = self.training_examples(config)
         train_loss = loss_value(self.outputs(x), targets, self.loss)
@@ -102,34 +104,35 @@ class SCAFFOLDClient(SGDClient):
             control = steps.mean_gradients()
         else:
             control = self._gradient(weights, x, targets, config)
-        own = [
-            control.get(name, torch.zeros_like(tensor)).cpu().numpy()
-            for name, tensor in self._floating().items()
-        ]
-        return [*trained, *own], len(x), {"train-loss": train_loss}
+        controls = {
+            key: control.get(key, torch.zeros_like(tensor)).cpu().numpy()
+            for key, tensor in self._floating().items()
+        }
+        weights_by_name = dict(zip(self.model.state_dict(), trained, strict=True))
+        result = NamedArrays({name: weights_by_name, "controls": controls})
+        return result, len(x), {"train-loss": train_loss}
 
     def _floating(self) -> dict[str, Tensor]:
         return {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}
 
-    def _parted(
-        self, parameters: Sequence[NDArray[Any]]
-    ) -> tuple[Sequence[NDArray[Any]], dict[str, Tensor]]:
-        """Weights, and name -> correction on the model's device."""
-        count, floating = len(self.model.state_dict()), self._floating()
-        if len(parameters) != count + len(floating):
+    def _checked(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+        """Name -> correction on the model's device."""
+        floating = self._floating()
+        if corrections.keys() != floating.keys():
+            odd = sorted(corrections.keys() ^ floating.keys())
             raise ValueError(
-                f"parameters: expected {count} arrays of the model and {len(floating)} corrections,"
-                f" got {len(parameters)} arrays; the strategy must be SCAFFOLD"
+                f"corrections: expected one for each floating-point array of the model, differing "
+                f"in {odd[:5]}; the strategy's initial arrays must be of the client's network"
             )
-        corrections = {}
-        for (name, own), array in zip(floating.items(), parameters[count:], strict=True):
-            if array.shape != tuple(own.shape):
+        checked = {}
+        for name, own in floating.items():
+            if corrections[name].shape != tuple(own.shape):
                 raise ValueError(
                     f"correction of {name}: expected the shape {tuple(own.shape)}, got "
-                    f"{array.shape}"
+                    f"{corrections[name].shape}"
                 )
-            corrections[name] = torch.from_numpy(array.copy()).to(own)
-        return parameters[:count], corrections
+            checked[name] = torch.from_numpy(corrections[name].copy()).to(own)
+        return checked
 
     def _gradient(
         self,
@@ -185,6 +188,18 @@ def _gradient_of(parameter: nn.Parameter, weight_decay: float) -> Tensor:
     """Of the loss with weight decay; of one that the loss does not know, weight decay alone."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return gradient.add(parameter, alpha=weight_decay) if weight_decay else gradient
+
+
+def _parted(
+    parameters: Sequence[NDArray[Any]],
+) -> tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Name and content of the record of weights, and the corrections."""
+    (corrections,) = records_of(parameters, "corrections", strategy="SCAFFOLD")
+    others = {k: r for k, r in parameters.records.items() if r is not corrections}  # type: ignore[attr-defined]
+    if len(others) != 1:
+        raise ValueError(f"expected one record of weights beside corrections, got {len(others)}")
+    ((name, weights),) = others.items()
+    return name, weights, corrections
 
 
 def _refuse_mu(name: str, mu: Any) -> None:

@@ -3,8 +3,9 @@
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
 NeurIPS 2022, section 4 and algorithms 1 and 2. The steps of stage 2 are those of
 :mod:`fedntk.ntk.convex.local_steps`. Algorithm 1's correction h_k is c_k - c (its invariant,
-appendix A.1): c_k = Z^T A_k with A_k (n x C), which is all that a client keeps from its own past,
-and c = (theta^{t-1} - theta^t) / (M eta), for which it keeps the last model it was sent.
+appendix A.1): c_k = -Z^T A_k with A_k (n x C), the mean residual along the last steps over n, which
+is all that a client keeps from its own past; and c = (theta^{t-1} - theta^t) / (M eta), for which
+it keeps the last model it was sent.
 
 What a client gives away: with few examples, the moments of its features are close to the features,
 and these are gradients that hold inputs of a first linear layer. ``solve="server"`` hands over the
@@ -13,6 +14,7 @@ features themselves.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,16 +24,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import Moments, require_disk, require_memory
-from fedntk.ntk.convex import Spectrum, convex_loss, looped_steps, mean_gradient, residual_sum
+from fedntk.ntk.convex import (
+    Spectrum,
+    centred_targets,
+    convex_loss,
+    looped_steps,
+    mean_gradient,
+    residual_sum,
+)
+from fedntk.ntk.features import FeatureRows
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload
 
-from .feature_cache import LESS_DISK, FeatureCache, cache_dir, data_digest
+from .disk_store import cache_dir, data_digest
+from .feature_store import LESS_DISK, FeatureStore
+from .named_arrays import records_of
 from .sgd import SGDClient
 from .weights import Scalar, set_weights
 
 __all__ = ["TCTClient"]
 
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
+Records = Mapping[str, Mapping[str, NDArray[Any]]]
 
 
 class TCTClient(SGDClient):
@@ -127,27 +140,14 @@ class TCTClient(SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        parts = task.split(parameters)
-        kept = self._kept(task, parts)
-        x, needed = self._projected(self.x, config), ["network"]
-        if task.step == "linear":
-            needed += ["normaliser"]
-        if not kept.holds(*needed):
-            return _lost(0)
-        if task.step == "linear":
-            return self._linear(task, parts, kept, x, int(config.get("server-round", 0)))
-        outputs, targets = torch.zeros_like(self.targets), _centred(self.targets, task)
-        metrics: dict[str, Scalar] = {"train-loss": convex_loss(outputs, targets, task.loss)}
+        needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
+        records = _records(parameters, *needed)
+        store, x = self._store(task, records), self._projected(self.x, config)
         if task.step == "statistics":
-            moments = Moments.join(Moments.of(chunk) for chunk in kept.raw("train", x))
-            return moments.to_arrays(), len(x), metrics
-        require_memory(
-            3 * 4 * len(x) * kept.width,
-            f"sending {kept.width} features of {len(x)} examples",
-            cure="lower num_features, or solve on the clients",
-        )
-        upload = FeatureUpload.of(torch.cat(list(kept.raw("train", x))), self.targets)
-        return upload.to_arrays(sparsity=task.sparsity, bits=task.bits), len(x), metrics
+            return self._moments(task, store, x)
+        if task.step == "features":
+            return self._features(task, store, x)
+        return self._linear(task, records, store, x, int(config.get("server-round", 0)))
 
     @property
     def folder(self) -> Path:
@@ -181,14 +181,15 @@ class TCTClient(SGDClient):
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
             require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)
         require_memory(
-            52 * n * n * (task.steps > 1),
+            52 * n * n * (task.local_steps > 1),
             f"stage 2 with {n} examples",
             cure="give the client fewer examples, or have it take its steps in a loop",
         )
 
-    def _kept(self, task: ConvexTask, parts: dict[str, list[NDArray[Any]]]) -> FeatureCache:
+    def _store(self, task: ConvexTask, records: Records) -> FeatureStore:
+        """Return what this client keeps, with what came now."""
         tested = "" if self.x_test is self.x else data_digest(self.x_test)
-        kept = FeatureCache(
+        store = FeatureStore(
             self.folder,
             f"{task.key} {task.bias} {tested}",
             self.model,
@@ -197,96 +198,173 @@ class TCTClient(SGDClient):
             keep="nothing" if task.step == "features" else self.keep,
             chunk_size=self.chunk_size,
         )
-        kept.take(parts)
-        return kept
+        store.take(records)
+        return store
+
+    def _loss_at_zero(self, task: ConvexTask) -> dict[str, Scalar]:
+        targets = centred_targets(self.targets, task.loss)
+        return {"train-loss": convex_loss(torch.zeros_like(targets), targets, task.loss)}
+
+    def _moments(self, task: ConvexTask, store: FeatureStore, x: Tensor) -> Fit:
+        if not store.holds("network"):
+            return _lost(0)
+        moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", x))
+        return moments.to_arrays(), len(x), self._loss_at_zero(task)
+
+    def _features(self, task: ConvexTask, store: FeatureStore, x: Tensor) -> Fit:
+        if not store.holds("network"):
+            return _lost(0)
+        require_memory(
+            3 * 4 * len(x) * store.width,
+            f"sending {store.width} features of {len(x)} examples",
+            cure="lower num_features, or solve on the clients",
+        )
+        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), self.targets)
+        arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
+        return arrays, len(x), self._loss_at_zero(task)
 
     def _linear(
-        self,
-        task: ConvexTask,
-        parts: dict[str, list[NDArray[Any]]],
-        kept: FeatureCache,
-        x: Tensor,
-        server_round: int,
+        self, task: ConvexTask, records: Records, store: FeatureStore, x: Tensor, server_round: int
     ) -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
-        (theta,) = map(torch.from_numpy, parts["linear"])
-        targets, span = _centred(self.targets, task), task.steps * task.learning_rate
-        before: Tensor | None = torch.zeros(targets.shape, dtype=torch.float64)
-        control: Tensor | None = torch.zeros_like(theta)
-        if task.corrected and task.state_round:
-            before = kept.coefficients(task.state_round)
-        if task.control == "sent":
-            (control,) = map(torch.from_numpy, parts["control"])
-        elif task.control == "last":
-            last = kept.last(server_round - 1)
-            control = None if last is None else mean_gradient(last, theta, span)
+        if not store.holds("network", "normaliser"):
+            return _lost(0)
+        theta = _only(records, "linear")
+        before = self._own_control(task, store)
+        control = _server_control(task, records, store, theta, server_round)
         if before is None or control is None:
             return _lost(before is None)
-        rows, n = kept.rows("train", x, bias=task.bias, device=self.device), len(x)
-        metrics: dict[str, Scalar] = {}
-        options: dict[str, Any] = {
-            "learning_rate": task.learning_rate, "steps": task.steps, "loss": task.loss,
-        }  # fmt: skip
-        if self.local_solver == "loop":
-            require_memory(
-                4 * n * kept.width,
-                f"{kept.width} features of {n} examples",
-                cure="use local_solver = 'closed', which reads them in chunks",
-            )
-            features = rows[:]
-            there = (t.to(features) for t in (theta, targets, before, control))
-            start, labels, coefficients, mean = there
-            correction = features.T @ coefficients - mean
-            outputs = (features @ start).cpu()
-            result, total = looped_steps(features, start, labels, correction, **options)
-            result, after = result.cpu(), total.cpu().double() / (n * task.steps)
-        else:
-            outputs, along = (rows @ torch.cat([theta, control], 1)).split(theta.shape[1], 1)
-            kernel: Spectrum | Tensor = torch.empty(0, 0)
-            drift = torch.zeros_like(outputs)
-            if task.steps > 1:
-                matrix = kept.kernel(rows)
-                drift = matrix.double() @ before - along
-                kernel = kept.spectrum(matrix) if task.loss == "mse" else matrix
-            if isinstance(kernel, Spectrum):
-                metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
-            after = residual_sum(kernel, outputs, targets, drift, **options) / (n * task.steps)
-            change = rows.transposed_matmul((after - before).float())
-            result = theta - span * (change + control)
+        rows = store.rows("train", x, bias=task.bias, device=self.device)
+        take_steps = self._in_a_loop if self.local_solver == "loop" else self._in_closed_form
+        result, after, outputs, metrics = take_steps(task, store, rows, theta, before, control)
         if not bool(torch.isfinite(result).all()):
-            return [], n, {**metrics, "diverged": 1}
+            return [], len(x), {**metrics, "diverged": 1}
         if task.corrected:
-            kept.remember(server_round, after, theta)
+            store.remember(server_round, after, theta)
+        targets = centred_targets(self.targets, task.loss)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
-        return [result.numpy()], n, metrics
+        return [result.numpy()], len(x), metrics
+
+    def _own_control(self, task: ConvexTask, store: FeatureStore) -> Tensor | None:
+        """Return A_k (n, C) of c_k = -Z^T A_k, zero where c_k is; None if it is lost."""
+        if task.corrected and task.state_round:
+            return store.coefficients(task.state_round)
+        return torch.zeros(self.targets.shape, dtype=torch.float64)
+
+    def _in_a_loop(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        rows: FeatureRows,
+        theta: Tensor,
+        before: Tensor,
+        control: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
+        """Take the steps of eq. (3): return the new model, A_k, and the outputs before."""
+        require_memory(
+            4 * rows.shape[0] * store.width,
+            f"{store.width} features of {rows.shape[0]} examples",
+            cure="use local_solver = 'closed', which reads them in chunks",
+        )
+        features = rows[:]  # where products are formed
+        start, coefficients, mean = (t.to(features) for t in (theta, before, control))
+        result, total = looped_steps(
+            features,
+            start,
+            centred_targets(self.targets, task.loss).to(features),
+            -(features.T @ coefficients) - mean,
+            learning_rate=task.learning_rate,
+            steps=task.local_steps,
+            loss=task.loss,
+        )
+        after = total.cpu().double() / (len(features) * task.local_steps)
+        return result.cpu(), after, (features @ start).cpu(), {}
+
+    def _in_closed_form(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        rows: FeatureRows,
+        theta: Tensor,
+        before: Tensor,
+        control: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
+        """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
+        metrics: dict[str, Scalar] = {}
+        outputs, along = (rows @ torch.cat([theta, control], 1)).split(theta.shape[1], 1)
+        kernel: Spectrum | Tensor = torch.empty(0, 0)
+        drift = torch.zeros_like(outputs)
+        if task.local_steps > 1:
+            matrix = store.kernel(rows)
+            drift = -(matrix.double() @ before) - along
+            kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
+        if isinstance(kernel, Spectrum):
+            metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
+        total = residual_sum(
+            kernel,
+            outputs,
+            centred_targets(self.targets, task.loss),
+            drift,
+            learning_rate=task.learning_rate,
+            steps=task.local_steps,
+            loss=task.loss,
+        )
+        after = total / (rows.shape[0] * task.local_steps)
+        change = rows.transposed_matmul((after - before).float())
+        span = task.local_steps * task.learning_rate
+        return theta + span * (change - control), after, outputs, metrics
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Loss and accuracy on the local test examples, of the network or of the linear model."""
+        """Loss and accuracy on the local test examples, of the network or of the linear model.
+
+        A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
+        """
         task = ConvexTask.from_config(config)
         if task is None:
             return super().evaluate(parameters, config)
-        parts = task.split(parameters)
-        kept = self._kept(task, parts)
-        if not kept.holds("network", "normaliser"):
-            raise RuntimeError(
-                "the network of stage 2 is not in the cache; it has to be sent again"
-            )
+        records = _records(parameters, "linear")
+        store = self._store(task, records)
+        if not store.holds("network", "normaliser"):
+            return 0.0, 1, {"lost-state": 0}
         name = "train" if self.x_test is self.x else "test"
         x = self._projected(self.x_test, config)
-        rows = kept.rows(name, x, bias=task.bias, device=self.device)
-        outputs = rows @ torch.from_numpy(parts["linear"][0])
+        rows = store.rows(name, x, bias=task.bias, device=self.device)
+        outputs = rows @ _only(records, "linear")
         hits = outputs.argmax(1) == self.targets_test.argmax(1)
-        value = convex_loss(outputs, _centred(self.targets_test, task), task.loss)
+        value = convex_loss(outputs, centred_targets(self.targets_test, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+
+def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:
+    """Return the records that came, the needed ones among them."""
+    records_of(parameters, *needed, strategy="TCT")
+    records: Records = getattr(parameters, "records", {})
+    return records
+
+
+def _only(records: Records, name: str) -> Tensor:
+    """Return the one array of a record."""
+    arrays = list(records[name].values())
+    if len(arrays) != 1:
+        raise ValueError(f"record {name}: expected 1 array, got {len(arrays)}")
+    return torch.from_numpy(arrays[0])
+
+
+def _server_control(
+    task: ConvexTask, records: Records, store: FeatureStore, theta: Tensor, server_round: int
+) -> Tensor | None:
+    """Return c (p, C); None if the model that it is the difference to is lost."""
+    if task.control == "sent":
+        return _only(records, "control")
+    if task.control == "last":
+        last = store.last(server_round - 1)
+        span = task.local_steps * task.learning_rate
+        return None if last is None else mean_gradient(last, theta, span)
+    return torch.zeros_like(theta)
 
 
 def _lost(state: bool | int) -> Fit:
     """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
     return [], 1, {"lost-state": int(state)}
-
-
-def _centred(targets: Tensor, task: ConvexTask) -> Tensor:
-    """Return one-hot targets, minus 1/C for least squares."""
-    return targets - 1 / targets.shape[1] if task.loss == "mse" else targets

@@ -12,6 +12,7 @@ from .jacobian import Jacobian, jacobian
 from .losses import Loss, loss_value, one_hot, residual
 from .memory import available_memory, require_disk, require_memory
 from .payloads import CompressedUpload, JacobianUpload, UploadLimits, compress, privatise
+from .predictor import NetworkPredictor, Predictor
 
 __all__ = [
     "BadReply",
@@ -22,8 +23,10 @@ __all__ = [
     "JacobianUpload",
     "Loss",
     "Moments",
+    "NetworkPredictor",
     "Normaliser",
     "NotEnoughMemory",
+    "Predictor",
     "TCTModel",
     "UploadLimits",
     "available_memory",

@@ -1,6 +1,6 @@
 """The two losses of the papers, averaged over examples: one normalisation for all of fedntk.
 
-``"mse"`` is paper 000's halved mean-squared error, ``sum_ij (f_ij - y_ij)^2 / (2 n C)``;
+``"mse"`` is the halved mean-squared error of Yue et al. 2022, ``sum_ij (f_ij - y_ij)^2 / (2 n C)``;
 ``"cross-entropy"`` is ``-sum_ij y_ij log softmax(f_i)_j / n``. Either one's gradient with respect
 to the outputs is ``-output_scale(...) * residual(...)``.
 """

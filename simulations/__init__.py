@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .threads import wait_passively
 
 if TYPE_CHECKING:
+    from .building import load_predictor
     from .config import Config, ConfigError
-    from .methods import load_predictor
     from .report import write_report
     from .results import Run, RunFailed, load_model, load_results, read_runs
     from .runs import compare, run
@@ -23,7 +23,7 @@ _HOMES = {
     "RunFailed": "results",
     "compare": "runs",
     "load_model": "results",
-    "load_predictor": "methods",
+    "load_predictor": "building",
     "load_results": "results",
     "read_runs": "results",
     "run": "runs",

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .config import Config, ConfigError
+from .config import Config
+from .settings import ConfigError
 
 __all__ = ["app"]
 
@@ -79,12 +80,10 @@ def run_command(
         if resume is not None:
             if conf is not None or out or again:
                 raise ConfigError("--resume FOLDER takes its settings and folder from that run")
-            if not (resume / "config.toml").exists():
-                raise ConfigError(f"no run in {resume}: config.toml is missing")
-            conf, out = resume / "config.toml", str(resume)
-        if out:
-            overrides["out"] = out
-        config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
+            config = Config.of_run(resume, **{**overrides, "out": str(resume)})
+        else:
+            overrides |= {"out": out} if out else {}
+            config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
         result = run(
             config,
             engine=engine,  # type: ignore[arg-type]
@@ -93,8 +92,8 @@ def run_command(
             again=again,
             writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
         )
-        accuracy = 100 * result.summary["accuracy"]
-        typer.echo(f"{accuracy:.1f} % after round {result.summary['rounds']}: {result.folder}")
+        reached = 100 * result.curve(result.summary["headline"]).iloc[-1]
+        typer.echo(f"{reached:.1f} % after round {result.summary['rounds']}: {result.folder}")
 
 
 @app.command("compare")
@@ -175,9 +174,12 @@ def report_command(
 
 
 @app.command("settings")
-def settings_command() -> None:
+def settings_command(
+    method: Annotated[str, typer.Argument(help="Its own settings alone, such as tct.")] = "",
+) -> None:
     """List all settings with their defaults and meanings."""
-    typer.echo(Config.describe())
+    with _errors_in_one_line():
+        typer.echo("\n".join(Config.describe(method)))
 
 
 def _show(report: Path) -> None:
@@ -225,7 +227,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except (ConfigError, FileNotFoundError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(2)
-    except RunFailed as error:
+    except (RunFailed, OSError) as error:
         typer.echo(f"fedntk: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedntk.clients import cache_dir
 
-from .config import Config, ConfigError, nearest
+from .config import Config
 from .files import whole
+from .settings import ConfigError, nearest
 
 __all__ = ["Data", "load_data"]
 

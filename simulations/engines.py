@@ -32,7 +32,7 @@ from .meter import METER
 __all__ = ["LocalGrid", "MeteredGrid", "message_bytes"]
 
 logger = getLogger("flwr")
-CLIENT_APP_RAISED_EXCEPTION = 2
+CLIENT_APP_RAISED_EXCEPTION, NODE_UNAVAILABLE = 2, 3  # of Flower's error codes
 HASH = 64  # hexadecimal digits of SHA-256
 CHUNK = 5 * 2**20  # bytes: Flower cuts an array's data into such pieces
 SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted
@@ -159,10 +159,17 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
-        context = self.contexts[message.metadata.dst_node_id]
+        node = message.metadata.dst_node_id
+        context = self.contexts.get(node)
+        if context is None:
+            logger.log(WARNING, "there is no node %s", node)
+            return Message(Error(NODE_UNAVAILABLE, f"there is no node {node}"), reply_to=message)
         threads = torch.get_num_threads()
         try:
-            return self.app(own_copy(message), context)
+            reply = self.app(own_copy(message), context)
+            if not isinstance(reply, Message):
+                raise TypeError(f"the app returned {type(reply).__name__}, expected a Message")
+            return reply
         except (Exception, SystemExit) as error:  # a client must not end the run
             partition = context.node_config["partition-id"]
             logger.log(WARNING, "client %s: %s", partition, traceback.format_exc())

@@ -8,7 +8,10 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-__all__ = ["claimed", "whole"]
+__all__ = ["claimed", "remove_partial", "whole"]
+
+
+PARTIAL = ".partial"  # ends the name of a file that is being written
 
 
 @contextlib.contextmanager
@@ -34,10 +37,16 @@ def claimed(folder: Path, name: str) -> Iterator[None]:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Write a file that appears whole or not at all, whoever else writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         with partial.open("wb") as file:
             yield file
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left half written in a run's folder that is claimed."""
+    for path in (*folder.glob(f"*{PARTIAL}"), *folder.glob(f"checkpoints/*{PARTIAL}")):
+        path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from .config import Config
+from .config import Config, nested
 from .results import RunFailed
 
 __all__ = ["end_leftovers", "flwr_run", "superlink", "tool"]
@@ -47,7 +47,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
         (folder / name).unlink(missing_ok=True)
     config = config.replace(out=str(folder), data_dir=_absolute(config.data_dir))
     settings = folder / "run-config.toml"
-    config.save(settings)
+    settings.write_text(tomli_w.dumps(nested(config.run_config())), encoding="utf-8")
     federation = (
         f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
         f"client-resources-num-gpus={config.client_gpus}"

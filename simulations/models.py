@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from .config import Config, ConfigError, nearest
+from .config import Config
+from .settings import ConfigError, nearest
 
 __all__ = ["MLP", "LeNet", "SimpleCNN", "build_model", "resnet18"]
 
@@ -19,7 +20,7 @@ InputShape = tuple[int, ...]
 
 
 class MLP(nn.Sequential):
-    """Two-layer perceptron: Kaiming-normal weights, zero biases (paper 000, section 6).
+    """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6).
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class MLP(nn.Sequential):
 
 
 class SimpleCNN(nn.Sequential):
-    """Two convolutions with max-pooling, two linear layers (paper 002's network for FMNIST).
+    """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST).
 
     Parameters
     ----------

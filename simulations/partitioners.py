@@ -1,4 +1,4 @@
-"""Paper 000's way of splitting a data set, as a partitioner of flwr-datasets."""
+"""The non-IID split of Yue et al. (ICML 2022), as a partitioner of flwr-datasets."""
 
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["ClientDirichletPartitioner", "column"]
 
 
 class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
-    """Paper 000's non-IID split: each client's mixture of classes is drawn for it alone.
+    """The split of Yue et al. (2022): each client's mixture of classes is drawn for it alone.
 
     For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_partition)
     images of class k, drawn without replacement. Clients are drawn independently of each other,

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
 
-from .config import Config, ConfigError
+from .config import Config
 from .data import Data, load_data
 from .files import whole
+from .settings import ConfigError
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner

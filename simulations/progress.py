@@ -32,6 +32,8 @@ class Progress:
         Of all runs together; those that are finished already included.
     runs : int
         How many there are.
+    headline : str
+        Metric of a round that is shown: a share, such as the accuracy.
     """
 
     rounds: int
@@ -42,18 +44,20 @@ class Progress:
     round: int = 0
     run_rounds: int = 0
     state: str = ""
-    accuracy: float | None = None
+    headline: str = "accuracy"
+    value: float | None = None  # of the headline
     ended: bool = False
     _done: int = 0  # rounds of all runs, those found finished included
     _start: float = field(default_factory=lambda: time.monotonic())
     _last: float = 0.0  # when the last round ended, or the run began
     _seconds: list[float] = field(default_factory=list)  # of each round run here
 
-    def begin(self, name: str, rounds: int, done: int = 0) -> None:
-        """Begin the next run, of which `done` rounds are there already."""
+    def begin(self, name: str, rounds: int, done: int = 0, *, headline: str = "accuracy") -> None:
+        """Begin the next run, of which `done` rounds are there already; show one metric of it."""
         self.run += 1
         self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
-        self.accuracy, self.state, self.ended = None, "starting", False
+        self.headline, self.value = headline, None
+        self.state, self.ended = "starting", False
         self._last = time.monotonic()
         self._show(now=True)
 
@@ -69,7 +73,7 @@ class Progress:
         if step := max(number - self.round, 0):
             self._seconds += [(now - self._last) / step] * step
         self._done += step
-        self.round, self.accuracy, self._last = number, record["accuracy"], now
+        self.round, self.value, self._last = number, record.get(self.headline), now
         if "replies-accepted" in record:
             rejected = int(record["replies-rejected"])
             self.state = f"{record['replies-accepted']:.0f} clients" + (
@@ -104,8 +108,8 @@ class Progress:
         parts = [f"round {self.round}/{self.run_rounds}", self.state]
         if self.runs > 1:
             parts.insert(0, f"run {self.run}/{self.runs}")
-        if self.accuracy is not None:
-            parts.append(f"accuracy {100 * self.accuracy:.1f} %")
+        if self.value is not None:
+            parts.append(f"{self.headline} {100 * self.value:.1f} %")
         parts.append(self.elapsed)
         if self.left and self._done < self.rounds:
             parts.append(f"{self.left} left")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from .config import ConfigError
 from .data import load_data
 from .figures import (
     AXES,
@@ -19,6 +18,7 @@ from .figures import (
 )
 from .partitions import SPLIT_SETTINGS, load_split
 from .results import Run, read_runs
+from .settings import ConfigError
 
 __all__ = ["final_table", "target_table", "write_report"]
 

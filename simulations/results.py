@@ -9,7 +9,7 @@ same, and partition: each client's own evaluations); ``model.safetensors`` and
 import json
 import platform
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from logging import WARNING, getLogger
 from pathlib import Path
@@ -21,9 +21,10 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from .checkpoints import Checkpoint, best_path, keep_newest
-from .config import Config, ConfigError
+from .checkpoints import Checkpoint, Checkpoints, Evaluations
+from .config import Config
 from .files import whole
+from .settings import ConfigError
 from .tensors import load_tensors, save_tensors
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "machine",
     "read_run",
     "read_runs",
+    "read_summary",
     "run_state",
     "to_target",
     "write_run",
@@ -103,7 +105,7 @@ def run_state(config: Config) -> State:
     started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
     if not started or not (folder / "config.toml").exists():
         return "new"
-    saved = Config.load(folder / "config.toml")
+    saved = Config.of_run(folder)
     differing = saved.differences(config)
     longer = config.rounds > saved.rounds
     if longer:
@@ -117,8 +119,7 @@ def run_state(config: Config) -> State:
     summary = folder / "summary.json"
     if longer or not summary.exists():
         return "interrupted"
-    status = json.loads(summary.read_text(encoding="utf-8"))["status"]
-    return "finished" if status == "finished" else "interrupted"
+    return "finished" if read_summary(folder)["status"] == "finished" else "interrupted"
 
 
 def clear_run(folder: Path, *, checkpoints: bool) -> None:
@@ -134,7 +135,11 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 
 
 def write_run(
-    folder: Path, config: Config, checkpoint: Checkpoint, **summary: Any
+    folder: Path,
+    config: Config,
+    checkpoint: Checkpoint,
+    checkpoints: Checkpoints,
+    **summary: Any,
 ) -> dict[str, Any]:
     """Write all results of a finished run; return the summary, `summary` included."""
     name = config.name or config.method
@@ -146,13 +151,15 @@ def write_run(
     save_tensors(folder / "model.safetensors", checkpoint.weights, {"round": checkpoint.round})
     last, best = records[-1], checkpoint.best
     if best is not None:
-        shutil.copyfile(best_path(folder, best.round), folder / "best.safetensors")
+        best_weights = checkpoints.best_weights()
+        save_tensors(folder / "best.safetensors", best_weights, {"round": best.round})
     content = {
         "status": "finished",
         **whose,
         "rounds": int(last["round"]),
         "accuracy": last["accuracy"],
         "loss": last["loss"],
+        "headline": config.chosen_method.headline,
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
         "to-target": {
             str(target): to_target(records, target) for target in config.target_accuracies
@@ -162,7 +169,7 @@ def write_run(
         "machine": machine(),
         **summary,
     }
-    keep_newest(folder)
+    checkpoints.finish(checkpoint)
     write_summary(folder, content)
     return content
 
@@ -180,18 +187,18 @@ def _tidy(whose: dict[str, Any], records: Sequence[dict[str, Any]]) -> pd.DataFr
     return pd.DataFrame(rows, columns=[*whose, "round", "metric", "value"])
 
 
-def _tidy_clients(
-    whose: dict[str, Any], evaluations: Mapping[str, NDArray[np.float64]]
-) -> pd.DataFrame:
-    keys = ["round", "partition"]
-    empty = {key: np.empty(0) for key in keys}
-    wide = pd.DataFrame(dict(evaluations) or empty)
-    tidy = wide.melt(keys, var_name="metric", ignore_index=False).dropna(subset=["value"])
-    tidy = tidy.sort_index(kind="stable").astype(dict.fromkeys(keys, "int64"))
-    tidy["metric"] = tidy.metric.astype(str)
+def _tidy_clients(whose: dict[str, Any], evaluations: Evaluations) -> pd.DataFrame:
+    rounds, partitions, names = evaluations.keys.T
+    columns = {
+        "round": rounds,
+        "partition": partitions,
+        "metric": np.array(evaluations.names, object)[names],
+        "value": evaluations.values,
+    }
+    tidy = pd.DataFrame(columns).astype({"metric": str})
     for position, (name, value) in enumerate(whose.items()):
         tidy.insert(position, name, value)
-    return tidy.reset_index(drop=True)
+    return tidy
 
 
 def write_summary(folder: Path, content: dict[str, Any]) -> None:
@@ -237,16 +244,42 @@ def read_run(folder: str | Path) -> Run:
     path = folder / "summary.json"
     if not path.exists():
         raise FileNotFoundError(f"no finished run in {folder}: {path.name} is missing")
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_summary(folder)
     if summary["status"] != "finished":
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
-    return Run(
-        folder,
-        Config.load(folder / "config.toml"),
-        pd.read_parquet(folder / "rounds.parquet"),
-        pd.read_parquet(folder / "clients.parquet"),
-        summary,
-    )
+    tables = []
+    for name in ("rounds.parquet", "clients.parquet"):
+        try:
+            tables.append(pd.read_parquet(folder / name))
+        except ValueError as error:  # as pyarrow calls a file that is none of its own
+            raise RunFailed(f"{folder / name} is damaged: {_first_line(error)}") from error
+    return Run(folder, Config.of_run(folder), tables[0], tables[1], summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read ``summary.json``.
+
+    Raises
+    ------
+    RunFailed
+        If it is damaged.
+    """
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary["status"], str):
+            raise TypeError(f"expected a word as status, got {summary['status']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFailed(
+            f"{path} is damaged: {_first_line(error)}; remove it to go on from the checkpoints, or "
+            "replace the run with again"
+        ) from error
+    result: dict[str, Any] = summary
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
@@ -293,7 +326,12 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
         alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
         keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
         values = run.config.values()
-        name = ", ".join([run.summary["run"], *(f"{key} = {values[key]}" for key in sorted(keys))])
+        name = ", ".join(
+            [
+                run.summary["run"],
+                *(f"{key} = {values[key]}" for key in sorted(keys) if key in values),
+            ]
+        )
         named.append(
             replace(
                 run,

@@ -13,16 +13,26 @@ import pandas as pd
 import torch
 
 from ._flower import log_from
-from .checkpoints import newest
+from .checkpoints import Checkpoints
 from .client_app import app as client_application
-from .config import Config, ConfigError
+from .config import Config
 from .data import load_data
 from .engines import LocalGrid
 from .files import claimed
 from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
-from .results import Run, RunFailed, State, clear_run, load_results, read_run, run_state
+from .results import (
+    Run,
+    RunFailed,
+    State,
+    clear_run,
+    load_results,
+    read_run,
+    read_summary,
+    run_state,
+)
 from .server_app import prepare, serve
+from .settings import ConfigError
 from .writers import check_writers, writing
 
 __all__ = ["Engine", "compare", "run"]
@@ -77,7 +87,8 @@ def run(
         If a setting cannot work, or the folder holds a run with other settings; nothing has been
         run.
     RunFailed
-        If the run ended early on the ray engine, with the reason it gave.
+        If the run ended early, with the reason: a full disk, a damaged file, a solver that does not
+        come to its end. An exception of this process is its cause.
 
     Examples
     --------
@@ -90,8 +101,9 @@ def run(
     _check(engine, workers, writers)
     config = _settle(config, overrides)
     _check_resources(config, engine)
-    if again or run_state(config) != "finished":
-        prepare(config)
+    with _failing_as_run():
+        if again or run_state(config) != "finished":
+            prepare(config)
     try:
         with _shown([config], progress) as shown:
             return _run(config, engine, workers, writers, shown, again=again)
@@ -161,8 +173,9 @@ def compare(
     for config in planned:
         with _named(config.name):
             _check_resources(config, engine)
-            if again or run_state(config) != "finished":
-                prepare(config)
+            with _failing_as_run():
+                if again or run_state(config) != "finished":
+                    prepare(config)
     failed = []
     try:
         with _shown(planned, progress) as shown:
@@ -170,10 +183,9 @@ def compare(
                 try:
                     _run(config, engine, workers, writers, shown, again=again)
                 except Exception as error:  # the other runs' results are worth having
-                    reason = f"{type(error).__name__}: {error}"
-                    failed.append(f"{config.name}, seed {config.seed}: {reason}")
+                    failed.append(f"{config.name}, seed {config.seed}: {error}")
                     shown.end("failed")
-                    logger.log(ERROR, "%s", failed[-1], exc_info=not isinstance(error, RunFailed))
+                    logger.log(ERROR, "%s", failed[-1], exc_info=error.__cause__)
     except KeyboardInterrupt:
         logger.log(WARNING, "interrupted; go on with the same call")
         raise
@@ -202,9 +214,11 @@ def _check_resources(config: Config, engine: str) -> None:
     """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
     if engine != "ray":
         return
-    available = {"client-cpus": os.cpu_count() or 1, "client-gpus": torch.cuda.device_count()}
-    for key, most in available.items():
-        if (asked := config.values()[key]) > most:
+    for key, asked, most in (
+        ("client-cpus", config.client_cpus, os.cpu_count() or 1),
+        ("client-gpus", config.client_gpus, torch.cuda.device_count()),
+    ):
+        if asked > most:
             raise ConfigError(f"{key}: expected at most this machine's {most}, got {asked}")
     if config.device.startswith("cuda") and not config.client_gpus:
         raise ConfigError(
@@ -262,6 +276,20 @@ def _named(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}: {error}") from error
 
 
+@contextlib.contextmanager
+def _failing_as_run() -> Iterator[None]:
+    """Turn an error into a RunFailed that says it in one line, unless a setting is wrong."""
+    try:
+        yield
+    except (ConfigError, RunFailed):
+        raise
+    except BlockingIOError as error:  # another process is at work in the folder
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+        raise RunFailed(lines[0]) from error
+
+
 def _shown(configs: Sequence[Config], enabled: bool) -> contextlib.AbstractContextManager[Progress]:
     return progress(sum(config.rounds for config in configs), len(configs), enabled=enabled)
 
@@ -278,13 +306,18 @@ def _run(
     folder = config.folder
     try:
         # what is in the folder is looked at when nobody else works there
-        with claimed(folder, "run"), log_from(WARNING):  # display and results say the rest
+        with (
+            _failing_as_run(),
+            claimed(folder, "run"),
+            log_from(WARNING),
+        ):  # display and results say the rest
             end_leftovers(folder)
             state: State = "new" if again else run_state(config)
             before = _records_before(config, state)
             done = int(before[-1]["round"]) if before else -1
             label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
-            shown.begin(label, config.rounds, max(done, 0))
+            headline = config.chosen_method.headline
+            shown.begin(label, config.rounds, max(done, 0), headline=headline)
             with writing(writers, config, before) as write:
 
                 def on_round(record: Mapping[str, Any]) -> None:
@@ -296,8 +329,6 @@ def _run(
                     clear_run(folder, checkpoints=True)
                 if state != "finished":
                     _start(config, engine, workers, shown, on_round)
-    except BlockingIOError as error:
-        raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         shown.end("interrupted")
         raise
@@ -309,18 +340,21 @@ def _records_before(config: Config, state: State) -> list[dict[str, Any]]:
     """Metrics of the rounds that need not be run."""
     if state == "interrupted":
         with log_from(ERROR):  # the server says what it cannot use
-            checkpoint = newest(config.folder)
+            checkpoint = Checkpoints(config.folder).newest()
         return [] if checkpoint is None else checkpoint.records
     if state == "new":
         return []
     _require_same_data(config)
-    lines = (config.folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    path = config.folder / "rounds.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise RunFailed(f"{path} is damaged: {error}; replace the run with again") from error
 
 
 def _require_same_data(config: Config) -> None:
     """Refuse results of other data than the configuration names now, where it can be had."""
-    summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
+    summary = read_summary(config.folder)
     try:
         data = load_data(config)
     except ConfigError:
@@ -345,7 +379,7 @@ def _start(
     with LocalGrid(
         client_application,
         config.num_clients,
-        config.values(),
+        config.run_config(),
         workers=workers,
         on_answer=shown.on_answer,
     ) as grid:

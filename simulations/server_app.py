@@ -1,41 +1,36 @@
 """The server half of the Flower app: checks, runs and records the configured method."""
 
-import json
-import math
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from logging import ERROR, INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from torch import nn
+from numpy.typing import NDArray
 
-from fedntk.clients import SGDClient, shrink
-from fedntk.strategies import SeededFedAvg
+from fedntk.ntk.predictor import Evaluation
+from fedntk.strategies import BaseStrategy
 
-from .checkpoints import Best, Checkpoint, newest, save, with_rows
-from .config import Config, ConfigError
-from .data import Data, load_data
+from .building import load_setup, make_client, make_strategy
+from .checkpoints import Checkpoints
+from .config import Config
 from .engines import MeteredGrid
-from .files import claimed
-from .meter import peak_memory, reset_peak_memory
-from .methods import device_of, evaluate_arrays, make_client, make_strategy
-from .models import build_model
-from .parties import projected
-from .partitions import Split, load_split
+from .files import claimed, remove_partial
+from .method import Setup
+from .recorder import OnRound, Recorder
 from .results import clear_run, run_state, write_run, write_summary
+from .settings import ConfigError
+from .simulated_trust import projected
 from .threads import stop_spinning
 
 __all__ = ["app", "prepare", "serve"]
 
 logger = getLogger("flwr")
 app = ServerApp()
-OnRound = Callable[[dict[str, float]], None]
 
 
 @app.main()
@@ -89,7 +84,8 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
             if not stopped:
                 logger.log(ERROR, "%s", reason)
             status = "interrupted" if stopped else "failed"
-            write_summary(folder, {"status": status, "error": reason})
+            with contextlib.suppress(OSError):
+                write_summary(folder, {"status": status, "error": reason})
             raise
         finally:
             torch.set_num_threads(threads)
@@ -98,10 +94,8 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
 class Prepared(NamedTuple):
     """What a run needs besides clients; made, and so checked, before the first round."""
 
-    data: Data
-    split: Split
-    model: nn.Module
-    strategy: SeededFedAvg
+    setup: Setup
+    strategy: BaseStrategy
 
 
 def prepare(config: Config) -> Prepared:
@@ -112,40 +106,38 @@ def prepare(config: Config) -> Prepared:
     ConfigError
         If one of them cannot be had.
     """
-    data, split = load_data(config), load_split(config)
-    model = build_model(config, data.input_shape, data.num_classes)
-    device_of(config)
-    if isinstance(make_client(config, 0, data, split, model, {}), SGDClient):
+    setup = load_setup(config)
+    make_client(setup, 0, {})
+    if config.chosen_method.local_sgd:
         # a first optimizer imports much; not in the first round's time
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    return Prepared(data, split, model, make_strategy(config, data, split, model))
+    return Prepared(setup, make_strategy(setup))
 
 
 def _serve(
     grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
 ) -> None:
-    checkpoint = newest(folder) if resume else None
-    data, split, model, strategy = prepare(config)
-    source = _source(config, data, split)
+    remove_partial(folder)
+    checkpoints = Checkpoints(folder)
+    checkpoint = checkpoints.newest() if resume else None
+    setup, strategy = prepare(config)
+    source = _source(setup)
     if checkpoint is not None:
         _require_same(checkpoint.source, source, folder)
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    x_test, y_test = data.test()  # standardised and projected once, not in each round
+    x_test, y_test = setup.data.test()  # standardised and projected once, not in each round
     most = config.test_examples or len(x_test)
     x_test, y_test = projected(config, x_test[:most]), y_test[:most]
-    recorder = _Recorder(
-        config,
-        folder,
-        metered,
-        strategy,
-        lambda arrays: evaluate_arrays(config, model, arrays, x_test, y_test),
-        source,
-        on_round,
-    )
-    initial = ArrayRecord(dict(model.state_dict()))
+
+    def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
+        predictor = config.chosen_method.predictor(setup, arrays, cache=folder / "cache")
+        return predictor.evaluate(x_test, y_test)
+
+    recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
+    initial = ArrayRecord(dict(setup.network.state_dict()))
     if checkpoint is not None:
         initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
         strategy.load_state_dict(checkpoint.strategy)
@@ -160,36 +152,38 @@ def _serve(
             train_config=ConfigRecord(),
             evaluate_config=ConfigRecord(),
             evaluate_fn=recorder,
+            should_stop=recorder.should_stop,
         )
-    except _NoBetterModel:
-        logger.log(INFO, "no better model in %d rounds: stopped", config.patience)
     except BaseException:
-        recorder.save()
+        with contextlib.suppress(OSError):  # what ended the run is what is to be told
+            recorder.save()
         raise
     recorder.save()
-    sizes = [len(own) for own in split.clients]
+    sizes = [len(own) for own in setup.split.clients]
     summary = write_run(
         folder,
         config,
         recorder.checkpoint,
+        checkpoints,
         **{
             **source,
             "examples-per-client": [min(sizes), max(sizes)],
         },
     )
-    shrink(folder / "cache")  # what remains is small: a longer run goes on from it
+    config.chosen_method.clean_up(config)
     if unchanged := summary["rounds-unchanged"]:
         logger.log(WARNING, "%d rounds left the model as it was", unchanged)
     logger.log(INFO, "results are in %s", folder)
 
 
-def _source(config: Config, data: Data, split: Split) -> dict[str, str]:
+def _source(setup: Setup) -> dict[str, str]:
     """Say what the bits of a run depend on besides its configuration."""
+    in_client = setup.config.client_threads
     return {
-        "data": data.checksum,
-        "split": split.checksum,
-        "device": device_of(config),
-        "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
+        "data": setup.data.checksum,
+        "split": setup.split.checksum,
+        "device": setup.device,
+        "threads": f"{torch.get_num_threads()} on the server, {in_client} in a client",
     }
 
 
@@ -208,10 +202,6 @@ def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Pat
             )
 
 
-class _NoBetterModel(Exception):  # noqa: N818
-    """Ends a run before its last round."""
-
-
 def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
     """Wait for the configured number of nodes, as long as new ones come within `patience` s."""
     seen, since = -1, time.monotonic()
@@ -227,127 +217,3 @@ def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
             f"num-clients: expected {config.num_clients} nodes, got {count}; start the run with "
             f'--federation-config "num-supernodes={config.num_clients}", or set num-clients'
         )
-
-
-class _Recorder:
-    """Evaluates the global model after each round, and records and saves what the round did."""
-
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        grid: MeteredGrid,
-        strategy: SeededFedAvg,
-        evaluate: Callable[[ArrayRecord], tuple[float, float]],
-        source: dict[str, str],
-        on_round: OnRound | None,
-    ) -> None:
-        self._config, self._folder = config, folder
-        self._grid, self._strategy = grid, strategy
-        self._evaluate, self._on_round = evaluate, on_round
-        self._arrays = ArrayRecord()
-        self._saved = -1
-        self._start = time.perf_counter()
-        self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
-        reset_peak_memory()
-
-    def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
-        """Take over what was recorded; `arrays` are what the strategy is started from."""
-        self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
-        self._append(*checkpoint.records)
-
-    def save(self) -> None:
-        """Write a checkpoint, if there is anything new."""
-        if self.checkpoint.round > self._saved:
-            save(self._folder, self.checkpoint)
-            self._saved = self.checkpoint.round
-            self.checkpoint = replace(self.checkpoint, best_weights={})  # a file has them
-
-    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        seconds = time.perf_counter() - self._start
-        if server_round > self.checkpoint.round:  # not what a run that goes on begins with
-            self._record(server_round, arrays, seconds)
-        last, best = self.checkpoint.records[-1], self.checkpoint.best
-        if best is not None and 0 < self._config.patience <= server_round - best.round:
-            raise _NoBetterModel
-        self._start = time.perf_counter()
-        reset_peak_memory()
-        return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
-
-    def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
-        updated = arrays is not self._arrays  # Flower hands the same record on where none came
-        loss, accuracy = self._evaluate(arrays)
-        # what clients name as they like comes first, so that it replaces nothing
-        record: dict[str, Any] = _numbers(self._strategy.train_metrics.get(server_round), "")
-        record |= _numbers(self._strategy.evaluate_metrics.get(server_round), "client-")
-        record |= {"round": server_round, "accuracy": accuracy, "loss": loss}
-        if server_round > 0:
-            record["model-updated"] = int(updated)
-        evaluations = []
-        if server_round in self._strategy.evaluate_metrics:
-            evaluations = sorted(self._strategy.client_evaluations.items())
-            record |= _among_clients([metrics for _, metrics in evaluations])
-        costs = self._grid.take()
-        waiting = costs.pop("seconds-waiting")
-        record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
-        record["peak-memory"] = peak_memory()
-
-        before = self.checkpoint
-        best = _better(before.best, record, self._config.monitor)
-        weights = {name: array.numpy() for name, array in arrays.items()}
-        self._arrays = arrays
-        self.checkpoint = Checkpoint(
-            weights=weights,
-            strategy=self._strategy.state_dict(),
-            source=before.source,
-            records=[*before.records, record],
-            evaluations=with_rows(
-                before.evaluations,
-                [
-                    {**_numbers(metrics, ""), "round": server_round, "partition": partition}
-                    for partition, metrics in evaluations
-                ],
-            ),
-            best=best,
-            best_weights=before.best_weights if best is before.best else weights,
-        )
-        if server_round % self._config.checkpoint_every == 0:
-            self.save()
-        self._append(record)
-        if self._on_round is not None:
-            self._on_round(record)
-
-    def _append(self, *records: dict[str, Any]) -> None:
-        with (self._folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def _among_clients(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean, worst and standard deviation over the clients, each counting once."""
-    statistics: dict[str, float] = {}
-    for name, worst in (("accuracy", min), ("loss", max)):
-        values = [float(own[name]) for own in metrics if isinstance(own.get(name), int | float)]
-        if values:
-            statistics |= {
-                f"client-{name}-mean": float(np.mean(values)),
-                f"client-{name}-worst": worst(values),
-                f"client-{name}-std": float(np.std(values)),
-            }
-    return statistics
-
-
-def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best | None:
-    """Return the best so far; the earliest of equals."""
-    value = record.get(monitor)
-    if value is None or math.isnan(value):
-        return best
-    sign = -1 if "loss" in monitor else 1
-    if best is not None and sign * value <= sign * best.value:
-        return best
-    return Best(int(record["round"]), float(value))
-
-
-def _numbers(metrics: Mapping[str, Any] | None, prefix: str) -> dict[str, float]:
-    """Name the scalars of a record for the table of rounds."""
-    items = {} if metrics is None else metrics
-    return {f"{prefix}{k}": v for k, v in items.items() if not isinstance(v, list)}

@@ -36,9 +36,9 @@ def save_tensors(
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     text = json.dumps({"order": list(arrays), "content": content or {}})
-    metadata = {"fedntk": text, "sha256": _checksum(arrays, text)}
-    with whole(path) as file:
-        file.write(save(arrays, metadata))
+    described = {"sha256": _checksum(arrays, text), "text": text}
+    with whole(path) as file:  # one entry of metadata: safetensors puts several in any order
+        file.write(save(arrays, {"fedntk": json.dumps(described)}))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -53,13 +53,13 @@ def load_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            text = metadata["fedntk"]
+            found = json.loads((file.metadata() or {})["fedntk"])
+            checksum, text = found["sha256"], found["text"]
             described = json.loads(text)
             arrays = {name: file.get_tensor(name) for name in described["order"]}
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise DamagedFile(f"{path} cannot be read: {error}") from error
-    if metadata.get("sha256") != _checksum(arrays, text):
+    if checksum != _checksum(arrays, text):
         raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
     return arrays, described["content"]
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .config import Config, ConfigError
+from .config import Config
+from .settings import ConfigError
 
 __all__ = ["WRITERS", "check_writers", "writing"]
 

@@ -1,9 +1,10 @@
 """The server half of each method: Flower strategies on the Message API."""
 
+from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
+from .fedavg import SeededFedAvg
 from .ntk_fl import DEFAULT_STEPS, NTKFL, Selection
 from .scaffold import SCAFFOLD
-from .seeded_fedavg import SeededFedAvg
 from .tct import TCT, ConvexOptimizer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "NTKFL",
     "SCAFFOLD",
     "TCT",
+    "BaseStrategy",
     "ConvexOptimizer",
     "SeededFedAvg",
     "Selection",

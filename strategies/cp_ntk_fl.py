@@ -12,17 +12,17 @@ from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
 from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_privacy
 
 from .accounting import epsilon_after
-from .ntk_fl import NTKFL, of_its_size
+from .base import logger
+from .ntk_fl import NTKFL, Gathered, matching
 from .replies import Reply
-from .seeded_fedavg import logger
-from .third_parties import Shuffles
+from .trust_protocols import Shuffles
 
 __all__ = ["CPNTKFL"]
 
@@ -51,8 +51,9 @@ class CPNTKFL(NTKFL):
     delta : float
         At which epsilon is reported.
     **ntk_fl_options
-        Of :class:`NTKFL`, such as learning_rate, and of :class:`SeededFedAvg`, such as key_server
-        (for projected inputs) and run.
+        Of :class:`NTKFL`, such as learning_rate, and of
+        :class:`~fedntk.strategies.base.BaseStrategy`, such as key_server (for projected inputs) and
+        run.
 
     Raises
     ------
@@ -140,7 +141,7 @@ class CPNTKFL(NTKFL):
         messages = list(super().configure_train(server_round, arrays, config, grid))
         for message in messages:
             node = message.metadata.dst_node_id
-            self.uploads_asked[self.partitions.get(node, node)] += 1
+            self.uploads_asked[self.registry.partitions[node]] += 1
         self.rounds_asked += bool(messages)
         return messages
 
@@ -157,7 +158,7 @@ class CPNTKFL(NTKFL):
     @property
     def _most_uploads(self) -> int:
         """Of one client, at most: a node that tells no partition may have been another before."""
-        if all(node != partition for node, partition in self.partitions.items()):
+        if all(node != partition for node, partition in self.registry.partitions.items()):
             return max(self.uploads_asked.values(), default=0)
         return self.rounds_asked
 
@@ -170,27 +171,27 @@ class CPNTKFL(NTKFL):
             delta=self.delta,
         )
 
-    def gather(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+    def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
         """Check and decode the replies, or have the shuffling server do it."""
-        asked = UploadLimits(
+        limits = UploadLimits(
             {name: list(array.shape) for name, array in self.global_arrays.items()},
             self.max_examples,
             self.sparsity,
             self.bits,
         )
         if self.shuffling_server is not None:
-            sealed, rejected = self.accepted(replies, self._sealed)
-            return self._shuffled(self.shuffling_server, server_round, sealed, asked, rejected)
-        room = MemoryBudget()
-        pairs, rejected = self.accepted(replies, lambda reply: self._decoded(reply, asked, room))
+            sealed, rejected = self.accepted(replies, self._sealed, MessageType.TRAIN)
+            return self._shuffled(self.shuffling_server, server_round, sealed, limits, rejected)
+        budget = MemoryBudget()
+        pairs, rejected = self.accepted(
+            replies, lambda reply: self._decoded(reply, limits, budget), MessageType.TRAIN
+        )
         return self.stackable(pairs, rejected)
 
-    def _decoded(self, reply: Reply, asked: UploadLimits, room: MemoryBudget) -> JacobianUpload:
+    def _decoded(self, reply: Reply, limits: UploadLimits, budget: MemoryBudget) -> JacobianUpload:
         self._require_noise(reply)
-        upload = CompressedUpload.from_arrays(list(reply.arrays().values()), asked)
-        return room.hold(of_its_size(upload, reply))
+        upload = CompressedUpload.from_arrays(list(reply.arrays().values()), limits)
+        return budget.hold(matching(reply, upload))
 
     def _sealed(self, reply: Reply) -> bytes:
         self._require_noise(reply)
@@ -213,14 +214,14 @@ class CPNTKFL(NTKFL):
         server: Shuffles,
         server_round: int,
         pairs: list[tuple[Reply, bytes]],
-        asked: UploadLimits,
+        limits: UploadLimits,
         rejected: Counter[str],
-    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+    ) -> Gathered:
         """Have the rows pooled and permuted; nothing that comes back is taken on trust."""
         try:
             shuffled = server.shuffle(
                 [sealed for _, sealed in pairs],
-                asked=asked,
+                limits=limits,
                 run=self.run,
                 server_round=server_round,
                 num_examples=[reply.num_examples for reply, _ in pairs],
@@ -247,5 +248,5 @@ class CPNTKFL(NTKFL):
         whole = super().pooled(uploads, metrics).canonical()
         self._num_outputs = whole.outputs.shape[1]
         if self.shuffling_server is not None and not self.noise_multiplier:
-            metrics["train-loss"] = loss_value(whole.outputs, whole.targets, self.loss)
+            metrics["train-loss"] = loss_value(whole.outputs, whole.targets, self.flow.loss)
         return whole

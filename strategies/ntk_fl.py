@@ -16,44 +16,25 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
-from flwr.serverapp import Grid
+from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord
 from numpy.typing import NDArray
 
-from fedntk.ntk import (
-    BadReply,
-    Evolution,
-    Jacobian,
-    JacobianUpload,
-    Loss,
-    evolve,
-    loss_value,
-    require_memory,
-)
-from fedntk.ntk.evolution import stack_candidates
-from fedntk.ntk.jacobian import DenseBlock
-from fedntk.ntk.losses import check_loss
-from fedntk.ntk.payloads import screen_uploads
+from fedntk.ntk import BadReply, JacobianUpload, Loss, require_memory
+from fedntk.ntk.evolution import Candidates, GradientFlow, lowest_loss, mean_losses
+from fedntk.ntk.payloads import screen_losses, screen_uploads
 
+from .base import BaseStrategy, logger
 from .replies import Reply
-from .seeded_fedavg import SeededFedAvg, logger
 
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
+Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
 
 
-class NTKFL(SeededFedAvg):
+class NTKFL(BaseStrategy):
     """NTK-FL (Yue et al. 2022, section 4.1). Clients are :class:`~fedntk.clients.NTKFLClient`.
 
     Parameters
@@ -69,7 +50,9 @@ class NTKFL(SeededFedAvg):
 
         * ``"clients"``, the default and the paper's rule: the sampled clients report the true
           network's loss at each candidate, in one more exchange. Only the true network shows
-          where the linearisation stops being good (remark 1).
+          where the linearisation stops being good (remark 1). With three clients or more, losses
+          over 100 times the median client's are left out; a minority can still steer the choice
+          by losses within that limit.
         * ``"linearised"``: the loss of the evolved outputs f^(k,t), with no further exchange. Under
           gradient flow that loss never rises with t, so this takes the last step, unless the sum
           of eq. (10) or a coarse tolerance breaks the flow: use it with a grid that is safe.
@@ -89,8 +72,9 @@ class NTKFL(SeededFedAvg):
         Bytes that the mean kernel may take before it is left unbuilt: see there.
     device : torch.device or str
         Where kernel and evolution are computed.
-    **fedavg_options
-        Of :class:`SeededFedAvg` (seed, min_completed) and of Flower's FedAvg.
+    **options
+        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg.
 
     Raises
     ------
@@ -118,12 +102,19 @@ class NTKFL(SeededFedAvg):
         tolerance: float = 1e-4,
         memory_budget: int | None = None,
         device: torch.device | str = "cpu",
-        **fedavg_options: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(held_out=validation_partitions, **fedavg_options)
-        self.learning_rate = learning_rate
+        super().__init__(held_out=validation_partitions, **options)
+        self.flow = GradientFlow(
+            loss=loss,
+            learning_rate=learning_rate,
+            steps=steps,
+            kernel=kernel,
+            residuals=residuals,
+            tolerance=tolerance,
+            memory_budget=memory_budget,
+        )
         self.steps = tuple(steps)
-        self.loss = check_loss(loss)
         if selection not in get_args(Selection):
             raise ValueError(
                 f"selection: expected one of {', '.join(get_args(Selection))}, got {selection!r}"
@@ -140,14 +131,7 @@ class NTKFL(SeededFedAvg):
             )
         if validation_loss is not None and len(validation_partitions) > 0:
             raise ValueError("pass validation_loss or validation_partitions, not both")
-        self.kernel: Literal["mean", "full"] = kernel
-        self.residuals: Literal["integral", "sum"] = residuals
-        self.tolerance = tolerance
-        self.memory_budget = memory_budget
         self.device = device
-        self._grid: Grid | None = None
-        one = torch.ones(1, 1)  # refuse bad hyper-parameters now, before any work is lost
-        self.evolve(Jacobian((DenseBlock("weight", one[None]),)), 0 * one, one)
 
     def summary(self) -> None:
         """Log the settings."""
@@ -155,54 +139,40 @@ class NTKFL(SeededFedAvg):
         logger.log(
             INFO,
             "\t└──> NTK-FL: %s loss, learning rate %g, t in %s by %s",
-            self.loss,
-            self.learning_rate,
+            self.flow.loss,
+            self.flow.learning_rate,
             self.steps,
             self.selection,
         )
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Step 1: broadcast the weights to a sample of the clients."""
-        self._grid = grid
-        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Do steps 3 and 4: global Jacobian, kernel, evolution and choice of t."""
-        weights = {name: array.numpy() for name, array in self.global_arrays.items()}
         clients, uploads, rejected = self.gather(server_round, replies)
         metrics = self.round_metrics(clients, rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(clients)) or not uploads:
             return None, metrics
-
         try:
-            candidates, linearised = self._candidates(uploads, weights, metrics)
+            candidates = self.candidates(uploads, metrics)
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             # what well-formed numbers of the clients can bring about must not end the run
             logger.log(WARNING, "no evolution (%s): the model stays as it was", error)
             return None, metrics
-        losses = [
-            loss if not math.isnan(loss) else math.inf
-            for loss in self._candidate_losses(
-                server_round, candidates, linearised, clients, metrics
-            )
-        ]
-        best = int(np.argmin(losses))
-        if not math.isfinite(losses[best]):
+        losses = self.candidate_losses(candidates, clients, metrics)
+        best = lowest_loss(losses)
+        if best is None:
             logger.log(WARNING, "no candidate has a finite loss: the model stays as it was")
             return None, metrics
         metrics["t"] = float(self.steps[best])
         metrics["candidate-loss"] = losses[best]
-        metrics["linearised-loss"] = linearised[best]
-        return _candidate(candidates, best), metrics
+        metrics["linearised-loss"] = candidates.linearised_losses[best]
+        return _record(candidates.weights_at(best)), metrics
 
-    def gather(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+    # ----------------------------------------------------------------- step 2
+
+    def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
         """Check the replies whole and drop those that cannot be used.
 
         Returns
@@ -212,128 +182,78 @@ class NTKFL(SeededFedAvg):
             not depend on the replies'; how many replies were rejected for which reason.
         """
         shapes = {name: array.shape for name, array in self.global_arrays.items()}
-        pairs, rejected = self.accepted(replies, lambda reply: _parsed(reply, shapes))
+
+        def parse(reply: Reply) -> JacobianUpload:
+            arrays = list(reply.arrays().values())
+            return matching(reply, JacobianUpload.from_arrays(arrays, parameters=shapes))
+
+        pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
         return self.stackable(pairs, rejected)
 
     def stackable(
         self, pairs: list[tuple[Reply, JacobianUpload]], rejected: Counter[str]
-    ) -> tuple[list[Reply], list[JacobianUpload], Counter[str]]:
+    ) -> Gathered:
         """Drop uploads that do not go with the others' (``screen_uploads``)."""
-        clients, uploads = [], []
-        verdicts = screen_uploads([upload for _, upload in pairs])
-        for (reply, upload), verdict in zip(pairs, verdicts, strict=True):
-            if verdict is None:
-                clients.append(reply)
-                uploads.append(upload)
-            else:
-                rejected[verdict.reason] += 1
-                logger.log(WARNING, "dropped the reply of node %d: %s", reply.node, verdict)
-        return clients, uploads, rejected
+        pairs = self.screened(pairs, rejected, screen_uploads)
+        return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
-    def _candidates(
-        self,
-        uploads: Sequence[JacobianUpload],
-        weights: Mapping[str, NDArray[Any]],
-        metrics: MetricRecord,
-    ) -> tuple[dict[str, NDArray[Any]], list[float]]:
-        """Weights w^(k,t) for each t, stacked, and the losses of f^(k,t)."""
+    # ----------------------------------------------------------------- step 3
+
+    def candidates(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> Candidates:
+        """Weights w^(k,t) for each t, and the losses of f^(k,t)."""
         require_memory(
             2 * sum(upload.jacobian.nbytes for upload in uploads),
             f"the global Jacobian of {len(uploads)} clients",
-            cure="sample fewer clients a round, or have them send wire='factored'",
+            cure="sample fewer clients a round, or have them send structure='factored'",
         )
         whole = self.pooled(uploads, metrics)
-        jacobian = whole.jacobian.to(self.device)
-        outputs, targets = whole.outputs.to(self.device), whole.targets.to(self.device)
-        evolution = self.evolve(jacobian, outputs, targets)
-        metrics["kernel-products"] = evolution.kernel_products
-        metrics["solver-steps"] = evolution.solver_steps
-        metrics["solver-error-estimate"] = evolution.error_estimate
-        updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
-        linearised = [loss_value(f, targets, self.loss) for f in evolution.outputs]
-        return stack_candidates(weights, updates), linearised
+        candidates = Candidates.of(
+            {name: array.numpy() for name, array in self.global_arrays.items()},
+            whole.jacobian.to(self.device),
+            whole.outputs.to(self.device),
+            whole.targets.to(self.device),
+            self.flow,
+        )
+        metrics["kernel-products"] = candidates.evolution.kernel_products
+        metrics["solver-steps"] = candidates.evolution.solver_steps
+        metrics["solver-error-estimate"] = candidates.evolution.error_estimate
+        return candidates
 
     def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
         """Stack the rows of the uploads: eq. (8)."""
         return uploads[0] if len(uploads) == 1 else JacobianUpload.concatenate(uploads)
 
-    def evolve(self, jacobian: Jacobian, outputs: torch.Tensor, targets: torch.Tensor) -> Evolution:
-        """Evolve with the strategy's hyper-parameters: see :func:`fedntk.ntk.evolve`."""
-        return evolve(
-            jacobian,
-            outputs,
-            targets,
-            loss=self.loss,
-            learning_rate=self.learning_rate,
-            steps=self.steps,
-            kernel=self.kernel,
-            residuals=self.residuals,
-            tolerance=self.tolerance,
-            memory_budget=self.memory_budget,
-        )
+    # ----------------------------------------------------------------- step 4
 
-    def _candidate_losses(
-        self,
-        server_round: int,
-        candidates: Mapping[str, NDArray[Any]],
-        linearised: list[float],
-        clients: Sequence[Reply],
-        metrics: MetricRecord,
-    ) -> list[float]:
+    def candidate_losses(
+        self, candidates: Candidates, clients: Sequence[Reply], metrics: MetricRecord
+    ) -> Sequence[float]:
         """Loss that eq. (11a) compares, for each candidate, by the chosen rule."""
         if self.selection == "linearised":
-            return linearised
+            return candidates.linearised_losses
         if self.validation_loss is not None:
-            return [
-                float(self.validation_loss(_candidate(candidates, i)))
-                for i in range(len(self.steps))
-            ]
-        if self.selection == "clients":
-            nodes = [client.node for client in clients]
-        else:
-            nodes = [n for n, partition in self.partitions.items() if partition in self.held_out]
-        return self._ask_for_losses(server_round, candidates, nodes, clients, metrics)
-
-    def _ask_for_losses(
-        self,
-        server_round: int,
-        candidates: Mapping[str, NDArray[Any]],
-        nodes: Sequence[int],
-        clients: Sequence[Reply],
-        metrics: MetricRecord,
-    ) -> list[float]:
-        """Mean of the candidates' losses over the nodes' examples; infinite if none answers."""
-        if self._grid is None:
-            raise RuntimeError("aggregate_train: call configure_train first, which sets the grid")
-        record = RecordDict(
-            {
-                self.arrayrecord_key: ArrayRecord(
-                    {name: Array(rows) for name, rows in candidates.items()}
-                ),
-                self.configrecord_key: ConfigRecord({"server-round": server_round}),
-            }
+            each = map(candidates.weights_at, range(len(candidates)))
+            return [float(self.validation_loss(_record(weights))) for weights in each]
+        nodes = [client.node for client in clients]
+        if self.selection == "validation":
+            nodes = self.registry.nodes_of(self.held_out)
+        count = len(candidates)
+        pairs, rejected = self.exchange(
+            nodes,
+            MessageType.QUERY,
+            _record(candidates.weights),
+            lambda reply: _checked_losses(reply, count),
         )
-        instructions = self.messages(record, list(nodes), MessageType.QUERY, self._grid)
-        answers = self._grid.send_and_receive(instructions, timeout=self.query_timeout)
-        pairs, rejected = self.accepted(answers, lambda reply: _losses(reply, len(self.steps)))
+        pairs = self.screened(pairs, rejected, screen_losses)
         metrics["losses-accepted"] = len(pairs)
         for reason, refused in sorted(rejected.items()):
             metrics[f"losses-rejected-{reason}"] = refused
-        examples = {client.node: client.num_examples for client in clients}
-        total, count = np.zeros(len(self.steps)), 0
-        for reply, losses in pairs:
-            weight = examples.get(reply.node, reply.num_examples)
-            total += weight * losses
-            count += weight
-        return [float(value) / count if count else math.inf for value in total]
+        trained_on = {client.node: client.num_examples for client in clients}
+        counts = [trained_on.get(reply.node, reply.num_examples) for reply, _ in pairs]
+        return mean_losses([losses for _, losses in pairs], counts) or [math.inf] * count
 
 
-def _parsed(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> JacobianUpload:
-    arrays = list(reply.arrays().values())
-    return of_its_size(JacobianUpload.from_arrays(arrays, parameters=shapes), reply)
-
-
-def of_its_size(upload: JacobianUpload, reply: Reply) -> JacobianUpload:
+def matching(reply: Reply, upload: JacobianUpload) -> JacobianUpload:
     """Return the upload if it has as many examples as its client claims; else BadReply."""
     if upload.jacobian.num_examples != reply.num_examples:
         raise BadReply(
@@ -342,11 +262,11 @@ def of_its_size(upload: JacobianUpload, reply: Reply) -> JacobianUpload:
     return upload
 
 
-def _candidate(candidates: Mapping[str, NDArray[Any]], row: int) -> ArrayRecord:
-    return ArrayRecord({name: Array(rows[row, ...]) for name, rows in candidates.items()})
+def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 
-def _losses(reply: Reply, count: int) -> NDArray[np.float64]:
+def _checked_losses(reply: Reply, count: int) -> NDArray[np.float64]:
     losses = reply.metrics.get("losses")
     if not isinstance(losses, list) or len(losses) != count:
         raise BadReply("losses", f"expected {count} losses, got {str(losses)[:80]}")

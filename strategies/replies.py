@@ -6,15 +6,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.arrays import require_array
 from fedntk.ntk.payloads import from_npy
 
-__all__ = ["Reply", "agreeing", "check_like", "checked_accuracy", "checked_weights"]
+__all__ = ["Reply", "checked_accuracy", "checked_weights", "largest_group", "require_like"]
 
 T = TypeVar("T")
+KNOWN_METRICS = ("train-loss", "loss", "accuracy")
+MOST_METRICS = 64  # of a reply; others are left out
+LONGEST_NAME = 64  # characters of a metric's name
+LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
+LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
 
 
 class Reply:
@@ -24,6 +30,8 @@ class Reply:
     ----------
     message : Message
         The reply.
+    client : int
+        Id of the client that sent it, as the registry knows it.
     num_examples_key : str
         Under which its metrics count the examples.
     max_examples : int
@@ -36,7 +44,8 @@ class Reply:
     num_examples : int
         Between 1 and `max_examples`.
     metrics : dict of str to int, float or list
-        The other metrics: finite numbers, and lists without NaN.
+        The other metrics: finite numbers, and lists without NaN. Of more than 64, or with names of
+        more than 64 characters, some are left out.
     message : Message
         The reply itself.
 
@@ -46,23 +55,25 @@ class Reply:
         If there is not one MetricRecord, or a metric is not finite or the examples out of range.
     """
 
-    def __init__(self, message: Message, num_examples_key: str, max_examples: int) -> None:
-        self.message = message
+    def __init__(
+        self, message: Message, client: int, num_examples_key: str, max_examples: int
+    ) -> None:
+        self.message, self.client = message, client
         self.node = message.metadata.src_node_id
         if len(message.content.metric_records) != 1:
             raise BadReply(
                 "metrics", f"expected one MetricRecord, got {len(message.content.metric_records)}"
             )
         (record,) = message.content.metric_records.values()
-        self.metrics: dict[str, Any] = dict(record)
-        for key, value in self.metrics.items():
+        metrics: dict[str, Any] = dict(record)
+        for key, value in metrics.items():
             for number in value if isinstance(value, list) else [value]:
                 infinite = math.isinf(number) and not isinstance(value, list)
                 if math.isnan(number) or infinite:
-                    raise BadReply("non-finite", f"metric {key!r} is {number}")
+                    raise BadReply("non-finite", f"metric {key[:80]!r} is {number}")
                 if isinstance(number, int) and abs(number) >= 2**63:
-                    raise BadReply("metrics", f"metric {key!r} has more than 64 bits")
-        examples = self.metrics.pop(num_examples_key, None)
+                    raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")
+        examples = metrics.pop(num_examples_key, None)
         if (
             not isinstance(examples, int | float)
             or not 1 <= examples <= max_examples
@@ -70,10 +81,14 @@ class Reply:
         ):
             raise BadReply(
                 "num-examples",
-                f"expected a whole {num_examples_key!r} of 1 ... {max_examples}, got {examples!r}",
+                f"expected a whole {num_examples_key!r} of 1 ... {max_examples}, "
+                f"got {str(examples)[:80]}",
             )
         self.num_examples = int(examples)
-        self.metrics.pop("partition-id", None)
+        metrics.pop("partition-id", None)
+        names = sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name))
+        kept = [name for name in names if len(name) <= LONGEST_NAME][:MOST_METRICS]
+        self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
     @property
     def metric_names(self) -> frozenset[tuple[str, int]]:
@@ -84,7 +99,7 @@ class Reply:
         )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Name -> array of the reply's one ArrayRecord.
+        """Name -> array of the reply's one ArrayRecord, whatever its name.
 
         Raises
         ------
@@ -95,49 +110,79 @@ class Reply:
         if len(records) != 1:
             raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
         (record,) = records.values()
-        arrays = {}
-        for name, array in record.items():
-            try:
-                if array.stype != "numpy.ndarray":
-                    raise ValueError(f"serialised as {array.stype!r}")
-                arrays[name] = from_npy(array.data)
-            except Exception as error:  # whatever hostile bytes provoke
-                raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
-        return arrays
+        return _arrays(record)
+
+    def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
+        """Name -> array of each of several ArrayRecords, which come by name.
+
+        Raises
+        ------
+        BadReply
+            If there are others, or some are missing, or their bytes are no arrays.
+        """
+        records = self.message.content.array_records
+        if records.keys() != set(names):
+            found = ", ".join(sorted(records))[:80] or "none"
+            raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
+        return [_arrays(records[name]) for name in names]
 
 
-def agreeing(
-    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any]
-) -> tuple[list[tuple[Reply, T]], list[Reply]]:
-    """Split replies into those with the most common `key` and the others; the first wins ties."""
-    if not pairs:
-        return [], []
-    keys = [key(*pair) for pair in pairs]
-    common, _ = Counter(keys).most_common(1)[0]
-    kept = [pair for pair, own in zip(pairs, keys, strict=True) if own == common]
-    others = [pair[0] for pair, own in zip(pairs, keys, strict=True) if own != common]
-    return kept, others
-
-
-def checked_weights(reply: Reply, expected: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Check a reply's arrays against the global model: names, shapes, dtypes, finiteness."""
-    arrays = reply.arrays()
-    if arrays.keys() != expected.keys():
-        odd = sorted(arrays.keys() ^ expected.keys())
-        raise BadReply("arrays", f"names differ from the model's in {odd[:5]}")
-    for name, array in arrays.items():
-        check_like(name, array, expected[name])
+def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    arrays = {}
+    for name, array in record.items():
+        try:
+            if array.stype != "numpy.ndarray":
+                raise ValueError(f"serialised as {array.stype!r}")
+            arrays[name] = from_npy(array.data)
+        except Exception as error:  # whatever hostile bytes provoke
+            raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
     return arrays
 
 
-def check_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
-    """Raise BadReply unless an array has the shape and dtype of another, and is finite."""
-    if array.shape != expected.shape:
-        raise BadReply("shape", f"{name}: expected {expected.shape}, got {array.shape}")
-    if array.dtype != expected.dtype:
-        raise BadReply("dtype", f"{name}: expected {expected.dtype}, got {array.dtype}")
-    if not np.isfinite(array).all():
-        raise BadReply("non-finite", f"{name} holds NaN or infinity")
+def largest_group(
+    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any]
+) -> list[tuple[Reply, T]]:
+    """Return the replies with the most common `key`; on a tie, that of the earliest reply."""
+    if not pairs:
+        return []
+    keys = [key(*pair) for pair in pairs]
+    common, _ = Counter(keys).most_common(1)[0]
+    return [pair for pair, own in zip(pairs, keys, strict=True) if own == common]
+
+
+def checked_weights(
+    arrays: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """Check arrays against those of a model: names, shapes, dtypes and ranges.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"arrays"`` or one of :func:`require_like`.
+    """
+    if arrays.keys() != expected.keys():
+        odd = sorted(arrays.keys() ^ expected.keys())
+        raise BadReply("arrays", f"names differ from the model's in {str(odd[:5])[:200]}")
+    for name, array in arrays.items():
+        require_like(name, array, expected[name])
+    return dict(arrays)
+
+
+def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Raise BadReply unless an array can be another's successor in a model.
+
+    It must have the shape and dtype, and finite numbers: of floating point up to 1e12, whole ones
+    up to 2^53, so that means stay in range, and variances (``running_var``) of at least 0.
+    """
+    whole = np.issubdtype(expected.dtype, np.integer)
+    require_array(
+        name,
+        array,
+        shape=expected.shape,
+        dtype=expected.dtype,
+        limit=LARGEST_INTEGER if whole else LARGEST_WEIGHT,
+        low=0.0 if name.endswith("running_var") else None,
+    )
 
 
 def checked_accuracy(reply: Reply) -> None:

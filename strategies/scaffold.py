@@ -23,48 +23,60 @@ from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import screen_changes
 
+from .averaging import cast_like, weighted_mean
+from .base import BaseStrategy, logger
 from .replies import Reply, checked_weights
-from .seeded_fedavg import SeededFedAvg, like, logger, weighted_mean
 
 __all__ = ["SCAFFOLD"]
 
+CORRECTIONS, CONTROLS = "corrections", "controls"  # names of the records
+Arrays = dict[str, NDArray[Any]]
 
-class SCAFFOLD(SeededFedAvg):
+
+class SCAFFOLD(BaseStrategy):
     """SCAFFOLD (Karimireddy et al. 2020). Clients are :class:`~fedntk.clients.SCAFFOLDClient`.
 
     The controls c_i of all clients are kept here, by partition, and each client is sent its own
     correction c - c_i with the model. So clients are stateless, a reply that is lost or dropped
     leaves its client's control as it was, and :meth:`state_dict` holds all there is. What it costs:
     one model's size of memory for each client heard of, and twice the bytes of FedAvg in both
-    directions, as in the paper. Nodes that tell one partition share its control; one that tells
-    none goes by its node id, and is a new client when it registers anew.
+    directions, as in the paper. A node that reports no partition goes by its node id, and is a new
+    client when it registers anew.
 
-    In messages and replies, one record of arrays holds the model's arrays under their names and,
-    behind them, for each array of floating point ``<name>.control``: down c - c_i, up c_i+. Arrays
-    for which all clients send controls of zero are not trained, such as BatchNorm's statistics, and
-    are averaged as in FedAvg whatever eta_g; so are integers.
+    Beside the model, messages have a record ``corrections`` with c - c_i, and replies a record
+    ``controls`` with c_i+, of the model's floating-point arrays. Arrays for which all clients send
+    controls of zero are not trained, such as BatchNorm's statistics, and are averaged as in FedAvg
+    whatever eta_g; so are integers.
 
     Parameters
     ----------
     server_learning_rate : float
         eta_g, more than 0. At 1 the new weights are the clients' mean.
-    **fedavg_options
-        Of :class:`SeededFedAvg` (seed, min_completed) and of Flower's FedAvg. N are the partitions
-        that are not `held_out`.
+    **options
+        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg. N are the clients that are not `held_out`.
 
     Attributes
     ----------
     controls : dict of int to ndarray, shape (P,)
-        Partition -> c_i of the clients heard of: the floating-point arrays one after the other,
-        in the model's order and dtype (the widest of several).
+        Client -> c_i of the clients heard of: the floating-point arrays one after the other, in
+        the model's order and dtype (the widest of several).
     examples : dict of int to int
-        Partition -> n_i, as last reported.
+        Client -> n_i, as last reported.
 
     Raises
     ------
@@ -78,8 +90,8 @@ class SCAFFOLD(SeededFedAvg):
     1.0
     """
 
-    def __init__(self, *, server_learning_rate: float = 1.0, **fedavg_options: Any) -> None:
-        super().__init__(**fedavg_options)
+    def __init__(self, *, server_learning_rate: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
         if not 0 < server_learning_rate < np.inf:
             raise ValueError(
                 "server_learning_rate: expected a finite number of more than 0, got "
@@ -88,6 +100,7 @@ class SCAFFOLD(SeededFedAvg):
         self.server_learning_rate = server_learning_rate
         self.controls: dict[int, NDArray[Any]] = {}
         self.examples: dict[int, int] = {}
+        self._control = np.zeros(0)  # c of the round at work
 
     def summary(self) -> None:
         """Log the settings."""
@@ -98,22 +111,20 @@ class SCAFFOLD(SeededFedAvg):
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Add the controls, shape (M, P), and whose they are, with their examples."""
-        partitions = sorted(self.controls)
-        rows = [self.controls[partition] for partition in partitions]
+        """Add each client's control, shape (P,), and its number of examples."""
         return {
             **super().state_dict(),
-            "partitions": partitions,
-            "examples": [self.examples[partition] for partition in partitions],
-            "controls": np.stack(rows) if rows else np.zeros((0, 0), np.float32),
+            "examples": {str(client): n for client, n in sorted(self.examples.items())},
+            **{f"{CONTROLS}.{client}": c for client, c in sorted(self.controls.items())},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        partitions = [int(partition) for partition in state["partitions"]]
-        self.controls = dict(zip(partitions, np.array(state["controls"]), strict=True))
-        self.examples = dict(zip(partitions, map(int, state["examples"]), strict=True))
+        self.examples = {int(client): int(n) for client, n in state["examples"].items()}
+        self.controls = {
+            client: np.array(state[f"{CONTROLS}.{client}"]) for client in self.examples
+        }
 
     # ---------------------------------------------------------------- controls
 
@@ -125,34 +136,44 @@ class SCAFFOLD(SeededFedAvg):
         ndarray of float64, shape (P,)
             Empty before the first reply.
         """
-        clients = (set(self.partitions.values()) - set(self.held_out)) | self.controls.keys()
+        clients = self.registry.clients(without=self.held_out, departed=True)
+        clients |= self.controls.keys()
         total = sum(self.examples.values())
         control = np.zeros(len(next(iter(self.controls.values()), ())))
-        for partition in sorted(self.controls):
-            weight = self.examples[partition] / total * (len(self.controls) / len(clients))
-            control += np.multiply(self.controls[partition], weight, dtype=np.float64)
+        for client in sorted(self.controls):
+            weight = self.examples[client] / total * (len(self.controls) / len(clients))
+            control += np.multiply(self.controls[client], weight, dtype=np.float64)
         return control
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the global model and its own correction, c - c_i, to each of a sample."""
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        floating = _floating({name: array.numpy() for name, array in arrays.items()})
+        self._control = np.zeros(0)  # formed when the clients that are there are known
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Add c - c_i for training."""
+        content = super().content_for(client, stage, arrays, config)
+        if stage == MessageType.TRAIN:
+            floating = _floating({name: array.numpy() for name, array in arrays.items()})
+            correction = self._control_of(floating) - self.controls.get(client, 0.0)
+            parts = _split(correction, floating)
+            content[CORRECTIONS] = ArrayRecord({name: Array(a) for name, a in parts.items()})
+        return content
+
+    def _control_of(self, floating: Arrays) -> NDArray[np.float64]:
         size = sum(array.size for array in floating.values())
-        control = self.control() if self.controls else np.zeros(size)
-        if len(control) != size:
+        if not len(self._control):
+            self._control = self.control() if self.controls else np.zeros(size)
+        if len(self._control) != size:
             raise ValueError(
-                f"the model has {size} numbers, the controls of {len(control)} are of another; "
-                "start from the weights that belong to the state"
+                f"the model has {size} numbers, the controls of {len(self._control)} are of "
+                "another; start from the weights that belong to the state"
             )
-        for message in messages:
-            node = message.metadata.dst_node_id
-            own = self.controls.get(self.partitions.get(node, node), 0.0)
-            corrections = _parted(control - own, floating)
-            record = ArrayRecord({**arrays, **{n: Array(a) for n, a in corrections.items()}})
-            message.content = RecordDict({**message.content, self.arrayrecord_key: record})
-        return messages
+        return self._control
 
     # ------------------------------------------------------------- aggregation
 
@@ -162,60 +183,44 @@ class SCAFFOLD(SeededFedAvg):
         """Step towards the mean of the accepted weights, and keep the accepted controls."""
         model = {name: array.numpy() for name, array in self.global_arrays.items()}
         floating = _floating(model)
-        expected = {**model, **{_control_of(name): array for name, array in floating.items()}}
-        pairs, rejected = self.accepted(replies, lambda reply: _checked(reply, expected, floating))
+        zeros = {name: np.zeros_like(array) for name, array in floating.items()}
+
+        def parse(reply: Reply) -> tuple[Arrays, Arrays]:
+            weights, controls = reply.array_records(self.arrayrecord_key, CONTROLS)
+            return checked_weights(weights, model), checked_weights(controls, floating)
+
+        pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
+        pairs = self.screened(pairs, rejected, lambda p: screen_changes(model, [w for w, _ in p]))
+        pairs = self.screened(pairs, rejected, lambda p: screen_changes(zeros, [c for _, c in p]))
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
         weights = weighted_mean(
-            [{name: arrays[name] for name in model} for _, arrays in pairs],
-            [reply.num_examples for reply, _ in pairs],
+            [own for _, (own, _) in pairs], [reply.num_examples for reply, _ in pairs]
         )
         if self.server_learning_rate != 1.0:
             for name, start in floating.items():
-                if any(arrays[_control_of(name)].any() for _, arrays in pairs):
+                if any(controls[name].any() for _, (_, controls) in pairs):
                     weights[name] = start + self.server_learning_rate * (weights[name] - start)
         if not all(np.isfinite(weights[name]).all() for name in floating):
             logger.log(WARNING, "the new weights are not finite: the model stays as it was")
             return None, metrics
-        for reply, arrays in pairs:
-            partition = self.order(reply)[0]
-            parts = [arrays[_control_of(name)].ravel() for name in floating]
-            self.controls[partition] = np.concatenate(parts)
-            self.examples[partition] = reply.num_examples
-        return like(weights, model), metrics
+        for reply, (_, controls) in pairs:
+            parts = [controls[name].ravel() for name in floating]
+            self.controls[reply.client] = np.concatenate(parts)
+            self.examples[reply.client] = reply.num_examples
+        return cast_like(weights, model), metrics
 
 
-def _control_of(name: str) -> str:
-    """Name of an array's control; a module beside a tensor of its name cannot be."""
-    return f"{name}.control"
-
-
-def _floating(model: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def _floating(model: Mapping[str, NDArray[Any]]) -> Arrays:
     return {name: a for name, a in model.items() if np.issubdtype(a.dtype, np.floating)}
 
 
-def _parted(
-    vector: NDArray[np.float64], floating: Mapping[str, NDArray[Any]]
-) -> dict[str, NDArray[Any]]:
-    """Cut a vector into arrays of the given shapes and dtypes, under their controls' names."""
+def _split(vector: NDArray[np.float64], floating: Arrays) -> Arrays:
+    """Cut a vector into arrays of the given names, shapes and dtypes."""
     ends = np.cumsum([array.size for array in floating.values()])[:-1]
     return {
-        _control_of(name): part.reshape(array.shape).astype(array.dtype)
+        name: part.reshape(array.shape).astype(array.dtype)
         for (name, array), part in zip(floating.items(), np.split(vector, ends), strict=True)
     }
-
-
-def _checked(
-    reply: Reply,
-    expected: Mapping[str, NDArray[Any]],
-    floating: Mapping[str, NDArray[Any]],
-) -> dict[str, NDArray[Any]]:
-    """Check weights and controls whole; controls so large that c - c_i overflows are refused."""
-    arrays = checked_weights(reply, expected)
-    for name, array in floating.items():
-        largest = np.abs(arrays[_control_of(name)]).max(initial=0)
-        if largest > np.finfo(array.dtype).max / 4:
-            raise BadReply("scale", f"{_control_of(name)} is as large as {largest:g}")
-    return arrays

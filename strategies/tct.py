@@ -14,14 +14,15 @@ The correction is h_k = c_k - c (the invariant of appendix A.1), with c_k the me
 client k's last steps. When all clients took part in the last round, c is the difference of its
 model and this one over M eta, and only models travel: algorithm 1. The paper does not treat partial
 participation; here it is SCAFFOLD's own, and c travels down with theta: see
-:mod:`fedntk.strategies.control_variate`.
+:mod:`fedntk.strategies.tct_control`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -39,36 +40,58 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import (
-    BadReply,
-    FeatureMap,
-    Loss,
-    Moments,
-    Normaliser,
-    TCTModel,
-    UploadLimits,
-    available_memory,
-)
-from fedntk.ntk.convex import pooled_ridge
+from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, TCTModel
 from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.losses import check_loss
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureUpload, check_compression
+from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
-from .bootstrap import Bootstrap
-from .control_variate import ControlVariate
-from .nodes import Nodes
-from .replies import Reply, check_like
-from .seeded_fedavg import SeededFedAvg, logger, weighted_mean
+from .base import BaseStrategy, logger
+from .replies import Reply, checked_accuracy
+from .tct_bootstrap import Bootstrap
+from .tct_control import ControlVariate
+from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 
 __all__ = ["TCT", "ConvexOptimizer"]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
+PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the network
 BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
-Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
 
 
-class TCT(SeededFedAvg):
+@dataclass(frozen=True)
+class Lost:
+    """A client's word that it no longer has what it was sent.
+
+    Attributes
+    ----------
+    control : bool
+        Whether its own c_k is lost, too, which the server cannot send again.
+    """
+
+    control: bool
+
+    @classmethod
+    def said_in(cls, reply: Reply) -> "Lost | None":
+        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
+        if "lost-state" not in reply.metrics:
+            return None
+        said = reply.metrics["lost-state"]
+        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
+        return cls(control=said == 1)
+
+
+class Answers(NamedTuple, Generic[T]):
+    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
+
+    pairs: list[tuple[Reply, T]]
+    rejected: Counter[str]
+    lost: list[int]
+
+
+class TCT(BaseStrategy):
     """Train, convexify, train (Yu et al. 2022). Clients are :class:`~fedntk.clients.TCTClient`.
 
     Of ``num_rounds`` rounds, `bootstrap_rounds` are stage 1, one is for the moments of the features
@@ -78,12 +101,13 @@ class TCT(SeededFedAvg):
     model, clients evaluate the network.
 
     A client is sent the network and the normaliser once, then only linear models. One that lost
-    what it keeps says so and is sent it again; if its own c_k is lost, the corrections of all start
-    again from zero. All clients that were ever seen count in c, each with the number of examples it
-    told first: another number is refused. A node that tells no partition goes by its node id and is
-    a new client after it registers anew, so give nodes a partition-id. The moments are those of
-    the clients that answered in that one round: see ``min_completed``. Well-formed lies are not
-    defended against: one false model, or false moments, stay in c or in the normaliser.
+    what it keeps says so and is sent it again in the same round; if its own c_k is lost, the
+    corrections of all start again from zero. All clients that were ever seen count in c, each with
+    the number of examples that it reported first: another number is refused. A node that reports no
+    partition goes by its node id and is a new client after it registers anew, so give nodes a
+    partition-id. The moments are those of the clients that answered in that one round: see
+    ``min_completed``. Well-formed lies are not defended against: one false model, or false moments,
+    stay in c or in the normaliser.
 
     Parameters
     ----------
@@ -129,9 +153,17 @@ class TCT(SeededFedAvg):
         Compression of the features for ``solve="server"``, as in CP-NTK-FL; 0 and 32: none.
     device : torch.device or str
         Where the server solves.
-    **fedavg_options
-        Of :class:`SeededFedAvg` (seed, min_completed) and of Flower's FedAvg. All nodes are asked
-        for moments or features, whatever ``fraction_train``.
+    **options
+        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg. All nodes are asked for moments or features, whatever ``fraction_train``.
+
+    Attributes
+    ----------
+    phase : Phase or None
+        What is done in the next round: bootstrap, convexify, convex-rounds or server-solve; None
+        once the server has solved the problem.
+    linear_rounds : int
+        Rounds so far that changed the linear model.
 
     Raises
     ------
@@ -168,9 +200,9 @@ class TCT(SeededFedAvg):
         sparsity: float = 0.0,
         bits: int = UNQUANTISED,
         device: torch.device | str = "cpu",
-        **fedavg_options: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(**fedavg_options)
+        super().__init__(**options)
         for name, value, known in (
             ("optimizer", optimizer, get_args(ConvexOptimizer)),
             ("solve", solve, ("clients", "server")),
@@ -207,21 +239,33 @@ class TCT(SeededFedAvg):
             bias=bias,
             loss=check_loss(loss),
             learning_rate=learning_rate,
-            steps=1 if optimizer == "gd" else local_steps,
+            local_steps=1 if optimizer == "gd" else local_steps,
             corrected=optimizer == "scaffold",
             sparsity=sparsity,
             bits=bits,
         )
         if self.bootstrap is not None:  # which must not wait for more nodes than it is shown
             self.min_available_nodes = max(self.min_available_nodes, self.bootstrap.waits_for)
+        self.phases = self._planned()
         self._begin()
 
+    def _planned(self) -> list[Phase]:
+        """Return the phases of a run, in order."""
+        planned: list[Phase] = []
+        if self.bootstrap is not None and self.bootstrap_rounds:
+            planned.append(BootstrapRounds(self, self.bootstrap, self.bootstrap_rounds))
+        if self.solve == "server":
+            return [*planned, ServerSolve(self)]
+        if self.normalise:
+            planned.append(Convexify(self))
+        return [*planned, ConvexRounds(self)]
+
     def _begin(self) -> None:
-        """Forget all rounds of stage 2."""
-        self._prepared = False  # moments are known, or the problem is solved
-        self._control = ControlVariate(self.task.steps * self.task.learning_rate)
-        self._nodes = Nodes(self.partitions)
-        self._lost = False
+        """Forget all rounds."""
+        self.phase: Phase | None = self.phases[0]
+        self.linear_rounds = 0
+        self.control = ControlVariate(self.task.local_steps * self.task.learning_rate)
+        self.registry.forget_all()
 
     def summary(self) -> None:
         """Log the settings."""
@@ -235,7 +279,7 @@ class TCT(SeededFedAvg):
             *self.shape,
             self.task.loss,
             self.task.learning_rate,
-            self.task.steps,
+            self.task.local_steps,
         )
 
     def predictor(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> TCTModel:
@@ -246,28 +290,35 @@ class TCT(SeededFedAvg):
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later rounds depend on: c, and which c_k count. Clients keep these."""
+        """Add the phase, c and which c_k count, and what clients were sent; they keep the rest."""
         inner = {} if self.bootstrap is None else self.bootstrap.state_dict()
         return {
             **super().state_dict(),
-            "prepared": self._prepared,
-            **self._control.state_dict(),
+            "phase": "" if self.phase is None else self.phase.name,
+            "linear-rounds": self.linear_rounds,
+            "sent": self.registry.state_dict(),
+            **self.control.state_dict(),
             **{BOOTSTRAP + name: value for name, value in inner.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; clients are sent again what they need."""
-        inner = {k.removeprefix(BOOTSTRAP): v for k, v in state.items() if k.startswith(BOOTSTRAP)}
-        own = {k: v for k, v in state.items() if not k.startswith(BOOTSTRAP)}
-        present = {k: None for k in self.state_dict() if k.startswith(BOOTSTRAP)}
-        super().load_state_dict({**own, **present})
-        self._prepared = bool(state["prepared"])
-        self._control.load_state_dict(state)
-        self._nodes.forget_all()
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        by_name: dict[str, Phase | None] = {phase.name: phase for phase in self.phases}
+        if state["phase"] not in {"", *by_name}:
+            raise ValueError(
+                f"state: expected phase = {' or '.join(by_name)}, got {state['phase']!r}; it is of "
+                "other settings"
+            )
+        self.phase = by_name.get(state["phase"])
+        self.linear_rounds = int(state["linear-rounds"])
+        self.registry.load_state_dict(state["sent"])
+        self.control.load_state_dict(state)
         if self.bootstrap is not None:
-            self.bootstrap.load_state_dict(inner)
+            begins = {k: v for k, v in state.items() if k.startswith(BOOTSTRAP)}
+            self.bootstrap.load_state_dict({k[len(BOOTSTRAP) :]: v for k, v in begins.items()})
 
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> ArrayRecord:
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Add the linear model and the normaliser to the network's arrays.
 
         After :meth:`load_state_dict` `initial_arrays` are all that the run had returned by then;
@@ -291,298 +342,127 @@ class TCT(SeededFedAvg):
                 num_rounds,
                 self.bootstrap_rounds,
             )
-        if not self._rounds_loaded:
+        if not done:
             self._begin()
         elif set(TCTModel.ARRAYS) <= initial_arrays.keys():
             return initial_arrays
-        elif self._rounds_loaded > self.bootstrap_rounds:
+        elif done > self.bootstrap_rounds:
             raise ValueError(
                 f"initial_arrays: the loaded state goes with {', '.join(TCTModel.ARRAYS)}, too; "
                 "pass all arrays that were returned with it"
             )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
         own = zip(TCTModel.ARRAYS, (zero, identity.mean, identity.inv_std), strict=True)
-        return ArrayRecord({**self._network(initial_arrays), **{k: Array(a) for k, a in own}})
+        return ArrayRecord({**self.network_of(initial_arrays), **{k: Array(a) for k, a in own}})
 
-    # ---------------------------------------------------------------- sampling
+    # ----------------------------------------------------------------- sending
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the network in stage 1, then what each sampled client lacks, and the task."""
+        """Have the phase ask a sample of the clients, or all of them."""
         self.global_arrays, self.server_round = arrays, server_round
-        bootstrap, step = self._stage_1(server_round), self._step()
-        if self.fraction_train == 0.0 or (bootstrap is None and step is None):
+        if self.fraction_train == 0.0 or self.phase is None:
             return []
-        some = bootstrap is not None or step == "linear"
-        fraction = self.fraction_train if some else 1.0
+        fraction = 1.0 if self.phase.asks_everyone else self.fraction_train
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
-        config["server-round"] = server_round
-        self._nodes.register(grid.get_node_ids())
-        if bootstrap is not None:
-            for key, value in replace(self.task, step="bootstrap").to_config().items():
-                config[key] = value  # in round 1 clients say if they could not do that
-            network = self._network(arrays)
-            messages = bootstrap.messages(server_round, network, config, grid, nodes)
-            return [sent for m in messages for sent in self._sealed(m, grid)]
-        asked = replace(self.task, step=step or "linear", key=self._key())
-        return [
-            message
-            for node in nodes
-            for message in self._asked(
-                self._task(asked, node, server_round), config, node, MessageType.TRAIN, grid
-            )
-        ]
-
-    def _stage_1(self, server_round: int) -> Bootstrap | None:
-        """Return the bootstrap strategy in the rounds that are its own."""
-        return self.bootstrap if server_round <= self.bootstrap_rounds else None
-
-    def _step(self) -> Literal["statistics", "features", "linear"] | None:
-        """Return what comes next in stage 2; None where the problem is solved."""
-        if self.solve == "server":
-            return None if self._prepared else "features"
-        return "statistics" if self.normalise and not self._prepared else "linear"
-
-    def _sealed(self, message: Message, grid: Grid) -> Iterable[Message]:
-        """Add a node's sealed seed to another strategy's message, where there is a key server."""
-        if self._seeds is None:
-            return [message]
-        node = message.metadata.dst_node_id
-        return self.messages(message.content, [node], MessageType.TRAIN, grid)
-
-    def _task(self, asked: ConvexTask, node: int, server_round: int) -> ConvexTask:
-        """Complete a task by what a node is to be sent for it."""
-        if asked.step != "linear":
-            return replace(asked, parts=tuple(self._nodes.lacks(node, "network")))
-        client = self._nodes.client(node)
-        control = self._control.source(client, server_round)
-        state_round = self._control.round_of(client)
-        parts = [*self._nodes.lacks(node, "network", "normaliser"), "linear"]
-        parts += ["control"] if control == "sent" else []
-        return replace(asked, parts=tuple(parts), state_round=state_round, control=control)
-
-    def _asked(
-        self, task: ConvexTask, config: ConfigRecord, node: int, message_type: str, grid: Grid
-    ) -> Iterable[Message]:
-        """Make the message that asks a node to do a task."""
-        groups = {
-            "network": list(self.network.state_dict()),
-            "normaliser": [MEAN, SCALE],
-            "linear": [LINEAR],
-        }
-        arrays = {n: self.global_arrays[n] for part in task.parts for n in groups.get(part, [])}
-        if "control" in task.parts:
-            arrays["tct.control"] = Array(self._control.value)
-        record = RecordDict(
-            {
-                self.arrayrecord_key: ArrayRecord(arrays),
-                self.configrecord_key: ConfigRecord({**config, **task.to_config()}),
-            }
-        )
-        return self.messages(record, [node], message_type, grid)
-
-    def _network(self, arrays: ArrayRecord) -> ArrayRecord:
-        return ArrayRecord({name: arrays[name] for name in self.network.state_dict()})
-
-    def _key(self) -> str:
-        network = [array.numpy() for array in self._network(self.global_arrays).values()]
-        return ConvexTask.key_of(self.feature_map, network)
+        return self.phase.messages(server_round, nodes, arrays, config, grid)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the network, or the linear model once there is one."""
         self.global_arrays = arrays
-        if not arrays[LINEAR].numpy().any():
-            network = self._network(arrays)
-            return super().configure_evaluate(server_round, network, config, grid)
-        if self.fraction_evaluate == 0.0:
-            return []
-        nodes = self.sample(
-            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
-        )
-        config["server-round"] = server_round
-        asked = replace(self.task, key=self._key())
-        messages: list[Message] = []
-        for node in nodes:
-            task = self._task(asked, node, server_round)
-            parts = tuple(part for part in task.parts if part != "control")
-            task = replace(task, control="zero", parts=parts)
-            messages += self._asked(task, config, node, MessageType.EVALUATE, grid)
-        return messages
+        return super().configure_evaluate(server_round, arrays, config, grid)
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return what the phase asks of one client, or what it is to evaluate."""
+        if stage == MessageType.TRAIN and self.phase is not None:
+            return self.phase.content_for(client, arrays, config)
+        if not self.linear_rounds:
+            return super().content_for(client, stage, self.network_of(arrays), config)
+        parts = [*self.registry.lacks(client, "network", "normaliser"), "linear"]
+        return self.asked(self.task, parts, arrays, config)
+
+    def asked(
+        self, task: ConvexTask, parts: Iterable[str], arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return a task of stage 2 and some parts of the arrays, each a record of its name."""
+        task = replace(task, key=self._key(arrays))
+        content = RecordDict({self.configrecord_key: ConfigRecord({**config, **task.to_config()})})
+        for part in parts:
+            names = PARTS.get(part, tuple(self.network.state_dict()))
+            content[part] = ArrayRecord({name: arrays[name] for name in names})
+        return content
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the network's own arrays."""
+        return ArrayRecord({name: arrays[name] for name in self.network.state_dict()})
+
+    def _key(self, arrays: ArrayRecord) -> str:
+        if arrays is not self._keyed[0]:
+            network = [array.numpy() for array in self.network_of(arrays).values()]
+            self._keyed = (arrays, ConvexTask.key_of(self.feature_map, network))
+        return self._keyed[1]
+
+    _keyed: tuple[ArrayRecord | None, str] = (None, "")
 
     # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Do what the round is for with the replies."""
-        bootstrap, step = self._stage_1(server_round), self._step()
-        if bootstrap is not None:
-            expected = {k: a.numpy() for k, a in self._network(self.global_arrays).items()}
-            arrays, metrics = bootstrap.aggregate(server_round, replies, expected)
-        elif step is None:
+        """Have the phase aggregate, and go on to the next one where it is over."""
+        phase = self.phase
+        if phase is None:
             return None, None
-        elif step == "statistics":
-            arrays, metrics = self._aggregate_moments(replies)
-        elif step == "features":
-            arrays, metrics = self._aggregate_features(replies)
-        else:
-            arrays, metrics = self._aggregate_linear(server_round, replies)
+        arrays, metrics = phase.aggregate(server_round, replies)
         self.train_metrics[server_round] = metrics
-        return (None if arrays is None else self._with(arrays)), metrics
-
-    def _aggregate_moments(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
-        def parse(reply: Reply) -> Moments:
-            arrays = self._own_arrays(reply)
-            return Moments.from_arrays(arrays, reply.num_examples, self.width)
-
-        pairs, metrics = self._answers(replies, parse, "network")
-        if not self.enough(len(pairs)):
+        self.linear_rounds += phase.changes_linear and arrays is not None
+        if phase.is_over(server_round, updated=arrays is not None):
+            following = self.phases.index(phase) + 1
+            self.phase = self.phases[following] if following < len(self.phases) else None
+        if arrays is None:
             return None, metrics
-        self._prepared = True
-        self._control.know({self._nodes.client(r.node): r.num_examples for r, _ in pairs})
-        normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
-        metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
-        return {MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+        changed = {name: Array(array) for name, array in arrays.items()}
+        return ArrayRecord({**self.global_arrays, **changed}), metrics
 
-    def _aggregate_features(self, replies: Iterable[Message]) -> tuple[Arrays | None, MetricRecord]:
-        asked = UploadLimits({}, self.max_examples, self.task.sparsity, self.task.bits)
+    def answers(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> Answers[T]:
+        """Check replies; clients that lost what they were sent are sent it, and asked, once more.
 
-        def parse(reply: Reply) -> FeatureUpload:
-            upload = FeatureUpload.from_arrays(
-                self._own_arrays(reply), asked, width=self.width, num_outputs=self.shape[1]
-            )
-            if len(upload.labels) != reply.num_examples:
-                raise BadReply(
-                    "num-examples", f"claims {reply.num_examples}, sends {len(upload.labels)}"
-                )
-            return upload
+        A client of whose c_k nothing is left is dropped, as is one that loses again what it got.
+        """
 
-        pairs, metrics = self._answers(replies, parse, "network")
-        pairs = self._affordable(pairs, metrics)
-        if not self.enough(len(pairs)):
-            return None, metrics
-        try:
-            linear, normaliser = pooled_ridge(
-                [upload for _, upload in pairs],
-                self.shape[1],
-                ridge=self.ridge,
-                normalise=self.normalise,
-                bias=self.task.bias,
-                device=self.device,
-            )
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
-            return None, metrics
-        self._prepared = True
-        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+        def parse_any(reply: Reply) -> T | Lost:
+            return Lost.said_in(reply) or parse(reply)
 
-    def _affordable(
-        self, pairs: list[tuple[Reply, FeatureUpload]], metrics: MetricRecord
-    ) -> list[tuple[Reply, FeatureUpload]]:
-        """Leave out the largest uploads while a kernel of all examples would not fit."""
-        kept, room = list(pairs), available_memory()
-        while kept and 24 * sum(r.num_examples for r, _ in kept) ** 2 > room:
-            largest = max(kept, key=lambda pair: pair[0].num_examples)
-            kept.remove(largest)
-            logger.log(
-                WARNING,
-                "dropped %d examples of node %d: a kernel with them does not fit in %.1f GB",
-                largest[0].num_examples,
-                largest[0].node,
-                room / 1e9,
-            )
-        if dropped := len(pairs) - len(kept):
-            metrics["rejected-too-large"] = dropped
-            metrics["replies-accepted"] = len(kept)
-            metrics["replies-rejected"] = int(metrics["replies-rejected"]) + dropped  # type: ignore[arg-type]
-        return kept
+        found, rejected = self.accepted(replies, parse_any, stage)
+        lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
+        for reply, _ in lost:
+            self.registry.forget(reply.client)
+        if nodes := [reply.node for reply, own in lost if not own.control]:
+            logger.log(WARNING, "%d clients lost what they kept: it is sent again", len(nodes))
+            more, failed = self.exchange(nodes, stage, self.global_arrays, parse_any)
+            found = sorted([*found, *more], key=lambda pair: (pair[0].client, pair[0].node))
+            rejected += failed
+            lost = [pair for pair in lost if pair[1].control]
+            lost += [(reply, own) for reply, own in more if isinstance(own, Lost)]
+        for reply, _ in lost:
+            self.drop(reply.node, BadReply("lost-state", "it lost what it kept"), rejected)
+        good = [(reply, own) for reply, own in found if not isinstance(own, Lost)]
+        return Answers(good, rejected, [reply.client for reply, own in lost if own.control])
 
-    def _aggregate_linear(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
-        theta = self.global_arrays[LINEAR].numpy()
-        rates: list[float] = []  # of clients whose steps overflow, too
-
-        def parse(reply: Reply) -> NDArray[Any]:
-            if "diverged" in reply.metrics:
-                rates.extend(_rates(reply))
-                raise BadReply("diverged", "its steps of stage 2 overflow")
-            (linear,) = self._own_arrays(reply, 1)
-            check_like(LINEAR, linear, theta)
-            self._control.check(self._nodes.client(reply.node), reply.num_examples, theta, linear)
-            return linear
-
-        pairs, metrics = self._answers(replies, parse, "network", "normaliser")
-        rates += [rate for reply, _ in pairs for rate in _rates(reply)]
-        if rates:
-            metrics["rate-times-lambda"] = max(rates)
-            if max(rates) > 2:
-                logger.log(
-                    WARNING,
-                    "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
-                    "above 2 its steps diverge: lower the learning rate",
-                    max(rates),
-                )
-        if lost := self._lost:  # some c_k is no more, and c still holds it
-            logger.log(WARNING, "a client lost its state: all corrections start again from zero")
-            self._control.reset()
-            self._lost = False
-        if not self.enough(len(pairs)):
-            return None, metrics
-        counts = [reply.num_examples for reply, _ in pairs]
-        mean = weighted_mean([{LINEAR: linear} for _, linear in pairs], counts)[LINEAR]
-        mean = np.asarray(mean, np.float32)
-        own = {self._nodes.client(r.node): (r.num_examples, linear) for r, linear in pairs}
-        everyone = self._nodes.clients() - set(self.held_out)
-        if self.task.corrected and not lost:
-            self._control.update(server_round, theta, mean, own, everyone)
-        return {LINEAR: mean}, metrics
-
-    def _answers(
-        self, replies: Iterable[Message], parse: Any, *parts: str
-    ) -> tuple[list[tuple[Reply, Any]], MetricRecord]:
-        """Check replies of stage 2, and note which parts each node now holds."""
-        replies = list(replies)
-        self._nodes.forget_failed(replies)
-        pairs, rejected = self.accepted(replies, parse)
-        self._nodes.now_hold((reply.node for reply, _ in pairs), *parts)
-        return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
-
-    def _own_arrays(self, reply: Reply, count: int | None = None) -> list[NDArray[Any]]:
-        """Return a reply's arrays; BadReply if the client has lost what it was to use."""
-        if "lost-state" in reply.metrics:
-            self._nodes.forget(reply.node)
-            had = self._control.round_of(self._nodes.client(reply.node)) > 0
-            self._lost |= had and reply.metrics["lost-state"] == 1
-            raise BadReply("lost-state", "the client no longer has what it was sent")
-        arrays = list(reply.arrays().values())
-        if count is not None and len(arrays) != count:
-            raise BadReply("arrays", f"expected {count}, got {len(arrays)}")
-        return arrays
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Average the metrics, and note who has the network; who failed is sent it again."""
-        replies = list(replies)
-        self._nodes.forget_failed(replies)
-        metrics = super().aggregate_evaluate(server_round, replies)
-        if self.global_arrays[LINEAR].numpy().any():
-            good = [n for n, k in self.partitions.items() if k in self.client_evaluations]
-            self._nodes.now_hold(good, "network", "normaliser")
-        return metrics
-
-    def _with(self, arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-        """Return all arrays, some of them new."""
-        return ArrayRecord(
-            {k: Array(arrays[k]) if k in arrays else a for k, a in self.global_arrays.items()}
-        )
-
-
-def _rates(reply: Reply) -> list[float]:
-    rate = reply.metrics.get("rate-times-lambda")
-    return [rate] if isinstance(rate, int | float) and rate >= 0 else []
+    def evaluations(
+        self, replies: Iterable[Message]
+    ) -> tuple[list[tuple[Reply, None]], Counter[str]]:
+        """Check evaluations, and note who has the network."""
+        pairs, rejected, _ = self.answers(replies, checked_accuracy, MessageType.EVALUATE)
+        if self.linear_rounds:
+            for reply, _ in pairs:
+                self.registry.mark_sent(reply.client, "network", "normaliser")
+        return pairs, rejected

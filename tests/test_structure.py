@@ -2,36 +2,90 @@
 
 import ast
 import importlib
+import itertools
 import tomllib
 
 import pytest
 from flwr.client import NumPyClient
+from flwr.common.config import flatten_dict
 from flwr.serverapp.strategy import Strategy
 
 from fedntk.simulations.config import Config
-from fedntk.simulations.methods import METHODS
+from fedntk.simulations.methods import own_methods
 
 from .conftest import ROOT
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
-OURS = sorted(set(METHODS) - {"fedavg"})  # FedAvg is Flower's
-BASELINES = {"scaffold"}  # others' methods, to compare with: no notebook of their own
+METHODS = own_methods()
 
 
-@pytest.mark.parametrize("method", OURS)
+def stem(method):
+    return method.replace("-", "_")
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_method_has_its_file_in_every_room(method):
-    stem = method.replace("-", "_")
-    paths = [
-        f"strategies/{stem}.py",
-        f"clients/{stem}.py",
-        f"tests/strategies/test_{stem}.py",
-        f"tests/clients/test_{stem}.py",
-    ]
-    if method not in BASELINES:
-        paths.append(f"notebooks/{stem}.ipynb")
+    own = stem(method)
+    paths = [f"simulations/methods/{own}.py"]
+    if method != "fedavg":  # Flower's, whose halves are the base of others here
+        paths += [
+            f"strategies/{own}.py",
+            f"clients/{own}.py",
+            f"tests/strategies/test_{own}.py",
+            f"tests/clients/test_{own}.py",
+        ]
+    if not METHODS[method].baseline:
+        paths.append(f"notebooks/{own}.ipynb")
     for path in paths:
         assert (ROOT / path).is_file(), path
-    assert list((ROOT / "simulations" / "conf").glob(f"{stem}*.toml"))
+    assert list((ROOT / "simulations" / "conf").glob(f"{own}*.toml"))
+
+
+def shared_files():
+    """Files that serve all methods, and so know none."""
+    stems = set(map(stem, METHODS))
+    yield from sorted((ROOT / "simulations").glob("*.py"))
+    yield ROOT / "simulations" / "methods" / "__init__.py"
+    for room in ("strategies", "clients"):
+        for path in sorted((ROOT / room).glob("*.py")):
+            own = any(path.stem == s or path.stem.startswith(f"{s}_") for s in stems)
+            if not own and path.stem != "__init__":
+                yield path
+
+
+def names_of_methods():
+    """Names, and the classes that the files of one method define."""
+    names = set(METHODS)
+    for room, method in itertools.product(
+        ("strategies", "clients", "simulations/methods"), METHODS
+    ):
+        path = ROOT / room / f"{stem(method)}.py"
+        if path.exists() and method != "fedavg":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return names
+
+
+@pytest.mark.parametrize(
+    "path", list(shared_files()), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_no_shared_file_knows_a_method(path):
+    """No string, import or name in its code is a method's; the default of `method` may be."""
+    names, found = names_of_methods(), []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.alias):
+            found.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.module or "").replace("_", "-").rpartition(".")[2])
+        elif isinstance(node, ast.Name):
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.append(node.attr)
+    known = sorted(set(found) & names)
+    default = ["ntk-fl"] if path == ROOT / "simulations" / "config.py" else []
+    assert known == default
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -79,7 +133,7 @@ def test_arrows_point_down_only(room):
 
 def test_run_config_of_the_flower_app_equals_the_defaults():
     app = tomllib.loads((ROOT / "simulations" / "pyproject.toml").read_text(encoding="utf-8"))
-    assert app["tool"]["flwr"]["app"]["config"] == Config().values()
+    assert flatten_dict(app["tool"]["flwr"]["app"]["config"]) == Config.default_run_config()
     assert app["project"]["dependencies"] == []
 
 

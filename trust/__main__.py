@@ -1,5 +1,6 @@
 """The command ``python -m fedntk.trust``: keys, and the two servers as processes."""
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,21 @@ from typing import Annotated
 import typer
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .key_server import KeyServer, load_secret, new_secret
 from .sealing import SealError, load_key, new_key, public_bytes, save_key
-from .service import BODY_LIMIT, key_server_app, read_enrolled, shuffling_server_app
+from .service import (
+    BODY_LIMIT,
+    BODY_TIMEOUT,
+    SMALL_BODY_TIMEOUT,
+    key_server_app,
+    read_enrolled,
+    shuffling_server_app,
+)
 from .shuffling_server import ShufflingServer
+
+HEAD_TIMEOUT = 20.0  # seconds
 
 app = typer.Typer(
     help="The trusted third parties of CP-NTK-FL: keys, a key server, a shuffling server.",
@@ -23,6 +34,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+BodyTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for a request's body; then it is refused.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(help="Port to listen at.")]
 Certificate = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
@@ -60,6 +74,7 @@ def key_server_command(
         Path,
         typer.Option(help="Public keys of the clients, one a line; may change at any time."),
     ],
+    body_timeout: BodyTimeout = SMALL_BODY_TIMEOUT,
     host: Host = "127.0.0.1",
     port: Port = 9191,
     ssl_certfile: Certificate = None,
@@ -69,7 +84,7 @@ def key_server_command(
     with _errors_in_one_line():
         master, signing_key = load_secret(secret)
         server = KeyServer(master, read_enrolled(enrolled), signing_key)
-        service = key_server_app(server, enrolled)
+        service = key_server_app(server, enrolled, body_timeout=body_timeout)
     typer.echo(server.verify_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -84,6 +99,7 @@ def shuffling_server_command(
     body_limit: Annotated[
         int, typer.Option(min=1, help="Bytes of a round's sealed uploads together.")
     ] = BODY_LIMIT,
+    body_timeout: BodyTimeout = BODY_TIMEOUT,
     host: Host = "127.0.0.1",
     port: Port = 9192,
     ssl_certfile: Certificate = None,
@@ -92,15 +108,38 @@ def shuffling_server_command(
     """Print the public key, and permute the rows of uploads that clients sealed with it."""
     with _errors_in_one_line():
         server = ShufflingServer(load_key(secret), min_clients=min_clients)
+        service = shuffling_server_app(server, body_limit=body_limit, body_timeout=body_timeout)
     typer.echo(server.public_key.hex())
-    _serve(
-        shuffling_server_app(server, body_limit=body_limit), host, port, ssl_certfile, ssl_keyfile
-    )
+    _serve(service, host, port, ssl_certfile, ssl_keyfile)
+
+
+class _OneRequest(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection, closed if no whole head of a request has come in `HEAD_TIMEOUT` seconds.
+
+    uvicorn has no such limit: its `timeout_keep_alive` begins after an answer, and any byte ends
+    it.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(HEAD_TIMEOUT, self._close_without_a_head)
+
+    def _close_without_a_head(self) -> None:
+        if self.cycle is None:  # set by uvicorn, when a head is whole
+            self.transport.close()
 
 
 def _serve(
     service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
+    """Serve one request a connection, whose head and body must come in time.
+
+    A second request would have no limit for its head; one that is refused before its body was read,
+    such as with status 404, none for its body. Three things have no limit here, and need a proxy in
+    front: the time in which a client reads its answer; how many clients there are at once, each
+    with a body in memory; the length of a head, while there is time for it, if uvicorn parses with
+    httptools.
+    """
     uvicorn.run(
         service,
         host=host,
@@ -108,6 +147,9 @@ def _serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,
+        headers=[("connection", "close")],
+        http=_OneRequest,
+        ws="none",
     )
 
 

@@ -55,7 +55,7 @@ class _Remote:
         try:
             refusal = response.json()
             return _ERRORS[refusal["error"]](refusal["message"])
-        except (ValueError, TypeError, KeyError):
+        except Exception:  # whatever answers at this address
             return SealError(
                 f"the {self.command} at {self.url} answered with status {response.status_code}; "
                 "see its log, and check the address"
@@ -118,7 +118,7 @@ class RemoteShufflingServer(_Remote):
         self,
         sealed: Sequence[bytes],
         *,
-        asked: UploadLimits,
+        limits: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,
@@ -134,14 +134,14 @@ class RemoteShufflingServer(_Remote):
             If it does not answer.
         """
         head = {
-            "asked": asked.to_json(),
+            "limits": limits.to_json(),
             "run": run,
             "server-round": server_round,
             "num-examples": None if num_examples is None else list(num_examples),
         }
         answer = self._post(SHUFFLE_PATH, frame([json.dumps(head).encode(), *sealed]))
         try:
-            return Shuffled.from_bytes(answer, parameters=asked.parameters)
+            return Shuffled.from_bytes(answer, parameters=limits.parameters)
         except Exception as error:  # whatever answers at this address
             raise SealError(
                 f"the answer from {self.url} is no shuffling server's ({error}); check the address"

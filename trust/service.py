@@ -1,5 +1,6 @@
 """The key server and the shuffling server as small web applications."""
 
+import asyncio
 import json
 from logging import getLogger
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from fedntk.ntk import UploadLimits
 
@@ -18,11 +20,16 @@ from .shuffling_server import ShufflingServer
 __all__ = ["key_server_app", "read_enrolled", "shuffling_server_app"]
 
 BODY_LIMIT = 2_000_000_000
+BODY_TIMEOUT = 600.0
 SMALL_BODY = 10_000
+SMALL_BODY_TIMEOUT = 30.0
+LONGEST_CAUSE = 300  # characters
 logger = getLogger("uvicorn.error")
 
 
-def key_server_app(server: KeyServer, enrolled: Path) -> FastAPI:
+def key_server_app(
+    server: KeyServer, enrolled: Path, *, body_timeout: float = SMALL_BODY_TIMEOUT
+) -> FastAPI:
     """Serve sealed seeds; the file of enrolled keys is read anew for each.
 
     Parameters
@@ -31,12 +38,14 @@ def key_server_app(server: KeyServer, enrolled: Path) -> FastAPI:
         Which seals.
     enrolled : Path
         See :func:`read_enrolled`. While it cannot be read, the keys read last stay enrolled.
+    body_timeout : float
+        Seconds for the whole body of a request, however it comes in; status 408 after that.
     """
     app = _app()
 
     @app.post(SEALED_SEED_PATH)
     async def sealed_seed(request: Request) -> Response:
-        parts = unframe(await _body(request, SMALL_BODY))
+        parts = unframe(await _body(request, SMALL_BODY, body_timeout))
         if len(parts) != 3:
             raise SealError(f"expected public key, run and challenge, got {len(parts)} parts")
         try:
@@ -49,7 +58,9 @@ def key_server_app(server: KeyServer, enrolled: Path) -> FastAPI:
     return app
 
 
-def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMIT) -> FastAPI:
+def shuffling_server_app(
+    server: ShufflingServer, *, body_limit: int = BODY_LIMIT, body_timeout: float = BODY_TIMEOUT
+) -> FastAPI:
     """Serve shuffled uploads.
 
     Parameters
@@ -58,26 +69,31 @@ def shuffling_server_app(server: ShufflingServer, *, body_limit: int = BODY_LIMI
         Which shuffles.
     body_limit : int
         Bytes of a round's sealed uploads together.
+    body_timeout : float
+        Seconds for the whole body of a request, however it comes in; status 408 after that.
     """
     app = _app()
 
     @app.post(SHUFFLE_PATH)
     async def shuffle(request: Request) -> Response:
-        return _answer(await run_in_threadpool(answered, await _body(request, body_limit)))
+        body = await _body(request, body_limit, body_timeout)
+        return _answer(await run_in_threadpool(answered, body))
 
     def answered(body: bytes) -> bytes:
         head, *sealed = unframe(body) or [b""]
         try:
             fields = json.loads(head)
-            asked = UploadLimits.from_json(fields["asked"])
+            limits = UploadLimits.from_json(fields["limits"])
             run, server_round = str(fields["run"]), int(fields["server-round"])
             claims = fields["num-examples"]
             if claims is not None and [type(n) for n in claims] != [int] * len(sealed):
                 raise ValueError(f"expected {len(sealed)} whole numbers of examples, got {claims}")
-        except (ValueError, TypeError, KeyError) as error:
-            raise SealError(f"expected what is asked, run and round as JSON: {error!r}") from None
+        except Exception as error:  # whatever a hostile head provokes
+            raise SealError(
+                f"expected limits, run and round as JSON: {error!r:.{LONGEST_CAUSE}}"
+            ) from None
         shuffled = server.shuffle(
-            sealed, asked=asked, run=run, server_round=server_round, num_examples=claims
+            sealed, limits=limits, run=run, server_round=server_round, num_examples=claims
         )
         return shuffled.to_bytes()
 
@@ -115,27 +131,52 @@ def read_enrolled(path: Path) -> list[bytes]:
 
 def _app() -> FastAPI:
     return FastAPI(
-        openapi_url=None, docs_url=None, redoc_url=None, exception_handlers={SealError: _refused}
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={
+            SealError: _refused,
+            TimeoutError: _too_slow,
+            ClientDisconnect: _broken_off,
+        },
     )
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    return JSONResponse(
-        {"error": type(error).__name__, "message": str(error)},
-        status_code=403 if isinstance(error, NotEnrolled) else 400,
-    )
+    return _refusal(error, 403 if isinstance(error, NotEnrolled) else 400)
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def _too_slow(_: Request, error: Exception) -> Response:
+    return _refusal(SealError(str(error)), 408)
+
+
+def _refusal(error: Exception, status: int) -> Response:
+    return JSONResponse({"error": type(error).__name__, "message": str(error)}, status_code=status)
+
+
+async def _broken_off(request: Request, _: Exception) -> Response:
+    """Answer nobody: the client has gone."""
+    logger.info("a request to %s broke off", request.url.path)
+    return Response(status_code=400)
+
+
+async def _body(request: Request, limit: int, timeout: float) -> bytes:
     """Whole body of a request. One that is too large is read to its end, and not kept."""
     body = bytearray()
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        else:
-            body.clear()
+    try:
+        async with asyncio.timeout(timeout):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                else:
+                    body.clear()
+    except TimeoutError:
+        raise TimeoutError(
+            f"expected the whole request within {timeout:g} s, got {size} bytes of it; send fewer "
+            "uploads or fewer examples, or start the server with a larger --body-timeout"
+        ) from None
     if size > limit:
         raise SealError(
             f"expected a request of at most {limit} bytes, got {size}; send fewer uploads or fewer "

@@ -158,7 +158,7 @@ class ShufflingServer:
         self,
         sealed: Sequence[bytes],
         *,
-        asked: UploadLimits,
+        limits: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,
@@ -171,8 +171,8 @@ class ShufflingServer:
         ----------
         sealed : sequence of bytes
             From :func:`seal_upload`, one for each client.
-        asked : UploadLimits
-            What the clients were asked for.
+        limits : UploadLimits
+            Of what a client may send.
         run : str
             Name of the run.
         server_round : int
@@ -203,7 +203,7 @@ class ShufflingServer:
                     0,
                     f"round {server_round} of {run!r} was given out before, once for all",
                 )
-            uploads, rejected = self._accepted(sealed, num_examples, info, asked)
+            uploads, rejected = self._accepted(sealed, num_examples, info, limits)
             if len(uploads) < self.min_clients:
                 return Shuffled(
                     None,
@@ -224,20 +224,21 @@ class ShufflingServer:
         sealed: Sequence[bytes],
         num_examples: Sequence[int] | None,
         info: bytes,
-        asked: UploadLimits,
+        limits: UploadLimits,
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
         """Open the uploads; those that can be used, and why others cannot, by their index."""
         uploads: dict[int, JacobianUpload] = {}
         rejected: dict[int, BadReply] = {}
-        room = MemoryBudget()
+        budget, seen = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:
-                if data in sealed[:i]:
+                if data in seen:
                     raise BadReply("replayed", "the same sealed bytes came before")
-                upload = self._opened(data, info, asked)
+                seen.add(data)
+                upload = self._opened(data, info, limits)
                 if num_examples is not None and num_examples[i] != upload.jacobian.num_examples:
                     raise BadReply("num-examples", "claims another number of examples than it has")
-                uploads[i] = room.hold(upload)
+                uploads[i] = budget.hold(upload)
             except BadReply as error:
                 rejected[i] = error
         for i, verdict in zip(list(uploads), screen_uploads(list(uploads.values())), strict=True):
@@ -246,7 +247,7 @@ class ShufflingServer:
                 del uploads[i]
         return uploads, rejected
 
-    def _opened(self, data: bytes, info: bytes, asked: UploadLimits) -> JacobianUpload:
+    def _opened(self, data: bytes, info: bytes, limits: UploadLimits) -> JacobianUpload:
         try:
             opened = unseal(data, self._private_key, info)
         except SealError as error:
@@ -256,7 +257,7 @@ class ShufflingServer:
         except Exception as error:  # whatever hostile bytes provoke
             raise BadReply("arrays", f"the sealed bytes hold no arrays: {error}") from error
         try:
-            return CompressedUpload.from_arrays(arrays, asked)
+            return CompressedUpload.from_arrays(arrays, limits)
         except BadReply:
             raise
         except Exception as error:  # whatever hostile bytes provoke

@@ -2,6 +2,7 @@
 
 from .local_steps import (
     Spectrum,
+    centred_targets,
     convex_loss,
     geometric_sums,
     looped_steps,
@@ -14,6 +15,7 @@ from .tct_model import TCTModel
 __all__ = [
     "Spectrum",
     "TCTModel",
+    "centred_targets",
     "convex_loss",
     "geometric_sums",
     "looped_steps",

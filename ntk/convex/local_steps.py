@@ -5,18 +5,19 @@ NeurIPS 2022, algorithm 1 (eq. (3)) with full-batch gradients (appendix A.2):
 
     W_{m+1} = W_m - eta (grad L_k(W_m) - h_k),       m = 0 ... M - 1.
 
-Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = Z^T R / n_k with R = Z W - Y, as in the
-authors' MNIST example; eq. (1) has no 1/2, and algorithm 2 no 1/n_k. Steps diverge where
+Here L_k(W) = 1/(2 n_k) ||Z W - Y||^2, so grad L_k = -Z^T R / n_k with the residual R = Y - Z W, as
+in the authors' MNIST example; eq. (1) has no 1/2, and algorithm 2 no 1/n_k. Steps diverge where
 eta lambda_max / n is above 2.
 
-Whatever the loss, W_M = W_0 - eta (Z^T S / n - M h) with S = sum of R_m (n x C). For least squares
-R_{m+1} = (I - eta K / n) R_m + eta Z h with K = Z Z^T, a geometric series in the eigenbasis of K:
+Whatever the loss, W_M = W_0 + eta (Z^T S / n + M h) with S = sum of R_m (n x C). For least squares
+R_{m+1} = (I - eta K / n) R_m - eta Z h with K = Z Z^T, a geometric series in the eigenbasis of K:
 for an eigenvalue with a = eta lambda / n,
 
-    S = phi_1 R_0 + eta phi_2 Z h,   phi_1 = (1 - (1 - a)^M) / a,   phi_2 = (M - phi_1) / a.
+    S = phi_1 R_0 - eta phi_2 Z h,   phi_1 = (1 - (1 - a)^M) / a,   phi_2 = (M - phi_1) / a.
 
-For cross-entropy R = softmax(Z W) - Y, and the M steps are taken on Z W (n x C) instead of W
-(p x C).
+For cross-entropy R = Y - softmax(Z W), and the M steps are taken on Z W (n x C) instead of W
+(p x C). Normalisation: this loss is a mean over examples and a sum over outputs, that of
+:mod:`fedntk.ntk.losses` a mean over both for MSE.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses import Loss, check_loss
+from ..losses import Loss, check_loss, residual
 from ..memory import require_memory
 from ..precision import full_float32
 
 __all__ = [
     "Spectrum",
+    "centred_targets",
     "convex_loss",
     "geometric_sums",
     "looped_steps",
@@ -87,8 +89,9 @@ def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
     return float(-(targets.double() * logs).sum(1).mean())
 
 
-def _residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-    return (outputs if loss == "mse" else torch.softmax(outputs, 1)) - targets
+def centred_targets(targets: Tensor, loss: Loss) -> Tensor:
+    """Return one-hot targets (n, C), minus 1/C for least squares."""
+    return targets - 1 / targets.shape[1] if loss == "mse" else targets
 
 
 def geometric_sums(rate: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ def residual_sum(
     Tensor, shape (n, C)
         float64; not finite where the steps diverge that far.
     """
-    n, first = len(outputs), _residual(outputs.double(), targets.double(), check_loss(loss))
+    n, first = len(outputs), residual(outputs.double(), targets.double(), check_loss(loss))
     if steps == 1:
         return first
     drift = drift.double()
@@ -165,16 +168,16 @@ def residual_sum(
             raise TypeError("kernel: least squares need its Spectrum")
         one, two = geometric_sums(learning_rate * kernel.values / n, steps)
         basis = kernel.vectors
-        inner = one[:, None] * (basis.T @ first) + learning_rate * two[:, None] * (basis.T @ drift)
+        inner = one[:, None] * (basis.T @ first) - learning_rate * two[:, None] * (basis.T @ drift)
         return basis @ inner
     if not isinstance(kernel, Tensor):
         raise TypeError("kernel: cross-entropy needs the matrix")
     f, k = outputs.double(), kernel.double() / n
     total = torch.zeros_like(f)
     for _ in range(steps):
-        r = _residual(f, targets, loss)
+        r = residual(f, targets, loss)
         total += r
-        f = f - learning_rate * (k @ r - drift)
+        f = f + learning_rate * (k @ r + drift)
     return total
 
 
@@ -206,9 +209,9 @@ def looped_steps(
     check_loss(loss)
     w, total = weights.clone(), torch.zeros_like(targets)
     for _ in range(steps):
-        r = _residual(features @ w, targets, loss)
+        r = residual(features @ w, targets, loss)
         total += r
-        w -= learning_rate * (features.T @ r / len(features) - correction)
+        w += learning_rate * (features.T @ r / len(features) + correction)
     return w, total
 
 

@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ..features.feature_map import FeatureMap
 from ..features.normaliser import Normaliser
+from ..losses import Loss, check_loss
+from ..predictor import Predictor, arrays_of, load_arrays, require_same_network
+from .local_steps import centred_targets, convex_loss
 
 __all__ = ["TCTModel"]
 
@@ -24,7 +27,7 @@ LINEAR, MEAN, SCALE = "tct.linear", "tct.mean", "tct.scale"
 CHUNK_BYTES = 256 * 2**20  # of the features of a chunk of examples
 
 
-class TCTModel:
+class TCTModel(Predictor):
     """Scores W^T z + b of the classes, for normalised features z of a bootstrapped network.
 
     Parameters
@@ -37,6 +40,16 @@ class TCTModel:
         Over the p features.
     linear : float32, shape (p, C) or (p + 1, C)
         W, with a last row b where the model has a bias.
+    loss : {"mse", "cross-entropy"}
+        Which loss :meth:`evaluate` returns, normalised as in stage 2:
+        ``||z W - y||^2 / 2`` averaged over the examples, y one-hot minus 1/C; or the cross-entropy.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The bootstrapped network.
+    linear, mean, inv_std : Tensor of float32
+        Buffers, in the state dict: W, and the normaliser.
 
     Raises
     ------
@@ -52,6 +65,9 @@ class TCTModel:
     """
 
     ARRAYS = (LINEAR, MEAN, SCALE)  # names of what joins the network's own
+    linear: Tensor
+    mean: Tensor
+    inv_std: Tensor
 
     def __init__(
         self,
@@ -59,7 +75,10 @@ class TCTModel:
         feature_map: FeatureMap,
         normaliser: Normaliser,
         linear: NDArray[np.float32],
+        *,
+        loss: Loss = "mse",
     ) -> None:
+        super().__init__()
         width = feature_map.width(network)
         if normaliser.mean.shape != (width,) or normaliser.inv_std.shape != (width,):
             raise ValueError(
@@ -72,13 +91,28 @@ class TCTModel:
             )
         self.network = copy.deepcopy(network)
         self.feature_map = feature_map
-        self.normaliser = normaliser
-        self.linear = linear
+        self.loss = check_loss(loss)
+        for name, array in (
+            ("linear", linear),
+            ("mean", normaliser.mean),
+            ("inv_std", normaliser.inv_std),
+        ):
+            self.register_buffer(name, torch.from_numpy(np.array(array)))
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """What makes features of mean 0 and variance 1."""
+        return Normaliser(self.mean.cpu().numpy(), self.inv_std.cpu().numpy())
 
     @classmethod
     def from_arrays(
-        cls, network: nn.Module, feature_map: FeatureMap, arrays: Mapping[str, NDArray[Any]]
-    ) -> "TCTModel":
+        cls,
+        network: nn.Module,
+        feature_map: FeatureMap,
+        arrays: Mapping[str, NDArray[Any]],
+        *,
+        loss: Loss = "mse",
+    ) -> Self:
         """Make the model from the arrays of :class:`fedntk.strategies.TCT`, or a run's model file.
 
         Parameters
@@ -89,12 +123,13 @@ class TCTModel:
             The strategy's.
         arrays : dict of str to ndarray
             The network's state dict, ``tct.linear``, ``tct.mean`` and ``tct.scale``.
+        loss : {"mse", "cross-entropy"}
+            Of stage 2.
         """
-        network = copy.deepcopy(network)
-        state = {name: torch.from_numpy(np.array(arrays[name])) for name in network.state_dict()}
-        network.load_state_dict(state)
-        mean, inv_std, linear = (np.array(arrays[name]) for name in (MEAN, SCALE, LINEAR))
-        return cls(network, feature_map, Normaliser(mean, inv_std), linear)
+        mean, inv_std, linear = (arrays[name] for name in (MEAN, SCALE, LINEAR))
+        model = cls(network, feature_map, Normaliser(mean, inv_std), linear, loss=loss)
+        load_arrays(model.network, arrays)
+        return model
 
     def features(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
         """Yield the normalised features of the examples, some at a time: (m, p), float32.
@@ -106,10 +141,10 @@ class TCTModel:
         chunk_bytes : int
             Most that the features of a chunk take.
         """
-        extract = self.feature_map.extractor(self.network)
-        size = max(1, chunk_bytes // (4 * len(self.normaliser.mean)))
+        extract, normaliser = self.feature_map.extractor(self.network), self.normaliser
+        size = max(1, chunk_bytes // (4 * len(normaliser.mean)))
         for chunk in x.split(size) if len(x) else ():
-            yield self.normaliser(extract(chunk))
+            yield normaliser(extract(chunk))
 
     def predict(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
         """Return the classes' scores (n, C), float32 on the CPU; the largest is the prediction.
@@ -117,9 +152,13 @@ class TCTModel:
         Trained by least squares they estimate the classes' probabilities minus 1/C; trained by
         cross-entropy they are logits. Parameters are those of :meth:`features`.
         """
-        linear = torch.from_numpy(self.linear)
+        linear = self.linear.cpu()
         scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
         return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Loss of stage 2, in which least squares have targets minus 1/C."""
+        return convex_loss(outputs, centred_targets(targets, self.loss), self.loss)
 
     @staticmethod
     def scores(features: Tensor, linear: Tensor) -> Tensor:
@@ -137,20 +176,17 @@ class TCTModel:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        arrays = {
-            f"network.{name}": np.array(tensor.detach().cpu().numpy(), order="C")
-            for name, tensor in self.network.state_dict().items()
-        }
-        arrays |= {LINEAR: self.linear, MEAN: self.normaliser.mean, SCALE: self.normaliser.inv_std}
-        save_file(
-            {name: np.array(array, order="C") for name, array in arrays.items()},
-            folder / "tct.safetensors",
+        arrays = {f"network.{name}": array for name, array in arrays_of(self.network).items()}
+        own = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
+        arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in own}
+        save_file(arrays, folder / "tct.safetensors")
+        text = json.dumps(
+            {"format": 1, "loss": self.loss, **self.feature_map.to_config()}, indent=2
         )
-        text = json.dumps({"format": 1, **self.feature_map.to_config()}, indent=2)
         (folder / "tct.json").write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> "TCTModel":
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
         """Read what :meth:`save` wrote.
 
         Parameters
@@ -177,15 +213,10 @@ class TCTModel:
                 raise ValueError(f"expected format 1, got {described.get('format')!r}")
             arrays = load_file(folder / "tct.safetensors")
             feature_map = FeatureMap.from_config(described)
+            loss = check_loss(described.get("loss", "mse"))
         except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder} holds no TCT model that can be read: {error}") from error
         own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
-        expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
-        found = {name: array.shape for name, array in own.items()}
-        if found != expected or not {LINEAR, MEAN, SCALE} <= arrays.keys():
-            odd = [k for k in {**expected, **found} if found.get(k) != expected.get(k)]
-            raise ValueError(
-                f"{folder} holds a model of another network: it differs in "
-                f"{', '.join(odd[:5]) or 'its linear model'}"
-            )
-        return cls.from_arrays(network, feature_map, {**arrays, **own})
+        missing = not {LINEAR, MEAN, SCALE} <= arrays.keys()
+        require_same_network(network, own, folder, "its linear model" if missing else "")
+        return cls.from_arrays(network, feature_map, {**arrays, **own}, loss=loss)

@@ -1,17 +1,98 @@
 """Candidate weights of NTK-FL, one for each number of steps, and the choice among them.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, eq. (10) and
-(11a).
+(11a): w^(k,t) = w^(k) + J^T R^(k,t), and t^(k) is the t of the lowest loss.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["stack_candidates", "unstack_candidates"]
+from ..jacobian.operator import Jacobian
+from ..losses import Loss, loss_value
+from .gradient_flow import Evolution, GradientFlow
+
+__all__ = [
+    "Candidates",
+    "lowest_loss",
+    "mean_losses",
+    "stack_candidates",
+    "unstack_candidates",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Weights that follow a linearised network at several numbers of steps.
+
+    Attributes
+    ----------
+    weights : dict of str to ndarray of shape (T, *array shape)
+        w^(k,t), stacked over t, in the weights' order and dtypes.
+    linearised_losses : tuple of float, length T
+        Losses of f^(k,t), the outputs of the linearised network.
+    evolution : Evolution
+        Where they come from.
+    """
+
+    weights: dict[str, NDArray[Any]]
+    linearised_losses: tuple[float, ...]
+    evolution: Evolution
+
+    @classmethod
+    def of(
+        cls,
+        weights: Mapping[str, NDArray[Any]],
+        jacobian: Jacobian,
+        outputs: Tensor,
+        targets: Tensor,
+        flow: GradientFlow,
+    ) -> Self:
+        """Follow the flow from some weights, given Jacobian, outputs and targets there."""
+        evolution = flow(jacobian, outputs, targets)
+        updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
+        losses = tuple(_losses(evolution, targets, flow.loss))
+        return cls(stack_candidates(weights, updates), losses, evolution)
+
+    def __len__(self) -> int:
+        """Return T."""
+        return len(self.linearised_losses)
+
+    def weights_at(self, index: int) -> dict[str, NDArray[Any]]:
+        """Name -> array of one candidate."""
+        return {name: rows[index, ...] for name, rows in self.weights.items()}
+
+
+def _losses(evolution: Evolution, targets: Tensor, loss: Loss) -> list[float]:
+    return [loss_value(outputs, targets, loss) for outputs in evolution.outputs]
+
+
+def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[int]) -> list[float]:
+    """Mean over the clients of their losses at the candidates, each by its examples: eq. (11a).
+
+    Parameters
+    ----------
+    losses : sequence of ndarray of float64, shape (T,)
+        Each client's. None at all give an empty list.
+    num_examples : sequence of int
+        Each client's.
+    """
+    if not losses:
+        return []
+    total = np.zeros(len(losses[0]))
+    for own, count in zip(losses, num_examples, strict=True):
+        total += count * own
+    return [float(value) / sum(num_examples) for value in total]
+
+
+def lowest_loss(losses: Sequence[float]) -> int | None:
+    """Position of the lowest loss, NaN counting as infinite; None if none is finite."""
+    values = np.array([np.inf if np.isnan(loss) else loss for loss in losses])
+    return int(np.argmin(values)) if np.isfinite(values).any() else None
 
 
 def stack_candidates(

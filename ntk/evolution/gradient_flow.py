@@ -26,7 +26,7 @@ from ..memory import available_memory, require_memory
 from ..precision import full_float32
 from .solver import NOT_FINITE, RungeKuttaChebyshev
 
-__all__ = ["Evolution", "evolve"]
+__all__ = ["Evolution", "GradientFlow", "evolve"]
 
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 
@@ -42,7 +42,8 @@ class Evolution:
     outputs : Tensor, shape (T, n, C)
         f(t): eq. (9a) for MSE.
     residuals : Tensor, shape (T, n, C)
-        R(t), such that ``jacobian.vjp(residuals[k])`` is the change of the weights: eq. (9b), (10).
+        R(t), the residual times its scale, integrated over t: ``jacobian.vjp(residuals[k])`` is the
+        change of the weights, eq. (9b) and (10).
     kernel_products : int
         How many products of the kernel with an (n, C) matrix the solver took; 0 in closed form.
     solver_steps : int
@@ -60,7 +61,89 @@ class Evolution:
     error_estimate: float
 
 
-@full_float32()
+@dataclass(frozen=True, kw_only=True)
+class GradientFlow:
+    """How a linearised network evolves; called with a problem, it gives its :class:`Evolution`.
+
+    Attributes
+    ----------
+    loss : {"mse", "cross-entropy"}
+        Loss averaged over examples (and outputs, for MSE).
+    learning_rate : float
+        eta.
+    steps : tuple of float, length T
+        Increasing times t >= 0 at which to report, in steps of the learning rate.
+    kernel : {"mean", "full"}
+        ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
+        the exact linearised network; needs a Jacobian, builds no matrix.
+    residuals : {"integral", "sum"}
+        ``"integral"``: R(t), the residual integrated over t; it never overshoots. ``"sum"``: the
+        paper's eq. (10) to the letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which
+        approaches the integral as eta goes to 0 and overshoots where eta lambda_max is not small; t
+        must be whole.
+    tolerance : float
+        Error allowed per step of the solver, relative to the norm of the outputs. The whole error
+        was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
+    memory_budget : int, optional
+        Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
+        available by default. Past it no matrix is built, and the solver takes products with
+        :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
+
+    Raises
+    ------
+    ValueError
+        If one of them is out of range.
+    """
+
+    loss: Loss
+    learning_rate: float
+    steps: Sequence[float]
+    kernel: Literal["mean", "full"] = "mean"
+    residuals: Literal["integral", "sum"] = "integral"
+    tolerance: float = 1e-4
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
+        if self.kernel not in ("mean", "full"):
+            raise ValueError(f"kernel: expected 'mean' or 'full', got {self.kernel!r}")
+        if self.residuals not in ("integral", "sum"):
+            raise ValueError(f"residuals: expected 'integral' or 'sum', got {self.residuals!r}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate: expected a positive number, got {self.learning_rate}")
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance: expected a number between 0 and 1, got {self.tolerance}")
+        times = _checked_steps(self.steps, whole=self.residuals == "sum")
+        object.__setattr__(self, "steps", times)
+
+    @full_float32()
+    def __call__(
+        self, jacobian_or_kernel: Jacobian | Tensor, outputs: Tensor, targets: Tensor
+    ) -> Evolution:
+        """Evolve the outputs: see :func:`evolve`."""
+        n, num_outputs = _checked_shapes(jacobian_or_kernel, outputs, targets)
+        if self.kernel == "full" and isinstance(jacobian_or_kernel, Tensor):
+            raise ValueError(
+                "kernel='full' couples the outputs: pass a Jacobian, not a kernel matrix"
+            )
+        times, scale = (
+            tuple(self.steps),
+            self.learning_rate * output_scale(n, num_outputs, self.loss),
+        )
+        matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
+        if self.loss == "mse" and matrix is not None:
+            return _evolve_mse(matrix, outputs, targets, scale, times, self.residuals)
+        require_memory(
+            8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
+            f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
+            device=outputs.device,
+            cure="report fewer steps or sample fewer examples",
+        )
+        return _evolve_stiff(
+            apply, outputs, targets, self.loss, scale, times, self.residuals, self.tolerance
+        )
+
+
 def evolve(
     jacobian_or_kernel: Jacobian | Tensor,
     outputs: Tensor,
@@ -89,26 +172,8 @@ def evolve(
         f(0), the network's outputs at the current weights.
     targets : Tensor, shape (n, C)
         One-hot targets Y.
-    loss : {"mse", "cross-entropy"}
-        Loss averaged over examples (and outputs, for MSE).
-    learning_rate : float
-        eta.
-    steps : sequence of float, length T
-        Increasing times t >= 0 at which to report, in steps of the learning rate.
-    kernel : {"mean", "full"}
-        ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
-        the exact linearised network; needs a Jacobian, builds no matrix.
-    residuals : {"integral", "sum"}
-        ``"integral"``: R(t) as above; it never overshoots. ``"sum"``: the paper's eq. (10) to the
-        letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which approaches the integral
-        as eta goes to 0 and overshoots where eta lambda_max is not small; t must be whole.
-    tolerance : float
-        Error allowed per step of the solver, relative to the norm of the outputs. The whole error
-        was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
-    memory_budget : int, optional
-        Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
-        available by default. Past it no matrix is built, and the solver takes products with
-        :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
+    loss, learning_rate, steps, kernel, residuals, tolerance, memory_budget
+        Of :class:`GradientFlow`.
 
     Returns
     -------
@@ -132,24 +197,16 @@ def evolve(
     >>> evolve(2 * one, 0 * one, one, loss="mse", learning_rate=1.0, steps=[0, 1]).outputs.flatten()
     tensor([0.0000, 0.8647])
     """
-    check_loss(loss)
-    if residuals not in ("integral", "sum"):
-        raise ValueError(f"residuals: expected 'integral' or 'sum', got {residuals!r}")
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
-    n, num_outputs = _check(jacobian_or_kernel, outputs, targets, learning_rate, kernel)
-    times = _check_steps(steps, whole=residuals == "sum")
-    scale = learning_rate * output_scale(n, num_outputs, loss)
-    matrix, apply = _products(jacobian_or_kernel, kernel, loss, memory_budget)
-    if loss == "mse" and matrix is not None:
-        return _evolve_mse(matrix, outputs, targets, scale, times, residuals)
-    require_memory(
-        8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
-        f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
-        device=outputs.device,
-        cure="report fewer steps or sample fewer examples",
+    flow = GradientFlow(
+        loss=loss,
+        learning_rate=learning_rate,
+        steps=steps,
+        kernel=kernel,
+        residuals=residuals,
+        tolerance=tolerance,
+        memory_budget=memory_budget,
     )
-    return _evolve_stiff(apply, outputs, targets, loss, scale, times, residuals, tolerance)
+    return flow(jacobian_or_kernel, outputs, targets)
 
 
 def _products(
@@ -173,15 +230,9 @@ def _eigen_bytes(n: int) -> int:
     return 4 * 8 * n**2
 
 
-def _check(
-    operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor, learning_rate: float, kernel: str
+def _checked_shapes(
+    operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor
 ) -> tuple[int, int]:
-    if kernel not in ("mean", "full"):
-        raise ValueError(f"kernel: expected 'mean' or 'full', got {kernel!r}")
-    if kernel == "full" and isinstance(operator, Tensor):
-        raise ValueError("kernel='full' couples the outputs: pass a Jacobian, not a kernel matrix")
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise ValueError(f"learning_rate: expected a positive number, got {learning_rate}")
     if outputs.ndim != 2 or outputs.shape != targets.shape:
         raise ValueError(
             "outputs and targets: expected one shape (n, C), "
@@ -198,7 +249,7 @@ def _check(
     return n, num_outputs
 
 
-def _check_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
+def _checked_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
     times = tuple(float(t) for t in steps)
     if not times or any(a >= b for a, b in itertools.pairwise(times)) or times[0] < 0:
         raise ValueError(f"steps: expected increasing times of at least 0, got {steps}")

@@ -9,7 +9,7 @@ from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon, privatise
-from .screening import MemoryBudget, screen_uploads
+from .screening import MemoryBudget, screen_changes, screen_losses, screen_uploads
 
 __all__ = [
     "UNQUANTISED",
@@ -29,6 +29,8 @@ __all__ = [
     "label_epsilon",
     "num_kept",
     "privatise",
+    "screen_changes",
+    "screen_losses",
     "screen_uploads",
     "to_npy",
     "top_k",

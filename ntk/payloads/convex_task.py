@@ -22,6 +22,9 @@ Step = Literal["bootstrap", "statistics", "features", "linear"]
 class ConvexTask:
     """What the server asks of a client in stage 2; travels in a message's configuration.
 
+    The arrays that it takes come in records of their own: ``"network"`` (its state dict),
+    ``"normaliser"``, ``"linear"`` and ``"control"``, those of them that the client lacks.
+
     Attributes
     ----------
     step : {"bootstrap", "statistics", "features", "linear"}
@@ -36,7 +39,7 @@ class ConvexTask:
         Whether the linear model has one.
     loss : {"mse", "cross-entropy"}
         Of the linear model.
-    learning_rate, steps : float, int
+    learning_rate, local_steps : float, int
         eta and M.
     corrected : bool
         Whether steps are corrected by h_k = c_k - c (SCAFFOLD), or not.
@@ -45,9 +48,6 @@ class ConvexTask:
     control : {"zero", "last", "sent"}
         Where c comes from: it is zero; the difference of the models of the last round and of this
         one, over M eta; or it came with the message.
-    parts : tuple of str
-        What came, in this order: ``"network"`` (its state dict), ``"normaliser"`` (mean and scale),
-        ``"linear"`` and ``"control"``.
     sparsity, bits : float, int
         Of features that are sent; 0 and 32: float16.
     """
@@ -58,11 +58,10 @@ class ConvexTask:
     bias: bool = False
     loss: Loss = "mse"
     learning_rate: float = 5e-5
-    steps: int = 500
+    local_steps: int = 500
     corrected: bool = True
     state_round: int = 0
     control: Literal["zero", "last", "sent"] = "zero"
-    parts: tuple[str, ...] = ()
     sparsity: float = 0.0
     bits: int = UNQUANTISED
 
@@ -78,7 +77,6 @@ class ConvexTask:
     def to_config(self) -> dict[str, str | int | float | bool]:
         """Return keys that begin with ``tct-`` and their values."""
         own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        own["parts"] = ",".join(self.parts)
         own |= own.pop("feature_map").to_config()
         return {PREFIX + name.replace("_", "-"): value for name, value in own.items()}
 
@@ -93,24 +91,4 @@ class ConvexTask:
             for field in fields(cls)
             if field.name != "feature_map"
         }
-        parts = tuple(part for part in values.pop("parts").split(",") if part)
-        return cls(**values, parts=parts, feature_map=FeatureMap.from_config(own))
-
-    def split(self, arrays: Sequence[NDArray[Any]]) -> dict[str, list[NDArray[Any]]]:
-        """Name the arrays of a message by its parts.
-
-        Raises
-        ------
-        ValueError
-            If they are fewer than the parts need.
-        """
-        sizes = {"normaliser": 2, "linear": 1, "control": 1}
-        rest = len(arrays) - sum(sizes.get(part, 0) for part in self.parts)
-        if rest < 0 or ("network" in self.parts) != (rest > 0):
-            raise ValueError(f"expected {', '.join(self.parts)}, got {len(arrays)} arrays")
-        split, position = {}, 0
-        for part in self.parts:
-            size = sizes.get(part, rest)
-            split[part] = list(arrays[position : position + size])
-            position += size
-        return split
+        return cls(**values, feature_map=FeatureMap.from_config(own))

@@ -1,18 +1,36 @@
-"""Which clients' uploads can be stacked into one Jacobian, and the stack in an order of its own."""
+"""Which clients' uploads can be used together: of one form, of one order of size.
+
+With three clients or more, what is over 100 times as large as the median client's is left out: one
+upload would otherwise decide the result, or its cost, for all. Of two clients neither is the
+outlier. What stays within the factor of 100, and what more than half of the clients agree on, is
+not held off by these rules.
+"""
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import BadReply, NotEnoughMemory
 from ..memory import require_memory
 from .jacobian_upload import JacobianUpload
 
-__all__ = ["MemoryBudget", "screen_uploads"]
+__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_uploads"]
 
-OUTLIER = 100  # times the median client's root mean square
+OUTLIER = 100  # times the median client's
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
+TOO_LARGE = "100 times larger than the median client's"
+
+
+def _limit(sizes: Sequence[float], floor: float = 0.0) -> float:
+    """Largest size that passes; infinity for fewer than three clients, or a median of zero."""
+    if len(sizes) < 3:
+        return math.inf
+    return OUTLIER * max(floor, statistics.median_low(sizes)) or math.inf
 
 
 class MemoryBudget:
@@ -43,14 +61,70 @@ class MemoryBudget:
         return upload
 
 
+def screen_changes(
+    before: Mapping[str, NDArray[Any]], clients: Sequence[Mapping[str, NDArray[Any]]]
+) -> list[BadReply | None]:
+    """Say of each client's weights why they cannot be averaged with the others', or None.
+
+    Compared is the Euclidean norm of the change, over all arrays of floating point.
+
+    Parameters
+    ----------
+    before : mapping of str to ndarray
+        Weights that the round began with.
+    clients : sequence of mapping of str to ndarray
+        Each client's weights, of the same names, shapes and dtypes; finite.
+
+    Returns
+    -------
+    list of BadReply or None
+        With the reason ``"scale"``.
+    """
+    floating = {name: a for name, a in before.items() if a.dtype.kind == "f"}
+    sizes = [
+        math.sqrt(sum(_squared_distance(own[name], a) for name, a in floating.items()))
+        for own in clients
+    ]
+    limit = _limit(sizes)
+    return [BadReply("scale", TOO_LARGE) if size > limit else None for size in sizes]
+
+
+def _squared_distance(a: NDArray[Any], b: NDArray[Any]) -> float:
+    change = np.subtract(a, b, dtype=np.result_type(a.dtype, np.float32)).ravel()
+    return float(np.dot(change, change))
+
+
+def screen_losses(losses: Sequence[NDArray[np.float64]]) -> list[BadReply | None]:
+    """Say of each client's losses at the candidates why they are left out, or None.
+
+    A client is left out if at one of the candidates its loss is over 100 times the median client's,
+    and over 100. Losses may be infinite: where most clients' are, none is left out for it. A client
+    within the limit can still decide which candidate has the lowest mean: by a loss of up to 100
+    at all the others.
+
+    Parameters
+    ----------
+    losses : sequence of ndarray of float64, shape (T,)
+        Each client's, at least 0.
+
+    Returns
+    -------
+    list of BadReply or None
+        With the reason ``"losses"``.
+    """
+    if not losses:
+        return []
+    limits = np.array([_limit(column, floor=1.0) for column in np.stack(losses, 1).tolist()])
+    return [BadReply("losses", TOO_LARGE) if (own > limits).any() else None for own in losses]
+
+
 def screen_uploads(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:
     """Say of each client's upload why it cannot be stacked with the others', or None.
 
-    Jacobians must have one form: the most common; of equally common ones, the first. With three
-    clients or more, those whose rows or outputs are over 100 times larger than the median client's
-    are left out: one would set the kernel's largest eigenvalue or the solver's measure of error,
-    and so the cost and precision of all. Root mean squares are compared; outputs up to 100 pass in
-    any case. Of two clients neither is the outlier.
+    Jacobians must have one form: the most common; of equally common ones, the first. Rows and
+    outputs are compared with the median client's by their root mean squares: an outlier would set
+    the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
+    of all. Outputs up to 100 pass in any case.
 
     Parameters
     ----------
@@ -65,8 +139,8 @@ def screen_uploads(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:
     verdicts: list[BadReply | None] = []
     sizes: list[tuple[float, float]] = []
     for upload in uploads:
-        row = float(upload.jacobian.squared_norms().mean())
-        output = float(upload.outputs.double().square().mean())
+        row = math.sqrt(float(upload.jacobian.squared_norms().mean()))
+        output = math.sqrt(float(upload.outputs.double().square().mean()))
         finite = math.isfinite(row + output)
         sizes.append((row, output))
         verdicts.append(
@@ -81,11 +155,10 @@ def screen_uploads(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:
         if form is not None and form != common[0][0]:
             verdicts[i] = BadReply("layout", "its Jacobian has not the form of most replies'")
     left = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    if len(left) >= 3:
-        row_limit = OUTLIER**2 * statistics.median_low(sizes[i][0] for i in left)
-        output_limit = OUTLIER**2 * max(1.0, statistics.median_low(sizes[i][1] for i in left))
-        for i in left:
-            row, output = sizes[i]
-            if (row > row_limit > 0) or output > output_limit:
-                verdicts[i] = BadReply("scale", "100 times larger than the median client's")
+    row_limit = _limit([sizes[i][0] for i in left])
+    output_limit = _limit([sizes[i][1] for i in left], floor=1.0)
+    for i in left:
+        row, output = sizes[i]
+        if row > row_limit or output > output_limit:
+            verdicts[i] = BadReply("scale", TOO_LARGE)
     return verdicts

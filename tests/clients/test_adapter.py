@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from fedntk.clients import client_app
+from fedntk.clients import NamedArrays, client_app
 from fedntk.simulations._flower import become_server
 
 
@@ -105,3 +105,161 @@ def test_an_exception_of_the_client_reaches_flower():
 
     with pytest.raises(RuntimeError, match="no data"):
         ask(MessageType.TRAIN, client=Broken)
+
+
+# ------------------------------------------------------------------------- records
+
+RECORDS = {
+    "arrays": {"w": np.ones((2, 3), np.float32), "n": np.array(4)},
+    "empty": {},
+    "corrections": {"w": np.full((2, 3), 2.0), "again": np.zeros(1, np.float16)},
+}
+
+
+def record(arrays: dict[str, NDArray[Any]]) -> ArrayRecord:
+    return ArrayRecord({name: ArrayRecord([array])["0"] for name, array in arrays.items()})
+
+
+def received(content: RecordDict) -> dict[str, dict[str, NDArray[Any]]]:
+    return {
+        name: {key: array.numpy() for key, array in own.items()}
+        for name, own in content.array_records.items()
+    }
+
+
+def same(a: dict[str, dict[str, NDArray[Any]]], b: dict[str, dict[str, NDArray[Any]]]) -> bool:
+    """Records, names, their order, dtypes and values."""
+    assert [(n, list(r)) for n, r in a.items()] == [(n, list(r)) for n, r in b.items()]
+    return all(
+        own.dtype == b[name][key].dtype and np.array_equal(own, b[name][key])
+        for name, arrays in a.items()
+        for key, own in arrays.items()
+    )
+
+
+def exchange(client: NumPyClient, kind: str = MessageType.TRAIN) -> RecordDict:
+    """Send the records, and see that they stay as they were sent."""
+    become_server()
+    content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
+    for name, arrays in RECORDS.items():
+        content[name] = record(arrays)
+    before = [(n, k, a.data) for n, own in content.array_records.items() for k, a in own.items()]
+    context = Context(1, 2, {}, RecordDict(), {})
+    reply = client_app(lambda _: client)(Message(content, 2, kind), context)
+    after = [(n, k, a.data) for n, own in content.array_records.items() for k, a in own.items()]
+    assert after == before
+    assert list(content) == ["config", *RECORDS]
+    assert dict(content["config"]) == {"lr": 0.1}
+    return reply.content
+
+
+class Named(NumPyClient):
+    """Knows the names; spoils what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _spoil(self, parameters: NamedArrays) -> None:
+        self.seen.append(
+            {n: {k: a.copy() for k, a in r.items()} for n, r in parameters.records.items()}
+        )
+        for array in parameters:
+            array += 100
+        for own in parameters.records.values():
+            own.clear()
+        parameters.records.clear()
+
+    def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+        result = {
+            "controls": {k: a + 1 for k, a in parameters.records["corrections"].items()},
+            "arrays": {k: a * 2 for k, a in parameters.records["arrays"].items()},
+            "none": {},
+        }
+        self._spoil(parameters)
+        config.clear()
+        return NamedArrays(result), 1, {"text": "hello"}
+
+    def evaluate(self, parameters: Any, config: dict[str, Any]) -> Any:
+        self._spoil(parameters)
+        return 0.5, 1, {}
+
+    def query(self, parameters: Any, config: dict[str, Any]) -> dict[str, Any]:
+        self._spoil(parameters)
+        return {"answer": 1}
+
+
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE, MessageType.QUERY])
+def test_records_keep_their_names_on_the_way_to_a_client(kind):
+    """Each record by itself: the name w stands in two of them."""
+    client = Named()
+    exchange(client, kind)
+    (seen,) = client.seen
+    assert same(seen, RECORDS)
+
+
+def test_records_that_a_client_names_keep_their_names_on_the_way_back():
+    content = exchange(Named())
+    assert same(
+        received(content),
+        {
+            "controls": {k: a + 1 for k, a in RECORDS["corrections"].items()},
+            "arrays": {k: a * 2 for k, a in RECORDS["arrays"].items()},
+            "none": {},
+        },
+    )
+    assert content["metrics"]["num-examples"] == 1
+    assert content["properties"]["text"] == "hello"
+
+
+class Plain(NumPyClient):
+    """Knows lists alone; returns what its function makes of them."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
+        assert isinstance(parameters, list)
+        flat = [array for own in RECORDS.values() for array in own.values()]
+        assert all(np.array_equal(a, b) for a, b in zip(parameters, flat, strict=True))
+        return self.made(parameters), 1, {}
+
+
+def test_plain_clients_get_a_list_and_answer_with_one():
+    """As many arrays as the first record has go back under its names, others under numbers."""
+    two = received(exchange(Plain(lambda p: [p[0] + 1, p[1] + 1])))
+    assert same(two, {"arrays": {k: a + 1 for k, a in RECORDS["arrays"].items()}})
+    for made in (lambda p: p, lambda p: p[:], lambda p: [*p], lambda p: tuple(p)):
+        everything = received(exchange(Plain(made)))
+        flat = [array for own in RECORDS.values() for array in own.values()]
+        assert same(everything, {"arrays": {str(i): a for i, a in enumerate(flat)}})
+    assert same(received(exchange(Plain(lambda p: []))), {"arrays": {}})
+
+
+def test_a_list_that_a_plain_client_changed_and_returned_is_what_goes_back():
+    """Not the arrays that it began with, whose names it still has."""
+
+    def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        del parameters[2:]
+        parameters[0] = parameters[0] + 5
+        return parameters
+
+    expected = {"arrays": {"w": RECORDS["arrays"]["w"] + 5, "n": RECORDS["arrays"]["n"]}}
+    assert same(received(exchange(Plain(changed))), expected)
+
+    def longer(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        parameters.append(np.ones(3))
+        return parameters
+
+    arrays = received(exchange(Plain(longer)))["arrays"]
+    assert list(arrays) == ["0", "1", "2", "3", "4"]
+    np.testing.assert_array_equal(arrays["4"], np.ones(3))
+
+
+def test_a_message_without_arrays_is_an_empty_list():
+    class Empty(NumPyClient):
+        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+            assert parameters == []
+            assert parameters.records == {}
+            return [np.ones(2)], 1, {}
+
+    assert list(ask(MessageType.TRAIN, arrays=False, client=Empty)["arrays"]) == ["0"]

@@ -185,13 +185,13 @@ def test_more_features_than_inputs_are_refused(party, features):
 # ---------------------------------------------------------- compression and sealing
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_an_upload_is_compressed_as_asked(wire):
-    client, (arrays, _, _) = fit(sparsity=0.5, bits=6, wire=wire)
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_an_upload_is_compressed_as_asked(structure):
+    client, (arrays, _, _) = fit(sparsity=0.5, bits=6, structure=structure)
     sizes = {CPNTKFLClient: sum(a.nbytes for a in arrays)}
-    _, (plain, _, _) = fit(wire=wire)
+    _, (plain, _, _) = fit(structure=structure)
     received = parsed(arrays, client.model, sparsity=0.5, bits=6)
-    assert ('"dense"' in received.jacobian.layout) == (wire == "dense")
+    assert ('"dense"' in received.jacobian.layout) == (structure == "dense")
     assert sizes[CPNTKFLClient] < 0.5 * sum(a.nbytes for a in plain)
 
 
@@ -204,11 +204,11 @@ def test_a_sealed_upload_opens_for_the_shuffling_server_alone():
     ]  # fmt: skip
     assert all(len(arrays) == 1 and arrays[0].dtype == np.uint8 for arrays in sealed)
     shapes = {name: list(p.shape) for name, p in network().named_parameters()}
-    asked = UploadLimits(shapes, sparsity=0.5, bits=6)
+    limits = UploadLimits(shapes, sparsity=0.5, bits=6)
     blobs = [arrays[0].tobytes() for arrays in sealed]
-    opened = server.shuffle(blobs, asked=asked, run=RUN, server_round=3)
+    opened = server.shuffle(blobs, limits=limits, run=RUN, server_round=3)
     assert opened.accepted == 2
-    stranger = ShufflingServer().shuffle(blobs, asked=asked, run=RUN, server_round=3)
+    stranger = ShufflingServer().shuffle(blobs, limits=limits, run=RUN, server_round=3)
     assert [bad.reason for bad in stranger.rejected.values()] == ["sealed", "sealed"]
 
 

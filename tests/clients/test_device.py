@@ -15,6 +15,7 @@ from torch import nn
 from fedntk.clients import (
     CPNTKFLClient,
     ModelClient,
+    NamedArrays,
     NTKFLClient,
     SCAFFOLDClient,
     SealedProjection,
@@ -58,6 +59,10 @@ def _on(device: str, run: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
         return run(device)
 
 
+def named_weights() -> dict[str, np.ndarray]:
+    return {name: v.numpy().copy() for name, v in network().state_dict().items()}
+
+
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 def test_evaluation(loss):
     def evaluate(device: str) -> tuple[Any, ...]:
@@ -71,10 +76,10 @@ def test_evaluation(loss):
     same(evaluate)
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_upload_and_query_of_ntk_fl(wire):
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_upload_and_query_of_ntk_fl(structure):
     def upload(device: str) -> tuple[Any, ...]:
-        client = NTKFLClient(network(), X, Y, wire=wire, device=device, sampling_rate=0.7)
+        client = NTKFLClient(network(), X, Y, structure=structure, device=device, sampling_rate=0.7)
         return client.fit(get_weights(network()), {"server-round": 1})
 
     def query(device: str) -> tuple[Any, ...]:
@@ -129,12 +134,14 @@ def test_steps_of_sgd(loss):
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_steps_of_scaffold(option):
     def fit(device: str) -> tuple[Any, ...]:
-        weights = get_weights(network())
-        corrections = [0.1 * np.ones_like(a) for a in weights if a.dtype.kind == "f"]
+        weights = named_weights()
+        floating = {k: a for k, a in weights.items() if a.dtype.kind == "f"}
+        corrections = {k: 0.1 * np.ones_like(a) for k, a in floating.items()}
         client = SCAFFOLDClient(
             network(), X, Y, option=option, device=device, batch_size=4, weight_decay=1e-2
         )
-        return client.fit([*weights, *corrections], {"server-round": 1})
+        records = NamedArrays({"arrays": weights, "corrections": corrections})
+        return client.fit(records, {"server-round": 1})
 
     same(fit)
 
@@ -144,29 +151,33 @@ def test_steps_of_scaffold(option):
 def test_rounds_of_tct(loss, solver, tmp_path):
     """Statistics, a corrected round, and evaluation of the linear model."""
     chosen = FeatureMap(num_features=30)
-    first = ConvexTask(step="statistics", key="k", feature_map=chosen, parts=("network",))
+    first = ConvexTask(step="statistics", key="k", feature_map=chosen)
     second = ConvexTask(
-        step="linear", key="k", feature_map=chosen, learning_rate=0.05, steps=10, loss=loss,
-        parts=("network", "normaliser", "linear", "control"), control="sent",
+        step="linear", key="k", feature_map=chosen, learning_rate=0.05, local_steps=10, loss=loss,
+        control="sent",
     )  # fmt: skip
     normal = Normaliser.of(Moments.of(chosen.extractor(network())(X)))
     theta, control = np.random.default_rng(0).standard_normal((2, 30, 3)).astype(np.float32)
-    network_and_normaliser = [*get_weights(network()), normal.mean, normal.inv_std]
+    records = {
+        "network": named_weights(),
+        "normaliser": {"tct.mean": normal.mean, "tct.scale": normal.inv_std},
+        "linear": {"tct.linear": theta},
+    }
+    controlled = records | {"control": {"tct.control": 0.1 * control}}
 
     def rounds(device: str) -> tuple[Any, ...]:
         client = TCTClient(
             network(), X, Y, cache=tmp_path / device, device=device, local_solver=solver
         )
-        moments, *_ = client.fit(get_weights(network()), {"server-round": 1, **first.to_config()})
+        only = NamedArrays({"network": named_weights()})
+        moments, *_ = client.fit(only, {"server-round": 1, **first.to_config()})
         arrays, count, metrics = client.fit(
-            [*network_and_normaliser, theta, 0.1 * control],
-            {"server-round": 2, **second.to_config()},
+            NamedArrays(controlled), {"server-round": 2, **second.to_config()}
         )
         evaluated = ConvexTask(
-            step="linear", key="k", feature_map=chosen, loss=loss,
-            parts=("network", "normaliser", "linear"), control="zero",
-        )  # fmt: skip
-        value, _, found = client.evaluate([*network_and_normaliser, theta], evaluated.to_config())
+            step="linear", key="k", feature_map=chosen, loss=loss, control="zero"
+        )
+        value, _, found = client.evaluate(NamedArrays(records), evaluated.to_config())
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}
 
     same(rounds)

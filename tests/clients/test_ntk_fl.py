@@ -19,10 +19,10 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(wire):
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
     sent, own = network(), nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    client = NTKFLClient(own, X, Y, wire=wire)
+    client = NTKFLClient(own, X, Y, structure=structure)
     arrays, count, metrics = client.fit(get_weights(sent), {})
     shapes = {name: p.shape for name, p in sent.state_dict().items()}
     upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
@@ -30,7 +30,7 @@ def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(wire):
     assert torch.equal(upload.targets, one_hot(Y, 3))
     with torch.no_grad():
         assert torch.equal(upload.outputs, sent(X))
-    assert ('"linear"' in upload.jacobian.layout) == (wire == "factored")
+    assert ('"linear"' in upload.jacobian.layout) == (structure == "factored")
     expected = jacobian(sent, X).dense()
     for name, tensor in upload.jacobian.dense().items():
         assert torch.equal(tensor, expected[name])
@@ -42,8 +42,8 @@ def test_both_forms_give_the_same_update():
     model = network()
     exact = jacobian(copy.deepcopy(model).double(), X.double())
     shapes = {name: p.shape for name, p in model.state_dict().items()}
-    for wire in ("factored", "dense"):
-        arrays, _, _ = NTKFLClient(model, X, Y, wire=wire).fit(get_weights(model), {})
+    for structure in ("factored", "dense"):
+        arrays, _, _ = NTKFLClient(model, X, Y, structure=structure).fit(get_weights(model), {})
         upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
         residual = upload.targets - upload.outputs
         update, expected = upload.jacobian.vjp(residual), exact.vjp(residual.double())

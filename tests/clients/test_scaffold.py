@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.clients import SCAFFOLDClient, SGDClient, get_weights
+from fedntk.clients import NamedArrays, SCAFFOLDClient, SGDClient, get_weights
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 GENERATOR = np.random.default_rng(0)
@@ -28,6 +28,38 @@ def normalising() -> nn.Module:
 
 def zeros(model: nn.Module) -> list[NDArray[np.floating]]:
     return [np.zeros_like(a) for a in get_weights(model) if a.dtype.kind == "f"]
+
+
+def names(model: nn.Module) -> list[str]:
+    """Names of the arrays of floating point."""
+    return [n for n, t in model.state_dict().items() if t.is_floating_point()]
+
+
+def sent(
+    model: nn.Module,
+    weights: list[NDArray[np.floating]],
+    corrections: list[NDArray[np.floating]],
+) -> NamedArrays:
+    """A message's arrays, as the strategy names them."""
+    return NamedArrays(
+        {
+            "arrays": dict(zip(model.state_dict(), weights, strict=True)),
+            "corrections": dict(zip(names(model), corrections, strict=True)),
+        }
+    )
+
+
+def answer(
+    own: SCAFFOLDClient, message: NamedArrays, config: dict[str, object]
+) -> tuple[list[NDArray[np.floating]], list[NDArray[np.floating]], int, dict[str, object]]:
+    """New weights and controls in the model's order; they must be named."""
+    result, count, metrics = own.fit(message, config)
+    assert isinstance(result, NamedArrays)
+    assert list(result.records) == ["arrays", "controls"]
+    assert list(result.records["arrays"]) == list(own.model.state_dict())
+    assert list(result.records["controls"]) == names(own.model)
+    weights, controls = (list(record.values()) for record in result.records.values())
+    return weights, controls, count, metrics
 
 
 def gradient(weights: list[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
@@ -61,12 +93,13 @@ def test_full_batch_steps_and_both_controls_by_the_formulas(option, weight_decay
         control = [
             -d + (x - y) / (3 * 0.5) for d, x, y in zip(corrections, start, weights, strict=True)
         ]
-    arrays, count, _ = client(
+    own = client(
         model, option=option, learning_rate=0.5, batch_size=20, local_epochs=3,
         weight_decay=weight_decay,
-    ).fit([*start, *corrections], {})  # fmt: skip
+    )  # fmt: skip
+    arrays, controls, count, _ = answer(own, sent(model, start, corrections), {})
     assert count == 20
-    for actual, wanted in zip(arrays, [*weights, *control], strict=True):
+    for actual, wanted in zip([*arrays, *controls], [*weights, *control], strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -76,18 +109,16 @@ def test_option_two_of_mini_batches_is_the_difference_of_the_weights():
     start = get_weights(model)
     corrections = [GENERATOR.normal(size=a.shape) for a in zeros(model)]
     own = client(model, learning_rate=0.1, batch_size=6, local_epochs=2)
-    arrays, _, _ = own.fit([*start, *corrections], {})
-    state = model.state_dict()
-    floating = [i for i, a in enumerate(start) if a.dtype.kind == "f"]
+    arrays, controls, _, _ = answer(own, sent(model, start, corrections), {})
+    weights = dict(zip(model.state_dict(), zip(start, arrays, strict=True), strict=True))
     trained = dict(model.named_parameters())
-    names = list(state)
-    for k, i in enumerate(floating):
-        control = arrays[len(start) + k]
-        if names[i] in trained:
-            wanted = -corrections[k] + (start[i] - arrays[i]) / (8 * 0.1)
+    for name, control, correction in zip(names(model), controls, corrections, strict=True):
+        if name in trained:
+            before, after = weights[name]
+            wanted = -correction + (before - after) / (8 * 0.1)
             np.testing.assert_allclose(control, wanted, rtol=1e-11, atol=1e-11)
         else:
-            assert not control.any(), names[i]
+            assert not control.any(), name
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
@@ -101,9 +132,10 @@ def test_without_corrections_the_weights_are_those_of_sgd_bit_for_bit(option):
     start = get_weights(model)
     config = {"server-round": 2}
     plain, _, metrics = SGDClient(copy.deepcopy(model), X, Y, **options).fit(start, config)
-    arrays, _, own = client(model, option=option, **options).fit([*start, *zeros(model)], config)
-    assert own == metrics
-    for a, b in zip(arrays[: len(start)], plain, strict=True):
+    own = client(model, option=option, **options)
+    arrays, _, _, own_metrics = answer(own, sent(model, start, zeros(model)), config)
+    assert own_metrics == metrics
+    for a, b in zip(arrays, plain, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
@@ -116,7 +148,7 @@ def test_both_options_agree_for_one_full_batch_step_and_not_for_more():
 
     def controls(option: str, epochs: int) -> list[NDArray[np.float64]]:
         own = client(model, option=option, batch_size=20, local_epochs=epochs, learning_rate=0.5)
-        return own.fit([*start, *corrections], {})[0][len(start) :]
+        return answer(own, sent(model, start, corrections), {})[1]
 
     for a, b in zip(controls("I", 1), controls("II", 1), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
@@ -133,17 +165,17 @@ def test_option_one_weights_mini_batches_by_their_examples():
     model = nn.Linear(4, 3).double()
     start = get_weights(model)
     own = client(model, option="I", batch_size=8)
-    arrays, _, _ = own.fit([*start, *zeros(model)], {})
-    for actual, wanted in zip(arrays[2:], gradient(start), strict=True):
+    _, controls, _, _ = answer(own, sent(model, start, zeros(model)), {})
+    for actual, wanted in zip(controls, gradient(start), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_option_one_leaves_the_statistics_of_training():
     model = normalising()
     start = get_weights(model)
-    sent = [*start, *zeros(model)]
-    first = client(model, option="I", batch_size=5).fit(sent, {})[0][: len(start)]
-    second = client(model, option="II", batch_size=5).fit(sent, {})[0][: len(start)]
+    arrays = sent(model, start, zeros(model))
+    first = answer(client(model, option="I", batch_size=5), arrays, {})[0]
+    second = answer(client(model, option="II", batch_size=5), arrays, {})[0]
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -153,10 +185,11 @@ def test_frozen_parameters_are_neither_corrected_nor_controlled():
     model[0].weight.requires_grad_(False)
     start = get_weights(model)
     corrections = [np.ones_like(a) for a in start]
-    arrays, _, _ = client(model, batch_size=20).fit([*start, *corrections], {})
-    np.testing.assert_array_equal(arrays[0], start[0])
-    assert not arrays[4].any()
-    assert arrays[5].any()
+    own = client(model, batch_size=20)
+    result, _, _ = own.fit(sent(model, start, corrections), {})
+    np.testing.assert_array_equal(result.records["arrays"]["0.weight"], start[0])
+    assert not result.records["controls"]["0.weight"].any()
+    assert result.records["controls"]["0.bias"].any()
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
@@ -171,11 +204,13 @@ def test_a_parameter_that_the_loss_does_not_know_has_a_gradient_of_zero(option):
     index = list(model.state_dict()).index("spare")
     corrections = zeros(model)
     corrections[index] += 2.0
-    arrays, _, _ = client(model, option=option, batch_size=20, learning_rate=0.25).fit(
-        [*start, *corrections], {}
+    own = client(model, option=option, batch_size=20, learning_rate=0.25)
+    result, _, _ = own.fit(sent(model, start, corrections), {})
+    np.testing.assert_array_equal(
+        result.records["arrays"]["spare"],
+        [0.5, 0.5],  # 1 - 0.25 * (0 + 2)
     )
-    np.testing.assert_array_equal(arrays[index], [0.5, 0.5])  # 1 - 0.25 * (0 + 2)
-    np.testing.assert_array_equal(arrays[len(start) + index], [0.0, 0.0])
+    np.testing.assert_array_equal(result.records["controls"]["spare"], [0.0, 0.0])
 
 
 def test_momentum_is_of_the_corrected_gradients_and_the_control_still_their_mean():
@@ -193,8 +228,9 @@ def test_momentum_is_of_the_corrected_gradients_and_the_control_still_their_mean
         ]
         weights = [w - 0.5 * v for w, v in zip(weights, velocity, strict=True)]
     own = client(model, momentum=0.9, learning_rate=0.5, batch_size=20, local_epochs=3)
-    arrays, _, _ = own.fit([*start, *corrections], {})
-    for actual, wanted in zip(arrays, [*weights, *[s / 3 for s in sums]], strict=True):
+    arrays, controls, _, _ = answer(own, sent(model, start, corrections), {})
+    means = [s / 3 for s in sums]
+    for actual, wanted in zip([*arrays, *controls], [*weights, *means], strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -213,10 +249,41 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_bad_messages_are_refused():
     own = client(nn.Linear(4, 3))
-    start = get_weights(own.model)
-    with pytest.raises(ValueError, match="2 arrays of the model and 2 corrections, got 2 arrays"):
-        own.fit(start, {})
-    with pytest.raises(ValueError, match=r"correction of bias: expected the shape \(3,\), got"):
-        own.fit([*start, start[0], start[0]], {})
+    weight, bias = get_weights(own.model)
+    weights = {"weight": weight, "bias": bias}
+    good = {"arrays": weights, "corrections": weights}
+    with pytest.raises(ValueError, match=r"expected NamedArrays .* SCAFFOLD, .* got a list"):
+        own.fit([weight, bias], {})
+    for records, text in (
+        ({"arrays": weights}, "records corrections, got arrays; .* from the strategy SCAFFOLD"),
+        ({"corrections": weights}, "one record of weights beside corrections, got 0"),
+        ({**good, "more": weights}, "one record of weights beside corrections, got 2"),
+        ({**good, "arrays": {"weight": weight}}, "the model has 2 arrays, got 1"),
+        ({**good, "corrections": {"weight": weight}}, r"differing in \['bias'\]"),
+        ({**good, "corrections": {**weights, "odd": bias}}, r"differing in \['odd'\]"),
+        (
+            {**good, "corrections": {"weight": weight, "bias": weight}},
+            r"correction of bias: expected the shape \(3,\), got",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            own.fit(NamedArrays(records), {})
     with pytest.raises(ValueError, match="proximal-mu: expected 0, as SCAFFOLD"):
-        own.fit([*start, *start], {"proximal-mu": 0.5})
+        own.fit(NamedArrays(good), {"proximal-mu": 0.5})
+
+
+def test_corrections_are_found_by_their_names_wherever_they_stand():
+    """In another order, before the weights, and with the weights' record called otherwise."""
+    model = normalising()
+    start = get_weights(model)
+    corrections = [GENERATOR.normal(size=a.shape).astype(np.float32) for a in zeros(model)]
+    message = sent(model, start, corrections)
+    expected, _, _ = client(model, batch_size=20).fit(message, {})
+    turned = {
+        "corrections": dict(reversed(message.records["corrections"].items())),
+        "model": message.records["arrays"],
+    }
+    found, _, _ = client(model, batch_size=20).fit(NamedArrays(turned), {})
+    assert list(found.records) == ["model", "controls"]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)

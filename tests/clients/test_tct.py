@@ -12,15 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import SGDClient, TCTClient, feature_cache, get_weights, shrink
+from fedntk.clients import (
+    NamedArrays,
+    SGDClient,
+    TCTClient,
+    feature_store,
+    get_weights,
+    shrink,
+)
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload
 
+from .damage import WAYS, damaged
+
 MAP = FeatureMap(num_features=20)
-STATISTICS = ConvexTask(step="statistics", key="k", feature_map=MAP, parts=("network",))
+STATISTICS = ConvexTask(step="statistics", key="k", feature_map=MAP)
+MEAN, SCALE = "tct.mean", "tct.scale"
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -43,21 +53,49 @@ def normaliser() -> Normaliser:
 
 def linear_task(**changes: Any) -> ConvexTask:
     values = {
-        "step": "linear", "key": "k", "feature_map": MAP, "learning_rate": 0.05, "steps": 30,
-        "parts": ("network", "normaliser", "linear", "control"), "control": "sent",
+        "step": "linear", "key": "k", "feature_map": MAP, "learning_rate": 0.05, "local_steps": 30,
+        "control": "sent",
     } | changes  # fmt: skip
     return ConvexTask(**values)  # type: ignore[arg-type]
 
 
-def message(width: int = 20, seed: int = 3) -> list[np.ndarray]:
+Records = dict[str, dict[str, np.ndarray]]
+
+
+def bootstrapped() -> Records:
+    """The record of the network alone."""
+    own = network()
+    return {"network": dict(zip(own.state_dict(), get_weights(own), strict=True))}
+
+
+def message(width: int = 20, seed: int = 3) -> Records:
+    """All records that a task can need."""
     generator = np.random.default_rng(seed)
     own = normaliser()
     theta, control = generator.standard_normal((2, width, 3)).astype(np.float32)
-    return [*get_weights(network()), own.mean, own.inv_std, theta, 0.1 * control]
+    return {
+        **bootstrapped(),
+        "normaliser": {MEAN: own.mean, SCALE: own.inv_std},
+        "linear": {"tct.linear": theta},
+        "control": {"tct.control": 0.1 * control},
+    }
 
 
-def step(who: TCTClient, task: ConvexTask, arrays: list[np.ndarray], server_round: int = 4) -> Any:
-    return who.fit(arrays, {"server-round": server_round, **task.to_config()})
+def uncorrected() -> Records:
+    """The same without the server's control."""
+    records = message()
+    del records["control"]
+    return records
+
+
+def linear(theta: np.ndarray | None = None) -> Records:
+    """The record of the linear model alone."""
+    return {"linear": {"tct.linear": theta} if theta is not None else message()["linear"]}
+
+
+def step(who: TCTClient, task: ConvexTask, records: Records, server_round: int = 4) -> Any:
+    config = {"server-round": server_round, **task.to_config()}
+    return who.fit(NamedArrays(records), config)
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
@@ -85,7 +123,7 @@ def test_stage_1_is_local_sgd_with_the_papers_defaults(tmp_path):
 
 
 def test_moments_are_those_of_the_features(tmp_path):
-    arrays, count, metrics = step(client(tmp_path), STATISTICS, get_weights(network()))
+    arrays, count, metrics = step(client(tmp_path), STATISTICS, bootstrapped())
     expected = Moments.of(MAP.extractor(network())(X))
     assert count == 11
     np.testing.assert_allclose(arrays[0], expected.mean, rtol=1e-12)
@@ -98,9 +136,9 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
 
     That is 1e-6 of a feature's largest; a sum of 11 squares' deviations doubles it.
     """
-    whole = step(client(tmp_path / "a"), STATISTICS, get_weights(network()))[0]
-    monkeypatch.setattr(feature_cache, "CHUNK_BYTES", 3 * 20 * 4)
-    parts = step(client(tmp_path / "b"), STATISTICS, get_weights(network()))[0]
+    whole = step(client(tmp_path / "a"), STATISTICS, bootstrapped())[0]
+    monkeypatch.setattr(feature_store, "CHUNK_BYTES", 3 * 20 * 4)
+    parts = step(client(tmp_path / "b"), STATISTICS, bootstrapped())[0]
     exact = MAP.extractor(network().double())(X.double())
     largest = exact.abs().amax(0).double().numpy()
     expected = Moments.of(exact)
@@ -112,8 +150,8 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
 
 
 def test_features_for_the_server_are_the_clients_in_float16(tmp_path):
-    task = ConvexTask(step="features", key="k", feature_map=MAP, parts=("network",))
-    arrays, count, _ = step(client(tmp_path), task, get_weights(network()))
+    task = ConvexTask(step="features", key="k", feature_map=MAP)
+    arrays, count, _ = step(client(tmp_path), task, bootstrapped())
     upload = FeatureUpload(*arrays)
     z = MAP.extractor(network())(X)
     assert upload.features.dtype == np.float16
@@ -123,7 +161,7 @@ def test_features_for_the_server_are_the_clients_in_float16(tmp_path):
     assert (error <= z.abs().max(0).values * 2**-11 * 1.01).all()
 
 
-WAYS = {
+SOLVERS = {
     "loop": {"local_solver": "loop"},
     "half precision": {"dtype": "float16"},
     "nothing kept": {"keep": "nothing"},
@@ -134,21 +172,21 @@ WAYS = {
 
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("way", sorted(SOLVERS))
 def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
     """Over two rounds, the second corrected by what the first left behind: those of float64.
 
     A step of float32 rounds some 20 products to 6e-8 each, and 60 steps add up: 1e-4; float16 keeps
     features to 5e-4, and normalising divides by spreads under their size: 5e-3.
     """
-    arrays = message(21 if bias else 20)
-    results = [exact_rounds(arrays, bias=bias, loss=loss)]
-    for name, options in (("plain", {}), ("other", WAYS[way])):
+    records = message(21 if bias else 20)
+    results = [exact_rounds(records, bias=bias, loss=loss)]
+    for name, options in (("plain", {}), ("other", SOLVERS[way])):
         who = client(tmp_path / name, **options)
-        first, _, _ = step(who, linear_task(bias=bias, loss=loss), arrays)
-        second = linear_task(bias=bias, loss=loss, state_round=4, control="last", parts=("linear",))
+        first, _, _ = step(who, linear_task(bias=bias, loss=loss), records)
+        second = linear_task(bias=bias, loss=loss, state_round=4, control="last")
         who = client(tmp_path / name, **options)  # made anew for each message
-        results.append((first, *step(who, second, [first[0]], 5)[:1]))
+        results.append((first, *step(who, second, linear(first[0]), 5)[:1]))
     tolerance = 5e-3 if way == "half precision" else 1e-4
     exact, plain, other = results
     for own, ours, expected in zip(plain, other, exact, strict=True):
@@ -158,24 +196,55 @@ def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
 
 
 def exact_rounds(
-    arrays: list[np.ndarray], *, bias: bool, loss: Any
+    records: dict[str, dict[str, np.ndarray]], *, bias: bool, loss: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Algorithm 1's two rounds, step by step in float64."""
     z = MAP.extractor(network().double())(X.double()).double()
-    z = (z - torch.from_numpy(arrays[-4])) * torch.from_numpy(arrays[-3])
+    mean, inv_std = map(torch.from_numpy, records["normaliser"].values())
+    z = (z - mean) * inv_std
     z = torch.cat([z, torch.ones(11, 1)], 1) if bias else z
-    theta, control = (torch.from_numpy(array).double() for array in arrays[-2:])
+    theta = torch.from_numpy(records["linear"]["tct.linear"]).double()
+    control = torch.from_numpy(records["control"]["tct.control"]).double()
     targets = torch.eye(3, dtype=torch.float64)[Y] - (1 / 3 if loss == "mse" else 0)
     options = {"learning_rate": 0.05, "steps": 30, "loss": loss}
     first, total = looped_steps(z, theta, targets, -control, **options)
-    own, mean = z.T @ total / (11 * 30), (theta - first) / (30 * 0.05)
+    own, mean = -z.T @ total / (11 * 30), (theta - first) / (30 * 0.05)
     second, _ = looped_steps(z, first, targets, own - mean, **options)
     return [first.numpy()], [second.numpy()]
 
 
+@pytest.mark.parametrize("local_solver", ["closed", "loop"])
+def test_what_a_client_keeps_is_its_mean_residual_and_says_its_control(tmp_path, local_solver):
+    """Algorithm 1 by hand over two rounds, in float64 from the same features in float32: 1e-5.
+
+    R = Y - Z W, A_k = sum of R / (n M), c_k = -Z^T A_k, the mean gradient of the M steps; the
+    steps of the second round add h_k = c_k - c to minus the gradient.
+    """
+    records, eta = message(), 0.05
+    z = normaliser()(MAP.extractor(network())(X)).double().numpy()
+    targets = np.eye(3)[Y] - 1 / 3
+    own = np.zeros((20, 3))
+    theta = records["linear"]["tct.linear"].astype(np.float64)
+    control = records["control"]["tct.control"].astype(np.float64)
+    for server_round in (4, 5):
+        who = client(tmp_path, local_solver=local_solver)
+        task = linear_task(state_round=4 if server_round == 5 else 0)
+        ((found,), _, _) = step(who, task, records, server_round)
+        w, gradients, residuals = theta.copy(), [], []
+        for _ in range(30):
+            residuals.append(targets - z @ w)
+            gradients.append(-z.T @ residuals[-1] / 11)
+            w = w - eta * (gradients[-1] - (own - control))
+        kept = np.load(who.folder / f"state-{server_round:06}.npz")["coefficients"]
+        assert relative(found, w) < 1e-5
+        assert relative(kept, sum(residuals) / (11 * 30)) < 1e-5
+        own = sum(gradients) / 30
+        assert relative(-z.T @ kept, own) < 1e-5
+
+
 def test_nothing_is_kept_of_features_if_so_asked(tmp_path):
     who = client(tmp_path, keep="nothing")
-    step(who, STATISTICS, get_weights(network()))
+    step(who, STATISTICS, bootstrapped())
     step(who, linear_task(), message())
     assert not list(tmp_path.rglob("*.npy"))
 
@@ -183,7 +252,7 @@ def test_nothing_is_kept_of_features_if_so_asked(tmp_path):
 def test_what_is_kept_and_how_large_it_is(tmp_path):
     """Features 4 n p bytes, kernel 4 n^2, eigenvectors 8 n^2, A_k 8 n C; raw features go."""
     who = client(tmp_path)
-    step(who, STATISTICS, get_weights(network()))
+    step(who, STATISTICS, bootstrapped())
     step(who, linear_task(), message())
     found = {path.name: path.stat().st_size for path in who.folder.iterdir()}
     assert set(found) == {
@@ -195,22 +264,21 @@ def test_what_is_kept_and_how_large_it_is(tmp_path):
 
 def test_uncorrected_steps_keep_no_state(tmp_path):
     who = client(tmp_path)
-    task = linear_task(corrected=False, control="zero", parts=("network", "normaliser", "linear"))
-    step(who, task, message()[:-1])
+    task = linear_task(corrected=False, control="zero")
+    step(who, task, uncorrected())
     assert not list(who.folder.glob("state-*"))
 
 
 def test_one_step_a_round_needs_no_kernel(tmp_path):
     """Gradient descent: W - eta Z^T (Z W - Y) / n."""
     who = client(tmp_path)
-    task = linear_task(
-        corrected=False, control="zero", steps=1, parts=("network", "normaliser", "linear")
-    )
-    arrays = message()[:-1]
-    ((result,), _, _) = step(who, task, arrays)
+    task = linear_task(corrected=False, control="zero", local_steps=1)
+    records = uncorrected()
+    ((result,), _, _) = step(who, task, records)
+    theta = records["linear"]["tct.linear"]
     z = normaliser()(MAP.extractor(network())(X)).double().numpy()
     targets = np.eye(3)[Y] - 1 / 3
-    expected = arrays[-1] - 0.05 * z.T @ (z @ arrays[-1] - targets) / 11
+    expected = theta - 0.05 * z.T @ (z @ theta - targets) / 11
     assert relative(result, expected) < 1e-6
     assert not (who.folder / "kernel.npz").exists()
 
@@ -218,11 +286,11 @@ def test_one_step_a_round_needs_no_kernel(tmp_path):
 def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
     x_test, y_test = X.flip(0)[:6] + 0.3, Y.flip(0)[:6]
     who = client(tmp_path, x_test=x_test, y_test=y_test)
-    arrays = message()[:-1]
-    task = linear_task(control="zero", parts=("network", "normaliser", "linear"))
-    loss, count, metrics = who.evaluate(arrays, task.to_config())
+    records = uncorrected()
+    task = linear_task(control="zero")
+    loss, count, metrics = who.evaluate(NamedArrays(records), task.to_config())
     z = normaliser()(MAP.extractor(network())(x_test)).double().numpy()
-    scores = z @ arrays[-1]
+    scores = z @ records["linear"]["tct.linear"]
     targets = np.eye(3)[y_test] - 1 / 3
     assert count == 6
     assert loss == pytest.approx(float(((scores - targets) ** 2).sum(1).mean() / 2), rel=1e-5)
@@ -234,18 +302,18 @@ def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
 
 def test_other_data_or_another_network_empties_the_folder(tmp_path):
     for change in ("data", "network"):
-        step(client(tmp_path), STATISTICS, get_weights(network()))
+        step(client(tmp_path), STATISTICS, bootstrapped())
         step(client(tmp_path), linear_task(), message())
         data = (X + 1, Y) if change == "data" else (X, Y)
         key = "other" if change == "network" else "k"
-        task = linear_task(key=key, control="zero", parts=("linear",))
-        arrays, _, metrics = step(client(tmp_path, data=data), task, message()[-2:-1])
+        task = linear_task(key=key, control="zero")
+        arrays, _, metrics = step(client(tmp_path, data=data), task, linear())
         assert arrays == []
         assert metrics == {"lost-state": 0}
         assert [p.name for p in client(tmp_path, data=data).folder.iterdir()] == ["key.json"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut off", "garbage"])
+@pytest.mark.parametrize("damage", WAYS)
 @pytest.mark.parametrize(
     ("name", "state"), [("network", 0), ("normaliser", 0), ("last", 0), ("state-000004", 1)]
 )
@@ -253,20 +321,13 @@ def test_what_is_lost_is_said(tmp_path, name, state, damage):
     """1 where only the client itself had it: all corrections must begin anew."""
     step(client(tmp_path), linear_task(), message())
     damaged(client(tmp_path).folder / f"{name}.npz", damage)
-    task = linear_task(state_round=4, control="last", parts=("linear",))
-    arrays, _, metrics = step(client(tmp_path), task, message()[-2:-1], 5)
+    task = linear_task(state_round=4, control="last")
+    arrays, _, metrics = step(client(tmp_path), task, linear(), 5)
     assert arrays == []
     assert metrics == {"lost-state": state}
 
 
-def damaged(path: Path, how: str) -> None:
-    content = path.read_bytes()
-    path.unlink()
-    if how != "gone":
-        path.write_bytes(content[: len(content) // 2] if how == "cut off" else b"garbage" * 99)
-
-
-@pytest.mark.parametrize("damage", ["gone", "cut off", "garbage"])
+@pytest.mark.parametrize("damage", WAYS)
 @pytest.mark.parametrize("name", ["features-train.npy", "kernel.npz", "spectrum.npz"])
 def test_what_can_be_made_again_is(tmp_path, name, damage):
     who = client(tmp_path)
@@ -280,18 +341,18 @@ def test_what_can_be_made_again_is(tmp_path, name, damage):
 def test_what_was_made_with_another_setting_is_not_used(tmp_path, change):
     """The same folder, network and data: the second must be as in a folder of its own."""
     step(client(tmp_path / "a"), linear_task(), message())
-    arrays = message(21 if change == "bias" else 20)
+    records = message(21 if change == "bias" else 20)
     options = {"dtype": "float16"} if change == "dtype" else {}
     if change == "normaliser":
-        arrays[-3] = arrays[-3] / 2
+        records["normaliser"][SCALE] = records["normaliser"][SCALE] / 2
     task = linear_task(bias=change == "bias")
-    used, _, _ = step(client(tmp_path / "a", **options), task, arrays)
-    fresh, _, _ = step(client(tmp_path / "b", **options), task, arrays)
+    used, _, _ = step(client(tmp_path / "a", **options), task, records)
+    fresh, _, _ = step(client(tmp_path / "b", **options), task, records)
     assert (used[0] == fresh[0]).all()
 
 
 def test_only_so_many_rounds_of_state_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_cache, "STATES", 3)
+    monkeypatch.setattr(feature_store, "STATES", 3)
     who = client(tmp_path)
     for server_round in range(4, 10):
         step(who, linear_task(), message(), server_round)
@@ -336,20 +397,8 @@ def test_round_1_refuses_what_stage_2_could_not_do(tmp_path, monkeypatch):
 
 def test_the_last_model_must_be_of_the_round_before(tmp_path):
     step(client(tmp_path), linear_task(), message())
-    task = linear_task(state_round=4, control="last", parts=("linear",))
-    assert step(client(tmp_path), task, message()[-2:-1], 6)[2] == {"lost-state": 0}
-
-
-def test_a_file_that_was_cut_off_is_made_again(tmp_path):
-    """Files are written under another name first."""
-    who = client(tmp_path)
-    step(who, linear_task(), message())
-    expected = np.load(who.folder / "features-train.npy")
-    for name in ("features-train", "raw-train"):
-        (who.folder / f"{name}.part").write_bytes(b"half")
-    (who.folder / "features-train.npy").unlink()
-    step(client(tmp_path), linear_task(), message())
-    assert (np.load(who.folder / "features-train.npy") == expected).all()
+    task = linear_task(state_round=4, control="last")
+    assert step(client(tmp_path), task, linear(), 6)[2] == {"lost-state": 0}
 
 
 def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_path, monkeypatch):
@@ -357,7 +406,7 @@ def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_pa
     usage = namedtuple("usage", "free")(879)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(NotEnoughMemory, match="20 features of 11 examples need"):
-        step(client(tmp_path), STATISTICS, get_weights(network()))
+        step(client(tmp_path), STATISTICS, bootstrapped())
     assert not list(tmp_path.rglob("*.npy"))
 
 
@@ -366,32 +415,34 @@ def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_pa
     [
         (linear_task(), {}, "the kernel of 11 examples"),
         (linear_task(), {"local_solver": "loop"}, "20 features of 11 examples"),
-        (ConvexTask("features", "k", MAP, parts=("network",)), {}, "sending 20 features of 11"),
+        (ConvexTask("features", "k", MAP), {}, "sending 20 features of 11"),
     ],
 )
 def test_what_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch, task, options, what):
     monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
     monkeypatch.setattr(tangent, "require_memory", lambda *a, **o: None)
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
-    arrays = message() if task.step == "linear" else get_weights(network())
+    records = message() if task.step == "linear" else bootstrapped()
     with pytest.raises(NotEnoughMemory, match=f"{what}.* needs 0.0 GB"):
-        step(client(tmp_path, **options), task, arrays)
+        step(client(tmp_path, **options), task, records)
 
 
 def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     """Normalised by 1e-9 instead of the standard deviation; 10 over 1e-38 nothing holds."""
-    arrays, task = message(), linear_task(learning_rate=1e-20)
-    arrays[-3] = np.full(20, 1e9, np.float32)
+    records, task = message(), linear_task(learning_rate=1e-20)
+    records["normaliser"][SCALE] = np.full(20, 1e9, np.float32)
     half = client(tmp_path / "half", dtype="float16")
     with caplog.at_level(WARNING, "flwr"):
-        found, _, _ = step(half, task, arrays)
+        found, _, _ = step(half, task, records)
     assert "does not fit in float16: these examples' are kept in float32" in caplog.text
-    expected, _, _ = step(client(tmp_path / "full"), task, arrays)
+    expected, _, _ = step(client(tmp_path / "full"), task, records)
     assert (found[0] == expected[0]).all()
-    arrays[-4:-2] = [np.full(20, 10, np.float32), np.full(20, 3e38, np.float32)]
+    records["normaliser"] = {
+        MEAN: np.full(20, 10, np.float32), SCALE: np.full(20, 3e38, np.float32)
+    }  # fmt: skip
     for who in (half, client(tmp_path / "full")):
         with pytest.raises(OverflowError, match="does not fit in float32"):
-            step(who, task, arrays)
+            step(who, task, records)
         assert not list(who.folder.glob("features-*"))
 
 
@@ -415,11 +466,56 @@ def test_two_clients_with_default_seeds_do_not_disturb_each_other(tmp_path):
     assert (found[0] == alone[0]).all()
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("linear", "expected the records linear, control, got .*; linear comes from .* TCT"),
+        ("control", "expected the records linear, control, got .*; control comes from .* TCT"),
+    ],
+)
+def test_a_message_without_its_records_is_refused(tmp_path, missing, text, first):
+    """Whether or not the client holds the network: else it would ask for that in vain."""
+    if not first:
+        step(client(tmp_path), linear_task(), message())
+    records = message()
+    del records[missing]
+    with pytest.raises(ValueError, match=text):
+        step(client(tmp_path), linear_task(), records)
+    if missing == "linear":
+        with pytest.raises(ValueError, match="linear comes from the strategy TCT"):
+            client(tmp_path).evaluate(NamedArrays(records), linear_task().to_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "text"),
+    [
+        ("linear", 0, "record linear: expected 1 array, got 0"),
+        ("linear", 2, "record linear: expected 1 array, got 2"),
+        ("control", 2, "record control: expected 1 array, got 2"),
+        ("normaliser", 1, "record normaliser: expected mean and scale, got 1"),
+        ("normaliser", 3, "record normaliser: expected mean and scale, got 3"),
+    ],
+)
+def test_too_few_or_too_many_arrays_in_a_record_are_refused(tmp_path, name, count, text):
+    records = message()
+    array = next(iter(records[name].values()))
+    records[name] = {str(i): array for i in range(count)}
+    with pytest.raises(ValueError, match=text):
+        step(client(tmp_path), linear_task(), records)
+
+
+def test_arrays_without_names_are_refused(tmp_path):
+    for task in (STATISTICS, linear_task()):
+        with pytest.raises(ValueError, match=r"expected NamedArrays with the records of .* TCT"):
+            client(tmp_path).fit(list(NamedArrays(message())), task.to_config())
+
+
 def test_half_precision_is_for_normalised_features(tmp_path):
-    arrays = message()
-    arrays[-4:-2] = [np.zeros(20, np.float32), np.ones(20, np.float32)]
+    records = message()
+    records["normaliser"] = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
     with pytest.raises(ValueError, match="float16 would lose small features"):
-        step(client(tmp_path, dtype="float16"), linear_task(), arrays)
+        step(client(tmp_path, dtype="float16"), linear_task(), records)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
 """Settings under which tests over all methods run each of them: with all its tools."""
 
-TOOLS = {
-    "sampling_rate": 0.5, "projection": 20, "sparsity": 0.5, "bits": 6, "shuffle": True,
-}  # fmt: skip
-SETTINGS = {
-    "ntk-fl": {},
+from collections import defaultdict
+from typing import Any
+
+PROJECTED = {"sampling_rate": 0.5, "projection": 20}
+TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
+SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none
+SETTINGS |= {
     "cp-ntk-fl": TOOLS,
     "tct": {
-        "bootstrap_rounds": 1, "num_features": 300, "convex_steps": 20,
-        "convex_learning_rate": 1e-3, "sampling_rate": 0.5, "projection": 20,
+        **PROJECTED,
+        "tct": {
+            "bootstrap_rounds": 1, "num_features": 300, "local_steps": 20, "learning_rate": 1e-3,
+        },
     },
-    "fedavg": {"local_epochs": 3, "sampling_rate": 0.5, "projection": 20},
-    "scaffold": {
-        "local_epochs": 3, "sampling_rate": 0.5, "projection": 20, "server_learning_rate": 1.5,
-    },
+    "fedavg": {**PROJECTED, "local_epochs": 3},
+    "scaffold": {**PROJECTED, "local_epochs": 3, "scaffold": {"server_learning_rate": 1.5}},
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The command: what it does, what it says, and how it ends."""
 
+import errno
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedntk.simulations import Config, load_model, read_runs, run
+from fedntk.simulations import Config, RunFailed, load_model, read_runs, run
 from fedntk.simulations.cli import app
 
 from ..conftest import ROOT
@@ -100,7 +101,11 @@ def test_help_has_examples(command):
 
 
 def test_settings_are_listed():
-    assert fedntk("settings").splitlines() == Config.describe().splitlines()
+    assert fedntk("settings").splitlines() == Config.describe()
+    own = fedntk("settings", "tct").splitlines()
+    assert own == Config.describe("tct")
+    assert all(line.startswith("tct.") for line in own)
+    assert "did you mean 'tct'" in fedntk("settings", "tctt", fails=2)
 
 
 def test_ctrl_c_and_kill_9_from_outside(tmp_path):
@@ -110,7 +115,12 @@ def test_ctrl_c_and_kill_9_from_outside(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(*arguments: object) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "fedntk.simulations.cli", "run", *map(str, arguments)]
+        # where this process ignores interrupts, as under nohup, its children would, too
+        code = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "from fedntk.simulations.cli import app; app()"
+        )
+        command = [sys.executable, "-c", code, "run", *map(str, arguments)]
         return subprocess.Popen(  # noqa: S603
             command, env=environment, stderr=subprocess.PIPE, text=True
         )
@@ -142,6 +152,92 @@ def test_ctrl_c_and_kill_9_from_outside(tmp_path):
     assert {k: v.tobytes() for k, v in load_model(folder).items()} == {
         k: v.tobytes() for k, v in load_model(whole.folder).items()
     }
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Folder of a small run that has ended."""
+    run(Config.parse(SMALL | {"out": str(tmp_path / "a")}), progress=False)
+    return tmp_path / "a"
+
+
+def one_line(*arguments: object, fails: int) -> str:
+    said = fedntk(*arguments, fails=fails)
+    assert said.startswith("fedntk: ")
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": 3}', '{"rounds": 3}'])
+def test_a_damaged_summary_is_said_in_one_line(finished, text):
+    (finished / "summary.json").write_text(text)
+    for arguments in (["run", "--resume", finished, "--quiet"], ["report", finished]):
+        assert "summary.json is damaged: " in one_line(*arguments, fails=1)
+    with pytest.raises(RunFailed, match=r"summary\.json is damaged"):
+        read_runs(finished)
+    (finished / "summary.json").unlink()  # as the message says
+    fedntk("run", "--resume", finished, "--quiet")
+    assert len(read_runs(finished)) == 1
+
+
+@pytest.mark.parametrize("name", ["rounds.parquet", "clients.parquet"])
+def test_a_damaged_table_is_said_in_one_line(finished, name):
+    (finished / name).write_bytes(b"PAR1")
+    assert f"{name} is damaged: " in one_line("report", finished, fails=1)
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 0.95])
+def test_a_configuration_that_is_cut_off_is_said_in_one_line(finished, kept):
+    text = (finished / "config.toml").read_text()
+    (finished / "config.toml").write_text(text[: int(kept * len(text))])
+    said = one_line("run", "--resume", finished, "--quiet", fails=2)
+    assert "config.toml" in said
+    assert one_line("report", finished, fails=2) == said
+
+
+def test_a_rate_at_which_the_solver_does_not_end_is_refused_in_one_line(tmp_path):
+    said = one_line(
+        "run", "--quiet", "--out", tmp_path, "--set", "learning-rate=1e6", "--set",
+        "ntk-fl.kernel=full", "--set", "loss=mse", *settings(), fails=2,
+    )  # fmt: skip
+    assert "lower the learning rate" in said
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 6])
+def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, error, after):
+    """From the first file, the checkpoints', or the results' on; later the run goes on."""
+    folder, written = tmp_path / "a", []
+
+    def refusing(path: Path, *arguments: object, **options: object) -> object:
+        if str(tmp_path) in str(path) and (arguments or ("r",))[0] in ("w", "wb", "a"):
+            written.append(path)
+            if len(written) > after:
+                raise error
+        return opened(path, *arguments, **options)
+
+    opened = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refusing)
+        said = one_line("run", "--quiet", "--out", folder, *settings(), fails=1)
+        assert error.strerror in said
+        with pytest.raises(RunFailed, match=error.strerror):
+            run(Config.parse(SMALL | {"out": str(folder)}), progress=False)
+    fedntk("run", "--quiet", "--out", folder, *settings())
+    assert read_runs(folder)[0].summary["rounds"] == 2
+    assert list(folder.rglob("*.partial")) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    said = one_line("run", "--quiet", "--out", tmp_path / "file" / "a", *settings(), fails=1)
+    assert "NotADirectoryError" in said
+    run(Config.parse(SMALL | {"out": str(tmp_path / "b")}), progress=False)
+    one_line("report", tmp_path / "b", "--out", tmp_path / "file" / "a", fails=1)
 
 
 def test_command_is_installed():

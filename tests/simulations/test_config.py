@@ -1,5 +1,6 @@
 """Every wrong setting is refused at once, by name, with what was expected."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from fedntk.simulations import Config, ConfigError
 
 DP = {
-    "method": "cp-ntk-fl", "selection": "linearised", "clients-per-evaluation": 0,
-    "clip": 1.0, "noise-multiplier": 1.0,
+    "method": "cp-ntk-fl", "cp-ntk-fl.selection": "linearised", "clients-per-evaluation": 0,
+    "cp-ntk-fl.clip": 1.0, "cp-ntk-fl.noise-multiplier": 1.0,
 }  # fmt: skip
 
 
@@ -20,7 +21,7 @@ DP = {
         ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
         (
             {"method": "ntkfl"},
-            "ntk-fl, cp-ntk-fl, tct, fedavg, scaffold, got 'ntkfl'; did you mean 'ntk-fl'",
+            "cp-ntk-fl, fedavg, ntk-fl, scaffold, tct, got 'ntkfl'; did you mean 'ntk-fl'",
         ),
         ({"rounds": "ten"}, "rounds: expected int, got str 'ten'"),
         ({"rounds": True}, "rounds: expected int, got bool True"),
@@ -31,9 +32,13 @@ DP = {
         ({"learning-rate": float("inf")}, "learning-rate: expected a finite number, got inf"),
         ({"alpha": -0.1}, "alpha: expected more than 0, got -0.1"),
         ({"local-test-fraction": 1.0}, "local-test-fraction: expected less than 1, got 1.0"),
-        ({"steps": "100;200"}, "steps: expected numbers with commas between them, got '100;200'"),
-        ({"steps": ""}, "steps: expected increasing whole numbers, got ''"),
-        ({"steps": "200,100"}, "steps: expected increasing whole numbers"),
+        (
+            {"ntk-fl.steps": "100;200"},
+            "ntk-fl.steps: expected numbers with commas between them, got '100;200'",
+        ),
+        ({"ntk-fl.steps": ""}, "ntk-fl.steps: expected increasing whole numbers, got ''"),
+        ({"ntk-fl.steps": "200,100"}, "ntk-fl.steps: expected increasing whole numbers"),
+        ({"cp-ntk-fl": {"steps": "2,1"}}, "cp-ntk-fl.steps: expected increasing whole numbers"),
         ({"targets": "85"}, "targets: expected numbers between 0 and 1"),
         ({"clients-per-round": 51}, "clients-per-round: expected at most the 50 clients that"),
         ({"clients-per-evaluation": -1}, "clients-per-evaluation: expected at least 0, got -1"),
@@ -44,35 +49,53 @@ DP = {
             "monitor = client-loss-worst needs clients-per-evaluation of at least 1",
         ),
         ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
-        ({"selection": "validation"}, "selection = validation goes with one of"),
-        ({"validation-clients": 2}, "selection = validation goes with one of"),
+        ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
+        ({"validation-clients": 2}, "ntk-fl.selection = validation goes with one of"),
         ({"partition": "natural"}, "partition = natural needs natural-column"),
         ({"sampling-rate": 0.0}, "sampling-rate: expected more than 0, got 0.0"),
         ({"sampling-rate": 1.5}, "sampling-rate: expected at most 1, got 1.5"),
         ({"projection": -1}, "projection: expected at least 0, got -1"),
-        ({"sparsity": 1.0}, "sparsity: expected less than 1, got 1.0"),
-        ({"bits": 0}, "bits: expected at least 1, got 0"),
-        ({"bits": 20}, "bits: expected 1 ... 16, or 32 for numbers as they are, got 20"),
-        ({"shuffle": True}, "shuffle = True goes with method = cp-ntk-fl, got ntk-fl"),
-        ({"bits": 6}, "bits = 6 goes with method = cp-ntk-fl, got ntk-fl"),
-        (DP | {"method": "fedavg"}, "goes with method = cp-ntk-fl, got fedavg"),
-        (DP | {"clip": 0.0}, "takes clip and noise-multiplier above 0"),
-        (DP | {"noise-multiplier": 0.0}, "takes clip and noise-multiplier above 0"),
-        (DP | {"selection": "clients"}, "use linearised, or validation with"),
+        ({"cp-ntk-fl.sparsity": 1.0}, "cp-ntk-fl.sparsity: expected less than 1, got 1.0"),
+        ({"cp-ntk-fl.bits": 0}, "cp-ntk-fl.bits: expected at least 1, got 0"),
         (
-            DP | {"selection": "validation", "validation-clients": 2},
+            {"cp-ntk-fl.bits": 20},
+            "cp-ntk-fl: bits: expected 1 ... 16, or 32 for numbers as they are, got 20",
+        ),
+        (DP | {"cp-ntk-fl.clip": 0.0}, "takes clip and noise-multiplier above 0"),
+        (DP | {"cp-ntk-fl.noise-multiplier": 0.0}, "takes clip and noise-multiplier above 0"),
+        (DP | {"cp-ntk-fl.selection": "clients"}, "use linearised, or validation with"),
+        (
+            DP | {"cp-ntk-fl.selection": "validation", "validation-clients": 2},
             "use linearised, or validation with",
         ),
         (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
-        (DP | {"label-noise": 2.0}, "label-noise: expected at most 1, got 2.0"),
-        ({"proximal-mu": -0.1}, "proximal-mu: expected at least 0, got -0.1"),
-        ({"scaffold-option": "2"}, "scaffold-option: expected one of II, I, got '2'"),
-        ({"server-learning-rate": 0}, "server-learning-rate: expected more than 0, got 0"),
+        (DP | {"cp-ntk-fl.label-noise": 2.0}, "cp-ntk-fl.label-noise: expected at most 1, got 2"),
+        (DP | {"cp-ntk-fl.delta": 0.0}, "cp-ntk-fl.delta: expected more than 0, got 0.0"),
+        ({"fedavg.proximal-mu": -0.1}, "fedavg.proximal-mu: expected at least 0, got -0.1"),
+        ({"scaffold.option": "2"}, "scaffold.option: expected one of II, I, got '2'"),
+        (
+            {"scaffold": {"server-learning-rate": 0}},
+            "scaffold.server-learning-rate: expected more than 0, got 0",
+        ),
         (
             {"method": "scaffold", "local-epochs": 0},
             "local-epochs: expected at least 1 with method = scaffold, got 0",
         ),
-        (DP | {"delta": 0.0}, "delta: expected more than 0, got 0.0"),
+        ({"tct": {"num-features": -1}}, "tct.num-features: expected at least 0, got -1"),
+        ({"tct": {"solve": "server", "loss": "cross-entropy"}}, "needs tct.loss = mse, got cross"),
+        ({"tct.bits": 8}, "tct.sparsity and tct.bits go with tct.solve = server, got clients"),
+        ({"tct": {"dtype": "float16", "normalise": False}}, "without tct.normalise; use float32"),
+        # where keys are now, and near ones
+        ({"convex-steps": 5}, "unknown key 'convex-steps'; it is now tct.local-steps"),
+        ({"wire": "dense"}, "unknown key 'wire'; it is now cp-ntk-fl.structure or ntk-fl.struct"),
+        ({"num-features": 5}, "unknown key 'num-features'; it is now tct.num-features"),
+        ({"convex-step": 5}, "unknown key 'convex-step'; did you mean 'tct.local-steps'?"),
+        ({"tct.num-feature": 5}, "unknown key 'tct.num-feature'; did you mean 'tct.num-features'?"),
+        ({"tct": {"num-feature": 5}}, "key 'tct.num-feature'; did you mean 'tct.num-features'?"),
+        ({"tct": 5}, "tct: expected a table of settings, got int 5"),
+        ({"rounds": {"a": 1}}, "rounds: expected int, got dict {'a': 1}"),
+        ({"nothing.bits": 5}, "unknown key 'nothing.bits'"),
+        ({"plugged-in": "{"}, "plugged-in: expected JSON, got '{'"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_in_one_line(values, message):
@@ -83,7 +106,7 @@ def test_a_wrong_setting_is_refused_in_one_line(values, message):
 
 
 def test_held_out_clients_cannot_be_sampled():
-    options = {"selection": "validation", "num_clients": 10, "validation_clients": 2}
+    options = {"method": "fedavg", "num_clients": 10, "validation_clients": 2}
     Config(clients_per_round=8, **options)
     with pytest.raises(ConfigError, match="at most the 8 clients that train, got 9"):
         Config(clients_per_round=9, **options)
@@ -98,10 +121,61 @@ def test_what_users_have_at_hand_is_taken():
 
 
 def test_file_round_trip_and_overrides(tmp_path):
-    config = Config(rounds=3, learning_rate=0.5, method="fedavg")
+    config = Config(rounds=3, learning_rate=0.5, method="fedavg", tct={"bias": True})
     config.save(tmp_path / "config.toml")
-    assert Config.load(tmp_path / "config.toml") == config
-    assert Config.load(tmp_path / "config.toml", rounds=4).rounds == 4
+    assert Config.load(tmp_path / "config.toml") == config == Config.of_run(tmp_path)
+    text = (tmp_path / "config.toml").read_text()
+    assert "\n[fedavg]\nproximal-mu = 0.0\n" in text
+    assert "[scaffold]" not in text  # its settings are defaults, and have no effect
+    changed = Config.load(tmp_path / "config.toml", rounds=4, tct={"num_features": 7})
+    assert changed == config.replace(rounds=4, **{"tct.num-features": 7})
+    own = changed.settings_of("tct")
+    assert (own.num_features, own.bias, changed.rounds) == (7, True, 4)
+
+
+def test_tables_belong_to_the_method_of_their_name():
+    config = Config(method="tct", tct={"num_features": 10}, scaffold={"option": "I"})
+    assert config.settings.num_features == 10
+    assert config.settings_of("scaffold").option == "I"
+    assert config.replace(method="scaffold").settings.option == "I"
+    assert config.replace(tct={"local_steps": 3}).settings.num_features == 10
+    assert hash(config) == hash(dataclasses.replace(config)) != hash(config.replace(rounds=1))
+    assert dataclasses.replace(config, rounds=7).settings.num_features == 10
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.settings.num_features = 3
+
+
+def test_tables_of_other_methods_are_checked_and_have_no_effect():
+    plain, other = Config(method="fedavg"), Config(method="fedavg", tct={"num_features": 10})
+    assert plain != other
+    assert plain.differences(other) == {}
+    assert plain.folder == other.folder
+    assert Config(method="fedavg", tct={"num_features": 100_000}) == plain  # the default
+    acting = plain.replace(fedavg={"proximal_mu": 1.0})
+    assert plain.differences(acting) == {"fedavg.proximal-mu": (0.0, 1.0)}
+    assert plain.folder != acting.folder
+
+
+def test_flowers_run_config_gives_the_configuration_back():
+    """Flower adds the defaults of the keys that are not given; it takes none with tables."""
+    config = Config(method="tct", rounds=3, tct={"bias": True}, scaffold={"option": "I"})
+    sent = config.run_config()
+    assert {type(value) for value in sent.values()} <= {bool, int, float, str}
+    assert sent.keys() <= Config.default_run_config().keys()
+    assert Config.parse(Config.default_run_config() | sent) == config
+
+
+@pytest.mark.parametrize("lines", [0, 5, -3, -1])
+def test_a_runs_configuration_that_is_cut_off_is_refused(tmp_path, lines):
+    """Not read as defaults; cut at the end of a line, it is still TOML."""
+    Config(method="tct").save(tmp_path / "config.toml")
+    whole = (tmp_path / "config.toml").read_text().splitlines(keepends=True)
+    (tmp_path / "config.toml").write_text("".join(whole[:lines]))
+    Config.load(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"config\.toml is cut off: its last line, .* is missing"):
+        Config.of_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"no run in .*: config\.toml is missing"):
+        Config.of_run(tmp_path / "nowhere")
 
 
 def test_bad_files_are_refused(tmp_path):
@@ -116,9 +190,15 @@ def test_bad_files_are_refused(tmp_path):
 
 
 def test_description_names_every_key():
-    lines = Config.describe().splitlines()
-    assert len(lines) == len(Config().values())
-    assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in Config.describe()
+    keys = [line.partition(" = ")[0] for line in Config.describe()]
+    assert {*keys, "plugged-in"} == Config.default_run_config().keys()
+    assert len(keys) == len(set(keys))
+    described = "\n".join(Config.describe())
+    assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in described
+    assert "method = 'ntk-fl' (cp-ntk-fl, fedavg, ntk-fl, scaffold, tct): what to run" in described
+    assert Config.describe("scaffold")[0].startswith("scaffold.option = 'II' (II, I): ")
+    with pytest.raises(ConfigError, match="got 'scafold'; did you mean 'scaffold'"):
+        Config.describe("scafold")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +207,9 @@ def test_description_names_every_key():
         ("rounds", "7", 7),
         ("learning-rate", "1e-3", 0.001),
         ("learning_rate", "2", 2.0),
-        ("steps", "10,20", "10,20"),
+        ("ntk-fl.steps", "10,20", "10,20"),
+        ("tct.num_features", "3", 3),
+        ("cp-ntk-fl.shuffle", "true", True),
     ],
 )
 def test_text_becomes_a_value_of_the_keys_type(key, text, value):
@@ -139,6 +221,7 @@ def test_text_becomes_a_value_of_the_keys_type(key, text, value):
     ("key", "text", "message"),
     [
         ("rounds", "1.5", "rounds: expected int, got '1.5'"),
+        ("tct.bias", "1", "tct.bias: expected bool, got '1'"),
         ("roundz", "1", "unknown key 'roundz'; did you mean 'rounds'"),
     ],
 )

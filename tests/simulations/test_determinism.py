@@ -12,7 +12,7 @@ from flwr.app import Message
 from fedntk.simulations import Config
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.methods import METHODS
+from fedntk.simulations.methods import all_methods
 from fedntk.simulations.server_app import serve
 
 from .settings import SETTINGS
@@ -36,12 +36,12 @@ class Shuffled(LocalGrid):
 
 def result(config: Config, folder: Path, kind: type[LocalGrid], workers: int) -> object:
     config = replace(config, out=str(folder))
-    with kind(app, config.num_clients, config.values(), workers=workers) as grid:
+    with kind(app, config.num_clients, config.run_config(), workers=workers) as grid:
         serve(grid, config)
     return outcome(folder)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, method):
     config = replace(SMALL, method=method, learning_rate=0.05, **SETTINGS[method])
     expected = result(config, tmp_path / "serial", LocalGrid, 1)

@@ -49,6 +49,25 @@ def test_replies_answer_their_messages_and_a_broken_client_is_an_error():
     assert [r.content["metrics"]["partition"] for r in replies[1:]] == [0, 3]
 
 
+def test_a_message_to_a_node_that_does_not_exist_is_an_error():
+    local = grid()
+    sent = [Message(RecordDict(), node, "train") for node in (1, 99, 2)]
+    replies = list(local.send_and_receive(sent))
+    assert [r.has_error() for r in replies] == [False, True, False]
+    assert replies[1].error.reason == "there is no node 99"
+    assert replies[1].metadata.reply_to_message_id == sent[1].metadata.message_id
+
+
+@pytest.mark.parametrize("answer", [None, 3, RecordDict()])
+def test_an_app_that_returns_no_message_is_an_error(answer):
+    app = ClientApp()
+    app.train()(lambda message, context: answer)
+    replies = list(LocalGrid(app, 4, {}).send_and_receive(messages(RecordDict())))
+    assert [r.has_error() for r in replies] == [True, True, True]
+    name = type(answer).__name__
+    assert replies[0].error.reason == f"TypeError: the app returned {name}, expected a Message"
+
+
 def test_state_stays_with_its_node_between_messages():
     local = grid()
     for times in (1, 2):

@@ -1,4 +1,4 @@
-"""Splits: every partitioner, paper 000's own, checksums and refusals."""
+"""Splits: every partitioner, that of Yue et al. 2022, checksums and refusals."""
 
 from dataclasses import replace
 
@@ -122,7 +122,7 @@ def test_natural_parts_follow_their_ids():
 
 
 def test_validation_examples_belong_to_no_client():
-    config = replace(DIGITS, partition="iid", selection="validation", validation_examples=100)
+    config = replace(DIGITS, partition="iid", method="fedavg", validation_examples=100)
     split = load_split(config)
     assert len(split.validation) == 100
     assert not set(split.validation) & set(np.concatenate(split.clients))

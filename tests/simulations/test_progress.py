@@ -55,6 +55,15 @@ def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock):
     assert "\r" not in file.getvalue()
 
 
+def test_the_metric_that_is_shown_is_the_methods_headline():
+    shown = Progress(4)
+    shown.begin("one", 4, headline="client-accuracy-mean")
+    shown.on_round(record(1, **{"client-accuracy-mean": 0.25}))
+    assert "client-accuracy-mean 25.0 %" in str(shown)
+    shown.on_round(record(2))  # in which no client evaluated
+    assert "%" not in str(shown)
+
+
 def test_a_slow_run_gets_a_line_in_between(clock):
     clock[0] = 4.0
     file = io.StringIO()

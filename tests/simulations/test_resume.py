@@ -1,7 +1,9 @@
 """A run that was cut off goes on to the same bits; the best model; early stopping."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,13 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.numpy import save
 
 from fedntk.simulations import Config, ConfigError, Run, load_model, run
-from fedntk.simulations.checkpoints import Best, Checkpoint, newest, save, with_rows
+from fedntk.simulations.checkpoints import Best, Checkpoint, Checkpoints, Evaluations
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.files import claimed
-from fedntk.simulations.methods import METHODS
+from fedntk.simulations.files import claimed, whole
+from fedntk.simulations.methods import all_methods
 from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
 from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
@@ -35,10 +38,7 @@ def outcome(folder: Path) -> tuple[object, ...]:
     # a server of TCT that starts again sends its clients all they may have lost
     sent = "|bytes" if result.config.method == "tct" else ""
     rounds = result.rounds[~result.rounds.metric.str.contains(f"seconds|memory{sent}")]
-    models = [
-        {name: w.tobytes() for name, w in load_model(folder, which).items()}
-        for which in ("model", "best")
-    ]
+    models = [(folder / f"{which}.safetensors").read_bytes() for which in ("model", "best")]
     changing = ["seconds", "to-target"] + ["bytes-up", "bytes-down"] * bool(sent)
     summary = {k: v for k, v in result.summary.items() if k not in changing}
     return (*models, rounds.to_csv(), result.clients.to_csv(), summary)
@@ -51,7 +51,7 @@ def interrupted(config: Config, after: int, error: type[BaseException] = Runtime
         if record["round"] == after:
             raise error
 
-    grid = LocalGrid(app, config.num_clients, config.values())
+    grid = LocalGrid(app, config.num_clients, config.run_config())
     with pytest.raises(error):
         serve(grid, config, stop)
 
@@ -71,7 +71,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     return of
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 @pytest.mark.parametrize(("after", "every"), [(0, 1), (2, 1), (3, 2), (4, 3)])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method, after, every):
     config = replace(
@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     interrupted(config, after)
     seen: list[float] = []
     serve(
-        LocalGrid(app, config.num_clients, config.values()),
+        LocalGrid(app, config.num_clients, config.run_config()),
         config,
         lambda record: seen.append(record["round"]),
     )
@@ -88,12 +88,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, straight, method,
     assert outcome(tmp_path) == outcome(straight(method).folder)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == list(range(6))
-    assert [path.name for path in (tmp_path / "checkpoints").glob("round-*")] == [
-        next((straight(method).folder / "checkpoints").glob("round-*")).name
-    ]
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert names == ["round-000005.safetensors"]
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 def test_a_finished_run_that_is_made_longer_goes_on_to_the_same_bits(tmp_path, straight, method):
     """Twice: what the first end leaves behind must do for the second, too."""
     config = replace(SMALL, method=method, out=str(tmp_path), **SETTINGS[method])
@@ -199,7 +198,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, straight, k
     files = sorted((tmp_path / "checkpoints").glob("round-*"))
     assert [int(path.name[6:12]) for path in files] == [2, 3]
     damage(files[1], kind)
-    assert newest(tmp_path).round == 2
+    assert Checkpoints(tmp_path).newest().round == 2
     assert any("going back" in record.getMessage() for record in caplog.records)
     run(config, progress=False)
     assert outcome(tmp_path) == outcome(straight("ntk-fl").folder)
@@ -290,15 +289,19 @@ def test_another_number_of_threads_than_before_is_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("every", [1, 50])
 def test_best_weights_do_not_pile_up(tmp_path, every):
-    """A loss that falls in each round, and few checkpoints."""
+    """The two newest checkpoints, and the one that holds the best weights, of a network each."""
     config = replace(SMALL, out=str(tmp_path), monitor="loss", checkpoint_every=every)
-    counts = []
+    counts, sizes = [], []
 
     def count(record: dict[str, float]) -> None:
-        counts.append(len(list((tmp_path / "checkpoints").glob("best-*"))))
+        files = list((tmp_path / "checkpoints").glob("*"))
+        counts.append(len(files))
+        sizes.append(sum(path.stat().st_size for path in files))
 
-    serve(LocalGrid(app, config.num_clients, config.values()), config, count)
-    assert max(counts) <= 2
+    serve(LocalGrid(app, config.num_clients, config.run_config()), config, count)
+    assert max(counts) <= 3
+    network = (tmp_path / "model.safetensors").stat().st_size
+    assert max(sizes) < 3 * (network + 12_000)
     assert outcome(tmp_path)
 
 
@@ -323,9 +326,9 @@ def test_two_runs_in_one_folder_at_a_time_are_refused(tmp_path):
 
     def again(record: dict[str, float]) -> None:
         with pytest.raises(BlockingIOError, match="another process is at work in"):
-            serve(LocalGrid(app, config.num_clients, config.values()), config)
+            serve(LocalGrid(app, config.num_clients, config.run_config()), config)
 
-    serve(LocalGrid(app, config.num_clients, config.values()), config, again)
+    serve(LocalGrid(app, config.num_clients, config.run_config()), config, again)
     assert read_run(tmp_path).summary["rounds"] == 1
     with claimed(tmp_path, "run"), pytest.raises(ConfigError, match="another process is at work"):
         run(config, rounds=2, progress=False)
@@ -336,7 +339,7 @@ def test_flowers_own_command_neither_repeats_nor_overwrites(tmp_path):
     config = replace(SMALL, out=str(tmp_path), rounds=1)
     run(config, progress=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    grid = LocalGrid(app, config.num_clients, config.values())
+    grid = LocalGrid(app, config.num_clients, config.run_config())
     serve(grid, config, lambda record: pytest.fail("ran again"))
     with pytest.raises(ConfigError, match="other settings: width = 100"):
         serve(grid, replace(config, width=50))
@@ -403,27 +406,132 @@ def test_tensors_keep_names_order_types_and_shapes(tmp_path):
         load_tensors(tmp_path / "other")
 
 
-def test_checkpoints_keep_the_last_two_and_the_best_weights_they_speak_of(tmp_path):
-    weights = {"w": np.ones(3, np.float32)}
-    state = {"strategy": "X", "momentum": np.arange(4.0), "momenta": {"beta": [0.9, 1]}}
+# --------------------------------------------------------------------- checkpoints
+
+
+def a_checkpoint(rounds: int, weights, state=None, best=None, best_weights=None) -> Checkpoint:
+    records = [{"round": r, "accuracy": 0.5} for r in range(rounds + 1)]
     source = {"split": "s", "device": "cpu"}
-    rows = with_rows({}, [{"round": 1, "partition": 4, "accuracy": 0.5}])
-    rows = with_rows(rows, [{"round": 2, "partition": 0, "loss": 0.1}])
-    for server_round, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
-        records = [{"round": r, "accuracy": 0.5} for r in range(server_round + 1)]
-        new = weights if best == server_round else {}
-        save(tmp_path, Checkpoint(weights, state, source, records, rows, Best(best, 0.5), new))
-        kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-        bests = [name for name in kept if name.startswith("best")]
-        assert len(kept) - len(bests) == min(server_round, 2)
-        assert len(bests) == (2 if server_round == 3 else 1)  # 2 and 3 speak of 1 and 3
-    loaded = newest(tmp_path)
-    assert (loaded.round, loaded.best, loaded.source) == (5, Best(3, 0.5), source)
-    np.testing.assert_equal(
-        loaded.evaluations,
-        {
-            "round": [1, 2], "partition": [4, 0], "accuracy": [0.5, np.nan], "loss": [np.nan, 0.1]
-        },
-    )  # fmt: skip
-    np.testing.assert_array_equal(loaded.strategy.pop("momentum"), np.arange(4.0))
-    assert loaded.strategy == {"strategy": "X", "momenta": {"beta": [0.9, 1]}}
+    return Checkpoint(
+        weights, state or {}, source, records, Evaluations(), best, best_weights or {}
+    )
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {path.name[6:12]: path.stat().st_size for path in sorted(folder.rglob("round-*"))}
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
+    state = {"strategy": "X", "momentum": np.arange(4.0), "momenta": {"beta": [0.9, 1]}, "a": 3}
+    rows = Evaluations()
+    for server_round in range(70):  # more than one chunk of records
+        rows = rows.with_round(server_round, {2**62: {"loss": 0.5}, 3: {"value": 1.0, "loss": 2.0}})
+    rows = rows.with_round(70, {1: {"loss": float("nan"), "round": 7.0}})
+    weights = {"w": np.ones((2, 3), np.float32), "counter": np.array(3), "none": np.zeros((0, 2))}
+    written = replace(a_checkpoint(70, weights, state, Best(70, 0.5), weights), evaluations=rows)
+    Checkpoints(tmp_path).save(written)
+    checkpoints = Checkpoints(tmp_path)
+    read = checkpoints.newest()
+    np.testing.assert_equal(read.weights, weights)
+    np.testing.assert_equal(checkpoints.best_weights(), weights)
+    assert list(read.strategy) == list(state)
+    np.testing.assert_equal(read.strategy, state)
+    assert (read.records, read.best, read.source) == (
+        written.records,
+        Best(70, 0.5),
+        written.source,
+    )
+    assert read.evaluations.names == ("loss", "value", "round")
+    np.testing.assert_array_equal(read.evaluations.keys, rows.keys)
+    assert rows.keys[:3].tolist() == [[0, 2**62, 0], [0, 3, 0], [0, 3, 1]]
+    assert rows.keys[-1].tolist() == [70, 1, 2]  # NaN is no entry
+    np.testing.assert_array_equal(read.evaluations.values, rows.values)
+
+
+def test_a_checkpoint_writes_what_changed(tmp_path):
+    """A network that stays, and the controls of 2 of 20 clients: 1/10 of 20 MB a round."""
+    generator = np.random.default_rng(0)
+    weights = {"w": generator.random(10_000)}
+    controls = {f"control {i}": generator.random(125_000) for i in range(20)}
+    checkpoints, written = Checkpoints(tmp_path), []
+    for server_round in range(40):
+        for i in range(2):
+            controls[f"control {(2 * server_round + i) % 20}"] = generator.random(125_000)
+        checkpoints.save(a_checkpoint(server_round, weights, dict(controls)))
+        written.append(files_of(tmp_path)[f"{server_round:06}"])
+        assert sum(files_of(tmp_path).values()) < 3 * 20.1e6  # what is kept is bounded
+        read = Checkpoints(tmp_path).newest()
+        np.testing.assert_equal(read.strategy, controls)
+        np.testing.assert_equal(read.weights, weights)
+    assert written[0] > 20e6
+    whole_ones = [i for i, size in enumerate(written) if size > 3e6]
+    assert whole_ones == [0, *range(whole_ones[1], 40, whole_ones[1])]
+    assert sum(written) < 0.4 * 40 * 20e6
+
+
+def test_what_the_last_two_checkpoints_need_is_kept_and_nothing_else(tmp_path):
+    """Weights that all change: two files. The best ones are those of an older round."""
+    checkpoints = Checkpoints(tmp_path)
+    for server_round in range(6):
+        weights = {"w": np.full(100_000, server_round, np.float32)}
+        new = weights if server_round in (0, 1, 3) else None
+        best = Best(max(b for b in (0, 1, 3) if b <= server_round), 0.5)
+        checkpoints.save(a_checkpoint(server_round, weights, None, best, new))
+        assert sum(files_of(tmp_path).values()) <= 4 * 401_000
+        again = Checkpoints(tmp_path)
+        assert again.newest().best == best
+        assert again.best_weights()["w"][0] == best.round
+    checkpoints.finish(a_checkpoint(5, weights, None, best))
+    assert list(files_of(tmp_path)) == ["000005"]
+    assert checkpoints.best_weights()["w"][0] == 3
+    again = Checkpoints(tmp_path)
+    assert again.newest().weights["w"][0] == 5
+    assert again.best_weights()["w"][0] == 3
+
+
+@pytest.mark.parametrize("kind", ["cut off", "empty", "bit of weights", "missing"])
+def test_damage_to_a_file_that_others_need_is_noticed(tmp_path, kind, caplog):
+    """Of three checkpoints the first holds the weights of all; none can be used."""
+    checkpoints, weights = Checkpoints(tmp_path), {"w": np.arange(50_000.0)}
+    for server_round in range(3):
+        checkpoints.save(a_checkpoint(server_round, weights, {"s": np.array(server_round)}))
+    first = sorted(tmp_path.rglob("round-*"))[0]
+    assert Checkpoints(tmp_path).newest().round == 2
+    if kind == "missing":
+        first.unlink()
+    else:
+        damage(first, kind)
+    assert Checkpoints(tmp_path).newest() is None
+    assert sum("going back" in r.getMessage() for r in caplog.records) == 3 - (kind == "missing")
+    # the run that had written them can go on writing
+    checkpoints.save(a_checkpoint(3, weights | {"v": np.ones(1)}))
+    if kind == "missing":
+        assert Checkpoints(tmp_path).newest().round == 3
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    config = replace(SMALL, out=str(tmp_path))
+    interrupted(config, after=2)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    text = json.dumps({"order": ["records"], "content": {"strategy": {}}})
+    with whole(tmp_path / "checkpoints" / "round-000002.best-000001.safetensors") as file:
+        file.write(save({"records": np.zeros(1)}, {"fedntk": text, "sha256": "0"}))
+    with pytest.raises(ConfigError, match="is a checkpoint of an older version, which this one"):
+        run(config, progress=False)
+    assert run(config, progress=False, again=True).summary["rounds"] == 5
+
+
+def test_half_written_files_of_killed_runs_are_removed(tmp_path):
+    config = replace(SMALL, out=str(tmp_path))
+    interrupted(config, after=2)
+    for name in ("summary.json", "checkpoints/round-000002.safetensors"):
+        with contextlib.suppress(KeyboardInterrupt), whole(tmp_path / name) as file:
+            file.write(b"half")
+            file.flush()
+            (partial,) = (tmp_path / name).parent.glob("*.partial")
+            shutil.copy(partial, partial.with_name(f"x{partial.name}"))
+            raise KeyboardInterrupt
+    assert len(list(tmp_path.rglob("*.partial"))) == 2
+    run(config, progress=False)
+    assert list(tmp_path.rglob("*.partial")) == []

@@ -31,7 +31,7 @@ from fedntk.simulations.client_app import app
 from fedntk.simulations.data import load_data
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.flwr_run import flwr_run
-from fedntk.simulations.methods import METHODS
+from fedntk.simulations.methods import all_methods
 from fedntk.simulations.models import build_model
 from fedntk.simulations.partitions import load_split
 from fedntk.simulations.results import read_run, to_target
@@ -149,7 +149,7 @@ def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
     assert float((model(x).argmax(1) == y).double().mean()) == result.curve()[2]
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(all_methods()))
 def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
     folders = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -163,14 +163,14 @@ def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
 @pytest.mark.parametrize(
     "options",
     [
-        {"selection": "validation", "validation_examples": 50},
-        {"selection": "validation", "validation_clients": 2},
-        {"selection": "linearised", "steps": "50,100"},
+        {"ntk_fl": {"selection": "validation"}, "validation_examples": 50},
+        {"ntk_fl": {"selection": "validation"}, "validation_clients": 2},
+        {"ntk_fl": {"selection": "linearised", "steps": "50,100"}},
         {"loss": "mse", "learning_rate": 0.1},
         {"loss": "mse", "method": "fedavg", "learning_rate": 0.1},
-        {"kernel": "full", "residuals": "sum"},
-        {"wire": "dense", "width": 10},
-        {"model": "simple-cnn", "num_clients": 40, "partition": "iid", "steps": "50"},
+        {"ntk_fl": {"kernel": "full", "residuals": "sum"}},
+        {"ntk_fl": {"structure": "dense"}, "width": 10},
+        {"model": "simple-cnn", "num_clients": 40, "partition": "iid", "ntk_fl": {"steps": "50"}},
         {"local_test_fraction": 0.2, "method": "fedavg"},
     ],
 )
@@ -186,7 +186,7 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     config = replace(SMALL, out=str(tmp_path), rounds=0)
     run(config, progress=False)
     with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
-        run(replace(config, wire="dense"), progress=False, again=True)
+        run(replace(config, ntk_fl={"structure": "dense"}), progress=False, again=True)
     assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
@@ -195,17 +195,18 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     [
         ({}, "stage 2 of 20 clients, up to .* examples each, needs"),
         ({"solve": "server"}, "stage 2 of 20 clients, up to .* examples each, needs"),
-        ({"convex_steps": 1}, "features of all examples need .* GB on"),
-        ({"convex_steps": 1, "keep": "nothing"}, ""),
+        ({"local_steps": 1}, "features of all examples need .* GB on"),
+        ({"local_steps": 1, "keep": "nothing"}, ""),
     ],
 )
 def test_stage_2_that_cannot_fit_is_refused_before_the_first(
     tmp_path, monkeypatch, options, message
 ):
     """What all clients keep on this machine's disk, and the largest kernel in memory."""
-    config = replace(SMALL, method="tct", num_clients=20, out=str(tmp_path), rounds=0, **options)
+    config = replace(SMALL, method="tct", num_clients=20, out=str(tmp_path), rounds=0, tct=options)
     monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
-    monkeypatch.setattr("fedntk.ntk.differentiate.require_memory", lambda *a, **o: None)
+    differentiate = sys.modules["fedntk.ntk.jacobian.differentiate"]  # beside a function
+    monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     if message:
@@ -218,12 +219,15 @@ def test_stage_2_that_cannot_fit_is_refused_before_the_first(
 
 def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp_path):
     """T_1 = 3 in one run is a run of FedAvg and, from its weights, one with T_1 = 0."""
-    settings = SETTINGS["tct"] | {"sampling_rate": 1.0, "projection": 0, "num_features": 0}
+    settings = SETTINGS["tct"] | {"sampling_rate": 1.0, "projection": 0}
     shared = replace(SMALL, method="tct", **settings, clients_per_round=SMALL.num_clients)
-    both = run(shared, bootstrap_rounds=3, rounds=6, out=str(tmp_path / "both"), progress=False)
+    shared = shared.replace(tct={"num_features": 0})
+    both = run(
+        shared, tct={"bootstrap_rounds": 3}, rounds=6, out=str(tmp_path / "both"), progress=False
+    )
     first = run(shared, method="fedavg", rounds=3, out=str(tmp_path / "one"), progress=False)
     second = run(
-        shared, bootstrap_rounds=0, rounds=3, out=str(tmp_path / "two"), progress=False,
+        shared, tct={"bootstrap_rounds": 0}, rounds=3, out=str(tmp_path / "two"), progress=False,
         weights=str(first.folder / "model.safetensors"),
     )  # fmt: skip
     assert bits(both.folder) == bits(second.folder)
@@ -235,8 +239,9 @@ def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp
     predictor.save(tmp_path / "kept")
     again = TCTModel.load(tmp_path / "kept", predictor.network)
     assert torch.equal(again.predict(x), predictor.predict(x))
-    with pytest.raises(ConfigError, match="holds a run of fedavg"):
-        load_predictor(first.folder)
+    assert predictor.evaluate(x, y).accuracy == accuracy
+    network = load_predictor(first.folder)
+    assert network.evaluate(x, y) == (first.curve("loss")[3], first.curve()[3])
 
 
 def test_test_examples_are_the_first_of_the_set(tmp_path):
@@ -297,7 +302,7 @@ def test_to_target():
 
 
 def _grid(config: Config, **changes: object) -> LocalGrid:
-    return LocalGrid(app, config.num_clients, config.values() | changes)
+    return LocalGrid(app, config.num_clients, config.run_config() | changes)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +343,7 @@ def test_a_wrong_number_of_nodes_is_refused(tmp_path):
 
 def test_a_wrong_value_in_flowers_run_config_is_logged_in_one_line(tmp_path, caplog):
     """Flower itself refuses unknown keys; it does not know ranges and types."""
-    values = replace(SMALL, out=str(tmp_path)).values() | {"learning-rate": -1.0}
+    values = replace(SMALL, out=str(tmp_path)).run_config() | {"learning-rate": -1.0}
     with pytest.raises(ConfigError, match="learning-rate: expected more than 0"):
         main(_grid(SMALL), Context(1, 0, {}, RecordDict(), values))
     assert "learning-rate: expected more than 0, got -1.0" in [
@@ -435,7 +440,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
 def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
     """Killed, the command leaves Flower's processes at work, which would write on."""
     folder = tmp_path / "ray"
-    config = replace(SMALL, rounds=40, steps="50", clients_per_evaluation=0)
+    config = replace(SMALL, rounds=40, ntk_fl={"steps": "50"}, clients_per_evaluation=0)
     config.save(tmp_path / "conf.toml")
     command = [
         *(sys.executable, "-m", "fedntk.simulations.cli", "run", str(tmp_path / "conf.toml")),

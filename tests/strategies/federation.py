@@ -1,5 +1,6 @@
 """A small federation on the local grid, with replies that can be reordered or damaged."""
 
+import copy
 import io
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +17,8 @@ from fedntk.clients import client_app
 from fedntk.simulations.engines import LocalGrid
 
 NUM_CLIENTS = 6
-Change = Callable[[Message], Message | None]
+Change = Callable[[Message], Message | list[Message] | None]
+SUPERLINK = 1_000_000  # a node id that no client has
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -38,6 +40,7 @@ class Grid(LocalGrid):
     """A local grid with other node ids, whose replies of one kind pass through changes.
 
     `changes` maps a partition to what becomes of its replies; `order` permutes all replies.
+    `damaged` counts the replies that were changed.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Grid(LocalGrid):
         for node_id, context in self.contexts.items():
             context.node_id = node_id
         self.order, self.changes, self.changed_kind = order, changes or {}, changed_kind
+        self.damaged = 0
         self.trained: list[int] = []
         self.exchanges: list[tuple[str, int]] = []
 
@@ -80,10 +84,11 @@ class Grid(LocalGrid):
             (reply,) = super().send_and_receive([message])
             if message.metadata.message_type == "train":
                 self.trained.append(int(partition))
-            changed: Message | None = reply
+            changed: Message | list[Message] | None = reply
             if partition in self.changes and message.metadata.message_type == self.changed_kind:
                 changed = self.changes[int(partition)](reply)
-            replies += [] if changed is None else [changed]
+                self.damaged += 1
+            replies += changed if isinstance(changed, list) else [changed] if changed else []
         if self.order is not None:
             replies = [
                 replies[i] for i in np.random.default_rng(self.order).permutation(len(replies))
@@ -114,10 +119,12 @@ def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:
 # ------------------------------------------------------------------ hostile replies
 
 
-def with_arrays(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Change:
+def with_arrays(
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], record: str = "arrays"
+) -> Change:
     def apply(reply: Message) -> Message:
-        arrays = {k: a.numpy() for k, a in reply.content["arrays"].items()}
-        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in change(arrays).items()})
+        arrays = {k: a.numpy() for k, a in reply.content[record].items()}
+        reply.content[record] = ArrayRecord({k: Array(a) for k, a in change(arrays).items()})
         return reply
 
     return apply
@@ -134,9 +141,26 @@ def with_metrics(**values: Any) -> Change:
     return apply
 
 
+def from_node(reply: Message, node: int) -> Message:
+    """Return the reply as if another node had sent it."""
+    forged = copy.copy(reply)
+    forged.__dict__.update(reply.__dict__)
+    forged.__dict__["_metadata"] = copy.copy(reply.metadata)
+    forged.metadata.__dict__["_src_node_id"] = node
+    return forged
+
+
 def failed(reply: Message) -> Message:
+    """Return an error in place of the reply, from the client."""
     instruction = Message(RecordDict(), reply_to=reply)  # back to the client, which answers it
-    return Message(Error(0, "out of memory"), reply_to=instruction)
+    error = Message(Error(0, "out of memory"), reply_to=instruction)
+    error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    return error
+
+
+def unavailable(reply: Message) -> Message:
+    """Return the transport's error, which carries the SuperLink's node id."""
+    return from_node(failed(reply), SUPERLINK)
 
 
 def lost(_: Message) -> None:
@@ -190,32 +214,51 @@ def other_serialisation(reply: Message) -> Message:
     return reply
 
 
-def damaged(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Change the array at a position."""
+def damaged(
+    position: int, change: Callable[[np.ndarray], np.ndarray], record: str = "arrays"
+) -> Change:
+    """Change the array at a position of a record."""
 
     def apply(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         name = list(arrays)[position]
         return {k: change(a) if k == name else a for k, a in arrays.items()}
 
-    return with_arrays(apply)
+    return with_arrays(apply, record)
 
 
-# kind of reply -> (what becomes of it, reason under which it is counted)
-HOSTILE: dict[str, tuple[Change, str]] = {
-    "error": (failed, "error"),
-    "no content": (empty, "metrics"),
+def replayed() -> Change:
+    """Answer every message with the reply to the first."""
+    first: list[Message] = []
+
+    def apply(reply: Message) -> Message:
+        first.append(reply)
+        return copy.deepcopy(first[0])
+
+    return apply
+
+
+# Kind of damage -> (what becomes of the reply, reasons under which it may be counted). These reach
+# what each method makes of the arrays.
+DAMAGED_ARRAYS: dict[str, tuple[Change, str]] = {
     "extra array": (with_arrays(lambda a: a | {"extra": np.zeros(3, np.float32)}), "arrays shape"),
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
-    "garbage": (garbage, "arrays"),
-    "zip archive": (archive, "arrays"),
-    "other serialisation": (other_serialisation, "arrays"),
-    "header without data": (boasting, "arrays"),
     "two array records": (second_record("arrays"), "arrays"),
-    "two metric records": (second_record("metrics"), "metrics"),
+    "garbage": (garbage, "arrays"),
     "NaN": (damaged(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
     "infinity": (damaged(0, lambda a: np.full_like(a, np.inf)), "non-finite"),
     "shape": (damaged(0, lambda a: a[:-1]), "shape"),
     "dtype": (damaged(0, lambda a: a.astype(np.complex64)), "dtype"),
+}
+
+# These are stopped before, by Reply and Exchange.
+DAMAGED_REPLIES: dict[str, tuple[Change, str]] = {
+    "error": (failed, "error"),
+    "error of the transport": (unavailable, "error"),
+    "no content": (empty, "metrics"),
+    "zip archive": (archive, "arrays"),
+    "other serialisation": (other_serialisation, "arrays"),
+    "header without data": (boasting, "arrays"),
+    "two metric records": (second_record("metrics"), "metrics"),
     "negative num-examples": (with_metrics(num_examples=-5), "num-examples"),
     "zero num-examples": (with_metrics(num_examples=0), "num-examples"),
     "huge num-examples": (with_metrics(num_examples=2**62), "num-examples"),
@@ -225,8 +268,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "fraction of num-examples": (with_metrics(num_examples=5.5), "num-examples"),
     "no num-examples": (with_metrics(num_examples=None), "num-examples"),
     "metric of 67 bits": (with_metrics(train_loss=10**20), "metrics"),
+    "metric of 4,000 bits": (with_metrics(train_loss=2**4000), "metrics malformed"),
     "NaN metric": (with_metrics(train_loss=float("nan")), "non-finite"),
     "infinite metric": (with_metrics(train_loss=float("inf")), "non-finite"),
+    "from a node that was not asked": (lambda reply: from_node(reply, 77), "not-asked"),
+    "in another client's name": (lambda reply: from_node(reply, 1), "not-asked"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedntk.clients import (
@@ -21,10 +21,11 @@ from fedntk.clients import (
     SGDClient,
     TCTClient,
 )
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, SeededFedAvg
 
 from .federation import (
-    HOSTILE,
+    DAMAGED_ARRAYS,
+    DAMAGED_REPLIES,
     ODD,
     Grid,
     app,
@@ -33,13 +34,14 @@ from .federation import (
     failed,
     lost,
     network,
+    replayed,
     start,
     with_metrics,
 )
 
 FEDAVG = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 6}
 CACHE = tempfile.TemporaryDirectory()  # removed when the tests end
-STRATEGIES: dict[str, tuple[Callable[..., SeededFedAvg], Any]] = {
+STRATEGIES: dict[str, tuple[Callable[..., BaseStrategy], Any]] = {
     "SeededFedAvg": (
         lambda **o: SeededFedAvg(**FEDAVG | o),
         app(SGDClient, learning_rate=0.1, batch_size=4),
@@ -75,13 +77,13 @@ def flowers_own() -> FedAvg:
     return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
 
 
-def untouched(make: Callable[..., SeededFedAvg]) -> dict[str, np.ndarray]:
+def untouched(make: Callable[..., BaseStrategy]) -> dict[str, np.ndarray]:
     """What the strategy's run begins with: the network's arrays, and its own if it has any."""
     return start(make(), Grid(app(SGDClient)), rounds=0)
 
 
 @pytest.fixture(params=sorted(STRATEGIES))
-def method(request: pytest.FixtureRequest) -> tuple[Callable[..., SeededFedAvg], Any]:
+def method(request: pytest.FixtureRequest) -> tuple[Callable[..., BaseStrategy], Any]:
     return STRATEGIES[request.param]
 
 
@@ -125,68 +127,69 @@ def test_another_seed_samples_others(method):
     assert len(trained) > 1
 
 
-@pytest.mark.parametrize("kind", sorted(HOSTILE))
-def test_a_hostile_reply_leaves_the_result_of_the_run_without_that_client(method, kind, caplog):
+@pytest.mark.parametrize("kind", sorted(DAMAGED_ARRAYS))
+def test_a_damaged_reply_leaves_the_result_of_the_run_without_that_client(method, kind, caplog):
     make, clients = method
-    change, reasons = HOSTILE[kind]
+    change, reasons = DAMAGED_ARRAYS[kind]
+    grid = Grid(clients, changes={2: change})
     with caplog.at_level(WARNING, "flwr"):
         strategy = make()
-        attacked = start(strategy, Grid(clients, changes={2: change}))
-    without = start(make(), Grid(clients, changes={2: lost}))
-    assert bits(attacked) == bits(without)
+        attacked = start(strategy, grid)
+    assert grid.damaged == 1
+    assert bits(attacked) == bits(start(make(), Grid(clients, changes={2: lost})))
     metrics = strategy.train_metrics[1]
     counted = {k: v for k, v in metrics.items() if k.startswith("rejected-")}
-    assert metrics["replies-accepted"] == 5
-    assert metrics["replies-rejected"] == 1
+    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (5, 1)
     assert list(counted.values()) == [1]
     (reason,) = counted
     assert reason.removeprefix("rejected-") in reasons.split()
-    if kind != "error":
-        assert any("dropped the reply" in record.getMessage() for record in caplog.records)
+    assert any("dropped the reply" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("kind", sorted(ODD))
+@pytest.mark.parametrize("kind", ["extra metric", "missing metric", "another's partition"])
 def test_an_odd_reply_with_good_arrays_is_used_as_any_other(method, kind):
     make, clients = method
-    strategy = make()
-    odd = start(strategy, Grid(clients, changes={2: ODD[kind]}))
+    strategy, grid = make(), Grid(clients, changes={2: ODD[kind]})
+    odd = start(strategy, grid)
+    assert grid.damaged == 1
     assert bits(odd) == bits(start(make(), Grid(clients)))
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     assert np.isfinite(strategy.train_metrics[1]["train-loss"])
 
 
-@pytest.mark.parametrize("kind", sorted(HOSTILE.keys() | ODD.keys()))
-@pytest.mark.parametrize("exchange", ["evaluate", "query", "query.partition"])
-def test_no_reply_to_any_other_message_ends_the_run(method, exchange, kind):
+@pytest.mark.parametrize("kind", ["a reply of round 1", "twice"])
+def test_a_reply_counts_once_and_in_its_round(method, kind):
+    """In round 2 the first client answers with its reply of round 1, or gives each reply twice."""
     make, clients = method
-    change = HOSTILE[kind][0] if kind in HOSTILE else ODD[kind]
+    change = replayed() if kind == "a reply of round 1" else lambda reply: [reply, reply]
+    strategy, grid = make(), Grid(clients, changes={2: change})
+    after = start(strategy, grid, rounds=2)
+    assert grid.damaged == 2
+    metrics = strategy.train_metrics[2]
+    if kind == "twice":
+        assert metrics["rejected-duplicate"] == 1
+        assert bits(after) == bits(start(make(), Grid(clients), rounds=2))
+        return
+    assert metrics["rejected-not-asked"] == 1
+    silent = make()
+    missing = {2: lambda reply: None if silent.server_round == 2 else reply}
+    assert bits(after) == bits(start(silent, Grid(clients, changes=missing), rounds=2))
 
-    def attempt(reply: Message) -> Message | None:
-        try:
-            return change(reply)
-        except (KeyError, StopIteration, IndexError):  # such a reply holds no arrays to damage
-            return None
 
+@pytest.mark.parametrize("kind", ["error", "no content", "NaN metric", "infinite metric"])
+@pytest.mark.parametrize("exchange", ["evaluate", "query"])
+def test_a_damaged_reply_to_another_message_does_not_end_the_run(method, exchange, kind):
+    make, clients = method
+    grid = Grid(clients, changes={2: DAMAGED_REPLIES[kind][0]}, changed_kind=exchange)
     strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
-    start(strategy, Grid(clients, changes={2: attempt}, changed_kind=exchange), rounds=2)
+    start(strategy, grid, rounds=2)
+    asked = sum(kind == exchange for kind, _ in grid.exchanges)
+    if exchange == "query" and not asked:
+        pytest.skip("this strategy sends no queries")
+    assert grid.damaged == asked == 2
     assert strategy.train_metrics[2]["replies-accepted"] == 6
-    assert strategy.evaluate_metrics[2]["replies-accepted"] >= 5
-
-
-@pytest.mark.parametrize("accuracy", [float("inf"), float("nan"), 1e6, -0.1])
-def test_a_false_evaluation_counts_as_none(method, accuracy):
-    make, clients = method
-    results = []
-    for change in (with_metrics(accuracy=accuracy), lost):
-        strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
-        start(strategy, Grid(clients, changes={2: change}, changed_kind="evaluate"))
-        results.append(strategy)
-    false, silent = results
-    assert false.client_evaluations == silent.client_evaluations
-    assert set(false.client_evaluations) == {0, 1, 3, 4, 5}
-    for name in ("accuracy", "loss", "num-examples", "replies-accepted"):
-        assert false.evaluate_metrics[1][name] == silent.evaluate_metrics[1][name]
-    assert false.evaluate_metrics[1]["replies-rejected"] == 1
+    expected = 5 if exchange == "evaluate" else 6
+    assert strategy.evaluate_metrics[2]["replies-accepted"] == expected
 
 
 def test_two_clients_that_differ_in_metrics_are_both_used(method):
@@ -205,7 +208,7 @@ def test_at_least_min_completed_clients_are_sampled(method):
     assert len(grid.trained) == 4
 
 
-@pytest.mark.parametrize("change", [failed, lost, HOSTILE["NaN"][0]])
+@pytest.mark.parametrize("change", [failed, lost, DAMAGED_ARRAYS["NaN"][0]])
 def test_a_round_in_which_all_fail_leaves_the_model_and_says_so(method, change, caplog):
     make, clients = method
     strategy = make()
@@ -219,7 +222,7 @@ def test_a_round_in_which_all_fail_leaves_the_model_and_says_so(method, change, 
 @pytest.mark.parametrize(("failing", "changed"), [(2, True), (3, False)])
 def test_fewer_than_min_completed_replies_leave_the_model(method, failing, changed):
     make, clients = method
-    changes = dict.fromkeys(range(failing), HOSTILE["NaN"][0])
+    changes = dict.fromkeys(range(failing), DAMAGED_ARRAYS["NaN"][0])
     after = start(make(min_completed=4), Grid(clients, changes=changes))
     assert (bits(after) != bits(untouched(make))) == changed
 
@@ -254,19 +257,6 @@ def test_a_users_own_aggregation_of_metrics_is_used(method):
     start(strategy, Grid(clients))
     assert strategy.train_metrics[1]["largest"] > 0
     assert "train-loss" not in strategy.train_metrics[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_completed": 0}, "min_completed: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-    ],
-)
-def test_bad_arguments_are_refused(method, options, message):
-    make, _ = method
-    with pytest.raises(ValueError, match=message):
-        make(**options)
 
 
 def test_state_saved_and_restored_mid_run_gives_the_same_bits(method):
@@ -342,6 +332,8 @@ def test_docstring_is_its_own_and_complete(method):
     kind = type(make())
     text = kind.__dict__["__doc__"]
     parameters = text.split("Parameters\n")[1].split("Raises\n")[0]
+    if "__init__" not in kind.__dict__:  # it has its base's, which describes them
+        parameters += kind.__base__.__doc__.split("Parameters\n")[1].split("Raises\n")[0]
     for name, parameter in inspect.signature(kind).parameters.items():
         shown = f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name
         described = re.search(rf"^    (.*, )?{re.escape(shown)}(,.*)?( :.*)?$", parameters, re.M)
@@ -358,4 +350,4 @@ def test_every_strategy_is_listed():
         name for name in fedntk.strategies.__all__
         if isinstance(getattr(fedntk.strategies, name), type)
     }  # fmt: skip
-    assert classes == {type(make()).__name__ for make, _ in STRATEGIES.values()}
+    assert classes - {"BaseStrategy"} == {type(make()).__name__ for make, _ in STRATEGIES.values()}

@@ -215,6 +215,52 @@ def test_a_bad_answer_to_the_query_is_left_out(losses):
     assert results[0] == results[1]
 
 
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {
+            3: [INF, 0.0, 0.0, 0.0],
+            4: [0.0, INF, INF, INF],
+        },  # some loss is infinite at each
+        {3: [1e30, 1e30, 0.0, 1e30]},  # only the third can have the lowest mean
+        {3: [101.0, 0.0, 0.0, 0.0]},
+    ],
+)
+def test_losses_far_from_the_median_clients_decide_nothing(answers):
+    """The result is that of the liars' silence."""
+
+    def lie(reply: Message) -> Message:
+        partition = reply.content["metrics"]["partition-id"]
+        if partition in answers:
+            reply.content["metrics"]["losses"] = answers[partition]
+        return reply
+
+    def silent(reply: Message) -> Message | None:
+        return None if reply.content["metrics"]["partition-id"] in answers else reply
+
+    results = []
+    for answer in (lie, silent):
+        strategy = NTKFL(**OPTIONS)
+        weights = start(strategy, DeafGrid(app(NTKFLClient), answer=answer))
+        metrics = strategy.train_metrics[1]
+        assert metrics["losses-accepted"] == 6 - len(answers)
+        results.append((bits(weights), metrics["t"], metrics["candidate-loss"]))
+    assert results[0] == results[1]
+
+
+def test_what_a_minority_can_still_do():
+    """Losses within 100 times the median's decide: a limit of the rule, which the docs state."""
+    honest, steered = NTKFL(**OPTIONS), NTKFL(**OPTIONS)
+    start(honest, Grid(app(NTKFLClient)))
+    lie = _with_losses([100.0, 100.0, 100.0, 0.0], partition=3)
+    start(steered, DeafGrid(app(NTKFLClient), answer=lie))
+    assert steered.train_metrics[1]["losses-accepted"] == 6
+    assert honest.train_metrics[1]["t"] != steered.train_metrics[1]["t"] == OPTIONS["steps"][-1]
+
+
 @pytest.mark.parametrize("answer", [lost, _with_losses([float("inf")] * 4)])
 def test_without_a_usable_loss_the_model_stays(answer, caplog):
     weights = start(NTKFL(**OPTIONS), DeafGrid(app(NTKFLClient), answer=answer))

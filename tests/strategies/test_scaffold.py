@@ -1,5 +1,6 @@
 """SCAFFOLD against algorithm 1 on least squares, where fixed points are known, and under attack."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from fedntk.clients import SCAFFOLDClient, SGDClient, client_app
 from fedntk.strategies import SCAFFOLD, SeededFedAvg
 
-from .federation import Grid, app, bits, damaged, examples, lost, network, start
+from .federation import Change, Grid, app, bits, damaged, examples, lost, network, start
 
 ALL = {"fraction_evaluate": 0.0}
 OPTIONS = pytest.mark.parametrize("option", ["I", "II"])
@@ -245,26 +246,27 @@ def test_each_client_is_sent_the_model_and_its_own_correction():
             messages = list(messages)
             if strategy.server_round == 2 and messages:
                 for message in messages:
-                    (record,) = message.content.array_records.values()
-                    partition = strategy.partitions[message.metadata.dst_node_id]
-                    seen[partition] = {n: a.numpy() for n, a in record.items()}
-                    kept[partition] = strategy.controls[partition].copy()
+                    records = message.content.array_records
+                    client = strategy.registry.client(message.metadata.dst_node_id)
+                    assert list(records) == ["arrays", "corrections"]
+                    assert list(records["arrays"]) == names
+                    seen[client] = {n: a.numpy() for n, a in records["corrections"].items()}
+                    kept[client] = strategy.controls[client].copy()
             return super().send_and_receive(messages, timeout=timeout)
 
     kept: dict[int, NDArray[Any]] = {}
-    start(strategy, Watching(CLIENTS, order=3), rounds=2)
     names = list(network().state_dict())
-    floating = [n for n, v in network().state_dict().items() if v.is_floating_point()]
+    start(strategy, Watching(CLIENTS, order=3), rounds=2)
+    floating = {n: v.numpy() for n, v in network().state_dict().items() if v.is_floating_point()}
     sizes = np.array([len(examples(p)[1]) for p in range(6)])
     control = np.average([kept[p].astype(np.float64) for p in range(6)], axis=0, weights=sizes)
     assert sorted(seen) == list(range(6))
     for partition, arrays in seen.items():
-        assert list(arrays) == [*names, *(f"{name}.control" for name in floating)]
-        flat = np.concatenate([arrays[f"{name}.control"].ravel() for name in floating])
+        assert list(arrays) == list(floating)
+        flat = np.concatenate([array.ravel() for array in arrays.values()])
         np.testing.assert_allclose(flat, control - kept[partition], rtol=1e-5, atol=1e-7)
-        for name in floating:
-            assert arrays[f"{name}.control"].shape == arrays[name].shape
-            assert arrays[f"{name}.control"].dtype == arrays[name].dtype
+        for name, array in floating.items():
+            assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype)
 
 
 def test_evaluation_is_of_the_model_alone():
@@ -275,13 +277,18 @@ def test_evaluation_is_of_the_model_alone():
 
 # ------------------------------------------------------------------ hostile controls
 
-FIRST = len(network().state_dict())
+
+def bad_control(position: int, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return damaged(position, change, record="controls")
+
+
 BAD = {
-    "NaN": (damaged(FIRST, lambda a: np.full_like(a, np.nan)), "non-finite"),
-    "infinity": (damaged(-1, lambda a: np.full_like(a, np.inf)), "non-finite"),
-    "huge": (damaged(FIRST, lambda a: np.full_like(a, -3e38)), "scale"),
-    "shape": (damaged(FIRST, lambda a: a.T), "shape"),
-    "dtype": (damaged(FIRST, lambda a: a.astype(np.float64)), "dtype"),
+    "NaN": (bad_control(0, lambda a: np.full_like(a, np.nan)), "non-finite"),
+    "infinity": (bad_control(-1, lambda a: np.full_like(a, np.inf)), "non-finite"),
+    "huge": (bad_control(0, lambda a: np.full_like(a, -3e38)), "scale"),
+    "far beyond the others'": (bad_control(0, lambda a: np.full_like(a, 1e5)), "scale"),
+    "shape": (bad_control(0, lambda a: a.T), "shape"),
+    "dtype": (bad_control(0, lambda a: a.astype(np.float64)), "dtype"),
 }
 
 
@@ -299,9 +306,8 @@ def test_a_reply_with_a_bad_control_is_as_if_it_were_lost(kind):
 
 def test_the_largest_controls_that_pass_overflow_nothing(recwarn):
     """Of both signs, in all clients but one, which goes on training."""
-    largest = np.finfo(np.float32).max / 4
     changes = {
-        p: damaged(FIRST, lambda a, s=(-1) ** p: np.full_like(a, s * largest)) for p in range(1, 6)
+        p: bad_control(0, lambda a, s=(-1) ** p: np.full_like(a, s * 9e11)) for p in range(1, 6)
     }
     strategy = SCAFFOLD(**ALL)
     after = start(strategy, Grid(CLIENTS, changes=changes), rounds=2)
@@ -312,8 +318,8 @@ def test_the_largest_controls_that_pass_overflow_nothing(recwarn):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_weights_that_overflow_in_the_step_leave_the_model():
-    strategy = SCAFFOLD(server_learning_rate=10.0, **ALL)
-    change = damaged(0, lambda a: np.full_like(a, 3e38))
+    strategy = SCAFFOLD(server_learning_rate=1e30, **ALL)
+    change = damaged(0, lambda a: np.full_like(a, 9e11))
     before = {name: v.numpy() for name, v in network().state_dict().items()}
     after = start(strategy, Grid(CLIENTS, changes=dict.fromkeys(range(6), change)))
     assert bits(after) == bits(before)

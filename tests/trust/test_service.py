@@ -2,23 +2,29 @@
 
 import datetime
 import ipaddress
+import json
 import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from select import select
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import torch
+import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
+from fastapi import FastAPI
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from typer.testing import CliRunner
@@ -72,6 +78,53 @@ def process(log: Path, *arguments: object) -> Iterator[int]:
         finally:
             server.terminate()
             server.wait(20)
+
+
+@contextmanager
+def thread(*arguments: object) -> Iterator[int]:
+    """Start a server in a thread of this process and give its port; at the end its log is whole."""
+    made: list[uvicorn.Server] = []
+
+    def run(service: FastAPI, **settings: Any) -> None:
+        made.append(uvicorn.Server(uvicorn.Config(service, **settings | {"log_config": None})))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "run", run)
+        assert command(*arguments)[0] == 0
+    (server,) = made
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = Thread(target=server.run, args=([listener],))
+        running.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            running.join(20)
+            assert not running.is_alive()
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def received(client: socket.socket, size: int = 1_000_000) -> bytes:
+    """Return the next bytes: fewer than `size` if the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while len(data) < size and (more := client.recv(size - len(data))):
+            data += more
+    return data
+
+
+CONTENT_LENGTH = 1000
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def send_head(client: socket.socket, path: str) -> bytes:
+    """Send the head of a request; the answer is CONTINUE if the server waits for the body."""
+    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {CONTENT_LENGTH}")
+    client.sendall("\r\n".join([*lines, "Expect: 100-continue", "", ""]).encode())
+    return received(client, len(CONTINUE))
 
 
 def wait_until_it_listens(port: int, log: Path) -> None:
@@ -155,6 +208,20 @@ def shuffling_server(servers):
     return RemoteShufflingServer(servers.shuffling_url + "/")
 
 
+@pytest.fixture(params=["/sealed-seed", "/shuffle"])
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def arguments(servers, path):
+    """Those that start the server of this path."""
+    return {
+        "/sealed-seed": ("key-server", "--secret", servers.secret, "--enrolled", servers.enrolled),
+        "/shuffle": ("shuffling-server", "--secret", servers.key),
+    }[path]
+
+
 def enrol(servers, key) -> None:
     with servers.enrolled.open("a") as file:
         file.write(f"{public_bytes(key).hex()}  hospital of {RUN} # by phone\n")
@@ -235,6 +302,9 @@ def test_wrong_address_is_named(servers, monkeypatch):
     monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200, content=b"<html>"))
     with pytest.raises(SealError, match="no shuffling server's"):
         shuffle(RemoteShufflingServer(nobody), [])
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(400, content=DEEP))
+    with pytest.raises(SealError, match="answered with status 400"):
+        shuffle(RemoteShufflingServer(nobody), [])
 
 
 def test_uploads_are_shuffled_in_another_process(servers, shuffling_server):
@@ -259,15 +329,129 @@ def test_too_large_a_round_is_refused(shuffling_server):
 
 def test_refusals_are_the_shuffling_servers_own(shuffling_server):
     with pytest.raises(SealError, match="run: expected a name"):
-        shuffling_server.shuffle([], asked=LIMITS, run="", server_round=ROUND)
+        shuffling_server.shuffle([], limits=LIMITS, run="", server_round=ROUND)
 
 
 def test_failure_tells_nothing(servers, shuffling_server):
     owner = ShufflingServer(load_key(servers.key))
-    asked = UploadLimits(LIMITS.parameters, max_examples="many")
-    with pytest.raises(SealError, match="expected what is asked, run and round as JSON") as error:
-        shuffle(shuffling_server, [sealed(upload(0, 10), owner)], asked)
+    limits = UploadLimits(LIMITS.parameters, max_examples="many")
+    with pytest.raises(SealError, match="expected limits, run and round as JSON") as error:
+        shuffle(shuffling_server, [sealed(upload(0, 10), owner)], limits)
     assert "Traceback" not in str(error.value)
+
+
+def head(**changes: object) -> str:
+    """Return a request's head as JSON; `changes` in the limits are given as a dictionary."""
+    fields = {"limits": LIMITS.to_json(), "run": RUN, "server-round": ROUND, "num-examples": None}
+    changes = {name.replace("_", "-"): value for name, value in changes.items()}
+    if isinstance(changes.get("limits"), dict):
+        changes["limits"] = json.dumps(json.loads(LIMITS.to_json()) | changes["limits"])
+    return json.dumps(fields | changes)
+
+
+DEEP = "[" * 40_000
+INFINITY = float("inf")
+HOSTILE_HEADS = {
+    "cut off and deep": DEEP,
+    "deep": DEEP + "]" * len(DEEP),
+    "deep dictionaries": '{"run":' * 10_000,
+    "asked is deep": head(limits=DEEP),
+    "asked is no text": head(limits=[[1] * 1000] * 20),
+    "max_examples": head(limits={"max_examples": INFINITY}),
+    "bits": head(limits={"bits": INFINITY}),
+    "sparsity": head(limits={"sparsity": 10**400}),
+    "shape": head(limits={"parameters": {"weight": [INFINITY]}}),
+    "round": head(server_round=INFINITY),
+    "round, written otherwise": head(server_round=INFINITY).replace("Infinity", "-1e400"),
+    "round is none": head(server_round=float("nan")),
+    "num-examples": head(num_examples=INFINITY),
+    "num-examples of many": head(num_examples=[1] * 20_000),
+    "run in half a character": head(run="\ud800"),
+    "run in many lines": head(run="\n" * 30_000),
+    "many digits": "9" * 50_000,
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_HEADS.values(), ids=HOSTILE_HEADS)
+def test_hostile_head_is_refused_in_one_line(servers, content):
+    answer = httpx.post(servers.shuffling_url + "/shuffle", content=frame([content.encode()]))
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "SealError"
+    message = answer.json()["message"]
+    assert re.match("expected limits, run and round as JSON: |run: expected a name", message)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
+
+
+def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
+    caplog.set_level("INFO")
+    with thread(*arguments) as port, connect(port) as client:
+        assert send_head(client, path) == CONTINUE
+        client.sendall(b"half")
+    lines = [record for record in caplog.records if record.name == "uvicorn.error"]
+    assert [line.getMessage() for line in lines].count(f"a request to {path} broke off") == 1
+    assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
+
+
+def trickle(client: socket.socket) -> None:
+    """Send a byte now and then until the server answers, or closes the connection."""
+    for _ in range(500):
+        if select([client], [], [], 0.02)[0]:
+            return
+        client.sendall(b"x")
+    raise TimeoutError("the server goes on reading")
+
+
+def test_request_without_an_end_is_ended(arguments, path):
+    """Whether its body stops or goes on a byte at a time."""
+    with (
+        thread(*arguments, "--body-timeout", 0.2) as port,
+        connect(port) as silent,
+        connect(port) as trickling,
+    ):
+        for client in (silent, trickling):
+            assert send_head(client, path) == CONTINUE
+        trickle(trickling)
+        for client in (silent, trickling):
+            head, _, body = received(client).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            refusal = json.loads(body)
+            assert refusal["error"] == "SealError"
+            assert refusal["message"].startswith("expected the whole request within 0.2 s, got ")
+
+
+def test_request_to_no_address_is_ended(servers):
+    with thread("shuffling-server", "--secret", servers.key) as port, connect(port) as client:
+        answer = send_head(client, "/") + received(client)
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"connection: close" in answer
+
+
+def test_connection_without_a_request_is_closed(servers, monkeypatch):
+    monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
+    with (
+        thread("shuffling-server", "--secret", servers.key) as port,
+        connect(port) as silent,
+        connect(port) as trickling,
+    ):
+        trickling.sendall(b"POST /shuffle HTTP/1.1\r\nName: ")
+        trickle(trickling)
+        assert received(silent) == received(trickling) == b""
+
+
+def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
+    """The connection made last is closed last: then the time of the one before is over, too."""
+    monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
+    answer = b""
+    with thread("shuffling-server", "--secret", servers.key) as port:
+        for _ in range(100):  # on a slow machine the head itself may come too late
+            with connect(port) as client, connect(port) as last:
+                if send_head(client, "/shuffle") == CONTINUE:
+                    assert received(last) == b""
+                    client.sendall(bytes(CONTENT_LENGTH))
+                    answer = received(client)
+                    break
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])

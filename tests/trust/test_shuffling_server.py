@@ -185,12 +185,12 @@ def test_sealed_bytes_that_hold_no_arrays_are_dropped(server):
 def test_uploads_must_be_compressed_as_asked(server):
     parts = [upload(seed, 10) for seed in range(3)]
     data = [sealed(part, server, sparsity=0.5, bits=6) for part in parts]
-    asked = UploadLimits(LIMITS.parameters, 10, sparsity=0.5, bits=6)
-    shuffled = shuffle(server, [*data, sealed(upload(3, 10), server)], asked)
+    limits = UploadLimits(LIMITS.parameters, 10, sparsity=0.5, bits=6)
+    shuffled = shuffle(server, [*data, sealed(upload(3, 10), server)], limits)
     assert {i: error.reason for i, error in shuffled.rejected.items()} == {3: "compression"}
     expected = [
         CompressedUpload.from_arrays(
-            CompressedUpload.compress(part, sparsity=0.5, bits=6).to_arrays(), asked
+            CompressedUpload.compress(part, sparsity=0.5, bits=6).to_arrays(), limits
         )
         for part in parts
     ]
@@ -290,7 +290,7 @@ def test_malformed_key_or_run_is_refused(server):
     with pytest.raises(SealError, match="run: expected a name"):
         seal_upload([], server.public_key, run="", server_round=1)
     with pytest.raises(SealError, match="run: expected a name"):
-        server.shuffle([], asked=LIMITS, run="", server_round=1)
+        server.shuffle([], limits=LIMITS, run="", server_round=1)
 
 
 def test_what_is_shuffled_travels(server):

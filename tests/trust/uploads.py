@@ -49,9 +49,9 @@ def sealed(
 
 
 def shuffle(
-    server: ShufflingServer, data: Sequence[bytes], asked: UploadLimits = LIMITS
+    server: ShufflingServer, data: Sequence[bytes], limits: UploadLimits = LIMITS
 ) -> Shuffled:
-    return server.shuffle(data, asked=asked, run=RUN, server_round=ROUND)
+    return server.shuffle(data, limits=limits, run=RUN, server_round=ROUND)
 
 
 def rows(part: JacobianUpload) -> list[bytes]:

@@ -41,7 +41,7 @@ def closed(z, w, y, h, rate, steps, loss="mse"):
     eta = rate * len(z) / float(torch.linalg.eigvalsh(kernel)[-1])
     matrix = Spectrum.of(kernel) if loss == "mse" else kernel
     s = residual_sum(matrix, z @ w, y, z @ h, learning_rate=eta, steps=steps, loss=loss)
-    return w - eta * (z.T @ s / len(z) - steps * h), s, eta
+    return w + eta * (z.T @ s / len(z) + steps * h), s, eta
 
 
 # ------------------------------------------------------------------ closed form
@@ -68,7 +68,7 @@ def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
     z, w, y, h = problem("wide")
     _, s, eta = closed(z, w, y, h, 1e-12, 50)
     slow, _ = looped_steps(z, torch.zeros_like(w), y - z @ w, h, learning_rate=eta, steps=50)
-    assert relative(-eta * (z.T @ s / len(z) - 50 * h), slow) < 1e-9
+    assert relative(eta * (z.T @ s / len(z) + 50 * h), slow) < 1e-9
 
 
 def test_null_space_of_the_kernel_keeps_the_drift_linear():
@@ -80,7 +80,7 @@ def test_null_space_of_the_kernel_keeps_the_drift_linear():
     s = residual_sum(
         Spectrum.of(torch.zeros(4, 4)), torch.zeros(4, 2), y, drift, learning_rate=0.1, steps=6
     )
-    torch.testing.assert_close(s, -6 * y + 0.1 * 15 * drift)
+    torch.testing.assert_close(s, 6 * y - 0.1 * 15 * drift)
     z, w, y, h = problem("repeated")
     _, s, _ = closed(z, w, y * 0 + y[:1], h, 1.0, 40)
     torch.testing.assert_close(s[:8], s[8:16], rtol=0, atol=1e-11)
@@ -169,7 +169,7 @@ def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
     assert convex_loss(z @ w, y, loss) == pytest.approx(value.item(), rel=1e-13)
     after, total = looped_steps(z, w, y, 0 * h, learning_rate=1, steps=1, loss=loss)
     torch.testing.assert_close(w - after, gradient, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(z.T @ total / 9, gradient, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(-z.T @ total / 9, gradient, rtol=1e-12, atol=1e-13)
     after, _ = looped_steps(z, w, y, h, learning_rate=0.3, steps=1, loss=loss)
     torch.testing.assert_close(w - after, 0.3 * (gradient - h), rtol=1e-12, atol=1e-13)
 
@@ -250,7 +250,7 @@ def algorithm_1(clients, start, eta, steps, rounds):
 
 
 def method(clients, start, eta, steps, rounds, *, corrected=True):
-    """Yield the same by what clients keep, c_k = Z_k^T A_k, and c from two models."""
+    """Yield the same by what clients keep, c_k = -Z_k^T A_k, and c from two models."""
     theta, before = start, start
     spectra = [Spectrum.of(z @ z.T) for z, _ in clients]
     c = [torch.zeros_like(start) for _ in clients]
@@ -260,7 +260,7 @@ def method(clients, start, eta, steps, rounds, *, corrected=True):
         c, local = [], []
         for spectrum, (z, y), drift in zip(spectra, clients, h, strict=True):
             s = residual_sum(spectrum, z @ theta, y, z @ drift, learning_rate=eta, steps=steps)
-            c.append(z.T @ s / (len(z) * steps))
+            c.append(-z.T @ s / (len(z) * steps))
             local.append(theta - eta * steps * (c[-1] - drift))
         before = theta
         theta = sum(share * w for share, w in zip(shares(clients), local, strict=True))

@@ -137,7 +137,7 @@ def test_singular_kernel_stays_finite():
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kernel", ["mean", "full"])
 def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
-    """f(t) = f(0) + H R(t): functions and weights move at one speed (design rule 1)."""
+    """f(t) = f(0) + H R(t): functions and weights move at one speed."""
     model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     jac, f = jacobian(model, x), model(x).detach()
     evolution = evolve(
@@ -200,7 +200,7 @@ def test_sum_approaches_the_integral_as_the_rate_goes_to_zero(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_sum_overshoots_where_the_integral_does_not(loss):
-    """Design rule 2: with eta lambda_max of 50 per step, eq. (10) moves 50 times too far."""
+    """With eta lambda_max of 50 per step, eq. (10) moves 50 times too far."""
     f, y = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
     kernel = torch.eye(1)
     scale = output_scale(1, 2, loss)

@@ -23,15 +23,14 @@ TASKS = [
         bias=True,
         loss="cross-entropy",
         learning_rate=1e-300,
-        steps=1,
+        local_steps=1,
         corrected=False,
         state_round=12,
         control="sent",
-        parts=("network", "normaliser", "linear", "control"),
         sparsity=0.9,
         bits=6,
     ),
-    ConvexTask("features", "k", FeatureMap(num_features=10**9), parts=("network",)),
+    ConvexTask("features", "k", FeatureMap(num_features=10**9)),
 ]
 
 
@@ -46,7 +45,7 @@ def test_tasks_survive_flowers_config_among_other_keys(task):
     assert {type(value) for value in task.to_config().values()} <= {str, int, float, bool}
     received = ConvexTask.from_config(dict(config))
     assert received == task
-    for name in ("bias", "corrected", "steps", "learning_rate"):
+    for name in ("bias", "corrected", "local_steps", "learning_rate"):
         assert type(getattr(received, name)) is type(getattr(task, name))
 
 
@@ -70,50 +69,6 @@ def test_a_key_names_network_and_map():
         ConvexTask.key_of(FeatureMap(), [state[0].view(np.int64), *state[1:]]),
     }
     assert len(others - {key}) == 6
-
-
-def arrays(count):
-    return [np.full(1, i) for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ((), {}),
-        (("linear",), {"linear": [0]}),
-        (("network",), {"network": [0, 1, 2, 3, 4]}),
-        (("linear", "control"), {"linear": [0], "control": [1]}),
-        (
-            ("network", "normaliser", "linear", "control"),
-            {"network": [0, 1, 2], "normaliser": [3, 4], "linear": [5], "control": [6]},
-        ),
-        (("normaliser", "network"), {"normaliser": [0, 1], "network": [2, 3]}),
-    ],
-)
-def test_arrays_are_named_by_the_parts_in_their_order(parts, expected):
-    """A network's state has as many arrays as are left."""
-    task = ConvexTask("linear", "k", FeatureMap(), parts=parts)
-    sent = arrays(sum(map(len, expected.values())))
-    split = task.split(sent)
-    assert {name: [int(a[0]) for a in part] for name, part in split.items()} == expected
-
-
-@pytest.mark.parametrize(
-    ("parts", "count"),
-    [
-        ((), 1),
-        (("linear",), 0),
-        (("linear",), 2),
-        (("normaliser", "linear"), 2),
-        (("network",), 0),
-        (("network", "linear"), 1),
-        (("network", "normaliser", "linear"), 3),
-    ],
-)
-def test_too_few_or_too_many_arrays_are_refused(parts, count):
-    task = ConvexTask("linear", "k", FeatureMap(), parts=parts)
-    with pytest.raises(ValueError, match=f"expected {', '.join(parts)}, got {count} arrays"):
-        task.split(arrays(count))
 
 
 # ------------------------------------------------------------------- FeatureUpload

@@ -14,13 +14,13 @@ from fedntk.ntk.payloads import label_epsilon
 CLIP = 2.0
 
 
-def upload(n=300, scale=1.0, wire="factored"):
+def upload(n=300, scale=1.0, structure="factored"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         x = scale * torch.randn(n, 6)
     rows = jacobian(model, x)
-    rows = rows.to_dense() if wire == "dense" else rows
+    rows = rows.to_dense() if structure == "dense" else rows
     return JacobianUpload(rows, model(x).detach(), one_hot(torch.arange(n) % 3, 3))
 
 
@@ -36,10 +36,10 @@ def noisy(payload, seed=0, **options):
     return privatise(payload, **(defaults | options), generator=generator)
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_rows_are_scaled_down_to_the_norm_and_no_further(wire):
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_rows_are_scaled_down_to_the_norm_and_no_further(structure):
     for scale in (1e-3, 1.0, 100.0):
-        sent = upload(scale=scale, wire=wire)
+        sent = upload(scale=scale, structure=structure)
         before, after = row_of(sent), row_of(noisy(sent))
         norms = before.norm(dim=1, keepdim=True)
         expected = before * (CLIP / norms).clamp(max=1)

@@ -33,32 +33,32 @@ MODEL = network()
 SHAPES = {name: list(p.shape) for name, p in MODEL.named_parameters()}
 
 
-def upload(n=12, seed=0, wire="factored"):
+def upload(n=12, seed=0, structure="factored"):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(n, 6, generator=generator), torch.arange(n) % 3
     rows = jacobian(MODEL, x)
     with torch.no_grad():
         outputs = MODEL(x)
-    return JacobianUpload(rows.to_dense() if wire == "dense" else rows, outputs, one_hot(y, 3))
+    return JacobianUpload(rows.to_dense() if structure == "dense" else rows, outputs, one_hot(y, 3))
 
 
 def arrays_of(payload):
     return [array.tobytes() for array in payload.to_arrays()]
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_without_compression_every_bit_arrives(wire):
-    sent = upload(wire=wire)
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_without_compression_every_bit_arrives(structure):
+    sent = upload(structure=structure)
     received = CompressedUpload.from_arrays(
         CompressedUpload.compress(sent).to_arrays(), UploadLimits(SHAPES)
     )
     assert arrays_of(received) == arrays_of(sent)
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_each_tensor_is_sparsified_by_itself(wire):
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_each_tensor_is_sparsified_by_itself(structure):
     """In factors, layer inputs and output gradients; literally, each parameter's tensor."""
-    sent = upload(wire=wire)
+    sent = upload(structure=structure)
     asked = UploadLimits(SHAPES, sparsity=0.5)
     compressed = CompressedUpload.compress(sent, sparsity=0.5)
     received = CompressedUpload.from_arrays(compressed.to_arrays(), asked)
@@ -200,9 +200,9 @@ def test_asked_survives_json():
 # -------------------------------------------------------------------- order of rows
 
 
-@pytest.mark.parametrize("wire", ["factored", "dense"])
-def test_canonical_order_is_the_same_for_every_permutation(wire):
-    whole = upload(n=20, wire=wire)
+@pytest.mark.parametrize("structure", ["factored", "dense"])
+def test_canonical_order_is_the_same_for_every_permutation(structure):
+    whole = upload(n=20, structure=structure)
     expected = arrays_of(whole.canonical())
     for seed in range(3):
         order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
@@ -250,7 +250,7 @@ def test_uploads_alike_are_all_usable():
 
 
 def test_the_rarer_form_is_left_out_and_the_first_of_two():
-    factored, dense = upload(seed=1), upload(seed=2, wire="dense")
+    factored, dense = upload(seed=1), upload(seed=2, structure="dense")
     assert reasons([dense, factored, factored]) == ["layout", None, None]
     assert reasons([dense, factored]) == [None, "layout"]
 

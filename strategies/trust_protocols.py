@@ -33,7 +33,7 @@ class Shuffles(Protocol):
         self,
         sealed: Sequence[bytes],
         *,
-        asked: UploadLimits,
+        limits: UploadLimits,
         run: str,
         server_round: int,
         num_examples: Sequence[int] | None = None,

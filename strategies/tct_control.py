@@ -40,22 +40,22 @@ class ControlVariate:
         self.span = span
         self.value = np.zeros((0, 0), np.float32)
         self._total = 0.0  # n that c was divided by
-        self._rounds: dict[int, int] = {}  # partition -> round of its c_k
+        self._rounds: dict[int, int] = {}  # client -> round of its c_k
         self._examples: dict[int, int] = {}
         self._full_round = -1  # the last round, if all clients took part in it
 
-    def round_of(self, partition: int) -> int:
+    def round_of(self, client: int) -> int:
         """Return the round whose c_k counts for a client; 0: its c_k is zero."""
-        return self._rounds.get(partition, 0)
+        return self._rounds.get(client, 0)
 
-    def source(self, partition: int, server_round: int) -> Literal["zero", "last", "sent"]:
+    def source(self, client: int, server_round: int) -> Literal["zero", "last", "sent"]:
         """Say how a client gets to know c: see :class:`fedntk.ntk.payloads.ConvexTask`.
 
         ``"last"``, the difference of models, needs all clients in the last round, this one, too.
         """
         if not self.value.size:
             return "zero"
-        known = self._full_round == server_round - 1 == self.round_of(partition)
+        known = self._full_round == server_round - 1 == self.round_of(client)
         return "last" if known else "sent"
 
     def know(self, examples: Mapping[int, int]) -> None:
@@ -63,10 +63,10 @@ class ControlVariate:
         self._examples = {**examples, **self._examples}
 
     def check(
-        self, partition: int, num_examples: int, theta: NDArray[Any], linear: NDArray[Any]
+        self, client: int, num_examples: int, theta: NDArray[Any], linear: NDArray[Any]
     ) -> None:
         """Raise BadReply for what would spoil c: another number of examples, or an overflow."""
-        known = self._examples.get(partition, num_examples)
+        known = self._examples.get(client, num_examples)
         if known != num_examples:
             raise BadReply("num-examples", f"had {known} examples before, now {num_examples}")
         change = float(np.abs(linear.astype(np.float64) - theta).max()) / self.span
@@ -90,15 +90,15 @@ class ControlVariate:
         theta, mean : float32, shape (p, C)
             The model before and after the round.
         clients : dict of int to (int, ndarray)
-            Partition -> number of examples and returned model, of those that took part.
+            Client id -> number of examples and returned model, of those that took part.
         everyone : set of int
-            Partitions of all clients that are there; those that have been count, too. One that
+            Ids of all clients that are there; those that have been count, too. One that
             never took part has c_k = 0, and counts with as many examples as the others have on
             average.
         """
-        self.know({partition: count for partition, (count, _) in clients.items()})
+        self.know({client: count for client, (count, _) in clients.items()})
         everyone = everyone | self._rounds.keys()  # who has left counts on
-        counts = [n for partition, n in self._examples.items() if partition in everyone]
+        counts = [n for client, n in self._examples.items() if client in everyone]
         total = len(everyone) * float(np.mean(counts)) if counts else 0.0
         began = bool(self.value.size)
         full = clients.keys() >= everyone and (not began or total == self._total)

@@ -8,13 +8,17 @@ from collections.abc import Iterable, Mapping
 from logging import WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedntk.ntk.payloads import screen_changes
+
+from .averaging import cast_like
+from .base import BaseStrategy, logger
+from .fedavg import SeededFedAvg
 from .replies import Reply, checked_weights
-from .seeded_fedavg import SeededFedAvg, like, logger
 
 __all__ = ["Bootstrap"]
 
@@ -26,8 +30,9 @@ class Bootstrap:
     ----------
     strategy : Strategy
         Whose replies are one set of weights, the network's.
-    owner : SeededFedAvg
-        Checks the replies: its ``min_completed`` and ``max_examples`` are what counts.
+    owner : BaseStrategy
+        Samples the nodes and checks the replies: its ``min_completed`` and ``max_examples`` are
+        what counts.
 
     Raises
     ------
@@ -35,9 +40,8 @@ class Bootstrap:
         If the strategy is one of those here whose replies are something else.
     """
 
-    def __init__(self, strategy: Strategy, owner: SeededFedAvg) -> None:
-        aggregation = getattr(type(strategy), "aggregate_train", None)
-        if isinstance(strategy, SeededFedAvg) and aggregation != SeededFedAvg.aggregate_train:
+    def __init__(self, strategy: Strategy, owner: BaseStrategy) -> None:
+        if isinstance(strategy, BaseStrategy) and not isinstance(strategy, SeededFedAvg):
             raise ValueError(
                 "bootstrap: expected a strategy whose replies are one set of weights, such as "
                 f"FedAvg, got {type(strategy).__name__}"
@@ -70,7 +74,9 @@ class Bootstrap:
                 "nodes are sampled in a round; lower that, or sample more"
             )
         shown: Any = _Shown(grid, nodes)
-        return list(self.strategy.configure_train(server_round, network, config, shown))
+        own = list(self.strategy.configure_train(server_round, network, config, shown))
+        asked = [message.metadata.dst_node_id for message in own]
+        return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
 
     def aggregate(
         self,
@@ -89,7 +95,10 @@ class Bootstrap:
         expected : mapping of str to ndarray
             The network as it was sent.
         """
-        pairs, rejected = self.owner.accepted(replies, lambda r: checked_weights(r, expected))
+        pairs, rejected = self.owner.accepted(
+            replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
+        )
+        pairs = self.owner.screened(pairs, rejected, lambda own: screen_changes(expected, own))
         metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
         if not self.owner.enough(len(pairs)):
             return None, metrics
@@ -105,7 +114,7 @@ class Bootstrap:
         metrics = MetricRecord({**extra, **metrics})
         if found is None:
             return None, metrics
-        arrays = like({name: array.numpy() for name, array in found.items()}, expected)
+        arrays = cast_like({name: array.numpy() for name, array in found.items()}, expected)
         return {name: array.numpy() for name, array in arrays.items()}, metrics
 
     def _cleaned(self, reply: Reply, names: set[str]) -> Message:

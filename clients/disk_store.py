@@ -1,0 +1,150 @@
+"""A folder in which a client keeps arrays from one message to the next.
+
+Flower makes a client anew for every message, so memory does not outlast one; and a node's
+``context.state`` travels with every message in a simulation, which large arrays must not.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import require_disk
+
+__all__ = ["DiskStore", "cache_dir", "data_digest"]
+
+# what numpy raises for a file that is not what it wrote
+DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again: ``fedntk`` in $XDG_CACHE_HOME or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
+
+
+def data_digest(*tensors: Tensor) -> str:
+    """Return a checksum of tensors: two clients with one have the same examples."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+class DiskStore:
+    """Arrays in files, which appear whole or not at all; a damaged one counts as missing.
+
+    Parameters
+    ----------
+    folder : Path
+        The client's own: it is emptied when another key comes.
+    key : object
+        What all that is kept depends on; JSON holds it.
+    cure : str
+        What to do where the disk is too small, for the error.
+    """
+
+    def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
+        self.folder, self._cure = folder, cure
+        found, expected = folder / "key.json", json.dumps(key).encode()
+        if not found.exists() or found.read_bytes() != expected:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            found.write_bytes(expected)
+
+    def save(self, name: str, **arrays: NDArray[Any]) -> None:
+        """Keep some arrays under a name."""
+        with self._whole(f"{name}.npz") as partial, partial.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def load(self, name: str) -> dict[str, NDArray[Any]]:
+        """Return the arrays kept under a name; none if they are missing or damaged."""
+        path = self.folder / f"{name}.npz"
+        try:
+            with path.open("rb") as file, np.load(file) as saved:
+                return dict(saved)
+        except FileNotFoundError:
+            return {}
+        except DAMAGED:
+            path.unlink()
+            return {}
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
+        """Map one large array into memory; None if it is missing, damaged or of another shape."""
+        path = self.folder / f"{name}.npy"
+        try:
+            array: NDArray[Any] = np.load(path, mmap_mode="c")
+        except FileNotFoundError:
+            return None
+        except DAMAGED:
+            path.unlink()
+            return None
+        return array if array.shape == shape else None
+
+    @contextlib.contextmanager
+    def fill(
+        self, name: str, shape: tuple[int, ...], dtype: str, *, what: str = ""
+    ) -> Iterator[NDArray[Any]]:
+        """Make one large array to be filled, which is kept once it is.
+
+        Parameters
+        ----------
+        name, shape, dtype : str, tuple of int, str
+            Of the array.
+        what : str
+            Says what it is in the error; the name by default.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the disk is too small for it.
+        """
+        needed = math.prod(shape) * np.dtype(dtype).itemsize
+        require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
+        with self._whole(f"{name}.npy") as partial:
+            stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
+            yield stored
+            stored.flush()
+
+    @contextlib.contextmanager
+    def _whole(self, name: str) -> Iterator[Path]:
+        """Have a file written under another name, and give it its own once it is whole."""
+        partial = (self.folder / name).with_suffix(".part")
+        try:
+            yield partial
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        partial.replace(self.folder / name)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Names of what is kept, sorted, that match a pattern of the shell's."""
+        return sorted(p.stem for p in self.folder.glob(pattern) if p.suffix in (".npz", ".npy"))
+
+    def remove(self, *, all_but: Collection[str] = (), pattern: str = "*") -> None:
+        """Remove what is kept, and matches a pattern, but for some names."""
+        for path in self.folder.glob(pattern):
+            if path.name != "key.json" and path.stem not in all_but:
+                path.unlink()

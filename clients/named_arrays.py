@@ -1,0 +1,68 @@
+"""The arrays of a message, as the list that Flower's NumPyClient knows, with their names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+__all__ = ["NamedArrays", "records_of"]
+
+Record = Mapping[str, NDArray[Any]]
+
+
+class NamedArrays(list[NDArray[Any]]):
+    """A list of arrays that also knows the records and names under which they travel.
+
+    :func:`~fedntk.clients.client_app` hands it to ``fit``, ``evaluate`` and ``query``. A client
+    that returns one from ``fit`` names the records of its reply.
+
+    Parameters
+    ----------
+    records : mapping of str to mapping of str to ndarray
+        Record -> name -> array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays = NamedArrays({"arrays": {"weight": np.zeros(2)}, "corrections": {}})
+    >>> len(arrays), list(arrays.records)
+    (1, ['arrays', 'corrections'])
+    """
+
+    def __init__(self, records: Mapping[str, Record]) -> None:
+        super().__init__(array for record in records.values() for array in record.values())
+        self.records = {name: dict(record) for name, record in records.items()}
+
+
+def records_of(
+    parameters: Sequence[NDArray[Any]], *names: str, strategy: str
+) -> list[dict[str, NDArray[Any]]]:
+    """Return some records of a message.
+
+    Parameters
+    ----------
+    parameters : NamedArrays
+        What ``fit`` was given.
+    names : str
+        Records that must be there.
+    strategy : str
+        That sends them, for the error.
+
+    Raises
+    ------
+    ValueError
+        If the arrays come without records, or without these.
+    """
+    if not isinstance(parameters, NamedArrays):
+        raise ValueError(
+            f"expected NamedArrays with the records of the strategy {strategy}, as client_app "
+            f"hands on, got a {type(parameters).__name__} without names"
+        )
+    records = parameters.records
+    if missing := [name for name in names if name not in records]:
+        found = ", ".join(records) or "none"
+        raise ValueError(
+            f"expected the records {', '.join(names)}, got {found}; {', '.join(missing)} comes "
+            f"from the strategy {strategy}"
+        )
+    return [records[name] for name in names]

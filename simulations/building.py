@@ -1,0 +1,130 @@
+"""Strategy, clients and predictor of a run, as its configuration says."""
+
+from collections.abc import MutableMapping
+from logging import ERROR
+from pathlib import Path
+from typing import Any, Literal
+
+from flwr.client import NumPyClient
+
+from fedntk.ntk import NotEnoughMemory, require_disk, require_memory
+from fedntk.ntk.predictor import Predictor
+from fedntk.strategies import BaseStrategy
+
+from ._flower import log_from
+from .config import Config
+from .data import load_data
+from .method import Need, Setup
+from .models import build_model
+from .partitions import load_split
+from .results import load_model
+from .settings import ConfigError
+from .simulated_trust import key_server, run_name, sealed_projection
+
+__all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
+
+
+def load_setup(config: Config) -> Setup:
+    """Load data and split, and build the network.
+
+    Raises
+    ------
+    ConfigError
+        If one of them cannot be had.
+    """
+    data = load_data(config)
+    network = build_model(config, data.input_shape, data.num_classes)
+    return Setup(config, data, load_split(config), network)
+
+
+def make_strategy(setup: Setup) -> BaseStrategy:
+    """Make the strategy that the configuration names.
+
+    Raises
+    ------
+    ConfigError
+        If what the server or a client must hold would not fit.
+    """
+    config, method = setup.config, setup.config.chosen_method
+    evaluating = min(config.clients_per_evaluation, config.num_clients)
+    options: dict[str, Any] = {
+        "seed": config.seed,
+        "min_completed": config.min_completed,
+        "max_examples": len(setup.data.y_train),
+        "fraction_train": config.clients_per_round / config.num_clients,
+        "min_train_nodes": config.clients_per_round,
+        "fraction_evaluate": evaluating / config.num_clients,
+        "min_evaluate_nodes": evaluating,
+        "min_available_nodes": config.num_clients,
+        # clients held out for validation are trained on by no method
+        "held_out": range(config.num_clients - config.validation_clients, config.num_clients),
+        "key_server": key_server(config) if config.projection else None,
+        "run": run_name(config),
+    }
+    with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
+        try:
+            strategy = method.strategy(setup, options)
+            needs = list(method.needs(setup))
+        except ConfigError:
+            raise
+        except (ValueError, ArithmeticError) as error:
+            raise ConfigError(f"method = {config.method}: {error}") from error
+    for need in needs:
+        _require(need)
+    return strategy
+
+
+def _require(need: Need) -> None:
+    try:
+        if need.folder is None:
+            require_memory(need.num_bytes, need.what, cure=need.cure)
+        else:
+            require_disk(need.num_bytes, need.what, need.folder, cure=need.cure)
+    except NotEnoughMemory as error:
+        raise ConfigError(f"{need.setting}: {error}") from error
+
+
+def make_client(setup: Setup, partition: int, state: MutableMapping[str, Any]) -> NumPyClient:
+    """Make the client that the configuration names, with the examples of one partition.
+
+    `state` is what the client keeps from one message to the next.
+    """
+    config = setup.config
+    train, test = setup.split.train_and_test(partition, config)
+    x, y = setup.data.train(train)
+    options: dict[str, Any] = {
+        "model": setup.network,
+        "x": x,
+        "y": y,
+        "loss": config.loss,
+        "device": setup.device,
+        "sampling_rate": config.sampling_rate,
+        "seed": (config.seed, partition),
+    }
+    if config.projection:
+        options["projection"] = sealed_projection(config, partition, state)
+    if len(test):
+        options["x_test"], options["y_test"] = setup.data.train(test)
+    return config.chosen_method.client(setup, partition, options)
+
+
+def load_predictor(folder: str | Path, which: Literal["model", "best"] = "model") -> Predictor:
+    """Return what a run learned: its last model, or the best one.
+
+    Parameters
+    ----------
+    folder : path
+        Of a finished run.
+    which : {"model", "best"}
+        The last model, or the best one by the setting ``monitor``.
+
+    Raises
+    ------
+    ConfigError
+        If the data set, which tells the shape of an example, cannot be had.
+    FileNotFoundError
+        If there is no finished run.
+    """
+    arrays = load_model(folder, which)
+    config = Config.of_run(folder, weights="")
+    return config.chosen_method.predictor(load_setup(config), arrays)

@@ -1,0 +1,192 @@
+"""What the simulations ask of a method; this file knows none of them."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk.predictor import NetworkPredictor, Predictor
+from fedntk.strategies import BaseStrategy
+
+from .settings import ConfigError, Settings
+
+if TYPE_CHECKING:  # which look for the methods themselves
+    from .config import Config
+    from .data import Data
+    from .partitions import Split
+
+__all__ = ["Method", "Need", "Setup"]
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What the parts of a run are made from.
+
+    Attributes
+    ----------
+    config : Config
+        All settings.
+    data : Data
+        The data set.
+    split : Split
+        Which client has which training examples.
+    network : nn.Module
+        With the weights that the run starts from. Clients overwrite them.
+    """
+
+    config: "Config"
+    data: "Data"
+    split: "Split"
+    network: nn.Module
+
+    @cached_property
+    def device(self) -> str:
+        """Where networks run; ``auto`` is a GPU where there is one.
+
+        Raises
+        ------
+        ConfigError
+            If the configuration names no device, or one that is not there.
+        """
+        name = self.config.device
+        if name == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            torch.empty(0, device=name)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device = {name}: cannot be used: {reason}") from error
+        return name
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory or disk that a run takes, and that is refused before the first round if missing.
+
+    Attributes
+    ----------
+    num_bytes : int
+        How much.
+    what, cure : str
+        What takes it, and what to change if it is too much: "... need 3 GB ...; `cure`".
+    setting : str
+        The setting that it grows with, and its value: ``"model = mlp"``.
+    folder : Path or None
+        Where it is written; None if it is memory.
+    """
+
+    num_bytes: int
+    what: str
+    cure: str
+    setting: str
+    folder: Path | None = None
+
+
+class Method(ABC, Generic[S]):
+    """All that the simulations know of one method.
+
+    Write a subclass in a module of its own, and an object of it as ``METHOD``. The modules of
+    :mod:`fedntk.simulations.methods` are found by themselves; another package names its object in
+    the entry-point group ``fedntk.methods``.
+
+    Attributes
+    ----------
+    name : str
+        In kebab-case: the value of the setting ``method``, and the table of the method's settings.
+    settings : type of Settings
+        The method's own settings; ``settings.table`` is the name.
+    baseline : bool
+        Whether it is there to compare with: such methods have no notebook.
+    headline : str
+        Metric of a round that says how good the method is, as a share: it is shown while a run is
+        at work, and in the end.
+    metrics : tuple of str
+        Names of what the strategy reports of a training round besides what all report. Others are
+        recorded, too, but only some of them, as clients may choose names.
+    local_sgd : bool
+        Whether clients run local epochs of SGD, as the settings local-epochs, batch-size, momentum
+        and weight-decay say.
+    """
+
+    name: ClassVar[str]
+    settings: type[S]
+    baseline: ClassVar[bool] = False
+    headline: ClassVar[str] = "accuracy"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    local_sgd: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
+            raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
+        if self.settings.table != self.name:
+            raise ValueError(
+                f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
+            )
+
+    def own(self, config: "Config") -> S:
+        """Return the method's settings in a configuration."""
+        settings = config.settings_of(self.name)
+        assert isinstance(settings, self.settings)  # noqa: S101 - for mypy
+        return settings
+
+    def check(self, config: "Config", settings: S) -> None:
+        """Refuse settings that do not go with the common ones, with a ConfigError."""
+
+    @abstractmethod
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        """Make the strategy.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        options : dict
+            What strategies of all methods take.
+
+        Raises
+        ------
+        ValueError
+            If its arguments do not fit together.
+        """
+
+    @abstractmethod
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        """Make the client with the examples of one partition; `options` are common to all."""
+
+    def predictor(
+        self, setup: Setup, arrays: Mapping[str, NDArray[Any]], *, cache: Path | None = None
+    ) -> Predictor:
+        """Make what was learned from the arrays that the strategy returns: by default a network.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        arrays : dict of str to ndarray
+            A round's global arrays, by name.
+        cache : path, optional
+            Folder for what the predictors of several rounds share, such as features of the test
+            examples. None: nothing is kept.
+        """
+        del cache
+        return NetworkPredictor.from_arrays(
+            setup.network, arrays, loss=setup.config.loss, device=setup.device
+        )
+
+    def needs(self, setup: Setup) -> Iterable[Need]:
+        """Say what server and clients will take of memory and disk."""
+        del setup
+        return ()
+
+    def clean_up(self, config: "Config") -> None:
+        """Remove what clients keep on disk for a run and can make again, when it has ended."""

@@ -1,0 +1,157 @@
+"""NTK-FL: clients send Jacobians, the server evolves their kernel."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from flwr.app import ArrayRecord
+from flwr.client import NumPyClient
+
+from fedntk.clients import NTKFLClient, sample_size
+from fedntk.ntk import jacobian
+from fedntk.ntk.predictor import NetworkPredictor
+from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
+
+from ..config import Config
+from ..method import Method, Need, Setup
+from ..settings import ConfigError, Settings, numbers, setting
+from ..simulated_trust import projected
+
+__all__ = ["METHOD", "EvolvingMethod", "EvolvingSettings"]
+
+S = TypeVar("S", bound="EvolvingSettings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolvingSettings(Settings):
+    """Settings of the methods whose server evolves a kernel."""
+
+    steps: str = setting(
+        ",".join(map(str, DEFAULT_STEPS)), "the grid of update steps t to choose from"
+    )
+    selection: Literal["clients", "linearised", "validation"] = setting(
+        "clients", "how t is chosen: by clients' losses, by the linearised network's, or by the "
+        "loss on validation-examples or of validation-clients",
+    )  # fmt: skip
+    kernel: Literal["mean", "full"] = setting("mean", "over outputs: see fedntk.ntk.evolve")
+    residuals: Literal["integral", "sum"] = setting("integral", "over time: see fedntk.ntk.evolve")
+    tolerance: float = setting(1e-4, "of the solver", above=0, below=1)
+    memory_budget: float = setting(
+        0.0, "GB that the mean kernel may take; 0: what is available", at_least=0
+    )
+    structure: Literal["factored", "dense"] = setting(
+        "factored", "form in which Jacobians are sent", formerly="wire"
+    )
+
+    @property
+    def steps_grid(self) -> tuple[int, ...]:
+        """`steps` as numbers."""
+        return tuple(numbers(self.key("steps"), self.steps, int))
+
+    def check(self) -> None:
+        """Refuse steps that do not increase."""
+        grid = self.steps_grid
+        if not grid or any(a >= b for a, b in zip((0, *grid), grid, strict=False)):
+            raise ConfigError(
+                f"{self.key('steps')}: expected increasing whole numbers, got {self.steps!r}"
+            )
+
+
+class EvolvingMethod(Method[S]):
+    """What NTK-FL and CP-NTK-FL share."""
+
+    metrics: ClassVar[tuple[str, ...]] = (
+        "t",
+        "candidate-loss",
+        "linearised-loss",
+        "losses-accepted",
+        "kernel-products",
+        "solver-steps",
+        "solver-error-estimate",
+    )
+
+    def check(self, config: Config, settings: S) -> None:
+        """Refuse examples held out in vain, and a choice by examples that are not there."""
+        held_out = (config.validation_examples > 0) + (config.validation_clients > 0)
+        if held_out != (settings.selection == "validation"):
+            raise ConfigError(
+                f"{settings.key('selection')} = validation goes with one of validation-examples "
+                "(kept on the server) and validation-clients (held out), got "
+                f"{settings.key('selection')} = {settings.selection}, "
+                f"validation-examples = {config.validation_examples} and "
+                f"validation-clients = {config.validation_clients}"
+            )
+
+    def evolution(self, setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the strategies that evolve a kernel."""
+        config, settings = setup.config, self.own(setup.config)
+        return dict(
+            learning_rate=config.learning_rate,
+            steps=settings.steps_grid,
+            loss=config.loss,
+            selection=settings.selection,
+            validation_partitions=options.pop("held_out"),
+            validation_loss=_validation_loss(setup),
+            kernel=settings.kernel,
+            residuals=settings.residuals,
+            tolerance=settings.tolerance,
+            memory_budget=round(settings.memory_budget * 1e9) or None,
+            device=setup.device,
+            **options,
+        )
+
+    def needs(self, setup: Setup) -> Iterable[Need]:
+        """Say what the server holds: the clients' Jacobians, and the global one."""
+        config, device = setup.config, setup.device
+        x, _ = setup.data.train(setup.split.clients[0][:1])
+        row = jacobian(setup.network.to(device), projected(config, x).to(device))
+        size = sum(b.dense_size for b in row.blocks) * row.dtype.itemsize
+        size = size if self.own(config).structure == "dense" else row.nbytes
+        counts = [sample_size(len(own), config.sampling_rate) for own in setup.split.clients]
+        largest = sorted(counts)[-config.clients_per_round :]
+        yield Need(
+            2 * size * sum(largest),
+            f"a round of {len(largest)} clients, up to {sum(largest)} examples of "
+            f"{size / 1e6:.1f} MB,",
+            "lower clients-per-round or the examples of each, or use a smaller network",
+            f"model = {config.model}",
+        )
+
+
+def _validation_loss(setup: Setup) -> Callable[[ArrayRecord], float] | None:
+    """Return the server's loss on its validation examples, where it has some."""
+    if not len(setup.split.validation):
+        return None
+    x, y = setup.data.train(setup.split.validation)
+    x, config = projected(setup.config, x), setup.config
+
+    def loss(arrays: ArrayRecord) -> float:
+        named = {name: array.numpy() for name, array in arrays.items()}
+        predictor = NetworkPredictor.from_arrays(
+            setup.network, named, loss=config.loss, device=setup.device
+        )
+        return predictor.evaluate(x, y).loss
+
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTKFLSettings(EvolvingSettings):
+    """Settings of NTK-FL."""
+
+    table = "ntk-fl"
+
+
+class _NTKFL(EvolvingMethod[NTKFLSettings]):
+    name = "ntk-fl"
+    settings = NTKFLSettings
+
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        return NTKFL(**self.evolution(setup, options))
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        del partition
+        return NTKFLClient(structure=self.own(setup.config).structure, **options)
+
+
+METHOD = _NTKFL()

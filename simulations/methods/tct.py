@@ -1,0 +1,231 @@
+"""TCT: federated averaging of a network, then a convex problem in its tangent features."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.clients import FeatureStore, TCTClient, shrink
+from fedntk.clients.disk_store import data_digest
+from fedntk.ntk import FeatureMap, TCTModel
+from fedntk.ntk.payloads import ConvexTask, check_compression
+from fedntk.ntk.predictor import Evaluation, Predictor, arrays_of
+from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
+
+from ..config import Config
+from ..method import Method, Need, Setup
+from ..settings import ConfigError, Settings, setting
+
+__all__ = ["METHOD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TCTSettings(Settings):
+    """Settings of TCT; those of stage 1's local SGD are common ones."""
+
+    table = "tct"
+
+    bootstrap_rounds: int = setting(
+        10, "T_1, rounds of FedAvg; the others are for moments and stage 2", at_least=0
+    )
+    features: Literal["entk", "last-layer"] = setting(
+        "entk", "tangent features, or the last layer's inputs"
+    )
+    num_features: int = setting(100_000, "p; 0: all", at_least=0)
+    feature_seed: int = setting(123, "of the new last layer and the coordinates", at_least=0)
+    normalise: bool = setting(True, "whether features get mean 0 and variance 1")
+    bias: bool = setting(False, "whether the linear model has a bias")
+    loss: Literal["mse", "cross-entropy"] = setting(
+        "mse", "of stage 2; cross-entropy: TCT-CE", formerly="convex-loss"
+    )
+    optimizer: Literal["scaffold", "fedavg", "gd"] = setting(
+        "scaffold", "of stage 2", formerly="convex-optimizer"
+    )
+    learning_rate: float = setting(5e-5, "eta of stage 2", above=0, formerly="convex-learning-rate")
+    local_steps: int = setting(
+        500, "M, full-batch steps of a client a round", at_least=1, formerly="convex-steps"
+    )
+    local_solver: Literal["closed", "loop"] = setting(
+        "closed", "these steps in closed form, or one by one", formerly="convex-solver"
+    )
+    solve: Literal["clients", "server"] = setting(
+        "clients", "server: clients send their features and the server solves, in one round"
+    )
+    ridge: float = setting(1e-2, "of solve = server, over the mean of the diagonal", above=0)
+    sparsity: float = setting(
+        0.0, "of solve = server: share of the features that is dropped", at_least=0, below=1
+    )
+    bits: int = setting(
+        32, "of solve = server: of each feature sent, 1 ... 16; 32: float16", at_least=1
+    )
+    dtype: Literal["float32", "float16"] = setting(
+        "float32", "in which features that fit are kept", formerly="feature-dtype"
+    )
+    keep: Literal["features", "nothing"] = setting(
+        "features",
+        "what a client keeps on disk; nothing: features are computed anew in each round",
+    )
+    proximal_mu: float = setting(
+        0.0, "of stage 1: mu of FedProx's proximal term; 0: none", at_least=0
+    )
+
+    def check(self) -> None:
+        """Refuse what does not go with the way in which the problem is solved."""
+        try:
+            check_compression(self.sparsity, self.bits)
+        except ValueError as error:
+            raise ConfigError(f"{self.table}: {str(error).replace('_', '-')}") from None
+        if self.solve == "server" and self.loss != "mse":
+            raise ConfigError(f"tct.solve = server needs tct.loss = mse, got {self.loss}")
+        if self.solve == "clients" and (self.sparsity, self.bits) != (0.0, 32):
+            raise ConfigError("tct.sparsity and tct.bits go with tct.solve = server, got clients")
+        if self.dtype == "float16" and not self.normalise:
+            raise ConfigError(
+                "tct.dtype = float16 would lose small features without tct.normalise; use float32"
+            )
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        """What turns examples into features."""
+        return FeatureMap(self.features, self.num_features, self.feature_seed)
+
+
+class _TCT(Method[TCTSettings]):
+    name = "tct"
+    settings = TCTSettings
+    metrics = ("features-constant", "rate-times-lambda")
+    local_sgd = True
+
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        own = self.own(setup.config)
+        bootstrap = SeededFedAvg(
+            seed=setup.config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
+        )
+        return TCT(
+            network=setup.network,
+            bootstrap=bootstrap if own.bootstrap_rounds else None,
+            bootstrap_rounds=own.bootstrap_rounds,
+            features=own.features,
+            num_features=own.num_features,
+            feature_seed=own.feature_seed,
+            normalise=own.normalise,
+            bias=own.bias,
+            loss=own.loss,
+            optimizer=own.optimizer,
+            learning_rate=own.learning_rate,
+            local_steps=own.local_steps,
+            solve=own.solve,
+            ridge=own.ridge,
+            sparsity=own.sparsity,
+            bits=own.bits,
+            device=setup.device,
+            **options,
+        )
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        del partition
+        own = self.own(setup.config)
+        return TCTClient(
+            cache=_cache(setup.config),
+            dtype=own.dtype,
+            keep=own.keep,
+            local_solver=own.local_solver,
+            proximal_mu=own.proximal_mu,
+            **setup.config.local_sgd,
+            **options,
+        )
+
+    def predictor(
+        self, setup: Setup, arrays: Mapping[str, NDArray[Any]], *, cache: Path | None = None
+    ) -> Predictor:
+        linear = arrays.get(TCTModel.ARRAYS[0])
+        if linear is None or not linear.any():  # stage 2 has not changed it: the network stands
+            return super().predictor(setup, arrays)
+        own, network = self.own(setup.config), setup.network.to(setup.device)
+        if cache is None:
+            return TCTModel.from_arrays(network, own.feature_map, arrays, loss=own.loss)
+        model = _KeptFeatures.from_arrays(network, own.feature_map, arrays, loss=own.loss)
+        model.keep_in(cache, own, setup.device)
+        return model
+
+    def needs(self, setup: Setup) -> Iterable[Need]:
+        """Say what all clients, on this machine, or the server hold of features and kernels."""
+        config, own = setup.config, self.own(setup.config)
+        width = own.feature_map.width(setup.network)
+        sizes = sorted(len(part) for part in setup.split.clients)
+        largest, total = sizes[-1], sum(sizes)
+        if own.solve == "server":
+            memory, disk = 24 * total**2 + 3 * 4 * total * width, 0
+        else:
+            memory = 52 * largest**2 * (own.local_steps > 1)
+            memory += 4 * largest * width * (own.local_solver == "loop")
+            # all clients' as computed, in float32; one's as normalised beside them; the test
+            # set's, which float16 may not hold
+            tests = len(setup.data.y_test)
+            tested = min(config.test_examples or tests, tests)
+            rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
+            disk = rows * width * (own.keep == "features")
+        setting = f"tct.num-features = {width}"
+        yield Need(
+            memory,
+            f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
+            "use more clients, fewer train-examples or, for tct.solve = server, tct.num-features",
+            setting,
+        )
+        yield Need(
+            disk,
+            "features of all examples",
+            "lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
+            setting,
+            config.folder,
+        )
+
+    def clean_up(self, config: Config) -> None:
+        shrink(_cache(config))
+
+
+def _cache(config: Config) -> Path:
+    return config.folder / "cache"
+
+
+class _KeptFeatures(TCTModel):
+    """The predictor of a run: it takes the test features from disk, as clients take theirs.
+
+    So they are computed once for a network and not in each round, and have clients' dtype.
+    """
+
+    def keep_in(self, cache: Path, settings: TCTSettings, device: str) -> None:
+        """Say where features are kept, and how."""
+        self.cache, self.settings, self.device = cache, settings, device
+
+    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
+        """Return loss and accuracy, as a client computes them."""
+        network = arrays_of(self.network)
+        key = ConvexTask.key_of(self.feature_map, list(network.values()))
+        bias = self.settings.bias
+        kept = FeatureStore(
+            self.cache / f"test-{data_digest(x, y)}",
+            f"{key} {bias}",
+            self.network,
+            self.feature_map,
+            dtype=self.settings.dtype,
+            keep=self.settings.keep,
+            chunk_size=None,
+        )
+        kept.take(
+            {
+                "network": network,
+                "normaliser": {"mean": self.normaliser.mean, "inv_std": self.normaliser.inv_std},
+            }
+        )
+        rows = kept.rows("train", x, bias=bias, device=torch.device(self.device))
+        return self._evaluated(rows @ self.linear, y)
+
+
+METHOD = _TCT()

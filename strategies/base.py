@@ -1,0 +1,516 @@
+"""The base of all strategies here: reproducible sampling, clients by name, checked replies, state.
+
+Flower samples nodes, whose ids are random in every run, with Python's global generator, adds
+replies up in the order in which they come, and ends the run on one malformed reply. Here clients
+are sampled by the partition that they report, from a generator of (seed, round); replies are sorted
+by client before any sum; and each is checked whole before any of it is used.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from logging import INFO, WARNING, getLogger
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+
+from fedntk.ntk import BadReply
+from fedntk.trust import SEALED_SEED
+
+from .registry import ClientRegistry, Exchange
+from .replies import Reply, checked_accuracy, largest_group
+from .rounds import EvaluateFn, ShouldStop, run_rounds
+from .trust_protocols import SealedSeeds, SealsSeeds
+
+__all__ = ["BaseStrategy"]
+
+logger = getLogger("flwr")
+T = TypeVar("T")
+Pairs = list[tuple[Reply, T]]
+
+
+class BaseStrategy(FedAvg):
+    """What all strategies of this package share; Flower's FedAvg lends its options.
+
+    A method overrides what it needs of three things: :meth:`content_for`, what one client is sent
+    (the global arrays, as it stands); ``aggregate_train``, what becomes of the replies, which
+    :meth:`accepted` checks; and the state. :meth:`exchange` is one more exchange within a round.
+
+    Parameters
+    ----------
+    seed : int
+        Of the sampling of clients.
+    min_completed : int
+        Fewer valid replies than this leave the model unchanged in a round. At least as many clients
+        are sampled.
+    max_examples : int
+        A reply that claims more examples is dropped. Set it to what a client can hold: examples
+        are the weight of a client's reply.
+    query_timeout : float
+        Seconds to wait for the answers of further exchanges: which partition a node holds, and what
+        a method asks between training and aggregation.
+    held_out : sequence of int
+        Partitions never sampled for training.
+    key_server : SealsSeeds, optional
+        Seals the seed of the random projection for each client, such as
+        :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The strategy never learns the seed;
+        clients have ``projection=SealedProjection(...)``.
+    run : str
+        Name of the training run, for the trusted third parties: a seed of one run opens in no
+        other. A run that goes on after a restart keeps its name.
+    **fedavg_options
+        Of ``flwr.serverapp.strategy.FedAvg``.
+
+    Attributes
+    ----------
+    registry : ClientRegistry
+        Which node is which client, and what each has been sent.
+    global_arrays : ArrayRecord
+        What the round at work, or the last one, began with.
+    train_metrics, evaluate_metrics : dict of int to MetricRecord
+        What each round's aggregation returned: weighted means of the clients' metrics and the
+        counts ``replies-accepted``, ``replies-rejected`` and ``rejected-<reason>``.
+    client_evaluations : dict of int to dict
+        Client -> metrics of each client whose evaluation the newest round accepted.
+    server_round : int
+        The round at work, or the last one; 0 before the first.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        min_completed: int = 1,
+        max_examples: int = 10_000_000,
+        query_timeout: float = 600,
+        held_out: Sequence[int] = (),
+        key_server: SealsSeeds | None = None,
+        run: str = "",
+        **fedavg_options: Any,
+    ) -> None:
+        super().__init__(**fedavg_options)
+        if min_completed < 1:
+            raise ValueError(f"min_completed: expected at least 1, got {min_completed}")
+        if seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {seed}")
+        if key_server is not None and not run:
+            raise ValueError("key_server: name the training run with run=..., as its clients do")
+        self.seed = seed
+        self.min_completed = min_completed
+        self.max_examples = max_examples
+        self.query_timeout = query_timeout
+        self.held_out = tuple(held_out)
+        self.run = run
+        self.registry = ClientRegistry()
+        self.global_arrays = ArrayRecord()
+        self.train_metrics: dict[int, MetricRecord] = {}
+        self.evaluate_metrics: dict[int, MetricRecord] = {}
+        self.client_evaluations: dict[int, dict[str, Any]] = {}
+        self.server_round = 0
+        self._seeds = None if key_server is None else SealedSeeds(key_server, run)
+        self._sent: dict[str, Exchange] = {}  # stage -> what its replies answer
+        self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
+        self._grid: Grid | None = None
+        self._rounds_loaded = 0
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(INFO, "\t└──> Seed %d, at least %d valid replies", self.seed, self.min_completed)
+
+    # ------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on besides the global weights and the settings.
+
+        A strategy made with the same settings that loads it, and is started from the same weights,
+        goes on bit for bit as this one would. There is no generator in it: draws are seeded by
+        (seed, round). Methods add what they keep from round to round.
+
+        Returns
+        -------
+        dict
+            Name -> array, or what JSON holds. Later rounds do not change it. A name with a dot is
+            one of a varying number, such as ``controls.<client>``.
+        """
+        return {
+            "strategy": type(self).__name__,
+            "seed": self.seed,
+            "server-round": self.server_round,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
+
+        Raises
+        ------
+        ValueError
+            If it is the state of another class of strategy, or of another seed.
+        """
+        own = self.state_dict()
+        if not {name for name in own if "." not in name} <= state.keys():
+            raise ValueError(f"state: expected {sorted(own)}, got {sorted(state)}")
+        for key in ("strategy", "seed"):
+            if state[key] != own[key]:
+                raise ValueError(f"state: expected {key} = {own[key]}, got {state[key]}")
+        self.server_round = self._rounds_loaded = int(state["server-round"])
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        should_stop: ShouldStop | None = None,
+        **options: Any,
+    ) -> Result:
+        """Run Flower's ``Strategy.start``; after :meth:`load_state_dict`, the rounds that remain.
+
+        Then `num_rounds` counts the rounds before, too, and `initial_arrays` are the weights that
+        belong to the state. If no round changes the model, they are what is returned.
+
+        Parameters
+        ----------
+        should_stop : callable, optional
+            (round, Result so far) -> whether that round is the last one. Newer versions of Flower
+            have this argument, too.
+        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+            Flower's.
+        **options
+            Arguments that a newer Flower adds.
+        """
+        done, self._rounds_loaded = self._rounds_loaded, 0
+        initial_arrays = self.begin(initial_arrays, num_rounds, done)
+        result = run_rounds(
+            self,
+            done,
+            grid=grid,
+            initial_arrays=initial_arrays,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+            should_stop=should_stop,
+            **options,
+        )
+        if not len(result.arrays):
+            result.arrays = initial_arrays
+        return result
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Return the arrays that a run begins with, `done` rounds of it run before.
+
+        Methods that learn more than a network add it here.
+        """
+        return initial_arrays
+
+    # ----------------------------------------------------------------- sending
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send :meth:`content_for` to a sample of the clients that are not held out."""
+        self.global_arrays, self.server_round = arrays, server_round
+        if self.fraction_train == 0.0:
+            return []
+        minimum = max(self.min_train_nodes, self.min_completed)
+        nodes = self.sample(
+            grid, server_round, "train", self.fraction_train, minimum, self.held_out
+        )
+        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send :meth:`content_for` to a sample of all clients."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        nodes = self.sample(
+            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
+        )
+        return self.messages(server_round, nodes, MessageType.EVALUATE, arrays, config)
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return what one client is sent.
+
+        Parameters
+        ----------
+        client : int
+            Its id in the registry.
+        stage : str
+            Type of the message: ``"train"``, ``"evaluate"``, or what :meth:`exchange` is given.
+        arrays : ArrayRecord
+            The global arrays, or those of the exchange.
+        config : ConfigRecord
+            With ``"server-round"``. All clients share it: add to a copy.
+        """
+        return RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+
+    def messages(
+        self,
+        server_round: int,
+        nodes: Sequence[int],
+        stage: str,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+    ) -> list[Message]:
+        """Make a message for each node; the replies of this stage will have to answer these."""
+        config["server-round"] = server_round
+        self._configs[stage] = config
+        contents = [
+            self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
+        ]
+        return self.addressed(nodes, contents, stage)
+
+    def addressed(
+        self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
+    ) -> list[Message]:
+        """Address contents to nodes, with their sealed seeds where there is a key server."""
+        if self._seeds is not None:
+            self._seeds.fetch(nodes, self._public_keys)
+        messages: list[Message] = []
+        for node, content in zip(nodes, contents, strict=True):
+            sealed = None if self._seeds is None else self._seeds.of(node)
+            if sealed is not None:
+                own = dict(content.config_records.get(self.configrecord_key, {}))
+                config = ConfigRecord({**own, SEALED_SEED: sealed})
+                content = RecordDict({**content, self.configrecord_key: config})
+            messages += self._construct_messages(content, [node], stage)
+        self._sent[stage] = Exchange(messages)
+        return messages
+
+    def _public_keys(self, nodes: list[int]) -> Iterable[Message]:
+        return self._ask(nodes, "query.keys")
+
+    def _ask(self, nodes: Sequence[int], kind: str) -> list[Message]:
+        """Return the replies to a question without content that answer it."""
+        if self._grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        asked = list(self._construct_messages(RecordDict(), list(nodes), kind))
+        sent, answers = Exchange(asked), []
+        for reply in self._grid.send_and_receive(asked, timeout=self.query_timeout):
+            try:
+                sent.take(reply)
+                answers.append(reply)
+            except BadReply as error:
+                logger.log(WARNING, "dropped an answer to %s: %s", kind, error)
+        return answers
+
+    def exchange(
+        self,
+        nodes: Sequence[int],
+        stage: str,
+        arrays: ArrayRecord,
+        parse: Callable[[Reply], T],
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Make one more exchange within a round; parameters as above, result as :meth:`accepted`.
+
+        A stage that was sent before has its configuration again. In a deployment an exchange costs
+        seconds: prefer one a round.
+        """
+        if self._grid is None:
+            raise RuntimeError("exchange: call configure_train first, which sets the grid")
+        config = self._configs.get(stage, ConfigRecord())
+        messages = self.messages(self.server_round, nodes, stage, arrays, config)
+        answers = self._grid.send_and_receive(messages, timeout=self.query_timeout)
+        return self.accepted(answers, parse, stage)
+
+    # ---------------------------------------------------------------- sampling
+
+    def sample(
+        self,
+        grid: Grid,
+        server_round: int,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Collection[int] = (),
+    ) -> list[int]:
+        """Node ids of a sample drawn by client, in the order of the clients.
+
+        Parameters
+        ----------
+        grid : Grid
+            Waited on until ``min_available_nodes`` are there.
+        server_round, stage : int, str
+            Seed the draw, together with the strategy's seed.
+        fraction, minimum : float, int
+            ``max(int(fraction * available), minimum)`` nodes are drawn, or all if they are fewer.
+        excluded : collection of int
+            Partitions left out.
+        """
+        live = self._live(grid, max(self.min_available_nodes, minimum))
+        candidates = sorted(
+            (self.registry.client(node), node)
+            for node in live
+            if self.registry.partitions[node] not in excluded
+        )
+        size = min(max(int(fraction * len(live)), minimum), len(candidates))
+        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
+        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
+        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(live))
+        return [candidates[i][1] for i in chosen]
+
+    def _live(self, grid: Grid, minimum: int) -> list[int]:
+        """Nodes that are there; new ones are asked for their partition, once."""
+        self._grid = grid
+        while len(nodes := sorted(grid.get_node_ids())) < minimum:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
+            time.sleep(1)
+        if new := self.registry.unknown(nodes):
+            self.registry.add(dict.fromkeys(new))
+            for reply in self._ask(new, "query.partition"):
+                if reply.has_error() or len(reply.content.metric_records) != 1:
+                    continue
+                (record,) = reply.content.metric_records.values()
+                partition = record.get("partition-id")
+                if isinstance(partition, int):
+                    self.registry.add({reply.metadata.src_node_id: partition})
+        self.registry.set_present(nodes)
+        return nodes
+
+    # ------------------------------------------------------------- aggregation
+
+    def accepted(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Parse the replies of a stage, dropping those that cannot be used.
+
+        Each message is answered once, by the node that was asked. A client whose reply is an error
+        is sent again all that it may have lost.
+
+        Parameters
+        ----------
+        replies : iterable of Message
+            In any order.
+        parse : callable
+            Turns a reply into what the method needs of it, or raises BadReply. It must not change
+            anything: the reply may yet be dropped.
+        stage : str
+            As :meth:`content_for` was given.
+
+        Returns
+        -------
+        tuple of list of (Reply, T), Counter
+            What was parsed, sorted by client, and how many were rejected for which reason.
+        """
+        sent = self._sent.get(stage, Exchange())
+        is_train = not stage.startswith(MessageType.EVALUATE)
+        contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
+        rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
+        for message in errors:
+            if (node := sent.node_asked(message)) is not None:
+                self.registry.forget(self.registry.client(node))
+                if self._seeds is not None:
+                    self._seeds.forget(node)
+        parsed: Pairs[T] = []
+        for message in contents:
+            try:
+                client = self.registry.client(sent.take(message))
+                reply = Reply(message, client, self.weighted_by_key, self.max_examples)
+                parsed.append((reply, parse(reply)))
+            except Exception as error:  # a reply may hold anything; none may end the run
+                bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
+                self.drop(message.metadata.src_node_id, bad, rejected)
+        parsed.sort(key=lambda pair: (pair[0].client, pair[0].node))
+        return parsed, rejected
+
+    def drop(self, node: int, bad: BadReply, rejected: Counter[str]) -> None:
+        """Count a reply that is not used, and log why."""
+        rejected[bad.reason] += 1
+        logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
+
+    def screened(
+        self,
+        pairs: Pairs[T],
+        rejected: Counter[str],
+        screen: Callable[[Sequence[T]], Sequence[BadReply | None]],
+    ) -> Pairs[T]:
+        """Drop the replies that a rule over all of them refuses; `screen` gives its verdicts."""
+        kept: Pairs[T] = []
+        for pair, bad in zip(pairs, screen([parsed for _, parsed in pairs]), strict=True):
+            if bad is None:
+                kept.append(pair)
+            else:
+                self.drop(pair[0].node, bad, rejected)
+        return kept
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the metrics of the accepted replies."""
+        pairs, rejected = self.evaluations(replies)
+        self.client_evaluations = {
+            reply.client: {**reply.metrics, self.weighted_by_key: reply.num_examples}
+            for reply, _ in pairs
+        }
+        if not pairs and not rejected:
+            return None
+        replied = [reply for reply, _ in pairs]
+        metrics = self.round_metrics(replied, rejected, self.evaluate_metrics_aggr_fn)
+        self.evaluate_metrics[server_round] = metrics
+        return metrics if pairs else None
+
+    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[None], Counter[str]]:
+        """Return the accepted evaluations, and how many were rejected for which reason."""
+        return self.accepted(replies, checked_accuracy, MessageType.EVALUATE)
+
+    def enough(self, completed: int) -> bool:
+        """Whether so many valid replies may change the model; says so where they may not."""
+        if completed < self.min_completed:
+            logger.log(
+                WARNING,
+                "%d valid replies and at least %d are needed: the model stays as it was",
+                completed,
+                self.min_completed,
+            )
+        return completed >= self.min_completed
+
+    def round_metrics(
+        self,
+        replies: Sequence[Reply],
+        rejected: Counter[str],
+        aggregate: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+    ) -> MetricRecord:
+        """Aggregate the accepted replies' metrics, and count the replies.
+
+        Parameters
+        ----------
+        replies : sequence of Reply
+            Accepted. Metrics must have the same names in all replies that are aggregated, so those
+            whose names differ from most replies' are left out of it.
+        rejected : Counter
+            Reason -> number of replies dropped.
+        aggregate : callable, optional
+            Flower's ``train_metrics_aggr_fn`` by default: a mean weighted by examples.
+        """
+        metrics = MetricRecord()
+        if replies:
+            alike = largest_group([(r, None) for r in replies], lambda r, _: r.metric_names)
+            contents = [
+                RecordDict(
+                    {"metrics": MetricRecord({**r.metrics, self.weighted_by_key: r.num_examples})}
+                )
+                for r, _ in alike
+            ]
+            metrics = (aggregate or self.train_metrics_aggr_fn)(contents, self.weighted_by_key)
+        metrics["num-examples"] = sum(reply.num_examples for reply in replies)
+        metrics["replies-accepted"] = len(replies)
+        metrics["replies-rejected"] = rejected.total()
+        for reason, count in sorted(rejected.items()):
+            metrics[f"rejected-{reason}"] = count
+        return metrics

@@ -1,0 +1,55 @@
+"""Flower's FedAvg, reproducible and safe from single bad replies.
+
+Source: McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data*,
+AISTATS 2017, algorithm 1: w <- sum over the sampled clients k of (n_k / n) w_k.
+"""
+
+from collections.abc import Iterable
+
+from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
+
+from fedntk.ntk.payloads import screen_changes
+
+from .averaging import cast_like, weighted_mean
+from .base import BaseStrategy
+from .replies import checked_weights
+
+__all__ = ["SeededFedAvg"]
+
+
+class SeededFedAvg(BaseStrategy):
+    """Flower's FedAvg: same seed, same bits; a bad reply is dropped, logged and counted.
+
+    Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
+    three clients or more, weights that moved over 100 times as far as the median client's are
+    dropped.
+
+    Parameters
+    ----------
+    **options
+        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the accepted weights, in the dtypes of the global model."""
+        model = {name: array.numpy() for name, array in self.global_arrays.items()}
+        pairs, rejected = self.accepted(
+            replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
+        )
+        pairs = self.screened(pairs, rejected, lambda weights: screen_changes(model, weights))
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+        averaged = weighted_mean(
+            [weights for _, weights in pairs], [reply.num_examples for reply, _ in pairs]
+        )
+        return cast_like(averaged, model), metrics

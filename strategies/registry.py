@@ -1,0 +1,148 @@
+"""Which node is which client, what each client has been sent, and whose reply answers what."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from flwr.app import Message, Metadata
+
+from fedntk.ntk import BadReply
+
+__all__ = ["ClientRegistry", "Exchange"]
+
+
+class ClientRegistry:
+    """The clients of a run.
+
+    A client is known by the partition that its node reports, or by the node's id where it reports
+    none. If two live nodes claim one partition, the first that reported it keeps it, and the other
+    becomes a client of its own with a negative placeholder id. What is kept from round to round is
+    kept by client, since Flower draws node ids anew whenever a node registers.
+
+    Attributes
+    ----------
+    partitions : dict of int to int
+        Node id -> the partition that the node reported, or its own id.
+    """
+
+    def __init__(self) -> None:
+        self.partitions: dict[int, int] = {}
+        self._owners: dict[int, int] = {}  # partition -> node that holds it
+        self._silent: set[int] = set()  # nodes that reported no partition
+        self._present: set[int] = set()
+        self._sent: dict[int, frozenset[str]] = {}
+
+    # --------------------------------------------------------------------- who
+
+    def unknown(self, nodes: Iterable[int]) -> list[int]:
+        """Return the nodes that have not been added."""
+        return [node for node in nodes if node not in self.partitions]
+
+    def add(self, partitions: Mapping[int, int | None]) -> None:
+        """Add nodes with the partitions that they report, None for those that report none."""
+        for node, partition in partitions.items():
+            self.partitions[node] = node if partition is None else partition
+            (self._silent.add if partition is None else self._silent.discard)(node)
+
+    def set_present(self, nodes: Iterable[int]) -> None:
+        """Take note of who is live, and settle which of them holds a partition."""
+        self._present = set(nodes) & self.partitions.keys()
+        for node in sorted(self._present, key=lambda node: (node in self._silent, node)):
+            owner = self._owners.get(self.partitions[node])
+            usurped = owner in self._silent and node not in self._silent
+            if owner not in self._present or usurped:
+                self._owners[self.partitions[node]] = node
+
+    def client(self, node: int) -> int:
+        """Return the id of a node's client."""
+        partition = self.partitions.get(node, node)
+        return partition if self._owners.get(partition, node) == node else -1 - node
+
+    def clients(self, *, without: Collection[int] = (), departed: bool = False) -> set[int]:
+        """Return the ids of the live clients, those of some partitions left out.
+
+        With `departed`, clients whose node has left count, too.
+        """
+        live = {self.client(n) for n in self._present if self.partitions[n] not in without}
+        return live | (self._owners.keys() - set(without) if departed else set())
+
+    def nodes_of(self, partitions: Collection[int]) -> list[int]:
+        """Return the live nodes that report one of some partitions."""
+        return sorted(n for n in self._present if self.partitions[n] in partitions)
+
+    # ----------------------------------------------------------- what was sent
+
+    def lacks(self, client: int, *parts: str) -> list[str]:
+        """Return those of some parts that a client has not been sent."""
+        return [part for part in parts if part not in self._sent.get(client, ())]
+
+    def mark_sent(self, client: int, *parts: str) -> None:
+        """Note that a client has been sent some parts."""
+        self._sent[client] = self._sent.get(client, frozenset()) | set(parts)
+
+    def forget(self, client: int) -> None:
+        """Have a client sent all parts again."""
+        self._sent.pop(client, None)
+
+    def forget_all(self) -> None:
+        """Have all clients sent all parts again."""
+        self._sent = {}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return what each client was sent; placeholders end with their nodes."""
+        return {str(k): sorted(parts) for k, parts in sorted(self._sent.items()) if k >= 0}
+
+    def load_state_dict(self, state: Mapping[str, Iterable[str]]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._sent = {int(client): frozenset(parts) for client, parts in state.items()}
+
+
+class Exchange:
+    """Messages that were sent together, and which of them have been answered.
+
+    A reply counts if it answers one of the messages, comes from the node that was asked, and is the
+    first to do so. Messages are told apart by the ids that the grid gives them when it sends them;
+    on a grid that gives none, by their nodes.
+
+    Parameters
+    ----------
+    messages : iterable of Message
+        One to a node.
+    """
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        # not the messages themselves, whose contents may be large
+        self._asked: list[Metadata] = [message.metadata for message in messages]
+        self._answered: set[int] = set()
+
+    @property
+    def nodes(self) -> list[int]:
+        """Nodes that were asked."""
+        return [metadata.dst_node_id for metadata in self._asked]
+
+    def node_asked(self, reply: Message) -> int | None:
+        """Return the node whose message a reply answers, whoever sent the reply; None if none.
+
+        An error of the transport carries the SuperLink's node id instead of the node's.
+        """
+        by_id = {m.message_id: m.dst_node_id for m in self._asked if m.message_id}
+        if by_id:
+            return by_id.get(reply.metadata.reply_to_message_id)
+        source = reply.metadata.src_node_id
+        return source if source in self.nodes else None
+
+    def take(self, reply: Message) -> int:
+        """Return the node that a reply comes from, and count its message as answered.
+
+        Raises
+        ------
+        BadReply
+            With the reason ``"not-asked"`` or ``"duplicate"``.
+        """
+        node, source = self.node_asked(reply), reply.metadata.src_node_id
+        if node is None or node != source:
+            raise BadReply(
+                "not-asked", f"node {source} was not asked, or answers an earlier message"
+            )
+        if node in self._answered:
+            raise BadReply("duplicate", f"node {node} has answered this message before")
+        self._answered.add(node)
+        return node

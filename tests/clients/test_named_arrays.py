@@ -1,0 +1,80 @@
+"""NamedArrays: a list to whoever knows no names, records to whoever does."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from fedntk.clients import NamedArrays
+from fedntk.clients.named_arrays import records_of
+
+RECORDS = {
+    "arrays": {"w": np.arange(6.0).reshape(2, 3), "b": np.zeros(2, np.float32)},
+    "empty": {},
+    "corrections": {"w": np.ones((2, 3))},
+}
+
+
+def test_it_is_the_list_of_all_arrays_in_their_order():
+    arrays = NamedArrays(RECORDS)
+    assert isinstance(arrays, list)
+    expected = [RECORDS["arrays"]["w"], RECORDS["arrays"]["b"], RECORDS["corrections"]["w"]]
+    assert len(arrays) == 3
+    assert all(own is other for own, other in zip(arrays, expected, strict=True))
+    assert type(arrays[:2]) is list
+    assert type(arrays.copy()) is list
+
+
+def test_it_knows_records_and_names_in_their_order():
+    """The same name may stand in two records, and a record may be empty."""
+    arrays = NamedArrays(RECORDS)
+    assert list(arrays.records) == ["arrays", "empty", "corrections"]
+    assert list(arrays.records["arrays"]) == ["w", "b"]
+    assert arrays.records["empty"] == {}
+    assert arrays.records["arrays"]["w"] is not arrays.records["corrections"]["w"]
+
+
+def test_its_records_are_not_the_ones_it_was_made_of():
+    given = {name: dict(record) for name, record in RECORDS.items()}
+    arrays = NamedArrays(given)
+    del arrays.records["corrections"]
+    arrays.records["arrays"]["more"] = np.zeros(1)
+    assert list(given) == list(RECORDS)
+    assert list(given["arrays"]) == ["w", "b"]
+
+
+def test_a_deep_copy_keeps_the_names():
+    arrays = copy.deepcopy(NamedArrays(RECORDS))
+    assert type(arrays) is NamedArrays
+    assert list(arrays.records) == list(RECORDS)
+    assert arrays[2] is arrays.records["corrections"]["w"]
+    assert arrays[2] is not RECORDS["corrections"]["w"]
+    np.testing.assert_array_equal(arrays[2], RECORDS["corrections"]["w"])
+
+
+def test_records_are_returned_in_the_order_that_they_are_asked_for():
+    corrections, weights = records_of(
+        NamedArrays(RECORDS), "corrections", "arrays", strategy="SCAFFOLD"
+    )
+    assert list(weights) == ["w", "b"]
+    assert corrections["w"] is RECORDS["corrections"]["w"]
+    assert records_of(NamedArrays({}), strategy="TCT") == []
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        (RECORDS, "expected the records arrays, linear, control, got arrays, empty, corrections; "
+         "linear, control comes from the strategy TCT"),
+        ({}, "got none; arrays, linear, control comes from the strategy TCT"),
+    ],
+)  # fmt: skip
+def test_missing_records_are_named_with_the_strategy_that_sends_them(records, text):
+    with pytest.raises(ValueError, match=text):
+        records_of(NamedArrays(records), "arrays", "linear", "control", strategy="TCT")
+
+
+@pytest.mark.parametrize("names", [(), ("arrays",)])
+def test_a_list_without_names_is_refused(names):
+    with pytest.raises(ValueError, match=r"NamedArrays .* strategy TCT, .* got a list without"):
+        records_of([np.zeros(1)], *names, strategy="TCT")

@@ -1,0 +1,118 @@
+"""A predictor has the scores of what was learned, and the loss and accuracy of clients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fedntk.clients import ModelClient, get_weights
+from fedntk.ntk import FeatureMap, Normaliser, TCTModel
+from fedntk.ntk.convex import convex_loss
+from fedntk.ntk.predictor import NetworkPredictor, Predictor, arrays_of
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2100, 6, generator=GENERATOR)
+Y = torch.randint(3, (2100,), generator=GENERATOR)
+
+
+def network(width=8):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.ReLU(),
+            nn.Linear(width, 3),
+        )  # fmt: skip
+
+
+def tct(loss="mse"):
+    width = FeatureMap().width(network())
+    linear = torch.randn(width, 3, generator=torch.Generator().manual_seed(2)) / width
+    return TCTModel(network(), FeatureMap(), Normaliser.identity(width), linear.numpy(), loss=loss)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse"])
+def test_a_networks_metrics_are_the_bits_of_a_clients(loss):
+    """The same chunks and the same sums; 2,100 examples are two chunks and a part."""
+    client = ModelClient(network(), X, Y, loss=loss)
+    value, _, metrics = client.evaluate(get_weights(network()), {})
+    evaluated = NetworkPredictor(network(), loss=loss).evaluate(X, Y)
+    assert (evaluated.loss, evaluated.accuracy) == (value, metrics["accuracy"])
+    assert torch.equal(NetworkPredictor(network()).predict(X), client.outputs(X))
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_tct_has_the_loss_of_its_convex_problem(loss):
+    """Least squares against one-hot minus 1/C: at zero 1/2 (1 - 1/C); cross-entropy: log C."""
+    model = tct(loss)
+    scores = model.predict(X)
+    targets = nn.functional.one_hot(Y, 3) - (1 / 3 if loss == "mse" else 0)
+    evaluated = model.evaluate(X, Y)
+    assert evaluated.loss == pytest.approx(convex_loss(scores, targets, loss), rel=1e-12)
+    assert evaluated.accuracy == float((scores.argmax(1) == Y).double().mean())
+    model.linear.zero_()
+    expected = 1 / 3 if loss == "mse" else float(torch.tensor(3.0).double().log())
+    assert model.evaluate(X, Y).loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: NetworkPredictor(network()), tct])
+def test_a_predictor_is_a_module_whose_state_holds_it(make, tmp_path):
+    one, other = make(), make()
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.add_(1)
+    assert isinstance(one, Predictor)
+    assert not torch.equal(one.predict(X), other.predict(X))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one.predict(X), other.predict(X))
+    assert torch.equal(one.eval()(X), one.predict(X))
+    one.save(tmp_path)
+    loaded = type(one).load(tmp_path, network())
+    assert torch.equal(loaded.predict(X), one.predict(X))
+    assert loaded.evaluate(X, Y) == one.evaluate(X, Y)
+
+
+def test_the_loss_is_saved_with_it(tmp_path):
+    NetworkPredictor(network(), loss="mse").save(tmp_path)
+    tct("cross-entropy").save(tmp_path)
+    assert NetworkPredictor.load(tmp_path, network()).loss == "mse"
+    assert TCTModel.load(tmp_path, network()).loss == "cross-entropy"
+
+
+def test_a_predictor_keeps_its_own_network():
+    """In training, what it is given may change; gradients flow through a call."""
+    given = network()
+    predictor = NetworkPredictor.from_arrays(given, {**arrays_of(network()), "more": X.numpy()})
+    before = predictor.predict(X)
+    with torch.no_grad():
+        given[0].weight.zero_()
+    assert torch.equal(predictor.predict(X), before)
+    predictor(X[:5]).sum().backward()
+    assert predictor.network[0].weight.grad.abs().sum() > 0
+    assert not before.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "no network that can be read"),
+        (lambda path: path.write_bytes(b""), "no network that can be read"),
+        (lambda path: path.unlink(), None),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(tmp_path, damage, message):
+    NetworkPredictor(network()).save(tmp_path)
+    damage(tmp_path / "network.safetensors")
+    with pytest.raises(ValueError if message else FileNotFoundError, match=message):
+        NetworkPredictor.load(tmp_path, network())
+
+
+def test_another_network_and_no_examples_are_refused(tmp_path):
+    NetworkPredictor(network()).save(tmp_path)
+    with pytest.raises(ValueError, match=r"another network: it differs in 0\.weight, 0\.bias"):
+        NetworkPredictor.load(tmp_path, network(width=5))
+    for x, y in ((X[:0], Y[:0]), (X, Y[:3])):
+        with pytest.raises(ValueError, match="at least one example and as many labels"):
+            NetworkPredictor(network()).evaluate(x, y)
+    with pytest.raises(ValueError, match="loss: expected one of"):
+        NetworkPredictor(copy.deepcopy(network()), loss="l1")

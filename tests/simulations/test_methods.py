@@ -1,0 +1,190 @@
+"""A method is an object with all that the simulations ask; other packages may bring one."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedntk.ntk import FeatureMap
+from fedntk.simulations import Config, run
+from fedntk.simulations.methods import own_methods
+from fedntk.simulations.methods.fedavg import FedAvgSettings
+from fedntk.simulations.settings import ConfigError, Settings, setting
+
+PACKAGE = """
+    from dataclasses import dataclass
+    from fedntk.clients import SGDClient
+    from fedntk.simulations import Config
+    from fedntk.simulations.method import Method
+    from fedntk.simulations.settings import ConfigError, Settings, setting
+    from fedntk.strategies import SeededFedAvg
+
+    @dataclass(frozen=True, kw_only=True)
+    class HalfSettings(Settings):
+        table = "half-avg"
+        share: float = setting(0.5, "of the rate that clients use", above=0, at_most=1)
+
+    class Half(Method[HalfSettings]):
+        name = "half-avg"
+        settings = HalfSettings
+        local_sgd = True
+
+        def check(self, config, settings):
+            if config.loss == "mse":
+                raise ConfigError("half-avg takes loss = cross-entropy, got mse")
+
+        def strategy(self, setup, options):
+            return SeededFedAvg(**options)
+
+        def client(self, setup, partition, options):
+            options |= setup.config.local_sgd
+            options["learning_rate"] *= self.own(setup.config).share
+            return SGDClient(**options)
+
+    METHOD = Half()
+"""
+ENTRIES = """
+    [fedntk.methods]
+    half-avg = half_avg:METHOD
+    missing = half_avg:NOTHING
+    twice = fedntk.simulations.methods.fedavg:METHOD
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Folder with a package that names a method, as pip would leave it."""
+    folder = tmp_path / "packages"
+    described = folder / "half_avg-1.0.dist-info"
+    described.mkdir(parents=True)
+    (folder / "half_avg.py").write_text(textwrap.dedent(PACKAGE))
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: half-avg\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(textwrap.dedent(ENTRIES))
+    return folder
+
+
+def with_package(package: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(  # noqa: S603
+        [sys.executable, *arguments],
+        capture_output=True, text=True, check=False, cwd=package.parent,
+        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+RUN = """
+import sys
+from fedntk.simulations import Config, load_model, load_predictor, run
+engine = sys.argv[1]
+common = dict(num_clients=6, clients_per_round=3, clients_per_evaluation=0, rounds=2,
+              local_epochs=2, progress=False)
+base = Config(learning_rate=0.2)
+other = run(base, method="half-avg", half_avg={"share": 0.25}, out="a", engine=engine, **common)
+plain = run(base, method="fedavg", learning_rate=0.05, out="b", **common)
+bits = [{k: a.tobytes() for k, a in load_model(r.folder).items()} for r in (other, plain)]
+assert bits[0] == bits[1]
+assert other.config.settings.share == 0.25
+assert type(load_predictor("a")).__name__ == "NetworkPredictor"
+default = run(base, method="half-avg", out="c", **common)
+assert default.curve("loss")[2] != other.curve("loss")[2]
+"""
+
+
+def test_tcts_test_features_are_computed_once_for_a_network(tmp_path, monkeypatch):
+    """Not in each round of stage 2; and not by clients, who have their own examples."""
+    computed = []
+    extractor = FeatureMap.extractor
+
+    def counting(self, network, **options):
+        extract = extractor(self, network, **options)
+
+        def features(x):
+            computed.append(len(x))
+            return extract(x)
+
+        return features
+
+    monkeypatch.setattr(FeatureMap, "extractor", counting)
+    options = {"tct": {"bootstrap_rounds": 1, "num_features": 300, "local_steps": 5}}
+    result = run(
+        Config(method="tct", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=6,
+               test_examples=123, **options), out=tmp_path, progress=False,
+    )  # fmt: skip
+    assert (result.curve("loss").diff()[3:] != 0).all()  # four rounds of stage 2 were evaluated
+    assert computed.count(123) == 1
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.xdist_group("ray")])],
+)
+def test_another_packages_method_runs_with_its_settings(package, engine):
+    """FedAvg at a share of the rate has the bits of FedAvg at that rate."""
+    done = with_package(package, "-c", RUN, engine)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "method missing (half_avg:NOTHING) is left out: AttributeError" in done.stderr
+    assert "method twice" in done.stderr
+    assert "there is a method 'fedavg' already" in done.stderr
+
+
+def test_the_command_knows_another_packages_method(package):
+    cli = ("-m", "fedntk.simulations.cli")
+    listed = with_package(package, *cli, "settings", "half-avg")
+    assert listed.stdout == "half-avg.share = 0.5: of the rate that clients use\n"
+    everything = with_package(package, *cli, "settings").stdout
+    assert listed.stdout in everything
+    assert "half-avg, ntk-fl" not in everything  # own methods come first
+    assert "ntk-fl, scaffold, tct, half-avg)" in everything
+    refused = with_package(
+        package, *cli, "run", "--set", "method=half-avg", "--set", "half-avg.share=2"
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "fedntk: half-avg.share: expected at most 1, got 2.0"
+    )
+    refused = with_package(package, *cli, "run", "--set", "method=half-avg", "--set", "loss=mse")
+    assert "fedntk: half-avg takes loss = cross-entropy, got mse" in refused.stderr
+
+
+def test_every_setting_is_documented_and_its_default_is_allowed():
+    for name, method in own_methods().items():
+        assert method.settings.table == method.name == name
+        for option in method.settings.options():
+            default = getattr(method.settings(), option)
+            assert method.settings.checked(option, default) == default
+            assert method.settings.options()[option].metadata["doc"]
+
+
+def test_a_method_and_its_table_have_one_name():
+    class Other(type(own_methods()["fedavg"])):
+        name = "other"
+
+    with pytest.raises(ValueError, match="expected table = 'other', got 'fedavg'"):
+        Other()
+
+    class Odd(type(own_methods()["fedavg"])):
+        name = "Odd_Name"
+
+    with pytest.raises(ValueError, match="expected words in kebab-case, got 'Odd_Name'"):
+        Odd()
+
+
+def test_settings_check_themselves_and_can_be_extended():
+    @dataclass(frozen=True, kw_only=True)
+    class More(FedAvgSettings):
+        table = "more"
+        depth: int = setting(1, "how deep", at_least=1)
+
+        def check(self) -> None:
+            if self.depth > 3 and self.proximal_mu:
+                raise ConfigError("more.depth above 3 goes without more.proximal-mu")
+
+    assert issubclass(More, Settings)
+    assert More(depth=4).values() == {"more.proximal-mu": 0.0, "more.depth": 4}
+    with pytest.raises(ConfigError, match=r"more\.proximal-mu: expected at least 0, got -1\.0"):
+        More(proximal_mu=-1)
+    with pytest.raises(ConfigError, match=r"more\.depth above 3"):
+        More(depth=4, proximal_mu=0.5)

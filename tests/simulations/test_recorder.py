@@ -1,0 +1,140 @@
+"""What clients name as they like never becomes a column unasked, and never ends a run."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from fedntk.clients import SGDClient
+from fedntk.simulations import Config, run
+from fedntk.simulations.checkpoints import Evaluations
+from fedntk.simulations.methods import own_methods
+from fedntk.simulations.recorder import LONGEST, OTHERS, AdmittedMetrics
+from fedntk.simulations.results import read_run
+
+from .settings import SETTINGS
+
+SMALL = Config(
+    method="fedavg", num_clients=6, clients_per_round=3, clients_per_evaluation=3, rounds=3
+)
+
+
+def naming(monkeypatch, fit, evaluate):
+    """Let all clients add metrics to their replies; the functions are given the round."""
+    for name, more in (("fit", fit), ("evaluate", evaluate)):
+        own = getattr(SGDClient, name)
+
+        def changed(self, parameters, config, own=own, more=more):
+            *result, metrics = own(self, parameters, config)
+            return *result, more(int(config["server-round"])) | metrics
+
+        monkeypatch.setattr(SGDClient, name, changed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("value", "run", "seed", "round", "metric", "partition", "method", "index", "variable"),
+        *("level_0", "client-loss-mean", "accuracy-mean", "", "names", "best.w", "records.0"),
+    ],
+)
+def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(
+    tmp_path, monkeypatch, name
+):
+    plain = run(SMALL, out=tmp_path / "plain", progress=False)
+    naming(monkeypatch, lambda r: {name: 7.0}, lambda r: {name: 8.0})
+    result = run(SMALL, out=tmp_path / "named", progress=False)
+    own = result.clients[result.clients.metric == name]
+    assert own.value.tolist() == [8.0] * 9
+    for metric in ("accuracy", "loss", "client-accuracy-mean", "client-loss-mean"):
+        assert result.curve(metric).tolist() == plain.curve(metric).tolist()
+    assert list(result.clients.columns) == list(plain.clients.columns)
+    rest = result.clients[result.clients.metric != name].reset_index(drop=True)
+    assert rest.equals(plain.clients)
+    reread = read_run(result.folder)
+    assert reread.clients.equals(result.clients)
+    assert result.curve().index.tolist() == [0, 1, 2, 3]
+
+
+def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch, caplog):
+    """2,000 a round from every client: 32 of them are recorded, and the log says so once each."""
+
+    def names(server_round):
+        return {f"name {server_round} {i}": float(i) for i in range(2000)}
+
+    naming(monkeypatch, names, names)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = run(SMALL, rounds=8, out=tmp_path, progress=False)
+    said = [r.getMessage() for r in caplog.records if "are left out" in r.getMessage()]
+    assert len(said) == 3  # of training, of evaluation, and in the table of clients
+    assert "'name 1 " in said[0]
+    chosen = {m for m in result.rounds.metric if m.startswith("name")}
+    assert len(chosen) == OTHERS
+    assert len({m for m in result.clients.metric if m.startswith("name")}) == OTHERS
+    network = (tmp_path / "model.safetensors").stat().st_size
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.safetensors")
+    assert checkpoint.stat().st_size < 2 * network + 40_000
+    assert (tmp_path / "rounds.jsonl").stat().st_size < 8 * 6_000
+
+
+def test_a_run_that_goes_on_records_the_same_names(tmp_path, monkeypatch):
+    def names(server_round):
+        return {f"name {(7 * server_round) % 5} {i}": float(i) for i in range(10)}
+
+    naming(monkeypatch, names, names)
+    whole = run(SMALL, rounds=6, out=tmp_path / "whole", progress=False)
+    for rounds in (2, 4, 6):
+        parts = run(SMALL, rounds=rounds, out=tmp_path / "parts", progress=False)
+    measured = whole.rounds.metric.str.contains("seconds|memory")
+    assert parts.clients.equals(whole.clients)
+    ours, theirs = (
+        r.rounds[~r.rounds.metric.str.contains("seconds|memory")] for r in (parts, whole)
+    )
+    assert measured.any()
+    assert ours.reset_index(drop=True).equals(theirs.reset_index(drop=True))
+    assert sum(m.startswith("name") for m in whole.rounds.metric.unique()) == OTHERS
+
+
+@pytest.mark.parametrize("method", sorted(own_methods()))
+def test_all_that_a_method_reports_is_known(tmp_path, method, monkeypatch):
+    """None of it takes a place that is left for what clients choose."""
+    others = []
+    pool = AdmittedMetrics._pool
+
+    def seen(self, name):
+        if name not in self._known:
+            others.append(name)
+        return pool(self, name)
+
+    monkeypatch.setattr(AdmittedMetrics, "_pool", seen)
+    options = dict(SETTINGS[method])
+    if method == "cp-ntk-fl":
+        private = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
+        options["cp_ntk_fl"] = {"selection": "linearised", **private}
+        options |= {"local_test_fraction": 0.2}
+    run(SMALL.replace(method=method, rounds=4, out=tmp_path, **options), progress=False)
+    assert others == []
+
+
+def test_names_that_are_admitted():
+    admitted = AdmittedMetrics(["loss"], lambda name: name == "round", "training")
+    assert admitted.take(None) == {}
+    assert admitted.take({"loss": 1, "round": 3, "list": [1, 2], "x" * LONGEST: 1.5}) == {
+        "loss": 1, "x" * LONGEST: 1.5
+    }  # fmt: skip
+    assert admitted.take({"x" * (LONGEST + 1): 1.0}) == {}
+    reasons = {f"rejected-{i}": 1 for i in range(40)}
+    assert len(admitted.take(reasons)) == OTHERS
+    rest = admitted.take({f"other {i:02}": i for i in range(40)})
+    assert len(rest) == OTHERS - 1  # beside that of x
+    assert admitted.take({"loss": 2.0, "other 39": 1.0, "other 00": 2.0}) == {
+        "loss": 2.0, "other 00": 2.0
+    }  # fmt: skip
+
+
+def test_evaluations_are_entries_in_the_order_of_rounds_clients_and_first_names():
+    table = Evaluations().with_round(1, {5: {"b": 1.0, "a": 2.0}, 7: {"c": 3.0, "a": np.nan}})
+    table = table.with_round(2, {5: {"a": 4.0, "b": 5.0}}).with_round(3, {})
+    assert table.names == ("b", "a", "c")
+    assert table.keys.tolist() == [[1, 5, 0], [1, 5, 1], [1, 7, 2], [2, 5, 0], [2, 5, 1]]
+    assert table.values.tolist() == [1.0, 2.0, 3.0, 5.0, 4.0]

@@ -1,0 +1,337 @@
+"""What the base does for every strategy, shown with FedAvg, the shortest of them."""
+
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from fedntk.clients import SGDClient
+from fedntk.ntk import BadReply
+from fedntk.strategies import SeededFedAvg, rounds
+
+from .federation import (
+    DAMAGED_ARRAYS,
+    DAMAGED_REPLIES,
+    ODD,
+    SUPERLINK,
+    Change,
+    Grid,
+    app,
+    bits,
+    failed,
+    lost,
+    network,
+    start,
+    unavailable,
+    with_metrics,
+)
+
+CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+ALL: dict[str, Any] = {"fraction_evaluate": 0.0}
+DAMAGED = DAMAGED_ARRAYS | DAMAGED_REPLIES
+
+
+# ------------------------------------------------------------------------- replies
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGED))
+def test_a_damaged_reply_is_dropped_and_counted_under_its_reason(kind, caplog):
+    change, reasons = DAMAGED[kind]
+    grid, strategy = Grid(CLIENTS, changes={2: change}), SeededFedAvg(**ALL)
+    with caplog.at_level(WARNING, "flwr"):
+        attacked = start(strategy, grid)
+    assert grid.damaged == 1
+    assert bits(attacked) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS, changes={2: lost})))
+    metrics = strategy.train_metrics[1]
+    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (5, 1)
+    (reason,) = [k for k in metrics if k.startswith("rejected-")]
+    assert reason.removeprefix("rejected-") in reasons.split()
+    if "error" not in kind:
+        assert any("dropped the reply" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", sorted(ODD))
+def test_an_odd_reply_with_good_arrays_is_used(kind):
+    grid = Grid(CLIENTS, changes={2: ODD[kind]})
+    odd = start(SeededFedAvg(**ALL), grid)
+    assert grid.damaged == 1
+    assert bits(odd) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS)))
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGED_REPLIES.keys() - {"zip archive"}))
+def test_no_answer_about_a_partition_ends_the_run(kind):
+    """The node then goes by its id, unless the partition came beside the damage.
+
+    Here its id, 3, is the partition that node 4 reports and keeps.
+    """
+    if kind in ("other serialisation", "header without data"):
+        pytest.skip("the answer holds no arrays to damage")
+    grid = Grid(CLIENTS, changes={2: DAMAGED_REPLIES[kind][0]}, changed_kind="query.partition")
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, grid)
+    assert grid.damaged == 1
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert strategy.registry.client(3) in (2, -4)
+    assert {strategy.registry.client(n) for n in (1, 2, 4, 5, 6)} == {0, 1, 3, 4, 5}
+
+
+@pytest.mark.parametrize("error", [failed, unavailable])
+def test_an_error_is_booked_to_the_client_that_was_asked(error: Change):
+    strategy = SeededFedAvg(**ALL)
+    for client in range(6):
+        strategy.registry.mark_sent(client, "network")
+    start(strategy, Grid(CLIENTS, changes={2: error}))
+    lacking = [k for k in range(6) if strategy.registry.lacks(k, "network")]
+    assert lacking == [2]
+    assert SUPERLINK not in strategy.registry.partitions
+
+
+def test_a_parse_function_that_raises_anything_drops_the_reply():
+    class Broken(SeededFedAvg):
+        """Cannot read the replies of one client."""
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            def parse(reply: Any) -> int:
+                if reply.client == 4:
+                    raise KeyError("weight")
+                return reply.client
+
+            pairs, rejected = self.accepted(replies, parse, "train")
+            seen.append([parsed for _, parsed in pairs])
+            return None, self.round_metrics([r for r, _ in pairs], rejected)
+
+    seen: list[list[int]] = []
+    strategy = Broken(**ALL)
+    start(strategy, Grid(CLIENTS, order=3))
+    assert seen == [[0, 1, 2, 3, 5]]
+
+
+# ------------------------------------------------------------------------- metrics
+
+
+def test_clients_cannot_add_metrics_without_end():
+    """Of 2,000 names 61 are kept beside the known one, and none that is longer than 64."""
+    many = {f"name-{i:04}": 1.0 for i in range(2000)} | {"x" * 65: 1.0}
+    strategy = SeededFedAvg(**ALL)
+    grid = Grid(CLIENTS, changes=dict.fromkeys(range(6), with_metrics(**many)))
+    start(strategy, grid)
+    metrics = strategy.train_metrics[1]
+    assert metrics["train-loss"] > 0
+    own = [name for name in metrics if name.startswith("name-")]
+    assert own == sorted(own)
+    assert len(own) == 63
+    assert "x" * 65 not in metrics
+
+
+# ---------------------------------------------------------------- nodes and sampling
+
+
+def test_nodes_that_cannot_tell_their_partition_go_by_their_node_id():
+    class Silent(Grid):
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = list(messages)
+            if messages and messages[0].metadata.message_type == "query.partition":
+                return []
+            return super().send_and_receive(messages, timeout=timeout)
+
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, Silent(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30]))
+    assert strategy.registry.clients() == {10, 20, 30, 50, 60, 90}
+
+
+def test_two_nodes_that_claim_one_partition_are_two_clients():
+    """Both are sampled and used; evaluations do not overwrite each other."""
+    claims = {3: with_metrics(partition_id=0)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert strategy.registry.clients() == {0, 1, 2, -5, 4, 5}  # node 4's placeholder
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 5]
+
+
+def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
+    claims = {3: with_metrics(partition_id=0)}
+    grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
+    start(SeededFedAvg(held_out=[0], min_train_nodes=1, **ALL), grid)
+    assert sorted(grid.trained) == [1, 2, 4, 5]
+
+
+def test_partitions_are_asked_for_once():
+    grid = Grid(CLIENTS)
+    start(SeededFedAvg(**ALL), grid, rounds=3)
+    assert [kind for kind, _ in grid.exchanges] == ["query.partition", "train", "train", "train"]
+
+
+def test_each_client_is_sent_its_own_content():
+    """What ``content_for`` returns, and no other client's."""
+
+    class Greeting(SeededFedAvg):
+        """Sends each client its id."""
+
+        def content_for(self, client: int, stage: str, arrays: Any, config: Any) -> Any:
+            content = super().content_for(client, stage, arrays, config)
+            content["greeting"] = ConfigRecord({"client": client, "stage": stage})
+            return content
+
+    seen: dict[tuple[int, str], int] = {}
+
+    class Watching(Grid):
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = list(messages)
+            for message in messages:
+                greeting = message.content.config_records.get("greeting")
+                if greeting is not None:
+                    node = message.metadata.dst_node_id
+                    seen[node, str(greeting["stage"])] = int(greeting["client"])
+            return super().send_and_receive(messages, timeout=timeout)
+
+    start(Greeting(min_evaluate_nodes=6), Watching(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30]))
+    order = [50, 20, 90, 10, 60, 30]
+    expected = {(node, s): order.index(node) for node in order for s in ("train", "evaluate")}
+    assert seen == expected
+
+
+def test_an_exchange_within_a_round_is_checked_as_any_other():
+    """Client 1 answers twice, 2 with an error, 4 with nothing that can be parsed."""
+
+    class Asking(SeededFedAvg):
+        """Has the clients evaluate the mean before it is taken."""
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            nodes = [1, 2, 3, 4, 5, 6]
+            found.append(self.exchange(nodes, "evaluate", arrays, parse))
+            return arrays, metrics
+
+    def parse(reply: Any) -> float:
+        if reply.client == 4:
+            raise BadReply("odd", "not this one")
+        return float(reply.metrics["loss"])
+
+    found: list[Any] = []
+    changes: dict[int, Change] = {1: lambda reply: [reply, reply], 2: failed}
+    start(Asking(**ALL), Grid(CLIENTS, changes=changes, changed_kind="evaluate", order=2))
+    ((pairs, rejected),) = found
+    assert [reply.client for reply, _ in pairs] == [0, 1, 3, 5]
+    assert rejected == {"duplicate": 1, "error": 1, "odd": 1}
+
+
+# ------------------------------------------------------------------- rounds and state
+
+
+def stopping_at(last: int, seen: list[tuple[int, int]]) -> Callable[[int, Result], bool]:
+    def should_stop(server_round: int, result: Result) -> bool:
+        seen.append((server_round, len(result.train_metrics_clientapp)))
+        return server_round >= last
+
+    return should_stop
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_run_that_is_stopped_is_the_shorter_run(evaluated):
+    """Flower 1.43's argument, on any version; the result so far is what it is given."""
+    seen: list[tuple[int, int]] = []
+
+    def evaluate(server_round: int, _: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"round": server_round})
+
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = SeededFedAvg(**ALL).start(
+        Grid(CLIENTS), initial, num_rounds=9, should_stop=stopping_at(2, seen),
+        evaluate_fn=evaluate if evaluated else None,
+    )  # fmt: skip
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert sorted(result.evaluate_metrics_serverapp) == ([0, 1, 2] if evaluated else [])
+    expected = start(SeededFedAvg(**ALL), Grid(CLIENTS), rounds=2)
+    assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
+
+
+def test_a_run_that_goes_on_is_asked_with_the_rounds_own_numbers():
+    first = SeededFedAvg(**ALL)
+    halfway = start(first, Grid(CLIENTS), rounds=2)
+    second, seen = SeededFedAvg(**ALL), list[tuple[int, int]]()
+    second.load_state_dict(first.state_dict())
+    arrays = ArrayRecord({k: Array(a) for k, a in halfway.items()})
+    result = second.start(Grid(CLIENTS), arrays, num_rounds=9, should_stop=stopping_at(4, seen))
+    assert seen == [(2, 0), (3, 1), (4, 2)]
+    expected = start(SeededFedAvg(**ALL), Grid(CLIENTS), rounds=4)
+    assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
+
+
+def test_arguments_of_a_newer_flower_are_passed_on(monkeypatch):
+    """As 1.43's Strategy.start will be: it takes should_stop itself, and who knows what else."""
+    given: dict[str, Any] = {}
+
+    def newer(self: Any, *, should_stop: Any = None, colour: str = "", **options: Any) -> Result:
+        given.update(should_stop=should_stop, colour=colour)
+        options["evaluate_fn"](0, options["initial_arrays"])
+        return Result()
+
+    monkeypatch.setattr(rounds.Strategy, "start", newer)
+    monkeypatch.setattr(rounds, "FLOWER_STOPS", True)
+    initial = ArrayRecord(dict(network().state_dict()))
+    strategy = SeededFedAvg(**ALL)
+    strategy.start(
+        Grid(CLIENTS), initial, num_rounds=2, should_stop=lambda r, _: r == 7, colour="blue"
+    )
+    assert given["colour"] == "blue"
+    assert [given["should_stop"](number, Result()) for number in (6, 7)] == [False, True]
+
+
+def test_a_run_whose_rounds_change_nothing_returns_what_it_began_with():
+    everyone = dict.fromkeys(range(6), lost)
+    after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=everyone))
+    assert bits(after) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+
+
+def test_what_is_kept_for_many_clients_may_be_missing_from_a_state():
+    """Names with a dot are one of a varying number; all others must be there."""
+    state = SeededFedAvg().state_dict()
+    SeededFedAvg().load_state_dict(state | {"controls.7": np.zeros(3)})
+    del state["server-round"]
+    with pytest.raises(ValueError, match=r"state: expected .*server-round.*, got"):
+        SeededFedAvg().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_completed": 0}, "min_completed: expected at least 1, got 0"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SeededFedAvg(**options)
+
+
+def test_a_further_exchange_before_any_round_is_refused():
+    with pytest.raises(RuntimeError, match="call configure_train first"):
+        SeededFedAvg().exchange([1], "evaluate", ArrayRecord(), lambda reply: reply)
+
+
+def test_messages_are_made_anew_for_each_stage():
+    """A train reply is no answer to an evaluate message of the same round."""
+    kept: list[Message] = []
+
+    def keep(reply: Message) -> Message:
+        kept.append(reply)
+        return reply
+
+    class Confusing(Grid):
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = list(messages)
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if messages and messages[0].metadata.message_type == "evaluate":
+                return [kept[0], *replies[1:]]
+            return replies
+
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Confusing(CLIENTS, changes={0: keep}))
+    assert strategy.evaluate_metrics[1]["rejected-not-asked"] == 1
+    assert sorted(strategy.client_evaluations) == [1, 2, 3, 4, 5]

@@ -1,0 +1,124 @@
+"""Which node is which client, what was sent, and which reply answers which message."""
+
+import pytest
+from flwr.app import Error, Message, RecordDict
+
+from fedntk.ntk import BadReply
+from fedntk.simulations._flower import become_server, stamp
+from fedntk.strategies.registry import ClientRegistry, Exchange
+
+from .federation import SUPERLINK, from_node
+
+
+def registry(partitions: dict[int, int | None]) -> ClientRegistry:
+    made = ClientRegistry()
+    made.add(partitions)
+    made.set_present(partitions)
+    return made
+
+
+def test_a_client_goes_by_its_partition_or_its_node():
+    known = registry({50: 3, 60: 60})
+    assert (known.client(50), known.client(60), known.client(99)) == (3, 60, 99)
+    assert known.clients() == {3, 60}
+    assert known.unknown([50, 70]) == [70]
+
+
+def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
+    """The second gets -1 - node, and the partition once the first has left."""
+    known = registry({50: 3, 40: 3})
+    assert (known.client(40), known.client(50)) == (3, -51)
+    assert known.clients() == {3, -51}
+    assert known.clients(without=[3]) == set()  # whoever claims a partition that is held out
+    known.set_present([50])
+    assert known.client(50) == 3
+    known.set_present([40, 50])
+    assert (known.client(40), known.client(50)) == (-41, 3)
+    assert known.nodes_of([3]) == [40, 50]
+
+
+def test_a_node_that_registers_anew_is_the_client_it_was():
+    known = registry({50: 3, 60: 4})
+    known.mark_sent(3, "network")
+    known.add({70: 3})
+    known.set_present([60, 70])
+    assert known.client(70) == 3
+    assert known.lacks(3, "network", "normaliser") == ["normaliser"]
+    assert known.clients() == {3, 4}
+
+
+def test_a_node_that_reports_nothing_takes_no_partition_from_one_that_does():
+    known = registry({3: None})
+    assert known.client(3) == 3
+    known.add({9: 3})
+    known.set_present([3, 9])
+    assert (known.client(9), known.client(3)) == (3, -4)
+
+
+def test_clients_whose_node_has_left_count_if_asked():
+    known = registry({50: 3, 60: 4})
+    known.set_present([60])
+    assert known.clients() == {4}
+    assert known.clients(departed=True) == {3, 4}
+    assert known.clients(departed=True, without=[3]) == {4}
+
+
+def test_what_was_sent_is_forgotten_and_restored():
+    known = registry({50: 3, 60: 4, 61: 4})
+    for client in known.clients():
+        known.mark_sent(client, "network", "linear")
+    known.forget(3)
+    assert known.lacks(3, "network") == ["network"]
+    again = ClientRegistry()
+    again.load_state_dict(known.state_dict())
+    assert known.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
+    known.forget_all()
+    assert known.state_dict() == {}
+
+
+# ------------------------------------------------------------------------ exchange
+
+
+def asked(*nodes: int, stamped: bool = True) -> list[Message]:
+    become_server()
+    messages = [Message(RecordDict(), node, "train") for node in nodes]
+    return [stamp(message) for message in messages] if stamped else messages
+
+
+def reply(message: Message) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_each_message_is_answered_once_by_its_node(stamped):
+    messages = asked(7, 8, stamped=stamped)
+    sent = Exchange(messages)
+    assert sent.take(reply(messages[1])) == 8
+    assert sent.take(reply(messages[0])) == 7
+    with pytest.raises(BadReply, match="node 8 has answered this message before") as refused:
+        sent.take(reply(messages[1]))
+    assert refused.value.reason == "duplicate"
+    with pytest.raises(BadReply, match="node 9 was not asked"):
+        sent.take(from_node(reply(messages[0]), 9))
+
+
+def test_a_reply_to_an_earlier_message_answers_none():
+    earlier, now = asked(7)[0], asked(7)
+    with pytest.raises(BadReply, match="answers an earlier message") as refused:
+        Exchange(now).take(reply(earlier))
+    assert refused.value.reason == "not-asked"
+
+
+def test_messages_get_their_ids_after_they_were_noted():
+    """Flower's grid sets them when it sends."""
+    messages = asked(7, stamped=False)
+    sent = Exchange(messages)
+    stamp(messages[0])
+    assert sent.take(reply(messages[0])) == 7
+
+
+def test_an_error_of_the_transport_is_booked_to_the_node_that_was_asked():
+    messages = asked(7, 8)
+    error = from_node(Message(Error(0, "gone"), reply_to=messages[1]), SUPERLINK)
+    assert Exchange(messages).node_asked(error) == 8
+    assert Exchange(asked(7)).node_asked(error) is None
