@@ -50,7 +50,7 @@ def stop_spinning(threads: int) -> None:
     teams = (_cores() - threads) // (threads - 1) + 1
     if _has_gnu_openmp() and teams <= MOST_TEAMS:
         for _ in range(teams):
-            _keep_idle_team()
+            _keep_idle_team(threads)
     elif os.getloadavg()[0] > _cores() / 2:
         logger.log(
             WARNING,
@@ -71,14 +71,14 @@ def _has_gnu_openmp() -> bool:
     return maps.exists() and "libgomp" in maps.read_text(encoding="utf-8")
 
 
-def _keep_idle_team() -> None:
-    """Start a thread that has a team of OpenMP threads made for it, and keeps them asleep."""
+def _keep_idle_team(threads: int) -> None:
+    """Start a thread that has a team of so many threads made for it, and keeps them asleep."""
     import torch
 
     ready = threading.Event()
 
     def keep() -> None:
-        torch.zeros(2**20).add_(1.0)  # large enough for all threads
+        torch.zeros(2**15 * threads).add_(1.0)  # torch gives each thread as many numbers
         ready.set()
         threading.Event().wait()
 

@@ -51,7 +51,7 @@ def late(monkeypatch):
     monkeypatch.setattr(threads, "TOO_LATE", True)
     monkeypatch.setattr(threads, "_cores", lambda: 8)
     monkeypatch.setattr(threads, "_has_gnu_openmp", lambda: True)
-    monkeypatch.setattr(threads, "_keep_idle_team", lambda: made.append(1))
+    monkeypatch.setattr(threads, "_keep_idle_team", made.append)
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     threads.stop_spinning.cache_clear()
@@ -103,7 +103,7 @@ def test_what_cannot_be_mended_is_said_once_on_a_busy_machine(
 def test_an_idle_team_is_as_large_as_torchs_and_computes_nothing_else():
     code = (
         "import os, json, torch; from fedntk.simulations.threads import stop_spinning; "
-        "torch.zeros(2**20).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
+        "torch.zeros(2**23).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
         "before, threads = count(), torch.get_num_threads(); stop_spinning(threads); "
         "print(json.dumps([count() - before, threads, torch.get_num_threads()]))"
     )
