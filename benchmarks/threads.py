@@ -1,6 +1,6 @@
 """What threads that spin while they wait cost on a busy machine, and what passive waiting saves.
 
-Torch with all cores on a quiet machine, and beside as many busy processes as there are cores, which
+Torch with all cores, alone (`load-before` says what else was there), and beside as many busy processes as there are cores, which
 this program starts and ends: "spinning" is what GNU's OpenMP does unasked (300,000 turns of a loop,
 some milliseconds), "passive" is ``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets,
 "torch first" is what it can still do where torch was loaded before, as in many notebooks, and "one
@@ -152,14 +152,14 @@ def main() -> None:
     median = {(r["work"], r["busy-processes"], r["way"]): r["seconds"] for r in rows}
     summary = {
         "machine": machine("cpu") | {"load-before": before},
-        "busy-over-quiet": {
+        "times-slower-beside-busy-processes": {
             work: {way: round(median[work, cores, way] / median[work, 0, way], 1) for way in WAYS}
             for work in WORKS
         },
         "spinning-over-passive": {
             work: {
                 kind: round(median[work, beside, "spinning"] / median[work, beside, "passive"], 2)
-                for kind, beside in (("quiet", 0), ("busy", cores))
+                for kind, beside in (("alone", 0), ("beside busy processes", cores))
             }
             for work in WORKS
         },
