@@ -1,10 +1,11 @@
 """What threads that spin while they wait cost on a busy machine, and what passive waiting saves.
 
-Torch with all cores, alone (`load-before` says what else was there), and beside as many busy processes as there are cores, which
-this program starts and ends: "spinning" is what GNU's OpenMP does unasked (300,000 turns of a loop,
-some milliseconds), "passive" is ``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets,
-"torch first" is what it can still do where torch was loaded before, as in many notebooks, and "one
-thread" has nobody to wait for. Three pieces of the server's work, and a run by the command.
+Torch with all cores, alone and beside as many busy processes as there are cores, which this program
+starts and ends; `load-before` says how busy the machine was already. "spinning" is what GNU's
+OpenMP does unasked (300,000 turns of a loop, some milliseconds), "passive" is
+``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets, "torch first" is what it can still
+do where torch was loaded before, as in many notebooks, and "one thread" has nobody to wait for.
+Three pieces of the server's work, and a run by the command.
 
     python benchmarks/threads.py [--repeats 5]
 
