@@ -1,9 +1,11 @@
 """What threads that spin while they wait cost on a busy machine, and what passive waiting saves.
 
-Torch with all cores on a quiet machine, and beside as many busy processes as there are cores, which
-this program starts and ends: "spinning" is what GNU's OpenMP does unasked (300,000 turns of a loop,
-some milliseconds), "passive" is ``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets, and
-"one thread" has nobody to wait for. Three pieces of the server's work, and a run by the command.
+Torch with all cores, alone and beside as many busy processes as there are cores, which this program
+starts and ends; `load-before` says how busy the machine was already. "spinning" is what GNU's
+OpenMP does unasked (300,000 turns of a loop, some milliseconds), "passive" is
+``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets, "torch first" is what it can still
+do where torch was loaded before, as in many notebooks, and "one thread" has nobody to wait for.
+Three pieces of the server's work, and a run by the command.
 
     python benchmarks/threads.py [--repeats 5]
 
@@ -30,17 +32,22 @@ from torch import nn
 WAYS = {
     "spinning": {"GOMP_SPINCOUNT": "300000"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "torch first": {},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 NAMES = {name for way in WAYS.values() for name in way}
 WORKS = ("kernel, n=1000", "evolution, n=200", "30 steps of SGD", "fedntk run, 5 rounds")
 
 
-def child(work: str) -> dict[str, Any]:
+def child(work: str, way: str) -> dict[str, Any]:
     """Measure one piece of work."""
     torch.manual_seed(0)
     if work == WORKS[3]:
-        return command()
+        return command(torch_first=way == "torch first")
+    if way == "torch first":
+        from fedntk.simulations.threads import stop_spinning
+
+        stop_spinning(torch.get_num_threads())
     use_checkout()
     from fedntk.ntk import evolve, jacobian, one_hot
 
@@ -69,13 +76,19 @@ def child(work: str) -> dict[str, Any]:
     return timed(measured, "cpu", at_least=2.0)
 
 
-def command() -> dict[str, Any]:
+def command(*, torch_first: bool) -> dict[str, Any]:
     """Seconds that a run of NTK-FL on the digits says it took, its start not counted."""
+    first = "import torch; " if torch_first else ""
     conf = ROOT / "simulations" / "conf" / "ntk_fl_digits.toml"
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["run", str(conf), "--quiet", "--set", "rounds=5", "--out", folder]
         subprocess.run(  # noqa: S603
-            [sys.executable, "-m", "fedntk.simulations.cli", *arguments],
+            [
+                sys.executable,
+                "-c",
+                f"{first}from fedntk.simulations.cli import app; app()",
+                *arguments,
+            ],
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -102,7 +115,7 @@ def measure(work: str, way: str) -> float:
     for name in NAMES:
         os.environ.pop(name, None)
     os.environ.update(WAYS[way])
-    found = in_child(__file__, {"work": work})
+    found = in_child(__file__, {"work": work, "way": way})
     if found is None:
         raise SystemExit(f"{work} could not be measured")
     return float(found["seconds"])
@@ -140,14 +153,14 @@ def main() -> None:
     median = {(r["work"], r["busy-processes"], r["way"]): r["seconds"] for r in rows}
     summary = {
         "machine": machine("cpu") | {"load-before": before},
-        "busy-over-quiet": {
+        "times-slower-beside-busy-processes": {
             work: {way: round(median[work, cores, way] / median[work, 0, way], 1) for way in WAYS}
             for work in WORKS
         },
         "spinning-over-passive": {
             work: {
                 kind: round(median[work, beside, "spinning"] / median[work, beside, "passive"], 2)
-                for kind, beside in (("quiet", 0), ("busy", cores))
+                for kind, beside in (("alone", 0), ("beside busy processes", cores))
             }
             for work in WORKS
         },

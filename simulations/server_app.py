@@ -25,7 +25,7 @@ from .recorder import OnRound, Recorder
 from .results import clear_run, run_state, write_run, write_summary
 from .settings import ConfigError
 from .simulated_trust import projected
-from .threads import warn_if_spinning
+from .threads import stop_spinning
 
 __all__ = ["app", "prepare", "serve"]
 
@@ -76,7 +76,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     with claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
-            warn_if_spinning(torch.get_num_threads())
+            stop_spinning(torch.get_num_threads())
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)

@@ -44,20 +44,69 @@ def test_own_settings_win(name):
     assert in_new_process(code, **{name: value}) == [expected, False]
 
 
-@pytest.mark.parametrize(
-    ("too_late", "count", "load", "said"),
-    [(True, 2, 99.0, 1), (False, 2, 99.0, 0), (True, 1, 99.0, 0), (True, 2, 0.0, 0)],
-)
-def test_spinning_threads_on_a_busy_machine_are_told_of_once(
-    too_late, count, load, said, monkeypatch, caplog
-):
-    monkeypatch.setattr(threads, "TOO_LATE", too_late)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+@pytest.fixture
+def late(monkeypatch):
+    """Torch was loaded first, on 8 cores that are busy; idle teams are counted, not made."""
+    made = []
+    monkeypatch.setattr(threads, "TOO_LATE", True)
+    monkeypatch.setattr(threads, "_cores", lambda: 8)
+    monkeypatch.setattr(threads, "_has_gnu_openmp", lambda: True)
+    monkeypatch.setattr(threads, "_keep_idle_team", made.append)
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    threads.warn_if_spinning.cache_clear()
+    threads.stop_spinning.cache_clear()
+    yield made
+    threads.stop_spinning.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("count", "teams"), [(1, 0), (16, 0), (9, 0), (8, 1), (5, 1), (4, 2), (3, 3)]
+)
+def test_idle_teams_make_more_threads_than_cores(count, teams, late):
+    """The first team has the main thread in it, and each other one a thread of its own.
+
+    OpenMP counts 1 + (teams + 1) (count - 1) threads: more than 8, and not with a team less.
+    """
+    for _ in range(2):  # the second call adds none
+        threads.stop_spinning(count)
+    assert len(late) == teams
+    if teams:
+        assert 1 + teams * (count - 1) <= 8 < 1 + (teams + 1) * (count - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, 1),
+        ({"TOO_LATE": False}, 0),
+        ({"load": 0.0}, 0),
+    ],
+)
+def test_what_cannot_be_mended_is_said_once_on_a_busy_machine(
+    change, said, late, monkeypatch, caplog
+):
+    monkeypatch.setattr(threads, "_has_gnu_openmp", lambda: False)
+    if "load" in change:
+        monkeypatch.setattr(os, "getloadavg", lambda: (change["load"],) * 3)
+    else:
+        for name, value in change.items():
+            monkeypatch.setattr(threads, name, value)
     for _ in range(2):
-        threads.warn_if_spinning(count)
-    threads.warn_if_spinning.cache_clear()
-    assert [r for r in caplog.messages if "before torch" in r] == caplog.messages
+        threads.stop_spinning(8)
+    assert not late
     assert len(caplog.messages) == said
+    assert all("before torch" in message for message in caplog.messages)
+
+
+@pytest.mark.skipif(threads._cores() < 2, reason="one core: nothing waits")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
+def test_an_idle_team_is_as_large_as_torchs_and_computes_nothing_else():
+    code = (
+        "import os, json, torch; from fedntk.simulations.threads import stop_spinning; "
+        "torch.zeros(2**23).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
+        "before, threads = count(), torch.get_num_threads(); stop_spinning(threads); "
+        "print(json.dumps([count() - before, threads, torch.get_num_threads()]))"
+    )
+    cores = threads._cores()
+    more, before, after = in_new_process(code, OMP_NUM_THREADS=str(cores))
+    assert (more, before, after) == (cores, cores, cores)
