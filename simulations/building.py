@@ -17,9 +17,9 @@ from .data import load_data
 from .method import Need, Setup
 from .models import build_model
 from .partitions import load_split
-from .results import load_model
 from .settings import ConfigError
 from .simulated_trust import key_server, run_name, sealed_projection
+from .tensors import load_tensors
 
 __all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
 
@@ -125,6 +125,6 @@ def load_predictor(folder: str | Path, which: Literal["model", "best"] = "model"
     FileNotFoundError
         If there is no finished run.
     """
-    arrays = load_model(folder, which)
+    arrays, described = load_tensors(Path(folder) / f"{which}.safetensors")
     config = Config.of_run(folder, weights="")
-    return config.chosen_method.predictor(load_setup(config), arrays)
+    return config.chosen_method.predictor(load_setup(config), arrays, described["learned"])

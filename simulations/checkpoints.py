@@ -37,10 +37,21 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Best:
-    """The round whose model was the best so far by the monitored metric."""
+    """The round whose model was the best so far by the monitored metric.
+
+    Attributes
+    ----------
+    round : int
+        Which.
+    value : float
+        Of the metric.
+    learned : str
+        What the model's arrays hold: see :class:`~fedntk.strategies.BaseStrategy`.
+    """
 
     round: int
     value: float
+    learned: str = "network"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +109,8 @@ class Checkpoint:
         None if no round has the monitored metric.
     best_weights : dict of str to ndarray
         Of that round, if they are not saved yet.
+    learned : str
+        What the arrays of the last round hold.
     """
 
     weights: Arrays
@@ -107,6 +120,7 @@ class Checkpoint:
     evaluations: Evaluations = field(default_factory=Evaluations)
     best: Best | None = None
     best_weights: Arrays = field(default_factory=dict)
+    learned: str = "network"
 
     @property
     def round(self) -> int:
@@ -169,7 +183,8 @@ class Checkpoints:
             "strategy-order": list(checkpoint.strategy),
             "source": checkpoint.source,
             "metrics": list(checkpoint.evaluations.names),
-            "best": None if best is None else [best.round, best.value],
+            "learned": checkpoint.learned,
+            "best": None if best is None else [best.round, best.value, best.learned],
         }
         text = json.dumps(manifest)
         described = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
@@ -254,6 +269,7 @@ class Checkpoints:
                 np.concatenate([np.zeros(0), *dict(_under("evaluation-values.", arrays)).values()]),
             ),
             best=None if best is None else Best(*best),
+            learned=manifest["learned"],
         )
 
     def _files(self) -> list[Path]:

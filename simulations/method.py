@@ -164,7 +164,12 @@ class Method(ABC, Generic[S]):
         """Make the client with the examples of one partition; `options` are common to all."""
 
     def predictor(
-        self, setup: Setup, arrays: Mapping[str, NDArray[Any]], *, cache: Path | None = None
+        self,
+        setup: Setup,
+        arrays: Mapping[str, NDArray[Any]],
+        learned: str,
+        *,
+        cache: Path | None = None,
     ) -> Predictor:
         """Make what was learned from the arrays that the strategy returns: by default a network.
 
@@ -174,11 +179,13 @@ class Method(ABC, Generic[S]):
             Of the run.
         arrays : dict of str to ndarray
             A round's global arrays, by name.
+        learned : str
+            What they hold, as the strategy's attribute of that name said.
         cache : path, optional
             Folder for what the predictors of several rounds share, such as features of the test
             examples. None: nothing is kept.
         """
-        del cache
+        del learned, cache
         return NetworkPredictor.from_arrays(
             setup.network, arrays, loss=setup.config.loss, device=setup.device
         )

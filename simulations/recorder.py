@@ -205,7 +205,7 @@ class Recorder:
         record["peak-memory"] = peak_memory()
 
         before = self.checkpoint
-        best = _better(before.best, record, self._config.monitor)
+        best = _better(before.best, record, self._config.monitor, strategy.learned)
         self._arrays = arrays
         self.checkpoint = Checkpoint(
             weights=weights,
@@ -215,6 +215,7 @@ class Recorder:
             evaluations=before.evaluations.with_round(server_round, own),
             best=best,
             best_weights=before.best_weights if best is before.best else weights,
+            learned=strategy.learned,
         )
         if server_round % self._config.checkpoint_every == 0:
             self.save()
@@ -241,7 +242,9 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return statistics
 
 
-def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best | None:
+def _better(
+    best: Best | None, record: Mapping[str, Any], monitor: str, learned: str
+) -> Best | None:
     """Return the best so far; the earliest of equals."""
     value = record.get(monitor)
     if value is None or math.isnan(value):
@@ -249,4 +252,4 @@ def _better(best: Best | None, record: Mapping[str, Any], monitor: str) -> Best 
     sign = -1 if "loss" in monitor else 1
     if best is not None and sign * value <= sign * best.value:
         return best
-    return Best(int(record["round"]), float(value))
+    return Best(int(record["round"]), float(value), learned)

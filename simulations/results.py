@@ -148,11 +148,12 @@ def write_run(
     _tidy(whose, records).to_parquet(folder / "rounds.parquet", index=False)
     clients = _tidy_clients(whose, checkpoint.evaluations)
     clients.to_parquet(folder / "clients.parquet", index=False)
-    save_tensors(folder / "model.safetensors", checkpoint.weights, {"round": checkpoint.round})
+    described = {"round": checkpoint.round, "learned": checkpoint.learned}
+    save_tensors(folder / "model.safetensors", checkpoint.weights, described)
     last, best = records[-1], checkpoint.best
     if best is not None:
-        best_weights = checkpoints.best_weights()
-        save_tensors(folder / "best.safetensors", best_weights, {"round": best.round})
+        described = {"round": best.round, "learned": best.learned}
+        save_tensors(folder / "best.safetensors", checkpoints.best_weights(), described)
     content = {
         "status": "finished",
         **whose,

@@ -133,7 +133,8 @@ def _serve(
     x_test, y_test = projected(config, x_test[:most]), y_test[:most]
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
-        predictor = config.chosen_method.predictor(setup, arrays, cache=folder / "cache")
+        method, learned = config.chosen_method, strategy.learned
+        predictor = method.predictor(setup, arrays, learned, cache=folder / "cache")
         return predictor.evaluate(x_test, y_test)
 
     recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)

@@ -77,6 +77,9 @@ class BaseStrategy(FedAvg):
         Client -> metrics of each client whose evaluation the newest round accepted.
     server_round : int
         The round at work, or the last one; 0 before the first.
+    learned : str
+        What the newest global arrays hold: ``"network"``, or another name that the method gives
+        to what it has learned by then.
 
     Raises
     ------
@@ -208,6 +211,11 @@ class BaseStrategy(FedAvg):
         if not len(result.arrays):
             result.arrays = initial_arrays
         return result
+
+    @property
+    def learned(self) -> str:
+        """What the newest global arrays hold."""
+        return "network"
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with, `done` rounds of it run before.

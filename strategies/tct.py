@@ -282,10 +282,15 @@ class TCT(BaseStrategy):
             self.task.local_steps,
         )
 
+    @property
+    def learned(self) -> str:
+        """``"linear-model"`` once a round has changed that, ``"network"`` before."""
+        return "linear-model" if self.linear_rounds else "network"
+
     def predictor(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> TCTModel:
         """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given."""
         named = {k: a.numpy() if isinstance(a, Array) else a for k, a in arrays.items()}
-        return TCTModel.from_arrays(self.network, self.feature_map, named)
+        return TCTModel.from_arrays(self.network, self.feature_map, named, loss=self.task.loss)
 
     # ------------------------------------------------------------------- state
 
@@ -382,7 +387,7 @@ class TCT(BaseStrategy):
         """Return what the phase asks of one client, or what it is to evaluate."""
         if stage == MessageType.TRAIN and self.phase is not None:
             return self.phase.content_for(client, arrays, config)
-        if not self.linear_rounds:
+        if self.learned == "network":
             return super().content_for(client, stage, self.network_of(arrays), config)
         parts = [*self.registry.lacks(client, "network", "normaliser"), "linear"]
         return self.asked(self.task, parts, arrays, config)
@@ -462,7 +467,7 @@ class TCT(BaseStrategy):
     ) -> tuple[list[tuple[Reply, None]], Counter[str]]:
         """Check evaluations, and note who has the network."""
         pairs, rejected, _ = self.answers(replies, checked_accuracy, MessageType.EVALUATE)
-        if self.linear_rounds:
+        if self.learned == "linear-model":
             for reply, _ in pairs:
                 self.registry.mark_sent(reply.client, "network", "normaliser")
         return pairs, rejected

@@ -142,11 +142,15 @@ class _TCT(Method[TCTSettings]):
         )
 
     def predictor(
-        self, setup: Setup, arrays: Mapping[str, NDArray[Any]], *, cache: Path | None = None
+        self,
+        setup: Setup,
+        arrays: Mapping[str, NDArray[Any]],
+        learned: str,
+        *,
+        cache: Path | None = None,
     ) -> Predictor:
-        linear = arrays.get(TCTModel.ARRAYS[0])
-        if linear is None or not linear.any():  # stage 2 has not changed it: the network stands
-            return super().predictor(setup, arrays)
+        if learned == "network":
+            return super().predictor(setup, arrays, learned)
         own, network = self.own(setup.config), setup.network.to(setup.device)
         if cache is None:
             return TCTModel.from_arrays(network, own.feature_map, arrays, loss=own.loss)

@@ -3,7 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,22 @@ from torch import Tensor, nn
 
 from fedntk.clients import client_app
 from fedntk.simulations.engines import LocalGrid
+from fedntk.strategies import BaseStrategy
 
 NUM_CLIENTS = 6
+
+
+class Contract(NamedTuple):
+    """How ``test_contract.py`` runs a strategy.
+
+    A strategy's test file has a dictionary ``CONTRACT`` of these, by name.
+    """
+
+    strategy: Callable[..., BaseStrategy]  # of the options of all strategies
+    clients: ClientApp
+    sends_queries: bool = False
+
+
 Change = Callable[[Message], Message | list[Message] | None]
 SUPERLINK = 1_000_000  # a node id that no client has
 

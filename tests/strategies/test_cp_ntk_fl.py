@@ -30,6 +30,7 @@ from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public
 
 from .federation import (
     NUM_CLIENTS,
+    Contract,
     Grid,
     app,
     bits,
@@ -46,6 +47,14 @@ OPTIONS = {
     "learning_rate": 0.1, "steps": [5, 20, 50], "min_available_nodes": 6,
     "fraction_train": 1.0, "fraction_evaluate": 0.0,
 }  # fmt: skip
+TOOLS = {"sparsity": 0.3, "bits": 8}
+CONTRACT = {
+    "CPNTKFL": Contract(
+        lambda **options: CPNTKFL(**{"learning_rate": 0.1, "steps": [5, 20, 50]} | TOOLS | options),
+        app(CPNTKFLClient, **TOOLS),
+        sends_queries=True,
+    )
+}
 
 
 def close(one, other, rtol):

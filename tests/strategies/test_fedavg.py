@@ -9,9 +9,21 @@ from flwr.serverapp.strategy import FedAvg
 from fedntk.clients import SGDClient
 from fedntk.strategies import SeededFedAvg
 
-from .federation import NUM_CLIENTS, Grid, app, bits, damaged, examples, lost, network, start
+from .federation import (
+    NUM_CLIENTS,
+    Contract,
+    Grid,
+    app,
+    bits,
+    damaged,
+    examples,
+    lost,
+    network,
+    start,
+)
 
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CONTRACT = {"SeededFedAvg": Contract(SeededFedAvg, CLIENTS)}
 
 
 def test_result_is_the_mean_weighted_by_examples():

@@ -13,6 +13,7 @@ from fedntk.strategies import NTKFL
 
 from .federation import (
     NUM_CLIENTS,
+    Contract,
     Grid,
     app,
     bits,
@@ -26,6 +27,13 @@ from .federation import (
 
 STEPS = (5, 20, 80, 400)
 OPTIONS = {"learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0}
+CONTRACT = {
+    "NTKFL": Contract(
+        lambda **options: NTKFL(learning_rate=0.1, steps=[5, 20, 50], **options),
+        app(NTKFLClient),
+        sends_queries=True,
+    )
+}
 
 
 def pooled(

@@ -15,11 +15,12 @@ from torch import nn
 from fedntk.clients import SCAFFOLDClient, SGDClient, client_app
 from fedntk.strategies import SCAFFOLD, SeededFedAvg
 
-from .federation import Change, Grid, app, bits, damaged, examples, lost, network, start
+from .federation import Change, Contract, Grid, app, bits, damaged, examples, lost, network, start
 
 ALL = {"fraction_evaluate": 0.0}
 OPTIONS = pytest.mark.parametrize("option", ["I", "II"])
 CLIENTS = app(SCAFFOLDClient, learning_rate=0.1, batch_size=4)
+CONTRACT = {"SCAFFOLD": Contract(SCAFFOLD, CLIENTS)}
 
 # Client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2, of curvature a_i^2 and
 # minimum 1 / a_i. That of sum of n_i F_i is w* = sum(n_i a_i) / sum(n_i a_i^2).

@@ -1,6 +1,7 @@
 """TCT against algorithm 1 of its paper, its limits, and what clients may do to it."""
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from logging import WARNING
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedntk.strategies import SCAFFOLD, TCT, SeededFedAvg
 from .federation import (
     DAMAGED_ARRAYS,
     Change,
+    Contract,
     Grid,
     app,
     bits,
@@ -37,6 +39,24 @@ OPTIONS: dict[str, Any] = {
     "fraction_train": 1.0, "fraction_evaluate": 0.0, "num_features": 12, "learning_rate": 0.02,
     "local_steps": 20,
 }  # fmt: skip
+CACHE = tempfile.TemporaryDirectory()  # removed when the tests end
+CONTRACT = {
+    "TCT, stage 1": Contract(
+        lambda **options: TCT(network=network(), bootstrap=flowers_own(), **options),
+        app(TCTClient, learning_rate=0.1, batch_size=4, local_epochs=1, cache=CACHE.name),
+    ),
+    "TCT, stage 2": Contract(
+        lambda **options: TCT(
+            **{"network": network(), "normalise": False, "learning_rate": 0.05, "local_steps": 5}
+            | options
+        ),
+        app(TCTClient, cache=CACHE.name),
+    ),
+}
+
+
+def flowers_own() -> FedAvg:
+    return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
 
 
 def make(clients: int = 6, **options: Any) -> TCT:
