@@ -40,11 +40,12 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, TCTModel
+from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, Predictor, TCTModel
 from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
+from .averaging import named_arrays
 from .base import BaseStrategy, logger
 from .replies import Reply, checked_accuracy
 from .tct_bootstrap import Bootstrap
@@ -287,10 +288,18 @@ class TCT(BaseStrategy):
         """``"linear-model"`` once a round has changed that, ``"network"`` before."""
         return "linear-model" if self.linear_rounds else "network"
 
-    def predictor(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> TCTModel:
-        """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given."""
-        named = {k: a.numpy() if isinstance(a, Array) else a for k, a in arrays.items()}
-        return TCTModel.from_arrays(self.network, self.feature_map, named, loss=self.task.loss)
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
+    ) -> Predictor:
+        """Make the predictor of what is learned: a TCTModel, or in earlier rounds the network.
+
+        `network` is the strategy's own by default.
+        """
+        network = self.network if network is None else network
+        if self.learned == "network":
+            return super().predictor(arrays, network)
+        named = named_arrays(arrays)
+        return TCTModel.from_arrays(network, self.feature_map, named, loss=self.task.loss)
 
     # ------------------------------------------------------------------- state
 

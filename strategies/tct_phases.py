@@ -27,7 +27,7 @@ from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, av
 from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
 
-from .averaging import weighted_mean
+from .averaging import named_arrays, weighted_mean
 from .base import logger
 from .replies import Reply, require_like
 from .tct_bootstrap import Bootstrap
@@ -118,7 +118,7 @@ class BootstrapRounds(Phase):
     ) -> tuple[Arrays | None, MetricRecord]:
         """Have the other strategy aggregate what passed the checks."""
         network = self.tct.network_of(self.tct.global_arrays)
-        expected = {name: array.numpy() for name, array in network.items()}
+        expected = named_arrays(network)
         return self.bootstrap.aggregate(server_round, replies, expected)
 
     def is_over(self, server_round: int, *, updated: bool) -> bool:
