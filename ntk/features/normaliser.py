@@ -97,7 +97,7 @@ class Normaliser:
     Attributes
     ----------
     mean, inv_std : float32, shape (p,)
-        Scale is 1 over the standard deviation, and 0 for a feature that is constant: it carries
+        `inv_std` is 1 over the standard deviation, and 0 for a feature that is constant: it carries
         nothing, whatever it is for other examples. One that varies in few of the n examples has a
         small standard deviation, and another example may be sqrt(n) of it away: as in the paper,
         nothing is clipped.

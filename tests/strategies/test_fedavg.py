@@ -60,6 +60,22 @@ def test_result_is_that_of_flowers_own_class():
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name
 
 
+def test_a_model_with_a_boolean_buffer_is_averaged():
+    """Such as a mask, which no client changes."""
+
+    def masked() -> torch.nn.Module:
+        model = torch.nn.Linear(4, 3)
+        model.register_buffer("mask", torch.tensor([True, False]))
+        return model
+
+    clients = app(lambda _, x, y, **options: SGDClient(masked(), x, y, **options))
+    strategy = SeededFedAvg(fraction_evaluate=0.0)
+    result = strategy.start(Grid(clients), ArrayRecord(dict(masked().state_dict())), num_rounds=2)
+    assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
+    mask = result.arrays["mask"].numpy()
+    assert (mask.dtype, mask.tolist()) == (np.dtype(bool), [True, False])
+
+
 def test_torch_generator_is_left_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -117,7 +133,7 @@ def test_weights_that_moved_within_the_limit_are_used(factor):
     assert few.train_metrics[1]["replies-accepted"] == 2
 
 
-def test_counters_near_the_limit_are_averaged_exactly():
+def test_counters_near_the_limit_stay_there():
     """2^53 from all six: shares of k / 45 sum to it within float64, and it stays an integer."""
     full = damaged(COUNTER, lambda a: np.full_like(a, 2**53))
     after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=dict.fromkeys(range(6), full)))
