@@ -154,6 +154,15 @@ def test_two_nodes_that_claim_one_partition_are_two_clients():
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 5]
 
 
+def test_no_node_can_claim_the_placeholder_of_another():
+    """-5 is what node 4 gets once it claims a partition that another holds; no partition is it."""
+    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=-5)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert (strategy.registry.client(4), strategy.registry.client(6)) == (-5, 6)
+    assert len(strategy.client_evaluations) == 6
+
+
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims = {3: with_metrics(partition_id=0)}
     grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
