@@ -114,6 +114,21 @@ def test_a_parse_function_that_raises_anything_drops_the_reply():
 # ------------------------------------------------------------------------- metrics
 
 
+@pytest.mark.parametrize("accuracy", [float("inf"), float("nan"), 1e6, -0.1])
+def test_a_false_evaluation_counts_as_none(accuracy):
+    results = []
+    for change in (with_metrics(accuracy=accuracy), lost):
+        strategy = SeededFedAvg(min_evaluate_nodes=6)
+        start(strategy, Grid(CLIENTS, changes={2: change}, changed_kind="evaluate"))
+        results.append(strategy)
+    false, silent = results
+    assert false.client_evaluations == silent.client_evaluations
+    assert set(false.client_evaluations) == {0, 1, 3, 4, 5}
+    for name in ("accuracy", "loss", "num-examples", "replies-accepted"):
+        assert false.evaluate_metrics[1][name] == silent.evaluate_metrics[1][name]
+    assert false.evaluate_metrics[1]["replies-rejected"] == 1
+
+
 def test_clients_cannot_add_metrics_without_end():
     """Of 2,000 names 61 are kept beside the known one, and none that is longer than 64."""
     many = {f"name-{i:04}": 1.0 for i in range(2000)} | {"x" * 65: 1.0}
