@@ -318,6 +318,18 @@ def test_a_bootstraps_own_aggregation_of_metrics_gets_what_all_clients_report(cl
     assert strategy.train_metrics[1]["worst"] > strategy.train_metrics[1]["train-loss"]
 
 
+def test_weights_far_beyond_the_others_never_reach_the_bootstrap(clients):
+    """Flower's own FedAvg would average them; here its result is that of the other five."""
+    results = []
+    for change in (damaged(0, lambda a: a + 1e4), lost):
+        strategy = make(bootstrap=flowers_own(), bootstrap_rounds=2)
+        results.append(bits(start(strategy, Grid(clients, changes={2: change}), rounds=2)))
+        metrics = strategy.train_metrics[1]
+        assert metrics["replies-accepted"] == 5
+        assert metrics.get("rejected-scale", 0) == (change is not lost)
+    assert results[0] == results[1]
+
+
 def test_a_bootstrap_that_raises_leaves_the_network(clients, caplog):
     class Broken(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
