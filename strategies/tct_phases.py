@@ -263,7 +263,7 @@ class ConvexRounds(_StageTwo):
             if len(arrays) != 1:
                 raise BadReply("arrays", f"expected 1, got {len(arrays)}")
             require_like(LINEAR, arrays[0], theta)
-            tct.control.check(reply.client, reply.num_examples, theta, arrays[0])
+            tct.control.check(reply.client, reply.num_examples)
             return {LINEAR: arrays[0]}
 
         pairs, rejected, lost = self.answers(replies, parse)
