@@ -111,6 +111,12 @@ def test_one_reply_that_would_stop_all_learning_is_dropped(change, reason):
     assert bits(after) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
 
 
+def test_a_client_that_took_many_more_steps_is_no_outlier_by_its_counter():
+    strategy, many = SeededFedAvg(**ALL), damaged(COUNTER, lambda a: np.full_like(a, 10**5))
+    start(strategy, Grid(CLIENTS, changes={2: many}))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
 @pytest.mark.parametrize("factor", [0.0, 50.0])
 def test_weights_that_moved_within_the_limit_are_used(factor):
     """Of two clients neither is the outlier, whatever the factor."""

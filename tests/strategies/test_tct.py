@@ -508,6 +508,37 @@ def test_a_good_model_with_a_claim_of_trouble_is_dropped_and_does_nothing(client
     assert attacked.control.value.tobytes() == silent.control.value.tobytes()
 
 
+def test_a_client_that_never_had_a_c_k_loses_none(clients):
+    """In its first round on the linear model; the corrections of the others are kept."""
+    attacked, silent = make(), make()
+
+    def claim(reply: Message) -> Message:
+        if attacked.server_round == 2:
+            reply.content = RecordDict(
+                {"metrics": MetricRecord({"lost-state": 1, "num-examples": 1})}
+            )
+        return reply
+
+    def say_nothing(reply: Message) -> Message | None:
+        return None if silent.server_round == 2 else reply
+
+    after = start(attacked, Grid(clients, changes={2: claim}), rounds=4)
+    assert attacked.train_metrics[2]["rejected-lost-state"] == 1
+    assert bits(after) == bits(start(silent, Grid(clients, changes={2: say_nothing}), rounds=4))
+    assert attacked.control.value.tobytes() == silent.control.value.tobytes()
+
+
+def test_what_a_client_keeps_of_another_network_is_not_used(clients, tmp_path):
+    """Same run, seed and data, and so the same folder: the task's key tells the networks apart."""
+    start(make(normalise=False), Grid(clients), rounds=2)
+    other = ArrayRecord(dict(network(1).state_dict()))
+    results = []
+    for cache in (tmp_path, tmp_path / "fresh"):
+        result = make(normalise=False).start(Grid(app(TCTClient, cache=cache)), other, num_rounds=2)
+        results.append(bits({k: a.numpy() for k, a in result.arrays.items()}))
+    assert results[0] == results[1]
+
+
 def test_a_model_far_beyond_the_others_is_dropped(clients):
     strategy = make(normalise=False)
     change = damaged(0, lambda a: a + 1e3)
