@@ -85,9 +85,10 @@ class TCT(BaseStrategy):
     partition goes by its node id and is a new client after it registers anew, so give nodes a
     partition-id. The moments are those of the clients that answered in that one round: see
     ``min_completed``. With three clients or more, models that moved over 100 times as far as the
-    median client's are dropped. Other well-formed lies are not defended against: a false model
-    within that limit stays in c, false moments in the normaliser, and a client that says time and
-    again that its c_k is lost has the corrections of all start again each time.
+    median client's are dropped, as are moments and features of over 100 times its size. Other
+    well-formed lies are not defended against: within that limit a false model stays in c, and false
+    moments in the normaliser; and a client that says time and again that its c_k is lost has the
+    corrections of all start again each time.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, available_memory
 from fedntk.ntk.convex import pooled_ridge
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes, screen_sizes
 
 from .averaging import named_arrays, weighted_mean
 from .base import logger
@@ -209,6 +209,7 @@ class Convexify(_StageTwo):
             return Moments.from_arrays(arrays, reply.num_examples, tct.width)
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(pairs, rejected, _of_one_size)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
             return None, metrics
@@ -334,6 +335,7 @@ class ServerSolve(_StageTwo):
             return upload
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(pairs, rejected, _of_one_size)
         pairs = tct.screened(pairs, rejected, _affordable)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
@@ -355,6 +357,11 @@ class ServerSolve(_StageTwo):
     def is_over(self, server_round: int, *, updated: bool) -> bool:
         """Once the problem is solved."""
         return updated
+
+
+def _of_one_size(parts: Sequence[Moments] | Sequence[FeatureUpload]) -> list[BadReply | None]:
+    """Refuse what would set the normaliser for all."""
+    return screen_sizes([part.size for part in parts])
 
 
 def _affordable(uploads: Sequence[FeatureUpload]) -> list[BadReply | None]:

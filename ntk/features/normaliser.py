@@ -7,6 +7,7 @@ subtracts no large numbers from each other.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class Moments:
             self.mean + delta * (other.count / count),
             self.sum_sq_dev + other.sum_sq_dev + delta**2 * (self.count * other.count / count),
         )
+
+    @property
+    def size(self) -> float:
+        """Root of the examples' mean squared norm."""
+        return math.sqrt(float((self.mean**2 + self.sum_sq_dev / self.count).sum()))
 
     @classmethod
     def join(cls, groups: Iterable["Moments"]) -> "Moments":

@@ -548,6 +548,22 @@ def test_a_model_far_beyond_the_others_is_dropped(clients):
     assert bits(after) == bits(without)
 
 
+@pytest.mark.parametrize("exchange", ["moments", "features"])
+def test_moments_and_features_of_another_order_of_size_are_dropped(clients, exchange):
+    """One client's means of 1e30 made all features zero after the normaliser, for good."""
+    options = {"solve": "server"} if exchange == "features" else {}
+    position = 0 if exchange == "moments" else 1  # means, or the features' scale
+    far = damaged(position, lambda a: np.full_like(a, 1e30))
+    results = []
+    for change in (far, lost):
+        strategy = make(**options)
+        results.append(bits(start(strategy, Grid(clients, changes={2: change}))))
+        metrics = strategy.train_metrics[1]
+        assert metrics["replies-accepted"] == 5
+        assert metrics.get("rejected-scale", 0) == (change is not lost)
+    assert results[0] == results[1]
+
+
 def test_a_negative_deviation_is_dropped(clients):
     def negative(reply: Message) -> Message:
         arrays = [a.numpy() for a in reply.content["arrays"].values()]
