@@ -386,7 +386,7 @@ class BaseStrategy(FedAvg):
                     continue
                 (record,) = reply.content.metric_records.values()
                 partition = record.get("partition-id")
-                if isinstance(partition, int):
+                if isinstance(partition, int) and 0 <= partition < 2**63:  # below 0: placeholders
                     self.registry.add({reply.metadata.src_node_id: partition})
         self.registry.set_present(nodes)
         return nodes

@@ -161,6 +161,16 @@ def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     assert sorted(grid.trained) == [1, 2, 4, 5]
 
 
+@pytest.mark.parametrize("claimed", [-1, -5, 2**63, 2**64 - 1])
+def test_a_partition_that_cannot_be_is_none(claimed):
+    """Below zero are the placeholders, here node 4's; no table holds what is over 63 bits."""
+    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert strategy.registry.clients() == {0, 1, 2, -5, 4, 6}  # node 6 goes by its id
+    assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 6]
+
+
 def test_partitions_are_asked_for_once():
     grid = Grid(CLIENTS)
     start(SeededFedAvg(**ALL), grid, rounds=3)
