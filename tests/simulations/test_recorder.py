@@ -81,6 +81,14 @@ def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch,
     assert (tmp_path / "rounds.jsonl").stat().st_size < 8 * 6_000
 
 
+def test_a_name_that_no_file_can_hold_is_left_out(tmp_path, monkeypatch):
+    naming(monkeypatch, lambda _: {"\ud800": 1.0, "\U0001f600": 2.0}, lambda _: {"a\udfff": 1.0})
+    result = run(SMALL, out=tmp_path, progress=False)
+    chosen = {name for name in {*result.rounds.metric, *result.clients.metric} if name > "\u00ff"}
+    assert chosen == {"\U0001f600"}
+    assert set(result.clients.metric) == {"accuracy", "loss"}
+
+
 def test_a_run_that_goes_on_records_the_same_names(tmp_path, monkeypatch):
     def names(server_round):
         return {f"name {(7 * server_round) % 5} {i}": float(i) for i in range(10)}

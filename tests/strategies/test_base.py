@@ -128,6 +128,16 @@ def test_clients_cannot_add_metrics_without_end():
     assert "x" * 65 not in metrics
 
 
+def test_nor_numbers_in_lists_without_end():
+    """Of 19,000 numbers 10,000 are kept, the loss among them, and no list in part."""
+    lists = {"a": [0.5] * 9_000, "b": [0.5] * 9_000, "c": [0.5] * 999, "d": [0.5]}
+    grid = Grid(CLIENTS, changes=dict.fromkeys(range(6), with_metrics(**lists)))
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, grid)
+    kept = {k: v for k, v in strategy.train_metrics[1].items() if isinstance(v, list)}
+    assert {name: len(numbers) for name, numbers in kept.items()} == {"a": 9_000, "c": 999}
+
+
 # ---------------------------------------------------------------- nodes and sampling
 
 
