@@ -86,7 +86,7 @@ def test_a_name_that_no_file_can_hold_is_left_out(tmp_path, monkeypatch):
     result = run(SMALL, out=tmp_path, progress=False)
     chosen = {name for name in {*result.rounds.metric, *result.clients.metric} if name > "\u00ff"}
     assert chosen == {"\U0001f600"}
-    assert set(result.clients.metric) == {"accuracy", "loss"}
+    assert set(result.clients.metric) == {"accuracy", "loss", "num-examples"}
 
 
 def test_a_run_that_goes_on_records_the_same_names(tmp_path, monkeypatch):
