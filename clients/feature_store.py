@@ -54,7 +54,8 @@ class FeatureStore(DiskStore):
         Which features.
     dtype : {"float32", "float16"}
         In which features are kept; in float32 if one is too large for float16, as happens with
-        examples that the moments do not know, where a feature hardly varies among those they do.
+        examples that were not used to fit the normaliser, where a feature hardly varies among those
+        that were.
     keep : {"features", "nothing"}
         Whether features are kept.
     chunk_size : int, optional

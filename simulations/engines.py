@@ -203,10 +203,9 @@ class MeteredGrid(Grid):
             clients, whether or not the transport stores a shared content once. Evaluation of the
             new model is counted apart, as ``evaluation-bytes-up`` and ``-down``; the one question
             which partition a node holds, and the one for its public key, are not counted.
-            ``seconds-clients``: that clients were at work, added up. ``seconds-waiting``: that the
-            server waited for them.
-            ``peak-memory-clients``: MB, of the largest client process so far; 0 where clients do
-            not tell.
+            ``seconds-clients``: total client time. ``seconds-waiting``: server time spent waiting
+            for clients. ``peak-memory-clients``: MB, of the largest client process so far; 0 where
+            clients do not report it.
         """
         names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
         costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}

@@ -7,7 +7,12 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-__all__ = ["cast_like", "weighted_mean"]
+__all__ = ["cast_like", "named_arrays", "weighted_mean"]
+
+
+def named_arrays(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Name -> array of a record, or of what is a dictionary already."""
+    return {n: a.numpy() if isinstance(a, Array) else a for n, a in arrays.items()}
 
 
 def weighted_mean(

@@ -16,10 +16,13 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
+from numpy.typing import NDArray
+from torch import nn
 
-from fedntk.ntk import BadReply
+from fedntk.ntk import BadReply, NetworkPredictor, Predictor
 from fedntk.trust import SEALED_SEED
 
+from .averaging import named_arrays
 from .registry import ClientRegistry, Exchange
 from .replies import Reply, checked_accuracy, largest_group
 from .rounds import EvaluateFn, ShouldStop, run_rounds
@@ -216,6 +219,20 @@ class BaseStrategy(FedAvg):
     def learned(self) -> str:
         """What the newest global arrays hold."""
         return "network"
+
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
+    ) -> Predictor:
+        """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given.
+
+        Parameters
+        ----------
+        arrays : ArrayRecord or dict of str to ndarray
+            The newest global arrays.
+        network : nn.Module
+            Of the clients' architecture; it is copied, its weights do not matter.
+        """
+        return NetworkPredictor.from_arrays(network, named_arrays(arrays))
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with, `done` rounds of it run before.

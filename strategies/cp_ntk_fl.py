@@ -46,7 +46,7 @@ class CPNTKFL(NTKFL):
     noise_multiplier, label_noise : float
         The clients', for the accounting of their differential privacy; a client with other noise
         is refused. The metric ``epsilon`` is that of the client which was asked for most uploads,
-        or, if nodes tell no partition id, of one that was asked each round;
+        or, if nodes report no partition id, of one that was asked each round;
         ``epsilon-without-labels`` its name where labels have no noise. Takes Opacus.
     delta : float
         At which epsilon is reported.
@@ -157,7 +157,7 @@ class CPNTKFL(NTKFL):
 
     @property
     def _most_uploads(self) -> int:
-        """Of one client, at most: a node that tells no partition may have been another before."""
+        """Of one client, at most: a node that reports no partition may have been another before."""
         if all(node != partition for node, partition in self.registry.partitions.items()):
             return max(self.uploads_asked.values(), default=0)
         return self.rounds_asked

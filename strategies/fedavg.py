@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 
 from fedntk.ntk.payloads import screen_changes
 
-from .averaging import cast_like, weighted_mean
+from .averaging import cast_like, named_arrays, weighted_mean
 from .base import BaseStrategy
 from .replies import checked_weights
 
@@ -40,7 +40,7 @@ class SeededFedAvg(BaseStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the accepted weights, in the dtypes of the global model."""
-        model = {name: array.numpy() for name, array in self.global_arrays.items()}
+        model = named_arrays(self.global_arrays)
         pairs, rejected = self.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
         )

@@ -23,6 +23,7 @@ from fedntk.ntk import BadReply, JacobianUpload, Loss, require_memory
 from fedntk.ntk.evolution import Candidates, GradientFlow, lowest_loss, mean_losses
 from fedntk.ntk.payloads import screen_losses, screen_uploads
 
+from .averaging import named_arrays
 from .base import BaseStrategy, logger
 from .replies import Reply
 
@@ -208,7 +209,7 @@ class NTKFL(BaseStrategy):
         )
         whole = self.pooled(uploads, metrics)
         candidates = Candidates.of(
-            {name: array.numpy() for name, array in self.global_arrays.items()},
+            named_arrays(self.global_arrays),
             whole.jacobian.to(self.device),
             whole.outputs.to(self.device),
             whole.targets.to(self.device),

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.payloads import screen_changes
 
-from .averaging import cast_like, weighted_mean
+from .averaging import cast_like, named_arrays, weighted_mean
 from .base import BaseStrategy, logger
 from .replies import Reply, checked_weights
 
@@ -158,7 +158,7 @@ class SCAFFOLD(BaseStrategy):
         """Add c - c_i for training."""
         content = super().content_for(client, stage, arrays, config)
         if stage == MessageType.TRAIN:
-            floating = _floating({name: array.numpy() for name, array in arrays.items()})
+            floating = _floating(named_arrays(arrays))
             correction = self._control_of(floating) - self.controls.get(client, 0.0)
             parts = _split(correction, floating)
             content[CORRECTIONS] = ArrayRecord({name: Array(a) for name, a in parts.items()})
@@ -181,7 +181,7 @@ class SCAFFOLD(BaseStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Step towards the mean of the accepted weights, and keep the accepted controls."""
-        model = {name: array.numpy() for name, array in self.global_arrays.items()}
+        model = named_arrays(self.global_arrays)
         floating = _floating(model)
         zeros = {name: np.zeros_like(array) for name, array in floating.items()}
 

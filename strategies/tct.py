@@ -20,9 +20,9 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -40,16 +40,25 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, TCTModel
+from fedntk.ntk import BadReply, FeatureMap, Loss, Normaliser, Predictor, TCTModel
 from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
+from .averaging import named_arrays
 from .base import BaseStrategy, logger
 from .replies import Reply, checked_accuracy
 from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
-from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
+from .tct_phases import (
+    Answers,
+    BootstrapRounds,
+    Convexify,
+    ConvexRounds,
+    Lost,
+    Phase,
+    ServerSolve,
+)
 
 __all__ = ["TCT", "ConvexOptimizer"]
 
@@ -58,37 +67,6 @@ PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the
 BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A client's word that it no longer has what it was sent.
-
-    Attributes
-    ----------
-    control : bool
-        Whether its own c_k is lost, too, which the server cannot send again.
-    """
-
-    control: bool
-
-    @classmethod
-    def said_in(cls, reply: Reply) -> "Lost | None":
-        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
-        if "lost-state" not in reply.metrics:
-            return None
-        said = reply.metrics["lost-state"]
-        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
-            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
-        return cls(control=said == 1)
-
-
-class Answers(NamedTuple, Generic[T]):
-    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
-
-    pairs: list[tuple[Reply, T]]
-    rejected: Counter[str]
-    lost: list[int]
 
 
 class TCT(BaseStrategy):
@@ -287,10 +265,18 @@ class TCT(BaseStrategy):
         """``"linear-model"`` once a round has changed that, ``"network"`` before."""
         return "linear-model" if self.linear_rounds else "network"
 
-    def predictor(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> TCTModel:
-        """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given."""
-        named = {k: a.numpy() if isinstance(a, Array) else a for k, a in arrays.items()}
-        return TCTModel.from_arrays(self.network, self.feature_map, named, loss=self.task.loss)
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
+    ) -> Predictor:
+        """Make the predictor of what is learned: a TCTModel, or in earlier rounds the network.
+
+        `network` is the strategy's own by default.
+        """
+        network = self.network if network is None else network
+        if self.learned == "network":
+            return super().predictor(arrays, network)
+        named = named_arrays(arrays)
+        return TCTModel.from_arrays(network, self.feature_map, named, loss=self.task.loss)
 
     # ------------------------------------------------------------------- state
 

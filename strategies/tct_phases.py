@@ -5,10 +5,11 @@ NeurIPS 2022, section 4 and algorithms 1 and 2. Which phase is at work is the st
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -27,20 +28,59 @@ from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, av
 from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
 
-from .averaging import weighted_mean
+from .averaging import named_arrays, weighted_mean
 from .base import logger
 from .replies import Reply, require_like
 from .tct_bootstrap import Bootstrap
 
 if TYPE_CHECKING:
-    from .tct import TCT, Answers
+    from .tct import TCT
 
-__all__ = ["BootstrapRounds", "ConvexRounds", "Convexify", "Phase", "ServerSolve"]
+__all__ = [
+    "Answers",
+    "BootstrapRounds",
+    "ConvexRounds",
+    "Convexify",
+    "Lost",
+    "Phase",
+    "ServerSolve",
+]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A client's word that it no longer has what it was sent.
+
+    Attributes
+    ----------
+    control : bool
+        Whether its own c_k is lost, too, which the server cannot send again.
+    """
+
+    control: bool
+
+    @classmethod
+    def said_in(cls, reply: Reply) -> "Lost | None":
+        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
+        if "lost-state" not in reply.metrics:
+            return None
+        said = reply.metrics["lost-state"]
+        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
+        return cls(control=said == 1)
+
+
+class Answers(NamedTuple, Generic[T]):
+    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
+
+    pairs: list[tuple[Reply, T]]
+    rejected: Counter[str]
+    lost: list[int]
 
 
 class Phase(ABC):
@@ -118,7 +158,7 @@ class BootstrapRounds(Phase):
     ) -> tuple[Arrays | None, MetricRecord]:
         """Have the other strategy aggregate what passed the checks."""
         network = self.tct.network_of(self.tct.global_arrays)
-        expected = {name: array.numpy() for name, array in network.items()}
+        expected = named_arrays(network)
         return self.bootstrap.aggregate(server_round, replies, expected)
 
     def is_over(self, server_round: int, *, updated: bool) -> bool:
@@ -140,7 +180,7 @@ class _StageTwo(Phase):
         parts = self.tct.registry.lacks(client, *self.needs)
         return self.tct.asked(self.task(client), parts, arrays, config)
 
-    def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> "Answers[T]":
+    def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> Answers[T]:
         """Check replies, and note what those who sent good ones now have."""
         found = self.tct.answers(replies, parse, MessageType.TRAIN)
         for reply, _ in found.pairs:

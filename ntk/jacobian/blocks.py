@@ -20,7 +20,7 @@ class Block(ABC):
     Attributes
     ----------
     kind : str
-        Name of the form, on the wire too.
+        Name of the form, also in what travels.
     integers : int
         How many of the first `arrays` hold integers.
     """

@@ -108,12 +108,20 @@ def differentiated(
     more_bytes: int = 0,
     plans: Plans | None = None,
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
-    """Give the Jacobian of the first example, and those of chunks of all, as they come.
+    """Yield the Jacobian of the first example, and an iterator over those of chunks of all.
 
-    The arguments are those of :func:`jacobian`; `more_bytes` an example are taken into account that
-    the caller makes of a chunk. What is found out about the model is kept in `plans`, for further
-    examples of one shape and the same other arguments. The chunks are on the model's device, each
-    with the number of its first example; the model is in evaluation mode meanwhile.
+    Chunks are on the model's device, each with the position of its first example. The model is in
+    evaluation mode meanwhile.
+
+    Parameters
+    ----------
+    model, x, structure, outputs, chunk_size
+        Of :func:`jacobian`.
+    more_bytes : int
+        Extra bytes per example that the caller will allocate.
+    plans : dict, optional
+        Keeps what was found out about the model, for further calls with examples of one shape and
+        the same other arguments.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")

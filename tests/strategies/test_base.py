@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Result
 
@@ -22,6 +23,7 @@ from .federation import (
     Grid,
     app,
     bits,
+    examples,
     failed,
     lost,
     network,
@@ -308,6 +310,25 @@ def test_a_run_whose_rounds_change_nothing_returns_what_it_began_with():
     everyone = dict.fromkeys(range(6), lost)
     after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=everyone))
     assert bits(after) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+
+
+def test_what_was_learned_is_an_object_that_predicts():
+    """In a user's evaluate_fn as after the run."""
+    strategy, seen = SeededFedAvg(**ALL), []
+    x, y = examples(3)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(strategy.predictor(arrays, network()).evaluate(x, y).accuracy)
+        return MetricRecord({"round": server_round})
+
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = strategy.start(Grid(CLIENTS), initial, num_rounds=1, evaluate_fn=evaluate)
+    trained = network().eval()
+    trained.load_state_dict({k: torch.tensor(a.numpy()) for k, a in result.arrays.items()})
+    for model, accuracy in zip((network().eval(), trained), seen, strict=True):
+        with torch.no_grad():
+            assert accuracy == float((model(x).argmax(1) == y).double().mean())
+    assert strategy.learned == "network"
 
 
 def test_what_is_kept_for_many_clients_may_be_missing_from_a_state():

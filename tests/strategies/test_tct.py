@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
 from fedntk.clients import SGDClient, TCTClient
-from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
+from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, one_hot
 from fedntk.strategies import SCAFFOLD, TCT, SeededFedAvg
 
 from .federation import (
@@ -609,6 +609,10 @@ def test_clients_evaluate_the_network_and_then_the_linear_model(clients):
     net = predictor.network.eval()
     with torch.no_grad():
         accuracy = float((net(x).argmax(1) == y).double().mean())
+    before = make(bootstrap_rounds=1, bootstrap=FedAvg(fraction_evaluate=0.0))
+    assert before.learned == "network"
+    assert isinstance(before.predictor(after), NetworkPredictor)
+    assert strategy.learned == "linear-model"
     for number in (1, 2):  # round 2 is for the moments
         assert strategy.evaluate_metrics[number]["accuracy"] == pytest.approx(accuracy)
 
