@@ -84,8 +84,9 @@ class TCT(BaseStrategy):
     the number of examples that it reported first: another number is refused. A node that reports no
     partition goes by its node id and is a new client after it registers anew, so give nodes a
     partition-id. The moments are those of the clients that answered in that one round: see
-    ``min_completed``. Well-formed lies are not defended against: one false model, or false moments,
-    stay in c or in the normaliser.
+    ``min_completed``. With three clients or more, moments, features and changes of the model over
+    100 times as large as the median client's are dropped. Smaller lies are not defended against:
+    one false model, or false moments, stay in c or in the normaliser.
 
     Parameters
     ----------

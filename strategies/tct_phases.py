@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, available_memory
 from fedntk.ntk.convex import pooled_ridge
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes, screen_sizes
 
 from .averaging import named_arrays, weighted_mean
 from .base import logger
@@ -209,6 +209,9 @@ class Convexify(_StageTwo):
             return Moments.from_arrays(arrays, reply.num_examples, tct.width)
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(
+            pairs, rejected, lambda own: screen_sizes([m.root_mean_square for m in own])
+        )
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
             return None, metrics
@@ -334,6 +337,7 @@ class ServerSolve(_StageTwo):
             return upload
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(pairs, rejected, lambda own: screen_sizes([u.size for u in own]))
         pairs = tct.screened(pairs, rejected, _affordable)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):

@@ -51,6 +51,11 @@ class Moments:
         mean = z.mean(0)
         return cls(len(z), mean.numpy(), (z - mean).square_().sum(0).numpy())
 
+    @property
+    def root_mean_square(self) -> float:
+        """Of all the group's numbers z: how large they are."""
+        return float(np.sqrt((self.mean**2 + self.sum_sq_dev / self.count).mean()))
+
     def __add__(self, other: "Moments") -> "Moments":
         """Join two groups."""
         count = self.count + other.count

@@ -9,7 +9,13 @@ from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon, privatise
-from .screening import MemoryBudget, screen_changes, screen_losses, screen_uploads
+from .screening import (
+    MemoryBudget,
+    screen_changes,
+    screen_losses,
+    screen_sizes,
+    screen_uploads,
+)
 
 __all__ = [
     "UNQUANTISED",
@@ -31,6 +37,7 @@ __all__ = [
     "privatise",
     "screen_changes",
     "screen_losses",
+    "screen_sizes",
     "screen_uploads",
     "to_npy",
     "top_k",

@@ -19,7 +19,7 @@ from ..errors import BadReply, NotEnoughMemory
 from ..memory import require_memory
 from .jacobian_upload import JacobianUpload
 
-__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_uploads"]
+__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_sizes", "screen_uploads"]
 
 OUTLIER = 100  # times the median client's
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
@@ -85,6 +85,22 @@ def screen_changes(
         math.sqrt(sum(_squared_distance(own[name], a) for name, a in floating.items()))
         for own in clients
     ]
+    return screen_sizes(sizes)
+
+
+def screen_sizes(sizes: Sequence[float]) -> list[BadReply | None]:
+    """Say of each client's size why what it sent cannot be used with the others', or None.
+
+    Parameters
+    ----------
+    sizes : sequence of float
+        One a client, at least 0.
+
+    Returns
+    -------
+    list of BadReply or None
+        With the reason ``"scale"``.
+    """
     limit = _limit(sizes)
     return [BadReply("scale", TOO_LARGE) if size > limit else None for size in sizes]
 

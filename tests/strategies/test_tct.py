@@ -505,6 +505,25 @@ def test_a_model_far_beyond_the_others_is_dropped(clients):
     assert bits(after) == bits(without)
 
 
+@pytest.mark.parametrize(
+    ("exchange", "position"), [("moments", 0), ("moments", 1), ("features", 1)]
+)
+def test_moments_and_features_far_beyond_the_others_are_dropped(clients, exchange, position):
+    """Otherwise one reply makes all normalised features 0, and nothing is learned any more.
+
+    Position 0 of the moments are the means, 1 the squared deviations; 1 of features is their scale.
+    """
+    options = {"solve": "server"} if exchange == "features" else {}
+    huge = damaged(position, lambda a: (a + 1) * 1e30)
+    results = []
+    for change in (huge, lost):
+        strategy = make(**options)
+        first = {2: lambda reply, s=strategy, c=change: c(reply) if s.server_round == 1 else reply}
+        results.append(bits(start(strategy, Grid(clients, changes=first), rounds=3)))
+        assert strategy.train_metrics[1].get("rejected-scale", 0) == (change is huge)
+    assert results[0] == results[1]
+
+
 def test_a_negative_deviation_is_dropped(clients):
     def negative(reply: Message) -> Message:
         arrays = [a.numpy() for a in reply.content["arrays"].values()]
