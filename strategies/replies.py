@@ -20,6 +20,7 @@ KNOWN_METRICS = ("train-loss", "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
 MOST_NUMBERS = 10_000  # in the metrics of a reply
 LONGEST_NAME = 64  # characters of a metric's name
+COUNTS = ("replies-", "rejected-")  # begin the names under which the server counts replies
 LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
 LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
 
@@ -46,8 +47,8 @@ class Reply:
         Between 1 and `max_examples`.
     metrics : dict of str to int, float or list
         The other metrics: finite numbers, and lists without NaN. Of more than 64, or of more than
-        10,000 numbers in all, some are left out, as are names of more than 64 characters and
-        names that are no Unicode text.
+        10,000 numbers in all, some are left out, as are names of more than 64 characters, names
+        that are no Unicode text, and those under which the server counts replies.
     message : Message
         The reply itself.
 
@@ -136,8 +137,9 @@ class Reply:
 
 
 def _can_be_kept(name: str) -> bool:
-    """Whether a metric's name is short, and text that any file can hold."""
-    return len(name) <= LONGEST_NAME and not any("\ud800" <= letter <= "\udfff" for letter in name)
+    """Whether a metric's name is short, text that any file can hold, and not the server's."""
+    text = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return text and len(name) <= LONGEST_NAME and not name.startswith(COUNTS)
 
 
 def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:

@@ -140,6 +140,14 @@ def test_nor_numbers_in_lists_without_end():
     assert {name: len(numbers) for name, numbers in kept.items()} == {"a": 9_000, "c": 999}
 
 
+def test_clients_cannot_write_the_servers_counts():
+    counts = with_metrics(replies_accepted=99.0, replies_x=1, rejected_error=2, rejected_x=3.0)
+    strategy, plain = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
+    start(strategy, Grid(CLIENTS, changes=dict.fromkeys(range(6), counts)))
+    start(plain, Grid(CLIENTS))
+    assert dict(strategy.train_metrics[1]) == dict(plain.train_metrics[1])
+
+
 # ---------------------------------------------------------------- nodes and sampling
 
 
