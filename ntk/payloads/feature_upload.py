@@ -102,7 +102,7 @@ class FeatureUpload:
 
     @property
     def size(self) -> float:
-        """Norm of `scale`."""
+        """Euclidean norm of `scale`: how large the features are."""
         return float(np.linalg.norm(self.scale.astype(np.float64)))
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -89,12 +89,12 @@ def screen_changes(
 
 
 def screen_sizes(sizes: Sequence[float]) -> list[BadReply | None]:
-    """Say of each client's size why it cannot be used with the others', or None.
+    """Say of each client's size why what it sent cannot be used with the others', or None.
 
     Parameters
     ----------
     sizes : sequence of float
-        Each client's, such as a norm of what it sent; finite, at least 0.
+        One a client, at least 0.
 
     Returns
     -------

@@ -145,6 +145,24 @@ def test_clients_cannot_add_metrics_without_end():
     assert "x" * 65 not in metrics
 
 
+def test_nor_numbers_in_lists_without_end():
+    """Of 19,000 numbers 10,000 are kept, the loss among them, and no list in part."""
+    lists = {"a": [0.5] * 9_000, "b": [0.5] * 9_000, "c": [0.5] * 999, "d": [0.5]}
+    grid = Grid(CLIENTS, changes=dict.fromkeys(range(6), with_metrics(**lists)))
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, grid)
+    kept = {k: v for k, v in strategy.train_metrics[1].items() if isinstance(v, list)}
+    assert {name: len(numbers) for name, numbers in kept.items()} == {"a": 9_000, "c": 999}
+
+
+def test_clients_cannot_write_the_servers_counts():
+    counts = with_metrics(replies_accepted=99.0, replies_x=1, rejected_error=2, rejected_x=3.0)
+    strategy, plain = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
+    start(strategy, Grid(CLIENTS, changes=dict.fromkeys(range(6), counts)))
+    start(plain, Grid(CLIENTS))
+    assert dict(strategy.train_metrics[1]) == dict(plain.train_metrics[1])
+
+
 # ---------------------------------------------------------------- nodes and sampling
 
 
@@ -185,6 +203,16 @@ def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
     start(SeededFedAvg(held_out=[0], min_train_nodes=1, **ALL), grid)
     assert sorted(grid.trained) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("claimed", [-1, -5, 2**63, 2**64 - 1])
+def test_a_partition_that_cannot_be_is_none(claimed):
+    """Below zero are the placeholders, here node 4's; no table holds what is over 63 bits."""
+    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert strategy.registry.clients() == {0, 1, 2, -5, 4, 6}  # node 6 goes by its id
+    assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 6]
 
 
 def test_partitions_are_asked_for_once():
