@@ -186,9 +186,12 @@ def checked_weights(
 def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
     """Raise BadReply unless an array can be another's successor in a model.
 
-    It must have the shape and dtype, and finite numbers: of floating point up to 1e12, whole ones
-    up to 2^53, so that means stay in range, and variances (``running_var``) of at least 0.
+    It must have the shape and dtype. If it changed, its numbers must be finite: of floating point
+    up to 1e12, whole ones up to 2^53, so that means stay in range, and variances
+    (``running_var``) of at least 0.
     """
+    if array.dtype == expected.dtype and np.array_equal(array, expected):
+        return
     whole = np.issubdtype(expected.dtype, np.integer)
     require_array(
         name,

@@ -271,7 +271,7 @@ class TCT(BaseStrategy):
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> Predictor:
-        """Make the predictor of what is learned: a TCTModel, or in earlier rounds the network.
+        """Make the predictor of the newest arrays: a TCTModel, or before stage 2 the network.
 
         `network` is the strategy's own by default.
         """

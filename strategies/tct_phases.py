@@ -268,7 +268,9 @@ class ConvexRounds(_StageTwo):
             return {LINEAR: arrays[0]}
 
         pairs, rejected, lost = self.answers(replies, parse)
-        pairs = tct.screened(pairs, rejected, lambda own: screen_changes({LINEAR: theta}, own))
+        pairs = tct.screened(
+            pairs, rejected, lambda own, most: screen_changes({LINEAR: theta}, own, most)
+        )
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         self._report_rates([reply for reply, _ in pairs], metrics)
         # some c_k is no more, and c still holds it
@@ -359,12 +361,14 @@ class ServerSolve(_StageTwo):
         return updated
 
 
-def _of_one_size(parts: Sequence[Moments] | Sequence[FeatureUpload]) -> list[BadReply | None]:
+def _of_one_size(
+    parts: Sequence[Moments] | Sequence[FeatureUpload], factor: float
+) -> list[BadReply | None]:
     """Refuse what would set the normaliser for all."""
-    return screen_sizes([part.size for part in parts])
+    return screen_sizes([part.size for part in parts], factor)
 
 
-def _affordable(uploads: Sequence[FeatureUpload]) -> list[BadReply | None]:
+def _affordable(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:
     """Refuse the largest uploads while a kernel of all examples would not fit."""
     verdicts: list[BadReply | None] = [None] * len(uploads)
     sizes: Mapping[int, int] = {i: len(upload.labels) for i, upload in enumerate(uploads)}

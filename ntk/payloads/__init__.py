@@ -10,6 +10,7 @@ from .limits import UploadLimits
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon, privatise
 from .screening import (
+    OUTLIER_FACTOR,
     MemoryBudget,
     screen_changes,
     screen_losses,
@@ -18,6 +19,7 @@ from .screening import (
 )
 
 __all__ = [
+    "OUTLIER_FACTOR",
     "UNQUANTISED",
     "CompressedUpload",
     "ConvexTask",

@@ -377,6 +377,8 @@ def test_what_is_kept_for_many_clients_may_be_missing_from_a_state():
     [
         ({"min_completed": 0}, "min_completed: expected at least 1, got 0"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"outlier_factor": 1.0}, "outlier_factor: expected more than 1, got 1.0"),
+        ({"outlier_factor": float("nan")}, "outlier_factor: expected more than 1, got nan"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
+from torch import nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import SGDClient, client_app
 from fedntk.strategies import SeededFedAvg
 
 from .federation import (
@@ -137,6 +138,33 @@ def test_weights_that_moved_within_the_limit_are_used(factor):
     far = damaged(0, lambda a: a + 1e4)
     start(few, Grid(CLIENTS, changes={1: far}, num_clients=2))
     assert few.train_metrics[1]["replies-accepted"] == 2
+
+
+def test_the_limit_can_be_raised_or_lifted():
+    """For clients that take very different numbers of steps."""
+    far = {2: damaged(0, lambda a: a + 1e4)}
+    for factor, accepted in ((100.0, 5), (1e9, 6), (float("inf"), 6)):
+        strategy = SeededFedAvg(outlier_factor=factor, **ALL)
+        start(strategy, Grid(CLIENTS, changes=far))
+        assert strategy.train_metrics[1]["replies-accepted"] == accepted
+
+
+def test_an_array_that_did_not_change_may_hold_anything():
+    """Such as a mask of the largest numbers, which is a buffer and is never trained."""
+
+    def masked(seed: int = 0) -> nn.Module:
+        model = network(seed)
+        model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+        return model
+
+    def client_fn(context: Context) -> SGDClient:
+        partition = int(context.node_config["partition-id"])
+        return SGDClient(masked(), *examples(partition), learning_rate=0.1, batch_size=4)
+
+    strategy = SeededFedAvg(**ALL)
+    initial = ArrayRecord(dict(masked().state_dict()))
+    strategy.start(Grid(client_app(client_fn)), initial, num_rounds=1)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
 
 
 def test_counters_near_the_limit_stay_there():
