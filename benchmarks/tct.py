@@ -207,7 +207,7 @@ def solve(
                 {
                     "products-s": lambda: features @ both,
                     "eigenbasis-s": lambda m=m: residual_sum(
-                        spectrum, f, 0 * f, drift, learning_rate=ETA, steps=m
+                        spectrum, f, 0 * f, drift, learning_rate=ETA, local_steps=m
                     ),
                     "model-s": lambda: features.transposed_matmul(f),
                 },
@@ -236,7 +236,7 @@ def exactly(
     given = z @ start, targets, z @ correction
 
     def model(m: int) -> Tensor:
-        total = residual_sum(spectrum, *given, learning_rate=ETA, steps=m)
+        total = residual_sum(spectrum, *given, learning_rate=ETA, local_steps=m)
         return start + ETA * (z.T @ total / n + m * correction)
 
     return model

@@ -5,6 +5,7 @@ Flower makes a client anew for every message, so memory does not outlast one; an
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -37,6 +38,10 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
+
+
+# what the system says where the file may be as good as it was
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def cache_dir() -> Path:
@@ -87,8 +92,8 @@ class DiskStore:
                 return dict(saved)
         except FileNotFoundError:
             return {}
-        except DAMAGED:
-            path.unlink()
+        except DAMAGED as error:
+            _remove_damaged(path, error)
             return {}
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
@@ -98,8 +103,8 @@ class DiskStore:
             array: NDArray[Any] = np.load(path, mmap_mode="c")
         except FileNotFoundError:
             return None
-        except DAMAGED:
-            path.unlink()
+        except DAMAGED as error:
+            _remove_damaged(path, error)
             return None
         return array if array.shape == shape else None
 
@@ -148,3 +153,10 @@ class DiskStore:
         for path in self.folder.glob(pattern):
             if path.name != "key.json" and path.stem not in all_but:
                 path.unlink()
+
+
+def _remove_damaged(path: Path, error: Exception) -> None:
+    """Remove a file that cannot be read, unless that may pass."""
+    if isinstance(error, OSError) and error.errno in PASSING:
+        raise error
+    path.unlink()

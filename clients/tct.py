@@ -274,7 +274,7 @@ class TCTClient(SGDClient):
             centred_targets(self.targets, task.loss).to(features),
             -(features.T @ coefficients) - mean,
             learning_rate=task.learning_rate,
-            steps=task.local_steps,
+            local_steps=task.local_steps,
             loss=task.loss,
         )
         after = total.cpu().double() / (len(features) * task.local_steps)
@@ -306,7 +306,7 @@ class TCTClient(SGDClient):
             centred_targets(self.targets, task.loss),
             drift,
             learning_rate=task.learning_rate,
-            steps=task.local_steps,
+            local_steps=task.local_steps,
             loss=task.loss,
         )
         after = total / (rows.shape[0] * task.local_steps)

@@ -65,7 +65,7 @@ def require_array(
         if array.dtype not in known:
             words = " or ".join(map(str, known))
             raise BadReply("dtype", f"{name}: expected {words}, got {array.dtype}")
-    if array.dtype.kind not in "fiu":
+    if array.dtype.kind not in ("fiu" if dtype is None else "fiub"):
         raise BadReply("dtype", f"{name}: expected numbers, got {array.dtype}")
     if not array.size:
         return

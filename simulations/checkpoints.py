@@ -63,7 +63,8 @@ class Evaluations:
     names : tuple of str
         Of the metrics, in the order in which they first came.
     keys : int64, shape (m, 3)
-        Round, partition and position of the name.
+        Round, partition and position of the name. The id of a node that reports no partition may
+        have 64 bits; it is the signed number of the same bits, as in Flower's own tables.
     values : float64, shape (m,)
         The metrics.
     """
@@ -80,12 +81,17 @@ class Evaluations:
         for partition, own in metrics.items():
             for name in sorted(own, key=positions.__getitem__):
                 if own[name] == own[name]:
-                    keys.append((server_round, partition, positions[name]))
+                    keys.append((server_round, _signed(partition), positions[name]))
                     values.append(float(own[name]))
         new = np.array(keys, np.int64).reshape(-1, 3)
         return type(self)(
             tuple(names), np.concatenate([self.keys, new]), np.append(self.values, values)
         )
+
+
+def _signed(number: int) -> int:
+    """Return the int64 of the same lowest 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 @dataclass(frozen=True, eq=False)

@@ -336,7 +336,11 @@ class Config(Settings):
         if not path.exists():
             raise ConfigError(f"no run in {folder}: config.toml is missing")
         if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
-            raise ConfigError(f"{path} is cut off: its last line, {END.strip()!r}, is missing")
+            raise ConfigError(
+                f"{path} is cut off: its last line, {END.strip()!r}, is missing; runs of older "
+                "versions have none, too. Choose another folder with out, or replace that run with "
+                "again"
+            )
         return cls.load(path, **overrides)
 
     def values(self) -> dict[str, Value]:

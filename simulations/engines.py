@@ -6,10 +6,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from logging import WARNING, getLogger
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -249,7 +249,9 @@ class MeteredGrid(Grid):
     ) -> Iterable[Message]:
         """Count, send, receive and count."""
         sent = self._sent(messages)
-        return self._received(self._waited(self.grid.send_and_receive, sent, timeout=timeout))
+        replies = self._waited(self.grid.send_and_receive, sent, timeout=timeout)
+        kinds = {m.metadata.message_id: m.metadata.message_type for m in sent}
+        return self._received(replies, kinds)
 
     def _waited(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         start = time.perf_counter()
@@ -262,7 +264,10 @@ class MeteredGrid(Grid):
         self._count("down", messages)
         return messages
 
-    def _received(self, replies: Iterable[Message]) -> list[Message]:
+    def _received(
+        self, replies: Iterable[Message], kinds: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Message]:
+        """Count replies; those to known messages by the messages' kinds, not by their own."""
         replies = list(replies)
         for reply in replies:
             if reply.has_content() and METER in reply.content:
@@ -270,13 +275,17 @@ class MeteredGrid(Grid):
                 del reply.content[METER]
                 self._costs["seconds-clients"] += seconds  # type: ignore[assignment]
                 self._peak = max(self._peak, peak)
-        self._count("up", replies)
+        self._count("up", replies, kinds)
         return replies
 
-    def _count(self, way: str, messages: list[Message]) -> None:
+    def _count(
+        self, way: str, messages: list[Message], kinds: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         known: dict[int, int] = {}  # messages of a round share their records
         for message in messages:
-            if (kind := message.metadata.message_type) not in SET_UP:
+            metadata = message.metadata
+            kind = kinds.get(metadata.reply_to_message_id, metadata.message_type)
+            if kind not in SET_UP:
                 prefix = "evaluation-" if kind.startswith("evaluate") else ""
                 self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
 

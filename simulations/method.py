@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from flwr.client import NumPyClient
@@ -135,9 +135,7 @@ class Method(ABC, Generic[S]):
 
     def own(self, config: "Config") -> S:
         """Return the method's settings in a configuration."""
-        settings = config.settings_of(self.name)
-        assert isinstance(settings, self.settings)  # noqa: S101 - for mypy
-        return settings
+        return cast(S, config.settings_of(self.name))
 
     def check(self, config: "Config", settings: S) -> None:
         """Refuse settings that do not go with the common ones, with a ConfigError."""

@@ -292,7 +292,7 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     ----------
     folders : path or iterable of paths
         Runs' folders, or folders that hold runs' folders at any depth. Of the latter, runs that did
-        not finish are left out, with a warning.
+        not finish, or cannot be read, are left out, with a warning.
 
     Raises
     ------
@@ -313,7 +313,7 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
                 continue  # Flower's own settings, or a run that never began
             try:
                 runs.append(read_run(path))
-            except (RunFailed, FileNotFoundError) as error:
+            except (RunFailed, ConfigError, FileNotFoundError) as error:
                 logger.log(WARNING, "%s is left out: %s", path, error)
         if len(runs) == found:
             raise FileNotFoundError(f"no finished run in {folder}")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, NetworkPredictor, Predictor
+from fedntk.ntk.payloads import OUTLIER_FACTOR
 from fedntk.trust import SEALED_SEED
 
 from .averaging import named_arrays
@@ -57,6 +58,10 @@ class BaseStrategy(FedAvg):
         a method asks between training and aggregation.
     held_out : sequence of int
         Partitions never sampled for training.
+    outlier_factor : float
+        With three clients or more, a reply that is so many times larger than the median client's is
+        dropped: its change of the weights, or what else a method compares. Raise it where clients
+        take very different numbers of steps; infinity drops none.
     key_server : SealsSeeds, optional
         Seals the seed of the random projection for each client, such as
         :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The strategy never learns the seed;
@@ -98,6 +103,7 @@ class BaseStrategy(FedAvg):
         max_examples: int = 10_000_000,
         query_timeout: float = 600,
         held_out: Sequence[int] = (),
+        outlier_factor: float = OUTLIER_FACTOR,
         key_server: SealsSeeds | None = None,
         run: str = "",
         **fedavg_options: Any,
@@ -107,6 +113,8 @@ class BaseStrategy(FedAvg):
             raise ValueError(f"min_completed: expected at least 1, got {min_completed}")
         if seed < 0:
             raise ValueError(f"seed: expected at least 0, got {seed}")
+        if not outlier_factor > 1:
+            raise ValueError(f"outlier_factor: expected more than 1, got {outlier_factor}")
         if key_server is not None and not run:
             raise ValueError("key_server: name the training run with run=..., as its clients do")
         self.seed = seed
@@ -114,6 +122,7 @@ class BaseStrategy(FedAvg):
         self.max_examples = max_examples
         self.query_timeout = query_timeout
         self.held_out = tuple(held_out)
+        self.outlier_factor = outlier_factor
         self.run = run
         self.registry = ClientRegistry()
         self.global_arrays = ArrayRecord()
@@ -126,6 +135,7 @@ class BaseStrategy(FedAvg):
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._grid: Grid | None = None
         self._rounds_loaded = 0
+        self._timeout: float = 3600
 
     def summary(self) -> None:
         """Log the settings."""
@@ -196,7 +206,7 @@ class BaseStrategy(FedAvg):
         **options
             Arguments that a newer Flower adds.
         """
-        done, self._rounds_loaded = self._rounds_loaded, 0
+        done, self._rounds_loaded, self._timeout = self._rounds_loaded, 0, timeout
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
         result = run_rounds(
             self,
@@ -351,7 +361,9 @@ class BaseStrategy(FedAvg):
             raise RuntimeError("exchange: call configure_train first, which sets the grid")
         config = self._configs.get(stage, ConfigRecord())
         messages = self.messages(self.server_round, nodes, stage, arrays, config)
-        answers = self._grid.send_and_receive(messages, timeout=self.query_timeout)
+        asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
+        timeout = self._timeout if asked_again else self.query_timeout
+        answers = self._grid.send_and_receive(messages, timeout=timeout)
         return self.accepted(answers, parse, stage)
 
     # ---------------------------------------------------------------- sampling
@@ -403,7 +415,7 @@ class BaseStrategy(FedAvg):
                     continue
                 (record,) = reply.content.metric_records.values()
                 partition = record.get("partition-id")
-                if isinstance(partition, int):
+                if isinstance(partition, int) and 0 <= partition < 2**63:  # below 0: placeholders
                     self.registry.add({reply.metadata.src_node_id: partition})
         self.registry.set_present(nodes)
         return nodes
@@ -463,11 +475,15 @@ class BaseStrategy(FedAvg):
         self,
         pairs: Pairs[T],
         rejected: Counter[str],
-        screen: Callable[[Sequence[T]], Sequence[BadReply | None]],
+        screen: Callable[[Sequence[T], float], Sequence[BadReply | None]],
     ) -> Pairs[T]:
-        """Drop the replies that a rule over all of them refuses; `screen` gives its verdicts."""
+        """Drop the replies that a rule over all of them refuses.
+
+        `screen` gives its verdicts on what was parsed, with the `outlier_factor`.
+        """
         kept: Pairs[T] = []
-        for pair, bad in zip(pairs, screen([parsed for _, parsed in pairs]), strict=True):
+        verdicts = screen([parsed for _, parsed in pairs], self.outlier_factor)
+        for pair, bad in zip(pairs, verdicts, strict=True):
             if bad is None:
                 kept.append(pair)
             else:

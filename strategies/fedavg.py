@@ -44,7 +44,7 @@ class SeededFedAvg(BaseStrategy):
         pairs, rejected = self.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
         )
-        pairs = self.screened(pairs, rejected, lambda weights: screen_changes(model, weights))
+        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):

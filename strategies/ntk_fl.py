@@ -18,8 +18,16 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord
 from numpy.typing import NDArray
+from torch import nn
 
-from fedntk.ntk import BadReply, JacobianUpload, Loss, require_memory
+from fedntk.ntk import (
+    BadReply,
+    JacobianUpload,
+    Loss,
+    NetworkPredictor,
+    Predictor,
+    require_memory,
+)
 from fedntk.ntk.evolution import Candidates, GradientFlow, lowest_loss, mean_losses
 from fedntk.ntk.payloads import screen_losses, screen_uploads
 
@@ -145,6 +153,12 @@ class NTKFL(BaseStrategy):
             self.steps,
             self.selection,
         )
+
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
+    ) -> Predictor:
+        """Make the predictor of the newest arrays, with the loss that evolves."""
+        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=self.flow.loss)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

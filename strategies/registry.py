@@ -1,6 +1,7 @@
 """Which node is which client, what each client has been sent, and whose reply answers what."""
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 
 from flwr.app import Message, Metadata
 
@@ -111,23 +112,23 @@ class Exchange:
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         # not the messages themselves, whose contents may be large
         self._asked: list[Metadata] = [message.metadata for message in messages]
+        self._nodes = {metadata.dst_node_id for metadata in self._asked}
         self._answered: set[int] = set()
 
-    @property
-    def nodes(self) -> list[int]:
-        """Nodes that were asked."""
-        return [metadata.dst_node_id for metadata in self._asked]
+    @cached_property
+    def _node_by_id(self) -> dict[str, int]:
+        """Message id -> node; formed with the first reply, when all messages have been sent."""
+        return {m.message_id: m.dst_node_id for m in self._asked if m.message_id}
 
     def node_asked(self, reply: Message) -> int | None:
         """Return the node whose message a reply answers, whoever sent the reply; None if none.
 
         An error of the transport carries the SuperLink's node id instead of the node's.
         """
-        by_id = {m.message_id: m.dst_node_id for m in self._asked if m.message_id}
-        if by_id:
-            return by_id.get(reply.metadata.reply_to_message_id)
+        if self._node_by_id:
+            return self._node_by_id.get(reply.metadata.reply_to_message_id)
         source = reply.metadata.src_node_id
-        return source if source in self.nodes else None
+        return source if source in self._nodes else None
 
     def take(self, reply: Message) -> int:
         """Return the node that a reply comes from, and count its message as answered.

@@ -18,7 +18,9 @@ __all__ = ["Reply", "checked_accuracy", "checked_weights", "largest_group", "req
 T = TypeVar("T")
 KNOWN_METRICS = ("train-loss", "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
+MOST_NUMBERS = 10_000  # in the metrics of a reply
 LONGEST_NAME = 64  # characters of a metric's name
+COUNTS = ("replies-", "rejected-")  # begin the names under which the server counts replies
 LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
 LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
 
@@ -44,8 +46,9 @@ class Reply:
     num_examples : int
         Between 1 and `max_examples`.
     metrics : dict of str to int, float or list
-        The other metrics: finite numbers, and lists without NaN. Of more than 64, or with names of
-        more than 64 characters, some are left out.
+        The other metrics: finite numbers, and lists without NaN. Of more than 64, or of more than
+        10,000 numbers in all, some are left out, as are names of more than 64 characters, names
+        that are no Unicode text, and those under which the server counts replies.
     message : Message
         The reply itself.
 
@@ -87,7 +90,13 @@ class Reply:
         self.num_examples = int(examples)
         metrics.pop("partition-id", None)
         names = sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name))
-        kept = [name for name in names if len(name) <= LONGEST_NAME][:MOST_METRICS]
+        kept: set[str] = set()
+        room = MOST_NUMBERS
+        for name in names:
+            size = len(metrics[name]) if isinstance(metrics[name], list) else 1
+            if _can_be_kept(name) and len(kept) < MOST_METRICS and size <= room:
+                kept.add(name)
+                room -= size
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
     @property
@@ -125,6 +134,12 @@ class Reply:
             found = ", ".join(sorted(records))[:80] or "none"
             raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
         return [_arrays(records[name]) for name in names]
+
+
+def _can_be_kept(name: str) -> bool:
+    """Whether a metric's name is short, text that any file can hold, and not the server's."""
+    text = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return text and len(name) <= LONGEST_NAME and not name.startswith(COUNTS)
 
 
 def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
@@ -171,9 +186,12 @@ def checked_weights(
 def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
     """Raise BadReply unless an array can be another's successor in a model.
 
-    It must have the shape and dtype, and finite numbers: of floating point up to 1e12, whole ones
-    up to 2^53, so that means stay in range, and variances (``running_var``) of at least 0.
+    It must have the shape and dtype. If it changed, its numbers must be finite: of floating point
+    up to 1e12, whole ones up to 2^53, so that means stay in range, and variances
+    (``running_var``) of at least 0.
     """
+    if array.dtype == expected.dtype and np.array_equal(array, expected):
+        return
     whole = np.issubdtype(expected.dtype, np.integer)
     require_array(
         name,

@@ -18,7 +18,7 @@ where n_S and n_M are the sums of the n_i. With equal n_i these are the paper's 
 anew from all c_i in each round; with unequal n_i, sums over S alone would leave it apart from them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
@@ -35,6 +35,7 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
+from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import screen_changes
 
 from .averaging import cast_like, named_arrays, weighted_mean
@@ -189,9 +190,13 @@ class SCAFFOLD(BaseStrategy):
             weights, controls = reply.array_records(self.arrayrecord_key, CONTROLS)
             return checked_weights(weights, model), checked_weights(controls, floating)
 
+        def screen(own: Sequence[tuple[Arrays, Arrays]], most: float) -> list[BadReply | None]:
+            by_weights = screen_changes(model, [weights for weights, _ in own], most)
+            by_controls = screen_changes(zeros, [controls for _, controls in own], most)
+            return [a or b for a, b in zip(by_weights, by_controls, strict=True)]
+
         pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
-        pairs = self.screened(pairs, rejected, lambda p: screen_changes(model, [w for w, _ in p]))
-        pairs = self.screened(pairs, rejected, lambda p: screen_changes(zeros, [c for _, c in p]))
+        pairs = self.screened(pairs, rejected, screen)
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):

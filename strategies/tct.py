@@ -20,9 +20,9 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -50,7 +50,15 @@ from .base import BaseStrategy, logger
 from .replies import Reply, checked_accuracy
 from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
-from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
+from .tct_phases import (
+    Answers,
+    BootstrapRounds,
+    Convexify,
+    ConvexRounds,
+    Lost,
+    Phase,
+    ServerSolve,
+)
 
 __all__ = ["TCT", "ConvexOptimizer"]
 
@@ -59,37 +67,6 @@ PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the
 BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A client's word that it no longer has what it was sent.
-
-    Attributes
-    ----------
-    control : bool
-        Whether its own c_k is lost, too, which the server cannot send again.
-    """
-
-    control: bool
-
-    @classmethod
-    def said_in(cls, reply: Reply) -> "Lost | None":
-        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
-        if "lost-state" not in reply.metrics:
-            return None
-        said = reply.metrics["lost-state"]
-        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
-            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
-        return cls(control=said == 1)
-
-
-class Answers(NamedTuple, Generic[T]):
-    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
-
-    pairs: list[tuple[Reply, T]]
-    rejected: Counter[str]
-    lost: list[int]
 
 
 class TCT(BaseStrategy):
@@ -107,8 +84,11 @@ class TCT(BaseStrategy):
     the number of examples that it reported first: another number is refused. A node that reports no
     partition goes by its node id and is a new client after it registers anew, so give nodes a
     partition-id. The moments are those of the clients that answered in that one round: see
-    ``min_completed``. Well-formed lies are not defended against: one false model, or false moments,
-    stay in c or in the normaliser.
+    ``min_completed``. With three clients or more, models that moved over 100 times as far as the
+    median client's are dropped, as are moments and features of over 100 times its size. Other
+    well-formed lies are not defended against: within that limit a false model stays in c, and false
+    moments in the normaliser; and a client that says time and again that its c_k is lost has the
+    corrections of all start again each time.
 
     Parameters
     ----------
@@ -291,7 +271,7 @@ class TCT(BaseStrategy):
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> Predictor:
-        """Make the predictor of what is learned: a TCTModel, or in earlier rounds the network.
+        """Make the predictor of the newest arrays: a TCTModel, or before stage 2 the network.
 
         `network` is the strategy's own by default.
         """

@@ -98,7 +98,9 @@ class Bootstrap:
         pairs, rejected = self.owner.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
         )
-        pairs = self.owner.screened(pairs, rejected, lambda own: screen_changes(expected, own))
+        pairs = self.owner.screened(
+            pairs, rejected, lambda own, most: screen_changes(expected, own, most)
+        )
         metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
         if not self.owner.enough(len(pairs)):
             return None, metrics

@@ -5,10 +5,11 @@ NeurIPS 2022, section 4 and algorithms 1 and 2. Which phase is at work is the st
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, available_memory
 from fedntk.ntk.convex import pooled_ridge
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes, screen_sizes
 
 from .averaging import named_arrays, weighted_mean
 from .base import logger
@@ -33,14 +34,53 @@ from .replies import Reply, require_like
 from .tct_bootstrap import Bootstrap
 
 if TYPE_CHECKING:
-    from .tct import TCT, Answers
+    from .tct import TCT
 
-__all__ = ["BootstrapRounds", "ConvexRounds", "Convexify", "Phase", "ServerSolve"]
+__all__ = [
+    "Answers",
+    "BootstrapRounds",
+    "ConvexRounds",
+    "Convexify",
+    "Lost",
+    "Phase",
+    "ServerSolve",
+]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A client's word that it no longer has what it was sent.
+
+    Attributes
+    ----------
+    control : bool
+        Whether its own c_k is lost, too, which the server cannot send again.
+    """
+
+    control: bool
+
+    @classmethod
+    def said_in(cls, reply: Reply) -> "Lost | None":
+        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
+        if "lost-state" not in reply.metrics:
+            return None
+        said = reply.metrics["lost-state"]
+        if said not in (0, 1) or any(map(len, reply.message.content.array_records.values())):
+            raise BadReply("lost-state", "expected 0 or 1, and no arrays beside it")
+        return cls(control=said == 1)
+
+
+class Answers(NamedTuple, Generic[T]):
+    """Good replies by client; reasons of the rejected; clients whose own c_k is lost."""
+
+    pairs: list[tuple[Reply, T]]
+    rejected: Counter[str]
+    lost: list[int]
 
 
 class Phase(ABC):
@@ -140,7 +180,7 @@ class _StageTwo(Phase):
         parts = self.tct.registry.lacks(client, *self.needs)
         return self.tct.asked(self.task(client), parts, arrays, config)
 
-    def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> "Answers[T]":
+    def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> Answers[T]:
         """Check replies, and note what those who sent good ones now have."""
         found = self.tct.answers(replies, parse, MessageType.TRAIN)
         for reply, _ in found.pairs:
@@ -169,6 +209,7 @@ class Convexify(_StageTwo):
             return Moments.from_arrays(arrays, reply.num_examples, tct.width)
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(pairs, rejected, _of_one_size)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
             return None, metrics
@@ -223,11 +264,13 @@ class ConvexRounds(_StageTwo):
             if len(arrays) != 1:
                 raise BadReply("arrays", f"expected 1, got {len(arrays)}")
             require_like(LINEAR, arrays[0], theta)
-            tct.control.check(reply.client, reply.num_examples, theta, arrays[0])
+            tct.control.check(reply.client, reply.num_examples)
             return {LINEAR: arrays[0]}
 
         pairs, rejected, lost = self.answers(replies, parse)
-        pairs = tct.screened(pairs, rejected, lambda own: screen_changes({LINEAR: theta}, own))
+        pairs = tct.screened(
+            pairs, rejected, lambda own, most: screen_changes({LINEAR: theta}, own, most)
+        )
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         self._report_rates([reply for reply, _ in pairs], metrics)
         # some c_k is no more, and c still holds it
@@ -294,6 +337,7 @@ class ServerSolve(_StageTwo):
             return upload
 
         pairs, rejected, _ = self.answers(replies, parse)
+        pairs = tct.screened(pairs, rejected, _of_one_size)
         pairs = tct.screened(pairs, rejected, _affordable)
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         if not tct.enough(len(pairs)):
@@ -317,7 +361,14 @@ class ServerSolve(_StageTwo):
         return updated
 
 
-def _affordable(uploads: Sequence[FeatureUpload]) -> list[BadReply | None]:
+def _of_one_size(
+    parts: Sequence[Moments] | Sequence[FeatureUpload], factor: float
+) -> list[BadReply | None]:
+    """Refuse what would set the normaliser for all."""
+    return screen_sizes([part.size for part in parts], factor)
+
+
+def _affordable(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:
     """Refuse the largest uploads while a kernel of all examples would not fit."""
     verdicts: list[BadReply | None] = [None] * len(uploads)
     sizes: Mapping[int, int] = {i: len(upload.labels) for i, upload in enumerate(uploads)}

@@ -26,14 +26,13 @@ def stem(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_method_has_its_file_in_every_room(method):
     own = stem(method)
-    paths = [f"simulations/methods/{own}.py"]
-    if method != "fedavg":  # Flower's, whose halves are the base of others here
-        paths += [
-            f"strategies/{own}.py",
-            f"clients/{own}.py",
-            f"tests/strategies/test_{own}.py",
-            f"tests/clients/test_{own}.py",
-        ]
+    paths = [
+        f"simulations/methods/{own}.py",
+        f"strategies/{own}.py",
+        f"tests/strategies/test_{own}.py",
+    ]
+    if method != "fedavg":  # its client, of local SGD, is other methods' base and named for that
+        paths += [f"clients/{own}.py", f"tests/clients/test_{own}.py"]
     if not METHODS[method].baseline:
         paths.append(f"notebooks/{own}.ipynb")
     for path in paths:

@@ -94,14 +94,14 @@ def centred_targets(targets: Tensor, loss: Loss) -> Tensor:
     return targets - 1 / targets.shape[1] if loss == "mse" else targets
 
 
-def geometric_sums(rate: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def geometric_sums(rate: Tensor, local_steps: int) -> tuple[Tensor, Tensor]:
     """phi_1 = sum of (1 - a)^m and phi_2 = sum of (1 - (1 - a)^m) / a, over m = 0 ... M - 1.
 
     Parameters
     ----------
     rate : Tensor of float64
         a = eta lambda / n, at least 0. Above 2 both grow as the loop does.
-    steps : int
+    local_steps : int
         M.
 
     Returns
@@ -109,18 +109,18 @@ def geometric_sums(rate: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     tuple of Tensor, Tensor
         float64; M and M (M - 1) / 2 where a is 0.
     """
-    small = rate * steps < 1e-2
+    small = rate * local_steps < 1e-2
     a = torch.where(small, torch.ones_like(rate), rate)
     # expm1 keeps the digits where M a is of order 1 and a is tiny
-    log = steps * torch.log1p(-a.clamp(max=0.5))
-    power = torch.where(a < 0.5, -torch.expm1(log), 1 - (1 - a) ** steps)
+    log = local_steps * torch.log1p(-a.clamp(max=0.5))
+    power = torch.where(a < 0.5, -torch.expm1(log), 1 - (1 - a) ** local_steps)
     first = power / a
-    second = (steps - first) / a
+    second = (local_steps - first) / a
     series = [torch.zeros_like(rate), torch.zeros_like(rate)]
-    term = torch.full_like(rate, float(steps))  # binom(M, j) (-a)^(j - 1)
+    term = torch.full_like(rate, float(local_steps))  # binom(M, j) (-a)^(j - 1)
     for j in range(1, 8):
         series[0] = series[0] + term
-        term = term * (steps - j) / (j + 1)  # binom(M, j + 1) (-a)^(j - 1)
+        term = term * (local_steps - j) / (j + 1)  # binom(M, j + 1) (-a)^(j - 1)
         series[1] = series[1] + term
         term = -term * rate
     return torch.where(small, series[0], first), torch.where(small, series[1], second)
@@ -133,7 +133,7 @@ def residual_sum(
     drift: Tensor,
     *,
     learning_rate: float,
-    steps: int,
+    local_steps: int,
     loss: Loss = "mse",
 ) -> Tensor:
     """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps.
@@ -142,14 +142,14 @@ def residual_sum(
     ----------
     kernel : Spectrum or Tensor, shape (n, n)
         Of K = Z Z^T: its spectrum for least squares, itself for cross-entropy. Not looked at if
-        `steps` is 1.
+        `local_steps` is 1.
     outputs : Tensor, shape (n, C)
         Z W_0.
     targets : Tensor, shape (n, C)
         Y.
     drift : Tensor, shape (n, C)
         Z h.
-    learning_rate, steps : float, int
+    learning_rate, local_steps : float, int
         eta and M.
     loss : {"mse", "cross-entropy"}
         See the module.
@@ -160,13 +160,13 @@ def residual_sum(
         float64; not finite where the steps diverge that far.
     """
     n, first = len(outputs), residual(outputs.double(), targets.double(), check_loss(loss))
-    if steps == 1:
+    if local_steps == 1:
         return first
     drift = drift.double()
     if loss == "mse":
         if not isinstance(kernel, Spectrum):
             raise TypeError("kernel: least squares need its Spectrum")
-        one, two = geometric_sums(learning_rate * kernel.values / n, steps)
+        one, two = geometric_sums(learning_rate * kernel.values / n, local_steps)
         basis = kernel.vectors
         inner = one[:, None] * (basis.T @ first) - learning_rate * two[:, None] * (basis.T @ drift)
         return basis @ inner
@@ -174,7 +174,7 @@ def residual_sum(
         raise TypeError("kernel: cross-entropy needs the matrix")
     f, k = outputs.double(), kernel.double() / n
     total = torch.zeros_like(f)
-    for _ in range(steps):
+    for _ in range(local_steps):
         r = residual(f, targets, loss)
         total += r
         f = f + learning_rate * (k @ r + drift)
@@ -189,7 +189,7 @@ def looped_steps(
     correction: Tensor,
     *,
     learning_rate: float,
-    steps: int,
+    local_steps: int,
     loss: Loss = "mse",
 ) -> tuple[Tensor, Tensor]:
     """Take the M steps one after another on W, as eq. (3) says: the closed form's oracle.
@@ -198,7 +198,7 @@ def looped_steps(
     ----------
     features, weights, targets, correction : Tensor, shapes (n, p), (p, C), (n, C), (p, C)
         Z, W_0, Y and h, of one dtype.
-    learning_rate, steps, loss
+    learning_rate, local_steps, loss
         As in :func:`residual_sum`.
 
     Returns
@@ -208,7 +208,7 @@ def looped_steps(
     """
     check_loss(loss)
     w, total = weights.clone(), torch.zeros_like(targets)
-    for _ in range(steps):
+    for _ in range(local_steps):
         r = residual(features @ w, targets, loss)
         total += r
         w += learning_rate * (features.T @ r / len(features) + correction)

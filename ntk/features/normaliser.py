@@ -7,6 +7,7 @@ subtracts no large numbers from each other.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ class Moments:
             self.sum_sq_dev + other.sum_sq_dev + delta**2 * (self.count * other.count / count),
         )
 
+    @property
+    def size(self) -> float:
+        """Root of the examples' mean squared norm."""
+        return math.sqrt(float((self.mean**2 + self.sum_sq_dev / self.count).sum()))
+
     @classmethod
     def join(cls, groups: Iterable["Moments"]) -> "Moments":
         """Join one or more groups; in any order up to rounding of float64."""
@@ -97,7 +103,7 @@ class Normaliser:
     Attributes
     ----------
     mean, inv_std : float32, shape (p,)
-        Scale is 1 over the standard deviation, and 0 for a feature that is constant: it carries
+        `inv_std` is 1 over the standard deviation, and 0 for a feature that is constant: it carries
         nothing, whatever it is for other examples. One that varies in few of the n examples has a
         small standard deviation, and another example may be sqrt(n) of it away: as in the paper,
         nothing is clipped.

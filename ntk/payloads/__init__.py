@@ -9,9 +9,17 @@ from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits
 from .npy import from_npy, to_npy
 from .privacy import check_privacy, label_epsilon, privatise
-from .screening import MemoryBudget, screen_changes, screen_losses, screen_uploads
+from .screening import (
+    OUTLIER_FACTOR,
+    MemoryBudget,
+    screen_changes,
+    screen_losses,
+    screen_sizes,
+    screen_uploads,
+)
 
 __all__ = [
+    "OUTLIER_FACTOR",
     "UNQUANTISED",
     "CompressedUpload",
     "ConvexTask",
@@ -31,6 +39,7 @@ __all__ = [
     "privatise",
     "screen_changes",
     "screen_losses",
+    "screen_sizes",
     "screen_uploads",
     "to_npy",
     "top_k",

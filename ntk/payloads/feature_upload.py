@@ -100,6 +100,11 @@ class FeatureUpload:
         require_array("features", features, shape=shape, low=-1.01, high=1.01)
         return cls(features, scale, labels)
 
+    @property
+    def size(self) -> float:
+        """Euclidean norm of `scale`: how large the features are."""
+        return float(np.linalg.norm(self.scale.astype(np.float64)))
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Return z of some examples, float32."""
         rows = self.features[start:stop].astype(np.float32)  # a copy: what came is read-only

@@ -1,9 +1,9 @@
 """Which clients' uploads can be used together: of one form, of one order of size.
 
-With three clients or more, what is over 100 times as large as the median client's is left out: one
-upload would otherwise decide the result, or its cost, for all. Of two clients neither is the
-outlier. What stays within the factor of 100, and what more than half of the clients agree on, is
-not held off by these rules.
+With three clients or more, what is over `factor` times (100 by default) as large as the median
+client's is left out: one upload would otherwise decide the result, or its cost, for all. Of two
+clients neither is the outlier. What stays within the factor, and what more than half of the clients
+agree on, is not held off by these rules.
 """
 
 import math
@@ -19,18 +19,21 @@ from ..errors import BadReply, NotEnoughMemory
 from ..memory import require_memory
 from .jacobian_upload import JacobianUpload
 
-__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_uploads"]
+__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_sizes", "screen_uploads"]
 
-OUTLIER = 100  # times the median client's
+OUTLIER_FACTOR = 100.0  # times the median client's
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
-TOO_LARGE = "100 times larger than the median client's"
 
 
-def _limit(sizes: Sequence[float], floor: float = 0.0) -> float:
+def _limit(sizes: Sequence[float], factor: float, floor: float = 0.0) -> float:
     """Largest size that passes; infinity for fewer than three clients, or a median of zero."""
     if len(sizes) < 3:
         return math.inf
-    return OUTLIER * max(floor, statistics.median_low(sizes)) or math.inf
+    return factor * max(floor, statistics.median_low(sizes)) or math.inf
+
+
+def _too_large(reason: str, factor: float) -> BadReply:
+    return BadReply(reason, f"over {factor:g} times as large as the median client's")
 
 
 class MemoryBudget:
@@ -62,7 +65,9 @@ class MemoryBudget:
 
 
 def screen_changes(
-    before: Mapping[str, NDArray[Any]], clients: Sequence[Mapping[str, NDArray[Any]]]
+    before: Mapping[str, NDArray[Any]],
+    clients: Sequence[Mapping[str, NDArray[Any]]],
+    factor: float = OUTLIER_FACTOR,
 ) -> list[BadReply | None]:
     """Say of each client's weights why they cannot be averaged with the others', or None.
 
@@ -85,8 +90,24 @@ def screen_changes(
         math.sqrt(sum(_squared_distance(own[name], a) for name, a in floating.items()))
         for own in clients
     ]
-    limit = _limit(sizes)
-    return [BadReply("scale", TOO_LARGE) if size > limit else None for size in sizes]
+    return screen_sizes(sizes, factor)
+
+
+def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list[BadReply | None]:
+    """Say of each client's size why what it sent cannot be used with the others', or None.
+
+    Parameters
+    ----------
+    sizes : sequence of float
+        One a client, at least 0.
+
+    Returns
+    -------
+    list of BadReply or None
+        With the reason ``"scale"``.
+    """
+    limit = _limit(sizes, factor)
+    return [_too_large("scale", factor) if size > limit else None for size in sizes]
 
 
 def _squared_distance(a: NDArray[Any], b: NDArray[Any]) -> float:
@@ -94,13 +115,15 @@ def _squared_distance(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.dot(change, change))
 
 
-def screen_losses(losses: Sequence[NDArray[np.float64]]) -> list[BadReply | None]:
+def screen_losses(
+    losses: Sequence[NDArray[np.float64]], factor: float = OUTLIER_FACTOR
+) -> list[BadReply | None]:
     """Say of each client's losses at the candidates why they are left out, or None.
 
-    A client is left out if at one of the candidates its loss is over 100 times the median client's,
-    and over 100. Losses may be infinite: where most clients' are, none is left out for it. A client
-    within the limit can still decide which candidate has the lowest mean: by a loss of up to 100
-    at all the others.
+    A client is left out if at one of the candidates its loss is over `factor` times the median
+    client's, and over `factor`. Losses may be infinite: where most clients' are, none is left out
+    for it. A client within the limit can still decide which candidate has the lowest mean: by a
+    loss of up to `factor` at all the others.
 
     Parameters
     ----------
@@ -114,17 +137,21 @@ def screen_losses(losses: Sequence[NDArray[np.float64]]) -> list[BadReply | None
     """
     if not losses:
         return []
-    limits = np.array([_limit(column, floor=1.0) for column in np.stack(losses, 1).tolist()])
-    return [BadReply("losses", TOO_LARGE) if (own > limits).any() else None for own in losses]
+    limits = np.array(
+        [_limit(column, factor, floor=1.0) for column in np.stack(losses, 1).tolist()]
+    )
+    return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
 
 
-def screen_uploads(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:
+def screen_uploads(
+    uploads: Sequence[JacobianUpload], factor: float = OUTLIER_FACTOR
+) -> list[BadReply | None]:
     """Say of each client's upload why it cannot be stacked with the others', or None.
 
     Jacobians must have one form: the most common; of equally common ones, the first. Rows and
     outputs are compared with the median client's by their root mean squares: an outlier would set
     the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
-    of all. Outputs up to 100 pass in any case.
+    of all. Outputs up to `factor` pass in any case.
 
     Parameters
     ----------
@@ -155,10 +182,10 @@ def screen_uploads(uploads: Sequence[JacobianUpload]) -> list[BadReply | None]:
         if form is not None and form != common[0][0]:
             verdicts[i] = BadReply("layout", "its Jacobian has not the form of most replies'")
     left = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    row_limit = _limit([sizes[i][0] for i in left])
-    output_limit = _limit([sizes[i][1] for i in left], floor=1.0)
+    row_limit = _limit([sizes[i][0] for i in left], factor)
+    output_limit = _limit([sizes[i][1] for i in left], factor, floor=1.0)
     for i in left:
         row, output = sizes[i]
         if row > row_limit or output > output_limit:
-            verdicts[i] = BadReply("scale", TOO_LARGE)
+            verdicts[i] = _too_large("scale", factor)
     return verdicts

@@ -1,5 +1,6 @@
 """DiskStore: files are whole or not there, whatever went wrong while they were written or since."""
 
+import errno
 import shutil
 from collections import namedtuple
 
@@ -270,3 +271,20 @@ def test_a_digest_is_of_values_shapes_and_dtypes():
     assert data_digest(x.clone(), torch.stack([x, x], 1)[:, 0]) == digest
     others = [(x,), (x, x + 1), (x, x.reshape(2, 3)), (x, x.view(torch.int32))]
     assert len({digest, *(data_digest(*other) for other in others)}) == 5
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_a_file_that_cannot_be_read_for_now_is_kept(tmp_path, monkeypatch, number):
+    """Too many open files, or no permission: what is lost with it could not be made again."""
+    store = DiskStore(tmp_path / "a", "key")
+    store.save("state", w=np.arange(3))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, "not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "load", refused)
+        for read in (lambda: store.load("state"), lambda: store.mapped("state", (3,))):
+            with pytest.raises(OSError, match="not now"):
+                read()
+    assert store.load("state")["w"].tolist() == [0, 1, 2]

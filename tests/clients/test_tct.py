@@ -206,7 +206,7 @@ def exact_rounds(
     theta = torch.from_numpy(records["linear"]["tct.linear"]).double()
     control = torch.from_numpy(records["control"]["tct.control"]).double()
     targets = torch.eye(3, dtype=torch.float64)[Y] - (1 / 3 if loss == "mse" else 0)
-    options = {"learning_rate": 0.05, "steps": 30, "loss": loss}
+    options = {"learning_rate": 0.05, "local_steps": 30, "loss": loss}
     first, total = looped_steps(z, theta, targets, -control, **options)
     own, mean = -z.T @ total / (11 * 30), (theta - first) / (30 * 0.05)
     second, _ = looped_steps(z, first, targets, own - mean, **options)

@@ -65,7 +65,7 @@ def convex(_: str, dtype: torch.dtype, device: str) -> Results:
     gram, outputs, drift = rows.gram(dtype), rows @ w, rows @ h
     there = [t.to(device) for t in (gram, outputs, y, drift, w, h)]
     kernel, outputs_there, labels, drift_there, start, correction = there
-    given, options = (outputs_there, labels, drift_there), {"learning_rate": 0.1, "steps": 40}
+    given, options = (outputs_there, labels, drift_there), {"learning_rate": 0.1, "local_steps": 40}
     last, total = looped_steps(rows[:], start, labels, correction, **options)
     return {
         "Z W": outputs,

@@ -154,7 +154,7 @@ def test_products_of_features_come_back_to_the_cpu(bias):
 
 def test_convex_steps_ridge_and_projection():
     z, w, y, h = (normal(*s, seed=i) for i, s in enumerate([(9, 5), (5, 2), (9, 2), (5, 2)]))
-    options = {"learning_rate": 0.1, "steps": 7}
+    options = {"learning_rate": 0.1, "local_steps": 7}
 
     def found(device: str) -> list[Tensor]:
         own_z, own_w, own_y, own_h = (t.to(device) for t in (z, w, y, h))

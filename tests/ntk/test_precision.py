@@ -70,7 +70,7 @@ WORKS = {
     "transposed rows": lambda: ROWS.transposed_matmul(torch.ones(6, 2)),
     "gram of rows": ROWS.gram,
     "steps": lambda: looped_steps(
-        X.flatten(1), torch.zeros(98, 3), Y, torch.zeros(98, 3), learning_rate=0.1, steps=2
+        X.flatten(1), torch.zeros(98, 3), Y, torch.zeros(98, 3), learning_rate=0.1, local_steps=2
     ),
 }
 

@@ -180,6 +180,22 @@ def test_meter_counts_training_and_evaluation_apart():
     assert metered.take()["bytes-down"] == 0
 
 
+def test_a_reply_counts_as_what_was_asked_for_whatever_it_calls_itself():
+    """Bytes of training that go as those of a question would not be counted."""
+
+    def app(message: Message, context: Context) -> Message:
+        reply = training_app()(message, context)
+        reply.metadata.__dict__["_message_type"] = "query.partition"
+        return reply
+
+    costs = []
+    for own in (training_app(), app):
+        metered = MeteredGrid(LocalGrid(own, 4, {}))
+        list(metered.send_and_receive([Message(RecordDict(), 2, "train")]))
+        costs.append(metered.take()["bytes-up"])
+    assert costs[0] == costs[1] > 0
+
+
 def training_app() -> ClientApp:
     app = ClientApp(mods=[meter])
     for register in (app.train(), app.evaluate(), app.query(), app.query("partition")):

@@ -4,13 +4,17 @@ import logging
 
 import numpy as np
 import pytest
+from flwr.app import MetricRecord
 
 from fedntk.clients import SGDClient
 from fedntk.simulations import Config, run
 from fedntk.simulations.checkpoints import Evaluations
+from fedntk.simulations.client_app import app
+from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.methods import own_methods
 from fedntk.simulations.recorder import LONGEST, OTHERS, AdmittedMetrics
 from fedntk.simulations.results import read_run
+from fedntk.simulations.server_app import serve
 
 from .settings import SETTINGS
 
@@ -77,6 +81,14 @@ def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch,
     assert (tmp_path / "rounds.jsonl").stat().st_size < 8 * 6_000
 
 
+def test_a_name_that_no_file_can_hold_is_left_out(tmp_path, monkeypatch):
+    naming(monkeypatch, lambda _: {"\ud800": 1.0, "\U0001f600": 2.0}, lambda _: {"a\udfff": 1.0})
+    result = run(SMALL, out=tmp_path, progress=False)
+    chosen = {name for name in {*result.rounds.metric, *result.clients.metric} if name > "\u00ff"}
+    assert chosen == {"\U0001f600"}
+    assert set(result.clients.metric) == {"accuracy", "loss", "num-examples"}
+
+
 def test_a_run_that_goes_on_records_the_same_names(tmp_path, monkeypatch):
     def names(server_round):
         return {f"name {(7 * server_round) % 5} {i}": float(i) for i in range(10)}
@@ -130,6 +142,33 @@ def test_names_that_are_admitted():
     assert admitted.take({"loss": 2.0, "other 39": 1.0, "other 00": 2.0}) == {
         "loss": 2.0, "other 00": 2.0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", [(2, 3), ()])
+def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path, failing):
+    """On Ray half of all ids have 64 bits; a client goes by its own where it tells no partition.
+
+    Or by a placeholder, where another one tells the same partition.
+    """
+
+    def answer(message, context):
+        if message.metadata.message_type == "query.partition":
+            if context.node_config["partition-id"] in failing:
+                raise RuntimeError("not yet")
+            reply = app(message, context)
+            if not failing:
+                reply.content["metrics"] = MetricRecord({"partition-id": 4})
+            return reply
+        return app(message, context)
+
+    config = SMALL.replace(out=tmp_path, clients_per_evaluation=6)
+    grid = LocalGrid(answer, config.num_clients, config.run_config())
+    grid.contexts = {2**64 - node: context for node, context in grid.contexts.items()}
+    serve(grid, config)
+    found = read_run(tmp_path).clients
+    # 2^64 - 3 and 2^64 - 4 are -3 and -4 in 64 bits with a sign; -1 - (2^64 - n) is n - 1
+    expected = {0, 1, 4, 5, -3, -4} if failing else {0, 1, 2, 3, 4}
+    assert set(found.partition) == expected
 
 
 def test_evaluations_are_entries_in_the_order_of_rounds_clients_and_first_names():

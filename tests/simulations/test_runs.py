@@ -265,12 +265,15 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
     assert any("it is the run of" in record.getMessage() for record in caplog.records)
 
 
-def test_runs_that_did_not_finish_are_left_out_with_a_warning(tmp_path, caplog):
+def test_runs_that_cannot_be_read_are_left_out_with_a_warning(tmp_path, caplog):
     run(replace(SMALL, rounds=1, out=str(tmp_path / "a")), progress=False)
     killed = run(replace(SMALL, rounds=1, seed=1, out=str(tmp_path / "b")), progress=False)
     (killed.folder / "summary.json").unlink()
+    older = run(replace(SMALL, rounds=1, seed=2, out=str(tmp_path / "c")), progress=False)
+    (older.folder / "config.toml").write_text("seed = 2\n", encoding="utf-8")
     assert load_results(tmp_path).seed.unique().tolist() == [0]
-    assert any("b is left out" in record.getMessage() for record in caplog.records)
+    for name in ("b", "c"):
+        assert any(f"{name} is left out" in record.getMessage() for record in caplog.records)
 
 
 def test_results_of_several_runs_are_one_table(tmp_path):

@@ -116,6 +116,21 @@ def test_a_parse_function_that_raises_anything_drops_the_reply():
 # ------------------------------------------------------------------------- metrics
 
 
+@pytest.mark.parametrize("accuracy", [float("inf"), float("nan"), 1e6, -0.1])
+def test_a_false_evaluation_counts_as_none(accuracy):
+    results = []
+    for change in (with_metrics(accuracy=accuracy), lost):
+        strategy = SeededFedAvg(min_evaluate_nodes=6)
+        start(strategy, Grid(CLIENTS, changes={2: change}, changed_kind="evaluate"))
+        results.append(strategy)
+    false, silent = results
+    assert false.client_evaluations == silent.client_evaluations
+    assert set(false.client_evaluations) == {0, 1, 3, 4, 5}
+    for name in ("accuracy", "loss", "num-examples", "replies-accepted"):
+        assert false.evaluate_metrics[1][name] == silent.evaluate_metrics[1][name]
+    assert false.evaluate_metrics[1]["replies-rejected"] == 1
+
+
 def test_clients_cannot_add_metrics_without_end():
     """Of 2,000 names 61 are kept beside the known one, and none that is longer than 64."""
     many = {f"name-{i:04}": 1.0 for i in range(2000)} | {"x" * 65: 1.0}
@@ -128,6 +143,24 @@ def test_clients_cannot_add_metrics_without_end():
     assert own == sorted(own)
     assert len(own) == 63
     assert "x" * 65 not in metrics
+
+
+def test_nor_numbers_in_lists_without_end():
+    """Of 19,000 numbers 10,000 are kept, the loss among them, and no list in part."""
+    lists = {"a": [0.5] * 9_000, "b": [0.5] * 9_000, "c": [0.5] * 999, "d": [0.5]}
+    grid = Grid(CLIENTS, changes=dict.fromkeys(range(6), with_metrics(**lists)))
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, grid)
+    kept = {k: v for k, v in strategy.train_metrics[1].items() if isinstance(v, list)}
+    assert {name: len(numbers) for name, numbers in kept.items()} == {"a": 9_000, "c": 999}
+
+
+def test_clients_cannot_write_the_servers_counts():
+    counts = with_metrics(replies_accepted=99.0, replies_x=1, rejected_error=2, rejected_x=3.0)
+    strategy, plain = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
+    start(strategy, Grid(CLIENTS, changes=dict.fromkeys(range(6), counts)))
+    start(plain, Grid(CLIENTS))
+    assert dict(strategy.train_metrics[1]) == dict(plain.train_metrics[1])
 
 
 # ---------------------------------------------------------------- nodes and sampling
@@ -156,11 +189,30 @@ def test_two_nodes_that_claim_one_partition_are_two_clients():
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 5]
 
 
+def test_no_node_can_claim_the_placeholder_of_another():
+    """-5 is what node 4 gets once it claims a partition that another holds; no partition is it."""
+    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=-5)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert (strategy.registry.client(4), strategy.registry.client(6)) == (-5, 6)
+    assert len(strategy.client_evaluations) == 6
+
+
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims = {3: with_metrics(partition_id=0)}
     grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
     start(SeededFedAvg(held_out=[0], min_train_nodes=1, **ALL), grid)
     assert sorted(grid.trained) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("claimed", [-1, -5, 2**63, 2**64 - 1])
+def test_a_partition_that_cannot_be_is_none(claimed):
+    """Below zero are the placeholders, here node 4's; no table holds what is over 63 bits."""
+    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    assert strategy.registry.clients() == {0, 1, 2, -5, 4, 6}  # node 6 goes by its id
+    assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 6]
 
 
 def test_partitions_are_asked_for_once():
@@ -325,6 +377,8 @@ def test_what_is_kept_for_many_clients_may_be_missing_from_a_state():
     [
         ({"min_completed": 0}, "min_completed: expected at least 1, got 0"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"outlier_factor": 1.0}, "outlier_factor: expected more than 1, got 1.0"),
+        ({"outlier_factor": float("nan")}, "outlier_factor: expected more than 1, got nan"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

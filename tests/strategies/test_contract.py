@@ -169,6 +169,16 @@ def test_a_damaged_reply_to_another_message_does_not_end_the_run(name, exchange,
     assert strategy.evaluate_metrics[2]["replies-accepted"] == expected
 
 
+def test_an_accuracy_that_cannot_be_is_not_counted(method):
+    make, clients = method
+    strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
+    grid = Grid(clients, changes={2: with_metrics(accuracy=1.1)}, changed_kind="evaluate")
+    start(strategy, grid, rounds=2)
+    assert grid.damaged == 2
+    assert strategy.evaluate_metrics[2]["rejected-metrics"] == 1
+    assert set(strategy.client_evaluations) == {0, 1, 3, 4, 5}
+
+
 def test_two_clients_that_differ_in_metrics_are_both_used(method):
     """An attacker cannot have the other's reply dropped by its own oddity."""
     make, clients = method

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
+from torch import nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import SGDClient, client_app
 from fedntk.strategies import SeededFedAvg
 
 from .federation import (
@@ -60,6 +61,22 @@ def test_result_is_that_of_flowers_own_class():
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name
 
 
+def test_a_model_with_a_boolean_buffer_is_averaged():
+    """Such as a mask, which no client changes."""
+
+    def masked() -> torch.nn.Module:
+        model = torch.nn.Linear(4, 3)
+        model.register_buffer("mask", torch.tensor([True, False]))
+        return model
+
+    clients = app(lambda _, x, y, **options: SGDClient(masked(), x, y, **options))
+    strategy = SeededFedAvg(fraction_evaluate=0.0)
+    result = strategy.start(Grid(clients), ArrayRecord(dict(masked().state_dict())), num_rounds=2)
+    assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
+    mask = result.arrays["mask"].numpy()
+    assert (mask.dtype, mask.tolist()) == (np.dtype(bool), [True, False])
+
+
 def test_torch_generator_is_left_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -95,6 +112,12 @@ def test_one_reply_that_would_stop_all_learning_is_dropped(change, reason):
     assert bits(after) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
 
 
+def test_a_client_that_took_many_more_steps_is_no_outlier_by_its_counter():
+    strategy, many = SeededFedAvg(**ALL), damaged(COUNTER, lambda a: np.full_like(a, 10**5))
+    start(strategy, Grid(CLIENTS, changes={2: many}))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
 @pytest.mark.parametrize("factor", [0.0, 50.0])
 def test_weights_that_moved_within_the_limit_are_used(factor):
     """Of two clients neither is the outlier, whatever the factor."""
@@ -117,7 +140,34 @@ def test_weights_that_moved_within_the_limit_are_used(factor):
     assert few.train_metrics[1]["replies-accepted"] == 2
 
 
-def test_counters_near_the_limit_are_averaged_exactly():
+def test_the_limit_can_be_raised_or_lifted():
+    """For clients that take very different numbers of steps."""
+    far = {2: damaged(0, lambda a: a + 1e4)}
+    for factor, accepted in ((100.0, 5), (1e9, 6), (float("inf"), 6)):
+        strategy = SeededFedAvg(outlier_factor=factor, **ALL)
+        start(strategy, Grid(CLIENTS, changes=far))
+        assert strategy.train_metrics[1]["replies-accepted"] == accepted
+
+
+def test_an_array_that_did_not_change_may_hold_anything():
+    """Such as a mask of the largest numbers, which is a buffer and is never trained."""
+
+    def masked(seed: int = 0) -> nn.Module:
+        model = network(seed)
+        model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+        return model
+
+    def client_fn(context: Context) -> SGDClient:
+        partition = int(context.node_config["partition-id"])
+        return SGDClient(masked(), *examples(partition), learning_rate=0.1, batch_size=4)
+
+    strategy = SeededFedAvg(**ALL)
+    initial = ArrayRecord(dict(masked().state_dict()))
+    strategy.start(Grid(client_app(client_fn)), initial, num_rounds=1)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
+def test_counters_near_the_limit_stay_there():
     """2^53 from all six: shares of k / 45 sum to it within float64, and it stays an integer."""
     full = damaged(COUNTER, lambda a: np.full_like(a, 2**53))
     after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=dict.fromkeys(range(6), full)))

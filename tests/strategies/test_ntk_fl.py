@@ -259,6 +259,16 @@ def test_losses_far_from_the_median_clients_decide_nothing(answers):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_the_predictor_has_the_loss_that_evolves(loss):
+    strategy = NTKFL(**OPTIONS | {"loss": loss})
+    arrays = {name: v.numpy() for name, v in network().state_dict().items()}
+    x, y = examples(0)
+    with torch.no_grad():
+        expected = loss_value(network().eval()(x), one_hot(y, 3), loss)
+    assert strategy.predictor(arrays, network()).evaluate(x, y).loss == pytest.approx(expected)
+
+
 def test_what_a_minority_can_still_do():
     """Losses within 100 times the median's decide: a limit of the rule, which the docs state."""
     honest, steered = NTKFL(**OPTIONS), NTKFL(**OPTIONS)

@@ -293,6 +293,15 @@ BAD = {
 }
 
 
+def test_weights_far_beyond_the_others_take_their_control_with_them():
+    attacked, without = SCAFFOLD(**ALL), SCAFFOLD(**ALL)
+    far = damaged(0, lambda a: a + 1e4)
+    first = start(attacked, Grid(CLIENTS, changes={2: far}), rounds=2)
+    assert bits(first) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
+    assert sorted(attacked.controls) == [0, 1, 3, 4, 5]
+    assert attacked.train_metrics[2]["rejected-scale"] == 1
+
+
 @pytest.mark.parametrize("kind", sorted(BAD))
 def test_a_reply_with_a_bad_control_is_as_if_it_were_lost(kind):
     change, reason = BAD[kind]

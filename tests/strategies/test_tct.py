@@ -318,6 +318,18 @@ def test_a_bootstraps_own_aggregation_of_metrics_gets_what_all_clients_report(cl
     assert strategy.train_metrics[1]["worst"] > strategy.train_metrics[1]["train-loss"]
 
 
+def test_weights_far_beyond_the_others_never_reach_the_bootstrap(clients):
+    """Flower's own FedAvg would average them; here its result is that of the other five."""
+    results = []
+    for change in (damaged(0, lambda a: a + 1e4), lost):
+        strategy = make(bootstrap=flowers_own(), bootstrap_rounds=2)
+        results.append(bits(start(strategy, Grid(clients, changes={2: change}), rounds=2)))
+        metrics = strategy.train_metrics[1]
+        assert metrics["replies-accepted"] == 5
+        assert metrics.get("rejected-scale", 0) == (change is not lost)
+    assert results[0] == results[1]
+
+
 def test_a_bootstrap_that_raises_leaves_the_network(clients, caplog):
     class Broken(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -496,6 +508,37 @@ def test_a_good_model_with_a_claim_of_trouble_is_dropped_and_does_nothing(client
     assert attacked.control.value.tobytes() == silent.control.value.tobytes()
 
 
+def test_a_client_that_never_had_a_c_k_loses_none(clients):
+    """In its first round on the linear model; the corrections of the others are kept."""
+    attacked, silent = make(), make()
+
+    def claim(reply: Message) -> Message:
+        if attacked.server_round == 2:
+            reply.content = RecordDict(
+                {"metrics": MetricRecord({"lost-state": 1, "num-examples": 1})}
+            )
+        return reply
+
+    def say_nothing(reply: Message) -> Message | None:
+        return None if silent.server_round == 2 else reply
+
+    after = start(attacked, Grid(clients, changes={2: claim}), rounds=4)
+    assert attacked.train_metrics[2]["rejected-lost-state"] == 1
+    assert bits(after) == bits(start(silent, Grid(clients, changes={2: say_nothing}), rounds=4))
+    assert attacked.control.value.tobytes() == silent.control.value.tobytes()
+
+
+def test_what_a_client_keeps_of_another_network_is_not_used(clients, tmp_path):
+    """Same run, seed and data, and so the same folder: the task's key tells the networks apart."""
+    start(make(normalise=False), Grid(clients), rounds=2)
+    other = ArrayRecord(dict(network(1).state_dict()))
+    results = []
+    for cache in (tmp_path, tmp_path / "fresh"):
+        result = make(normalise=False).start(Grid(app(TCTClient, cache=cache)), other, num_rounds=2)
+        results.append(bits({k: a.numpy() for k, a in result.arrays.items()}))
+    assert results[0] == results[1]
+
+
 def test_a_model_far_beyond_the_others_is_dropped(clients):
     strategy = make(normalise=False)
     change = damaged(0, lambda a: a + 1e3)
@@ -503,6 +546,25 @@ def test_a_model_far_beyond_the_others_is_dropped(clients):
     assert strategy.train_metrics[2]["rejected-scale"] == 1
     without = start(make(normalise=False), Grid(clients, changes={2: lost}), rounds=2)
     assert bits(after) == bits(without)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "position"), [("moments", 0), ("moments", 1), ("features", 1)]
+)
+def test_moments_and_features_far_beyond_the_others_are_dropped(clients, exchange, position):
+    """Otherwise one reply makes all normalised features 0, and nothing is learned any more.
+
+    Position 0 of the moments are the means, 1 the squared deviations; 1 of features is their scale.
+    """
+    options = {"solve": "server"} if exchange == "features" else {}
+    huge = damaged(position, lambda a: (a + 1) * 1e30)
+    results = []
+    for change in (huge, lost):
+        strategy = make(**options)
+        first = {2: lambda reply, s=strategy, c=change: c(reply) if s.server_round == 1 else reply}
+        results.append(bits(start(strategy, Grid(clients, changes=first), rounds=3)))
+        assert strategy.train_metrics[1].get("rejected-scale", 0) == (change is huge)
+    assert results[0] == results[1]
 
 
 def test_a_negative_deviation_is_dropped(clients):

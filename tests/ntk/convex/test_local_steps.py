@@ -40,7 +40,7 @@ def closed(z, w, y, h, rate, steps, loss="mse"):
     kernel = z @ z.T
     eta = rate * len(z) / float(torch.linalg.eigvalsh(kernel)[-1])
     matrix = Spectrum.of(kernel) if loss == "mse" else kernel
-    s = residual_sum(matrix, z @ w, y, z @ h, learning_rate=eta, steps=steps, loss=loss)
+    s = residual_sum(matrix, z @ w, y, z @ h, learning_rate=eta, local_steps=steps, loss=loss)
     return w + eta * (z.T @ s / len(z) + steps * h), s, eta
 
 
@@ -57,7 +57,7 @@ def test_closed_form_is_the_loop(shape, steps, rate):
     """
     z, w, y, h = problem(shape)
     fast, s, eta = closed(z, w, y, h, rate, steps)
-    slow, total = looped_steps(z, w, y, h, learning_rate=eta, steps=steps)
+    slow, total = looped_steps(z, w, y, h, learning_rate=eta, local_steps=steps)
     assert relative(s, total) < 1e-11
     assert relative(fast, slow) < 1e-11
     assert (float(slow.norm()) > 1e80) == (rate == 2.5 and steps == 500)
@@ -67,7 +67,7 @@ def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
     """The change itself is right to 1e-9, also where it is 1e-12 of the weights."""
     z, w, y, h = problem("wide")
     _, s, eta = closed(z, w, y, h, 1e-12, 50)
-    slow, _ = looped_steps(z, torch.zeros_like(w), y - z @ w, h, learning_rate=eta, steps=50)
+    slow, _ = looped_steps(z, torch.zeros_like(w), y - z @ w, h, learning_rate=eta, local_steps=50)
     assert relative(eta * (z.T @ s / len(z) + 50 * h), slow) < 1e-9
 
 
@@ -78,7 +78,12 @@ def test_null_space_of_the_kernel_keeps_the_drift_linear():
     """
     y, drift = normal(4, 2, seed=0), normal(4, 2, seed=1)
     s = residual_sum(
-        Spectrum.of(torch.zeros(4, 4)), torch.zeros(4, 2), y, drift, learning_rate=0.1, steps=6
+        Spectrum.of(torch.zeros(4, 4)),
+        torch.zeros(4, 2),
+        y,
+        drift,
+        learning_rate=0.1,
+        local_steps=6,
     )
     torch.testing.assert_close(s, 6 * y - 0.1 * 15 * drift)
     z, w, y, h = problem("repeated")
@@ -167,10 +172,10 @@ def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
     value = torch_loss(z @ leaf, y, loss)
     (gradient,) = torch.autograd.grad(value, leaf)
     assert convex_loss(z @ w, y, loss) == pytest.approx(value.item(), rel=1e-13)
-    after, total = looped_steps(z, w, y, 0 * h, learning_rate=1, steps=1, loss=loss)
+    after, total = looped_steps(z, w, y, 0 * h, learning_rate=1, local_steps=1, loss=loss)
     torch.testing.assert_close(w - after, gradient, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(-z.T @ total / 9, gradient, rtol=1e-12, atol=1e-13)
-    after, _ = looped_steps(z, w, y, h, learning_rate=0.3, steps=1, loss=loss)
+    after, _ = looped_steps(z, w, y, h, learning_rate=0.3, local_steps=1, loss=loss)
     torch.testing.assert_close(w - after, 0.3 * (gradient - h), rtol=1e-12, atol=1e-13)
 
 
@@ -186,7 +191,7 @@ def test_cross_entropy_in_the_dual_is_the_loop_on_the_weights(shape, steps, rate
     y = y + 1 / 3
     fast, s, eta = closed(z, w, y, 0.1 * h, rate, steps, "cross-entropy")
     slow, total = looped_steps(
-        z, w, y, 0.1 * h, learning_rate=eta, steps=steps, loss="cross-entropy"
+        z, w, y, 0.1 * h, learning_rate=eta, local_steps=steps, loss="cross-entropy"
     )
     assert relative(s, total) < 1e-10
     assert relative(fast, slow) < 1e-10
@@ -194,7 +199,7 @@ def test_cross_entropy_in_the_dual_is_the_loop_on_the_weights(shape, steps, rate
 
 def test_unknown_losses_and_the_wrong_kernel_are_refused():
     z, w, y, h = problem("wide")
-    kernel, options = z @ z.T, {"learning_rate": 0.1, "steps": 2}
+    kernel, options = z @ z.T, {"learning_rate": 0.1, "local_steps": 2}
     with pytest.raises(TypeError, match="Spectrum"):
         residual_sum(kernel, z @ w, y, z @ h, **options)
     with pytest.raises(TypeError, match="matrix"):
@@ -259,7 +264,9 @@ def method(clients, start, eta, steps, rounds, *, corrected=True):
         h = [own - control if corrected else 0 * own for own in c]
         c, local = [], []
         for spectrum, (z, y), drift in zip(spectra, clients, h, strict=True):
-            s = residual_sum(spectrum, z @ theta, y, z @ drift, learning_rate=eta, steps=steps)
+            s = residual_sum(
+                spectrum, z @ theta, y, z @ drift, learning_rate=eta, local_steps=steps
+            )
             c.append(-z.T @ s / (len(z) * steps))
             local.append(theta - eta * steps * (c[-1] - drift))
         before = theta
@@ -302,7 +309,7 @@ def test_one_client_is_gradient_descent():
     ((z, y),) = clients
     start = normal(12, 3, seed=5)
     *_, (theta, _, _) = method(clients, start, 0.1, 25, 6)
-    expected, _ = looped_steps(z, start, y, 0 * start, learning_rate=0.1, steps=150)
+    expected, _ = looped_steps(z, start, y, 0 * start, learning_rate=0.1, local_steps=150)
     torch.testing.assert_close(theta, expected, rtol=1e-11, atol=1e-11)
 
 

@@ -55,6 +55,13 @@ def test_an_offset_of_a_million_deviations_costs_six_digits_and_no_more(cuts, or
     np.testing.assert_allclose(moments.sum_sq_dev, 40 * z.numpy().var(0), rtol=5e-9)
 
 
+def test_the_size_of_moments_is_the_root_of_the_examples_mean_squared_norm():
+    """Float64: right to some 1e-15, for offsets as for spreads."""
+    for offset in (0.0, 100.0):
+        z = normal(40, 5, seed=0) + offset
+        assert Moments.of(z).size == pytest.approx(float(z.pow(2).sum(1).mean().sqrt()))
+
+
 def test_two_groups_of_one():
     """1 and 3: mean 2, squared deviations 1 + 1."""
     one, three = (Moments.of(torch.tensor([[value]])) for value in (1.0, 3.0))
