@@ -26,6 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[simulation,dev]'
+	ln -sfn $(CURDIR)/fedntk $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fedntk # found before any folder of that name
 	touch $@
 
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
@@ -44,6 +45,7 @@ lint: install ## ruff: rules and format
 
 types: install ## mypy, strict
 	@mkdir -p $(TYPES)
+	@ln -sfn $(CURDIR)/fedntk/__init__.py $(TYPES)/__init__.py
 	@for room in $(ROOMS); do ln -sfn $(CURDIR)/$$room $(TYPES)/$$room; done
 	$(BIN)/mypy
 

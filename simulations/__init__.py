@@ -7,20 +7,22 @@ quickly.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .errors import with_extra_named
 from .threads import wait_passively
 
 if TYPE_CHECKING:
     from .building import load_predictor
     from .config import Config, ConfigError
+    from .errors import RunFailed
     from .report import write_report
-    from .results import Run, RunFailed, load_model, load_results, read_runs
+    from .results import Run, load_model, load_results, read_runs
     from .runs import compare, run
 
 _HOMES = {
     "Config": "config",
     "ConfigError": "config",
     "Run": "results",
-    "RunFailed": "results",
+    "RunFailed": "errors",
     "compare": "runs",
     "load_model": "results",
     "load_predictor": "building",
@@ -48,7 +50,10 @@ wait_passively()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module."""
+    """Import a public name from its module; ModuleNotFoundError names the extra that is missing."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise with_extra_named(error) from error

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from .config import Config
+from .errors import RunFailed, with_extra_named
 from .settings import ConfigError
 
 __all__ = ["app"]
@@ -73,9 +74,9 @@ def run_command(
 
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
     """
-    from .runs import run
-
     with _errors_in_one_line():
+        from .runs import run
+
         overrides = _overrides(settings)
         if resume is not None:
             if conf is not None or out or again:
@@ -121,10 +122,10 @@ def compare_command(
 
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
-    from .report import write_report
-    from .runs import compare
-
     with _errors_in_one_line():
+        from .report import write_report
+        from .runs import compare
+
         configs = {conf.stem: Config.load(conf) for conf in confs}
         if len(configs) < len(confs):
             raise ConfigError("expected files of different names, which become the runs' names")
@@ -166,9 +167,9 @@ def report_command(
 
       fedntk report runs --out report --targets 0.5,0.9
     """
-    from .report import write_report
-
     with _errors_in_one_line():
+        from .report import write_report
+
         wanted = Config(targets=targets).target_accuracies if targets else None
         _show(write_report(folder, out, targets=wanted))
 
@@ -219,8 +220,6 @@ def _errors_in_one_line() -> Iterator[None]:
 
     A request to terminate saves what there is, as Ctrl-C does.
     """
-    from .results import RunFailed
-
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -229,6 +228,9 @@ def _errors_in_one_line() -> Iterator[None]:
         sys.exit(2)
     except (RunFailed, OSError) as error:
         typer.echo(f"fedntk: {error}", err=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        typer.echo(f"fedntk: {with_extra_named(error)}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

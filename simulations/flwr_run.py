@@ -15,7 +15,7 @@ import psutil
 import tomli_w
 
 from .config import Config, nested
-from .results import RunFailed
+from .errors import RunFailed
 
 __all__ = ["end_leftovers", "flwr_run", "superlink", "tool"]
 

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from .checkpoints import Checkpoint, Checkpoints, Evaluations
 from .config import Config
+from .errors import RunFailed
 from .files import whole
 from .settings import ConfigError
 from .tensors import load_tensors, save_tensors
 
 __all__ = [
     "Run",
-    "RunFailed",
     "State",
     "clear_run",
     "load_model",
@@ -45,10 +45,6 @@ __all__ = [
 ]
 
 logger = getLogger("flwr")
-
-
-class RunFailed(RuntimeError):  # noqa: N818
-    """A run that ended before its last round; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from .client_app import app as client_application
 from .config import Config
 from .data import load_data
 from .engines import LocalGrid
+from .errors import RunFailed
 from .files import claimed
 from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
 from .results import (
     Run,
-    RunFailed,
     State,
     clear_run,
     load_results,
