@@ -1,5 +1,7 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
+import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
+
 from .adapter import client_app
 from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
