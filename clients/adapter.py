@@ -4,7 +4,7 @@ Flower's own ``ClientApp(client_fn)`` speaks the older record names, which today
 not send. :func:`client_app` answers their train, evaluate and query messages with any NumPyClient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,9 +26,13 @@ from fedntk.ntk.payloads import from_npy, to_npy
 
 from .named_arrays import NamedArrays
 
-__all__ = ["client_app"]
+__all__ = ["client_app", "received"]
 
 ClientFn = Callable[[Context], NumPyClient]
+Function = Callable[[Message, Context], Message]  # that answers a kind of message
+Mod = Callable[[Message, Context, Function], Message]
+Lifespan = Callable[[Context], Iterator[None]]
+DEFAULT = "default"  # action of a message whose type has none, as in Flower
 
 
 def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
@@ -55,6 +59,11 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     record ``arrays``, under the names of the message's first record if there are as many of them,
     else under numbers; a client that returns NamedArrays of its own names its records itself.
 
+    Functions that are registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()``
+    take the place of these: they are given Flower's message as it came, and what they return is the
+    reply. Metrics that all clients report are averaged under the names that they have there;
+    ``num-examples`` must be among them.
+
     Parameters
     ----------
     client_fn : callable
@@ -76,25 +85,93 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
             return NTKFLClient(MyModel(), x, y)
 
         app = client_app(client_fn)
+
+    With an evaluation of one's own, which a plain ClientApp may have had before::
+
+        @app.evaluate()
+        def evaluate(message, context):
+            model = MyModel()
+            model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+            loss, accuracy = test(model, my_test_loader(context), "cpu")
+            metrics = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": 100}
+            content = RecordDict({"metrics": MetricRecord(metrics)})
+            return Message(content, reply_to=message)
     """
-    app = ClientApp(**options)
+    own = ClientApp(**options)
+    _register(own, client_fn)
+    return _ReplaceableApp(own, **options)
+
+
+class _ReplaceableApp(ClientApp):
+    """Has messages answered by another app, those excepted for which functions are registered."""
+
+    def __init__(self, app: ClientApp, **options: Any) -> None:
+        super().__init__(**options)
+        self._default_app, self._replaced = app, set[tuple[str, str]]()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        category, _, action = message.metadata.message_type.partition(".")
+        if (category, action or DEFAULT) in self._replaced:
+            return super().__call__(message, context)
+        return self._default_app(message, context)
+
+    def train(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("train", action, super().train(action, mods=mods))
+
+    def evaluate(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("evaluate", action, super().evaluate(action, mods=mods))
+
+    def query(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("query", action, super().query(action, mods=mods))
+
+    def lifespan(self) -> Callable[[Lifespan], Lifespan]:
+        """Register with both apps, of which one answers."""
+
+        def register(function: Lifespan) -> Lifespan:
+            self._default_app.lifespan()(function)
+            return super(_ReplaceableApp, self).lifespan()(function)
+
+        return register
+
+    def _noted(
+        self,
+        category: str,
+        action: str,
+        decorator: Callable[[Function], Function],
+    ) -> Callable[[Function], Function]:
+        def register(function: Function) -> Function:
+            registered = decorator(function)
+            self._replaced.add((category, action))
+            return registered
+
+        return register
+
+
+def _register(app: ClientApp, client_fn: ClientFn) -> None:
+    """Have an app answer with the client that `client_fn` makes."""
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = received(message)
         result, num_examples, metrics = client_fn(context).fit(parameters, config)
         values = {"num-examples": num_examples, **metrics}
         return _reply(message, context, values, _named(result, parameters))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = received(message)
         loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = received(message)
         client = client_fn(context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
@@ -108,11 +185,12 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     def partition(message: Message, context: Context) -> Message:
         return _reply(message, context, {})
 
-    return app
 
+def received(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
+    """Return copies of a message's arrays, and its configuration: what a client's ``fit`` is given.
 
-def _unpack(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return copies of the arrays received, and the configuration; records are left alone."""
+    The message's records are left alone.
+    """
     records = {
         record: {name: from_npy(array.data).copy() for name, array in arrays.items()}
         for record, arrays in message.content.array_records.items()

@@ -14,7 +14,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import Loss, loss_value, one_hot
+from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.losses import check_loss
 
 from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_examples
@@ -235,6 +235,22 @@ class ModelClient(NumPyClient):
         hits = outputs.argmax(1) == self.targets_test.argmax(1)
         value = loss_value(outputs, self.targets_test, self.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of what a message brings, for an evaluation of one's own.
+
+        Parameters
+        ----------
+        parameters, config
+            What :func:`~fedntk.clients.received` makes of the message.
+
+        Returns
+        -------
+        Predictor
+            An ``nn.Module`` that maps examples, projected where there is a projection, to scores.
+        """
+        set_weights(self.model, parameters)
+        return NetworkPredictor(self.model, loss=self.loss, device=self.device)
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
