@@ -1,5 +1,6 @@
 """docs/drop-in.md: the app, its change to each method, and that all of them run."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy import Strategy
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedntk.ntk import TCTModel
+from fedntk.clients import NTKFLClient
+from fedntk.ntk import TCTModel, one_hot
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.flwr_run import superlink, tool
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
@@ -93,6 +96,23 @@ def test_model_data_and_the_users_functions_stay(name):
         lost = [line for line in before.splitlines() if line not in after.splitlines()]
         assert len(lost) <= (3 if name == "tct.diff" else 0)
         assert "return M" in after
+
+
+def test_clients_take_the_data_that_the_page_names():
+    """Each line of the page's other example; all see the same five examples."""
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    loader = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
+    scans = [{"scan": x[i], "id": i, "diagnosis": int(y[i])} for i in range(5)]
+    names = {
+        "NTKFLClient": NTKFLClient, "Net": lambda: torch.nn.Linear(4, 3), "x": x, "y": y,
+        "trainloader": loader, "testloader": loader, "dataset": scans,
+    }  # fmt: skip
+    clients = [eval(line, names) for line in example.splitlines()]  # noqa: S307
+    assert len(clients) == 4
+    for client in clients:
+        assert torch.equal(client.x, x)
+        assert torch.equal(client.targets_test, one_hot(y, 3))
 
 
 # ------------------------------------------------------------------------------------ running
@@ -191,13 +211,9 @@ def test_a_changed_app_runs_with_flwr_run(tmp_path, monkeypatch):
     for said in ("eval_acc", "'accuracy'", "'replies-accepted': 4"):
         assert said in done.stdout
     assert "rejected-" not in done.stdout
-    homes = [p.environ().get("FLWR_HOME", "") for p in psutil.process_iter() if _is_mine(p)]
-    assert not [home for home in homes if home.startswith(str(tmp_path))]
-
-
-def _is_mine(process: psutil.Process) -> bool:
-    try:
-        process.environ()
-    except psutil.Error:
-        return False
-    return True
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("FLWR_HOME", "").startswith(str(tmp_path)):
+                left.append(process.cmdline())
+    assert left == []
