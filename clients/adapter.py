@@ -96,6 +96,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
             metrics = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": 100}
             content = RecordDict({"metrics": MetricRecord(metrics)})
             return Message(content, reply_to=message)
+
+    What a strategy sends for evaluation are the network's ``arrays``; in TCT's second stage it is
+    another model, of which ``client_fn(context).predictor(*received(message))`` makes a module.
     """
     own = ClientApp(**options)
     _register(own, client_fn)

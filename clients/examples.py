@@ -220,7 +220,7 @@ def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) ->
     positions: Sequence[int] = range(size)
     if type(sampler) is SubsetRandomSampler:
         positions = sorted({int(i) for i in sampler.indices})
-    elif type(sampler) is not SequentialSampler and not _is_permutation(sampler, size):
+    elif not _reads_each_once(sampler, size):
         raise ValueError(
             f"{name}: expected a DataLoader that reads each example once, got one with "
             f"{_a(sampler)}; give the dataset itself, or a Subset of it"
@@ -229,14 +229,14 @@ def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) ->
     return _FromDataset(name, dataset, positions, loader.collate_fn, batch_size, columns)
 
 
-def _is_permutation(sampler: object, size: int) -> bool:
-    """Whether it shuffles all of a dataset's examples."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == size
-        and len(sampler.data_source) == size
-    )
+def _reads_each_once(sampler: object, size: int) -> bool:
+    """Whether it goes through all of a dataset's examples, in their order or shuffled."""
+    if type(sampler) is RandomSampler:
+        if sampler.replacement or sampler.num_samples != size:
+            return False
+    elif type(sampler) is not SequentialSampler:
+        return False
+    return len(sampler.data_source) == size
 
 
 def _require_map_style(name: str, dataset: Any) -> None:

@@ -449,6 +449,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: {"x": loader(sampler=RandomSampler(Dicts(), num_samples=5))},
         r"each example once, got one with a RandomSampler",
     ),
+    "sampling of some, again and again": (
+        lambda: {"x": loader(sampler=RandomSampler(range(5), num_samples=N))},
+        r"each example once, got one with a RandomSampler",
+    ),
+    "the first ones": (
+        lambda: {"x": loader(sampler=SequentialSampler(range(5)))},
+        r"each example once, got one with a SequentialSampler; give the dataset itself, or a Subset",
+    ),
     "a batch sampler of one's own": (
         lambda: {
             "x": loader(
