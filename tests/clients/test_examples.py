@@ -455,7 +455,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "the first ones": (
         lambda: {"x": loader(sampler=SequentialSampler(range(5)))},
-        r"each example once, got one with a SequentialSampler; give the dataset itself, or a Subset",
+        r"each example once, got one with a SequentialSampler; give the dataset",
     ),
     "a batch sampler of one's own": (
         lambda: {
