@@ -26,7 +26,9 @@ from fedntk.ntk.payloads import from_npy, to_npy
 
 from .named_arrays import NamedArrays
 
-__all__ = ["client_app", "received"]
+__all__ = ["CLIENT_ID", "client_app", "received"]
+
+CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 
 ClientFn = Callable[[Context], NumPyClient]
 Function = Callable[[Message, Context], Message]  # that answers a kind of message
@@ -53,6 +55,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
     one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
     message for ``get_properties({})``, which tells the key server to whom to seal.
+
+    The configuration that a client is given has ``client-id`` besides what was sent: its partition,
+    or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
 
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
     ``records`` say which record and name each array came under. A reply's arrays go back in the
@@ -97,8 +102,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
             content = RecordDict({"metrics": MetricRecord(metrics)})
             return Message(content, reply_to=message)
 
-    What a strategy sends for evaluation are the network's ``arrays``; in TCT's second stage it is
-    another model, of which ``client_fn(context).predictor(*received(message))`` makes a module.
+    What a strategy sends for evaluation are the network's ``arrays``. In TCT's second stage it is
+    another model, of which ``client_fn(context).predictor(*received(message, context))`` makes a
+    module.
     """
     own = ClientApp(**options)
     _register(own, client_fn)
@@ -161,20 +167,20 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        parameters, config = received(message)
+        parameters, config = received(message, context)
         result, num_examples, metrics = client_fn(context).fit(parameters, config)
         values = {"num-examples": num_examples, **metrics}
         return _reply(message, context, values, _named(result, parameters))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        parameters, config = received(message)
+        parameters, config = received(message, context)
         loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        parameters, config = received(message)
+        parameters, config = received(message, context)
         client = client_fn(context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
@@ -189,19 +195,26 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
         return _reply(message, context, {})
 
 
-def received(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return copies of a message's arrays, and its configuration: what a client's ``fit`` is given.
+def received(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
+    """Return what a client is given: copies of the arrays received, and the configuration.
 
-    The message's records are left alone.
+    The message's records are left alone. The configuration says which client this is: see
+    :data:`CLIENT_ID`.
     """
     records = {
         record: {name: from_npy(array.data).copy() for name, array in arrays.items()}
         for record, arrays in message.content.array_records.items()
     }
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {CLIENT_ID: _client_id(context)}
     for own in message.content.config_records.values():
-        config.update(own)
+        config.update({name: value for name, value in own.items() if name != CLIENT_ID})
     return NamedArrays(records), config
+
+
+def _client_id(context: Context) -> str:
+    """Name the client by its partition; by its node id, which a restart keeps, without one."""
+    partition = context.node_config.get("partition-id")
+    return f"node{context.node_id}" if partition is None else str(partition)
 
 
 def _named(

@@ -345,8 +345,9 @@ def test_mods_and_lifespan_go_with_both_kinds_of_function():
 def test_received_is_what_a_client_is_given():
     become_server()
     content = RecordDict({"config": ConfigRecord({"lr": 0.1}), "arrays": record(ARRAYS)})
-    parameters, config = adapter.received(Message(content, 2, "evaluate"))
-    assert config == {"lr": 0.1}
+    context = Context(1, 2, {"partition-id": 5}, RecordDict(), {})
+    parameters, config = adapter.received(Message(content, 2, "evaluate"), context)
+    assert config == {"lr": 0.1, adapter.CLIENT_ID: "5"}
     assert same(parameters.records, {"arrays": ARRAYS})
     parameters[0][:] = 9
     np.testing.assert_array_equal(content["arrays"]["w"].numpy(), ARRAYS["w"])

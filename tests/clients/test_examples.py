@@ -275,7 +275,6 @@ def test_tct_has_the_same_examples_through_stage_2_and_others_in_each_round_of_s
         return TCTClient(network(), Augmented(), cache=tmp_path, seed=(0, 3))
 
     assert torch.equal(client().x, client().x)
-    assert client().folder == client().folder
     first, second = (client().training_examples({"server-round": r})[0] for r in (1, 2))
     assert not torch.equal(first, second)
     assert not torch.equal(first, client().x)

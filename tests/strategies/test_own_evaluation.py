@@ -11,7 +11,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fedntk.clients import (
     CPNTKFLClient,
@@ -67,7 +67,7 @@ def app(make: Callable[..., NumPyClient], *, by_predictor: bool = False, **optio
     def evaluate(message: Message, context: Context) -> Message:
         batches = loader(int(context.node_config["partition-id"]))
         if by_predictor:
-            net: nn.Module = client_fn(context).predictor(*received(message))  # type: ignore[attr-defined]
+            net: nn.Module = client_fn(context).predictor(*received(message, context))  # type: ignore[attr-defined]
         else:
             net = network(5)
             net.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -182,6 +182,42 @@ def test_a_client_that_lost_the_network_is_sent_it_again(tmp_path):
     assert accepted == {1: 3, 2: 3, 3: 3, 4: 3, 5: 0, 6: 3}
     assert strategy.evaluate_metrics[5]["rejected-error"] == NUM_CLIENTS
     assert all(m["replies-accepted"] == 3 for m in result.train_metrics_clientapp.values())
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Adds noise to a client's examples."""
+
+    def __init__(self, partition: int) -> None:
+        self.x, self.y = examples(partition)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i] + 0.1 * torch.randn(4), int(self.y[i])
+
+
+def test_augmented_examples_are_the_same_through_all_of_tcts_second_stage(tmp_path):
+    """Clients are made anew for each message, and would say that their examples changed."""
+
+    def client_fn(context: Context) -> NumPyClient:
+        partition = int(context.node_config["partition-id"])
+        batches = DataLoader(Augmented(partition), batch_size=4, shuffle=True)
+        return TCTClient(network(), batches, cache=tmp_path, seed=(0, partition))
+
+    strategy = TCT(
+        network=network(), bootstrap=FedAvg(), bootstrap_rounds=1, num_features=40, local_steps=2,
+        min_available_nodes=NUM_CLIENTS,
+    )  # fmt: skip
+    result = strategy.start(
+        grid=Grid(client_app(client_fn), num_clients=NUM_CLIENTS),
+        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        num_rounds=5,
+    )
+    changed = [result.train_metrics_clientapp[r]["examples-changed"] for r in range(2, 6)]
+    assert changed == [0, 0, 0, 0]
+    losses = [result.train_metrics_clientapp[r]["train-loss"] for r in range(3, 6)]
+    assert losses == sorted(losses, reverse=True)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
