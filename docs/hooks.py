@@ -29,7 +29,7 @@ DOCS, NOTEBOOKS, RESULTS = ROOT / "docs", ROOT / "notebooks", ROOT / "benchmarks
 SOURCES = {"changelog.md": ROOT / "CHANGELOG.md"}  # pages that are kept elsewhere
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)[ ]*$", re.MULTILINE | re.DOTALL)
-MARKER = re.compile(r"^<!-- (settings|names):[ ]*([\w.-]*) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (settings|names|file):[ ]*([\w.-]*) -->$", re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
 logger = getLogger("mkdocs.hooks.fedntk")
 
@@ -156,6 +156,12 @@ def _names(room: str) -> str:
     return "\n\n".join(f"::: fedntk.{room}.{name}" for name in public_names(room))
 
 
+def _file(name: str) -> str:
+    """Return a file of this folder as a block of code."""
+    text = (DOCS / name).read_text(encoding="utf-8").rstrip()
+    return f"```{Path(name).suffix.removeprefix('.')}\n{text}\n```"
+
+
 def public_names(room: str) -> list[str]:
     """Return ``__all__`` of ``fedntk.<room>``, without importing it."""
     tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
@@ -166,7 +172,11 @@ def public_names(room: str) -> list[str]:
     raise ValueError(f"{room}/__init__.py: expected __all__")
 
 
-FILLED: dict[str, Callable[[str], str]] = {"settings": _settings, "names": _names}
+FILLED: dict[str, Callable[[str], str]] = {
+    "settings": _settings,
+    "names": _names,
+    "file": _file,
+}
 
 
 # --------------------------------------------------------------------------- check
