@@ -143,8 +143,8 @@ def _settings(method: str) -> str:
         default = f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
         if isinstance(field.default, bool):
             default = f"`{str(field.default).lower()}`"
-        if isinstance(field.default, str) and len(field.default) > 30:
-            default = default.replace(",", ",​")  # it may be broken there
+        if isinstance(field.default, str) and len(field.default) > 30:  # lines may break in it
+            default = "<code>" + html.escape(f'"{field.default}"').replace(",", ",<wbr>") + "</code>"
         meaning = html.escape(field.metadata["doc"], quote=False).replace("|", "&#124;")
         choices = f"One of {choices}. " if choices else ""
         lines.append(f"| `{kind.key(name)}` | {default} | {choices}{meaning} |")
