@@ -67,12 +67,13 @@ def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 yield name, base64.b64decode(data["image/png"])
                 parts.append(f"![Output of the cell above]({name})")
             elif "text/html" in data:
-                table = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
+                table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
+                table = table.replace('border="1" class="dataframe"', "")  # have it as others
                 lines = (line.strip() for line in table.splitlines())
                 parts.append(f'<div class="output">{"".join(lines)}</div>')
             else:
-                text = output.get("text") or data.get("text/plain", "")
-                parts.append(f'``` {{.text .output}}\n{"".join(text).strip()}\n```')
+                text = (output.get("text") or data.get("text/plain", "")).strip()
+                parts.append(f"``` {{.text .output}}\n{text}\n```")
     yield f"{path.stem}.md", "\n\n".join(parts) + "\n"
 
 
@@ -125,7 +126,7 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
         uri = f"results/{path.name}"
     else:
         kind = "tree" if path.is_dir() else "blob"
-        return f"{config.repo_url.rstrip('/')}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
+        return f"{config.extra['repository']}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
     relative = os.path.relpath(uri, Path(page.src_uri).parent.as_posix() or ".")
     return Path(relative).as_posix() + (f"#{parts.fragment}" if parts.fragment else "")
 
@@ -140,14 +141,13 @@ def _settings(method: str) -> str:
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in kind.options().items():
         choices = ", ".join(f"`{choice}`" for choice in kind.choices(name))
-        default = f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
-        if isinstance(field.default, bool):
-            default = f"`{str(field.default).lower()}`"
-        if isinstance(field.default, str) and len(field.default) > 30:  # lines may break in it
-            default = "<code>" + html.escape(f'"{field.default}"').replace(",", ",<wbr>") + "</code>"
+        default = str(field.default).lower()
+        if isinstance(field.default, str):
+            default = html.escape(f'"{field.default}"').replace(",", ",<wbr>")
+        default = f'<code class="whole">{default}</code>'
         meaning = html.escape(field.metadata["doc"], quote=False).replace("|", "&#124;")
-        choices = f"One of {choices}. " if choices else ""
-        lines.append(f"| `{kind.key(name)}` | {default} | {choices}{meaning} |")
+        choices = f"<br>One of {choices}" if choices else ""
+        lines.append(f"| `{kind.key(name)}` | {default} | {meaning}{choices} |")
     return "\n".join(lines)
 
 

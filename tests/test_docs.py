@@ -116,7 +116,7 @@ def test_the_metadata_has_the_usual_links():
 
 
 def test_the_project_has_one_address():
-    site = re.search(r"^repo_url: (.*)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)[1]
+    site = re.search(r"^  repository: (.*)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)[1]
     citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
     assert {site, citation["url"], citation["repository-code"]} == {HOME}
     for page in PAGES:  # which go by relative paths, but to install from
