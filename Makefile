@@ -54,7 +54,8 @@ types: links ## mypy, strict
 	$(BIN)/mypy
 
 docs: links ## the site, in build/site; any warning or dead link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@# without --quiet, which would keep warnings from --strict, too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: lint types docs test ## all that CI runs
 

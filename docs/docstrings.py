@@ -22,7 +22,9 @@ class Docstrings(griffe.Extension):
         super().__init__()
         from hooks import public_names
 
-        self.public = {name: f"fedntk.{room}.{name}" for room in ROOMS for name in public_names(room)}
+        self.public = {
+            name: f"fedntk.{room}.{name}" for room in ROOMS for name in public_names(room)
+        }
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of any module, class, function or attribute."""

@@ -214,7 +214,7 @@ def on_post_build(config: MkDocsConfig) -> None:
             continue
         for link in page.links + page.loaded:
             parts = urlsplit(link)
-            if parts.scheme in ("http", "https", "mailto", "data", "javascript"):
+            if parts.scheme or parts.netloc:
                 continue
             target = Path(os.path.normpath(path.parent / unquote(parts.path)))
             target = path if not parts.path else target
