@@ -12,6 +12,7 @@ import functools
 import html
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from logging import getLogger
@@ -134,8 +135,9 @@ def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Fi
 @functools.cache
 def _settings(method: str) -> str:
     """Return a table of settings, from the code: the common ones, or those of a method."""
-    from fedntk.simulations import Config
-    from fedntk.simulations.methods import own_methods
+    with warnings.catch_warnings(action="ignore"):  # other packages', about each other
+        from fedntk.simulations import Config
+        from fedntk.simulations.methods import own_methods
 
     kind = own_methods()[method].settings if method else Config
     lines = ["| setting | default | meaning |", "|---|---|---|"]

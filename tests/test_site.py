@@ -74,9 +74,9 @@ def build(folder: Path, **changes: str) -> "subprocess.CompletedProcess[str]":
     settings["hooks"] = [str(ROOT / "docs" / "hooks.py")]
     del settings["nav"]
     (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings))
-    for page in docs.rglob("*.md"):  # what the reference would resolve
-        text = re.sub(r"\[(`\w+`)\]\[[\w.]+\]", r"\1", page.read_text(encoding="utf-8"))
-        page.write_text(re.sub(r"\[([\w ]+)\]\(api/\w+\.md\)", r"\1", text), encoding="utf-8")
+    for page in docs.rglob("*.md"):  # whose links to the reference would lead nowhere
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"\[([^]]+)\]\([./]*api/[^)]+\)", r"\1", text), encoding="utf-8")
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict"],
         capture_output=True, text=True, check=False, cwd=folder,
