@@ -12,6 +12,9 @@ sys.path.append(str(Path(__file__).parent))  # where hooks.py is
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):`(~?)([\w.]+)`")
 # "sparsity, bits : float, int" and what is said of them
 TOGETHER = re.compile(r"^(\w+(?:, \w+)+)(?: : (.+))?\n((?:(?: {4}.*)?\n)*(?: {4}.*))", re.MULTILINE)
+# 'loss : {"mse", "cross-entropy"}', which the annotation says in Python's words
+CHOICES = re.compile(r"^(\w+) : \{.*\}$", re.MULTILINE)
+NO_TYPE = re.compile(r"optional|default|shapes? ")
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 
 
@@ -30,6 +33,7 @@ class Docstrings(griffe.Extension):
         """Change the docstring of any module, class, function or attribute."""
         if obj.docstring is not None:
             text = TOGETHER.sub(one_by_one, obj.docstring.value)
+            text = CHOICES.sub(r"\1", text)
             obj.docstring.value = ROLE.sub(self._link, text)
 
     def _link(self, role: re.Match[str]) -> str:
@@ -43,6 +47,8 @@ class Docstrings(griffe.Extension):
 def one_by_one(found: re.Match[str]) -> str:
     """Give each of several parameters that are described together its own type and default."""
     names, kinds, said = found[1].split(", "), found[2] or "", found[3].rstrip()
-    each = kinds.split(", ") if kinds.count(", ") == len(names) - 1 else [kinds] * len(names)
+    each = kinds.split(", ")
+    if len(each) != len(names) or any(map(NO_TYPE.match, each)):  # one type, of all of them
+        each = [kinds] * len(names)
     heads = [f"{name} : {kind}" if kind else name for name, kind in zip(names, each, strict=True)]
     return "\n".join(f"{head}\n{said}" for head in heads)

@@ -84,7 +84,7 @@ def _mathml(formula: re.Match[str]) -> str:
     markup: str = latex2mathml.converter.convert(
         formula[1] or formula[2], display="block" if shown else "inline"
     )
-    return markup
+    return f'<span class="formula">{markup}</span>'  # else a line that begins with it is a block
 
 
 # --------------------------------------------------------------------------- pages
