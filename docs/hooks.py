@@ -79,12 +79,11 @@ def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
 
 
 def _mathml(formula: re.Match[str]) -> str:
-    """Write a formula as MathML, which browsers show without a script."""
-    shown = formula[1] is not None
-    markup: str = latex2mathml.converter.convert(
-        formula[1] or formula[2], display="block" if shown else "inline"
-    )
-    return f'<span class="formula">{markup}</span>'  # else a line that begins with it is a block
+    """Write a formula as MathML, which browsers show without a script; wide spaces end lines."""
+    shown, display = (formula[1], "block") if formula[1] else (formula[2], "inline")
+    parts = re.split(r"\\q?quad\b", shown) if display == "block" else [shown]
+    lines = [latex2mathml.converter.convert(part.strip(), display=display) for part in parts]
+    return f'<span class="formula">{"".join(lines)}</span>'  # else Markdown takes it for a block
 
 
 # --------------------------------------------------------------------------- pages

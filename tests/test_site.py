@@ -160,7 +160,8 @@ def test_docstrings_are_fit_for_the_reference():
     extension, function = docstrings.Docstrings(), griffe.Function("f")
     function.docstring = griffe.Docstring(
         "See :class:`~fedntk.ntk.Jacobian`, :meth:`start` and :func:`~fedntk.ntk.losses.other`.\n\n"
-        "Parameters\n----------\na, b : float, int\n    Two.\n\n    More.\nc, d : Tensor, optional\n    Words.\n"
+        "Parameters\n----------\na, b : float, int\n    Two.\n\n    More.\n"
+        "c, d : Tensor, optional\n    Words.\n"
         'e : {"x", "y"}\n    One.'
     )
     extension.on_object(obj=function)
