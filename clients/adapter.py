@@ -40,17 +40,15 @@ DEFAULT = "default"  # action of a message whose type has none, as in Flower
 def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     """Make a ClientApp that serves a NumPyClient.
 
-    =========  ================================================  ================================
-    message    calls                                             replies with
-    =========  ================================================  ================================
-    train      ``fit(parameters, config)``                       ``arrays``, and ``metrics`` with
-                                                                 ``num-examples``
-    evaluate   ``evaluate(parameters, config)``                  ``metrics`` with ``loss`` and
-                                                                 ``num-examples``
-    query      ``query(parameters, config)`` where there is one  ``metrics``; strings, which
-               and arrays came, else ``get_properties(config)``  metrics cannot hold, go into
-                                                                 ``properties``
-    =========  ================================================  ================================
+    It answers three kinds of messages:
+
+    - ``train`` calls ``fit(parameters, config)``. The reply has ``arrays``, and ``metrics`` with
+      ``num-examples``.
+    - ``evaluate`` calls ``evaluate(parameters, config)``. The reply has ``metrics`` with ``loss``
+      and ``num-examples``.
+    - ``query`` calls ``query(parameters, config)`` where there is one and arrays came, else
+      ``get_properties(config)``. The reply has ``metrics``; strings, which metrics cannot hold, go
+      into ``properties``.
 
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
     one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
