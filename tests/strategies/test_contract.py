@@ -358,8 +358,8 @@ def test_a_state_of_another_strategy_or_seed_is_refused(method):
     state = make(seed=1).state_dict()
     with pytest.raises(ValueError, match="expected seed = 2, got 1"):
         make(seed=2).load_state_dict(state)
+    settings = state["settings"] | {"strategy": "Other"}
     with pytest.raises(ValueError, match=r"expected strategy = .*, got Other"):
-        settings = state["settings"] | {"strategy": "Other"}
         make(seed=1).load_state_dict(state | {"settings": settings})
     with pytest.raises(ValueError, match=r"expected fraction_train = .*, got 0.125; it is of a st"):
         make(seed=1).load_state_dict(make(seed=1, fraction_train=0.125).state_dict())
