@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.payloads import from_npy, to_npy
 
 from .named_arrays import NamedArrays
+from .randomness import GLOBAL_STATE
 
 __all__ = ["CLIENT_ID", "client_app", "received"]
 
@@ -166,7 +167,7 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         parameters, config = received(message, context)
-        client = client_fn(context)
+        client = _made(client_fn, context)
         if (require := getattr(client, "require_agreement", None)) is not None:
             require(dict(message.content.config_records.get("config", {})))
         result, num_examples, metrics = client.fit(parameters, config)
@@ -176,24 +177,39 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         parameters, config = received(message, context)
-        loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
+        client = _made(client_fn, context)
+        loss, num_examples, metrics = client.evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
         parameters, config = received(message, context)
-        client = client_fn(context)
+        client = _made(client_fn, context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
         return _reply(message, context, client.get_properties(config))
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:
-        return _reply(message, context, client_fn(context).get_properties({}))
+        return _reply(message, context, _made(client_fn, context).get_properties({}))
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:
         return _reply(message, context, {})
+
+
+def _made(client_fn: ClientFn, context: Context) -> NumPyClient:
+    """Make a client, while no other one of this process draws from the global generators."""
+    with GLOBAL_STATE:
+        client = client_fn(context)
+    if not isinstance(client, NumPyClient):
+        raise TypeError(
+            f"client_fn: expected a NumPyClient, got a {type(client).__name__}; return the client "
+            "itself, without .to_client()"
+        )
+    if (identify := getattr(client, "identify", None)) is not None:
+        identify(_client_id(context))
+    return client
 
 
 def received(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:

@@ -78,8 +78,10 @@ class ModelClient(NumPyClient):
         round uses: see :func:`sample_size`. 1 means all.
     projection : SealedProjection, optional
         Projects each example before the model sees it; the model then takes its features.
-    seed : tuple of int
-        Seeds what is drawn, together with the round: (run's seed, partition).
+    seed : int or tuple of int, optional
+        Seeds what is drawn, together with the round: (run's seed, partition). Without it each
+        client of :func:`~fedntk.clients.client_app` draws numbers of its own, by its id in the
+        federation.
 
     Attributes
     ----------
@@ -117,8 +119,10 @@ class ModelClient(NumPyClient):
         batch_size_eval: int = 1024,
         sampling_rate: float = 1.0,
         projection: SealedProjection | None = None,
-        seed: tuple[int, ...] = (0,),
+        seed: int | tuple[int, ...] | None = None,
     ) -> None:
+        self.seed = _checked_seed(seed)
+        self._has_seed = seed is not None
         check_dtypes(model, self.dtypes)
         if x_test is None and y_test is not None:
             raise ValueError(
@@ -129,7 +133,6 @@ class ModelClient(NumPyClient):
             raise ValueError(f"sampling_rate: expected 0 < rate <= 1, got {sampling_rate}")
         self.sampling_rate = sampling_rate
         self.projection = projection
-        self.seed = seed
         self.model = model.to(device)
         self.loss = check_loss(loss)
         self.device = torch.device(device)
@@ -143,6 +146,11 @@ class ModelClient(NumPyClient):
         for examples in (self._training, self._testing):
             if examples is not None:
                 self._probe(examples)
+
+    def identify(self, client_id: str) -> None:
+        """Have a client without a `seed` draw numbers of its own, by its id in the federation."""
+        if not self._has_seed:
+            self.seed = (0, *client_id.encode())
 
     def _probe(self, examples: LabelledExamples) -> None:
         """Find out with one example whether the model takes them; check all that are in memory."""
@@ -331,3 +339,10 @@ class ModelClient(NumPyClient):
             set_weights(self.model, candidate)
             losses.append(loss_value(self.outputs(x), targets, self.loss))
         return [value if not np.isnan(value) else float("inf") for value in losses]
+
+
+def _checked_seed(seed: Any) -> tuple[int, ...]:
+    parts = (0,) if seed is None else seed if isinstance(seed, tuple) else (seed,)
+    if not all(isinstance(n, int | np.integer) and n >= 0 for n in parts):
+        raise ValueError(f"seed: expected a whole number of at least 0, or several, got {seed!r}")
+    return tuple(int(number) for number in parts)

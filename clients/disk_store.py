@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import require_disk
+from fedntk.ntk.files import whole, whole_path
 
 __all__ = ["DiskStore", "cache_dir", "data_digest", "example_digests"]
 
@@ -93,7 +94,7 @@ class DiskStore:
 
     def save(self, name: str, **arrays: NDArray[Any]) -> None:
         """Keep some arrays under a name."""
-        with self._whole(f"{name}.npz") as partial, partial.open("wb") as file:
+        with whole(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     def load(self, name: str) -> dict[str, NDArray[Any]]:
@@ -140,21 +141,10 @@ class DiskStore:
         """
         needed = math.prod(shape) * np.dtype(dtype).itemsize
         require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
-        with self._whole(f"{name}.npy") as partial:
+        with whole_path(self.folder / f"{name}.npy") as partial:
             stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
             yield stored
             stored.flush()
-
-    @contextlib.contextmanager
-    def _whole(self, name: str) -> Iterator[Path]:
-        """Have a file written under another name, and give it its own once it is whole."""
-        partial = (self.folder / name).with_suffix(".part")
-        try:
-            yield partial
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        partial.replace(self.folder / name)
 
     def names(self, pattern: str = "*") -> list[str]:
         """Names of what is kept, sorted, that match a pattern of the shell's."""

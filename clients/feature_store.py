@@ -35,7 +35,8 @@ def shrink(cache: Path) -> None:
     """Remove from all clients' folders what can be made again, and their state of old rounds."""
     for folder in cache.glob("*/"):
         states = sorted(folder.glob("state-*.npz"), reverse=True)
-        kept = {"key.json", *(path.name for path in states[:2])}
+        kept = {"key.json", "examples-train.npz", *(path.name for path in states[:2])}
+        kept |= {path.name for path in folder.glob("carried-*.npz")}
         for path in folder.iterdir():
             if path.name not in kept:
                 path.unlink()
@@ -43,11 +44,12 @@ def shrink(cache: Path) -> None:
 
 def remove_stale(cache: Path, pattern: str) -> None:
     """Remove the folders that match a pattern and that nobody has used for a day."""
-    for key in cache.glob(f"{pattern}/key.json"):
+    for folder in cache.glob(f"{pattern}/"):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - key.stat().st_mtime > STALE:
-                logger.log(INFO, "removed %s, which no run has used for a day", key.parent)
-                shutil.rmtree(key.parent, ignore_errors=True)
+            used = max(path.stat().st_mtime for path in (folder, *folder.glob("key.json")))
+            if time.time() - used > STALE:
+                logger.log(INFO, "removed %s, which no run has used for a day", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class FeatureStore(DiskStore):
@@ -133,26 +135,27 @@ class FeatureStore(DiskStore):
 
     # ----------------------------------------------------------------- examples
 
-    def keeps(self, name: str, digests: NDArray[np.uint64]) -> bool:
-        """Whether what is kept under a name is of these examples; so it is if nothing is.
+    def examples(self, name: str) -> NDArray[np.uint64] | None:
+        """Return the digests (n, 2) of the examples that what is kept is of; None if nothing is.
+
+        Parameters
+        ----------
+        name : {"train", "test"}
+            Which set.
+        """
+        return self.load(f"examples-{name}").get("digests")
+
+    def note_examples(self, name: str, digests: NDArray[np.uint64]) -> None:
+        """Note of which examples everything is that is kept from now on.
 
         Parameters
         ----------
         name : {"train", "test"}
             Which set.
         digests : ndarray of uint64, shape (n, 2)
-            Of the examples, sorted: see :func:`~fedntk.clients.disk_store.example_digests`.
+            Sorted: see :func:`~fedntk.clients.disk_store.example_digests`.
         """
-        kept = self.load(f"examples-{name}").get("digests")
-        if kept is None:
-            self.replace(name, digests)
-            return True
-        return np.array_equal(kept, digests)
-
-    def num_same(self, name: str, digests: NDArray[np.uint64]) -> int:
-        """Count these examples that are among those kept under a name."""
-        kept = {tuple(row) for row in self.load(f"examples-{name}")["digests"].tolist()}
-        return sum(tuple(row) in kept for row in digests.tolist())
+        self.save(f"examples-{name}", digests=digests)
 
     def replace(self, name: str, digests: NDArray[np.uint64]) -> None:
         """Keep these examples under a name, and nothing of others."""
@@ -161,7 +164,7 @@ class FeatureStore(DiskStore):
             patterns += ["kernel.npz", "spectrum.npz", "state-*.npz"]
         for pattern in patterns:
             self.remove(pattern=pattern)
-        self.save(f"examples-{name}", digests=digests)
+        self.note_examples(name, digests)
 
     # ----------------------------------------------------------------- features
 
@@ -258,7 +261,6 @@ class FeatureStore(DiskStore):
     def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
         """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""
         self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
-        self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
         self.save(f"sent-{server_round:06}", linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
         self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
@@ -271,16 +273,23 @@ class FeatureStore(DiskStore):
     def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
         """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
 
-        Nothing is kept if A_k or the features are not there.
+        Nothing is kept if A_k or the features are not there, or the vector is there already.
         """
         coefficients = self.coefficients(server_round)
+        if self.carried(server_round) is not None:
+            return
         if coefficients is None:
             return
         features = self.mapped("features-train", (len(coefficients), self.width))
         if features is not None:
             rows = FeatureRows.of(features, device=device, bias=bias)
             control = -rows.transposed_matmul(coefficients.float())
-            self.save(f"carried-{server_round:06}", control=control.numpy())
+            self.remember_vector(server_round, control)
+
+    def remember_vector(self, server_round: int, control: Tensor) -> None:
+        """Keep c_k (p, C) of a round itself, where its features are not kept or will change."""
+        self.save(f"carried-{server_round:06}", control=control.numpy())
+        self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
 
     def carried(self, server_round: int) -> Tensor | None:
         """Return c_k (p, C) of a round whose examples were others; None if there is none."""

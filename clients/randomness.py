@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["own_randomness", "round_seed", "seeded_generators"]
+__all__ = ["GLOBAL_STATE", "own_randomness", "round_seed", "seeded_generators"]
 
 # torch has one global state, from which dropout draws, and so have NumPy and Python, from which
 # transforms draw; threads that draw take turns
-_GLOBAL_STATE = threading.RLock()
+GLOBAL_STATE = threading.RLock()
 
 
 def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
@@ -45,7 +45,7 @@ def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Gen
     devices = [x.device] if x.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         if _draws(model, x, devices):
-            stack.enter_context(_GLOBAL_STATE)
+            stack.enter_context(GLOBAL_STATE)
             stack.enter_context(torch.random.fork_rng(devices=devices))
             torch.manual_seed(seed)
         yield generator
@@ -56,8 +56,8 @@ def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
     """Seed the global generators of torch, NumPy and Python, and restore them afterwards.
 
     What runs inside draws the same numbers whenever the seed is the same. Other clients of this
-    process that read or train at random wait meanwhile; what else draws from these generators in
-    another thread, such as a network that is built, must not run at the same time.
+    process that are made, or that read or train at random, wait meanwhile; what else draws from
+    these generators in another thread must not run at the same time.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
     """
     words = np.random.SeedSequence([int(number) for number in seed]).generate_state(3)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with _GLOBAL_STATE, torch.random.fork_rng(devices=devices):
+    with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
         states = random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
             torch.manual_seed(int(words[0]))
@@ -82,7 +82,7 @@ def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
 def _draws(model: nn.Module, x: Tensor, devices: list[torch.device]) -> bool:
     """Whether a forward pass in training mode changes torch's global state."""
     training = model.training
-    with _GLOBAL_STATE, torch.random.fork_rng(devices=devices):
+    with GLOBAL_STATE, torch.random.fork_rng(devices=devices):
         before = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         try:
             model.train()(x)

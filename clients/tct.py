@@ -159,9 +159,7 @@ class TCTClient(SGDClient):
         examples = _Examples(self._projected(self.x[order], config), self.targets[order])
         if task.step == "features":
             return self._features(task, store, examples)
-        changed = not store.keeps("train", digests)
-        if changed:
-            self._replace(task, store, digests, config)
+        changed = self._note_examples(task, store, digests, config)
         if task.step == "statistics":
             result = self._moments(task, store, examples)
         else:
@@ -182,25 +180,35 @@ class TCTClient(SGDClient):
     def _name(self, config: Mapping[str, Any]) -> str:
         return f"client-{_word(config.get(CLIENT_ID, '-'.join(map(str, self.seed))))}"
 
-    def _replace(
+    def _note_examples(
         self,
         task: ConvexTask,
         store: FeatureStore,
         digests: NDArray[np.uint64],
         config: Mapping[str, Any],
-    ) -> None:
-        """Go on with other examples than before: c_k stays as it was, all else is computed anew."""
+    ) -> bool:
+        """Return whether these are other examples than before.
+
+        Then c_k stays as it was, and all else is computed anew.
+        """
+        before = store.examples("train")
+        if before is None:
+            store.note_examples("train", digests)
+        if before is None or np.array_equal(before, digests):
+            return False
+        known = set(map(tuple, before.tolist()))
         logger.log(
             WARNING,
             "%s: %d of its %d examples are the same as before; features are computed anew. "
             "Return the same examples, in any order, in all rounds of a run",
             self._name(config),
-            store.num_same("train", digests),
+            sum(tuple(row) in known for row in digests.tolist()),
             len(digests),
         )
         if task.corrected and task.state_round:
             store.carry(task.state_round, bias=task.bias, device=self.device)
         store.replace("train", digests)
+        return True
 
     def _check(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -291,8 +299,24 @@ class TCTClient(SGDClient):
             return [], len(targets), {**metrics, "diverged": 1}
         if task.corrected:
             store.remember(server_round, after, theta)
+            if self.keep == "nothing":
+                self._remember_vector(task, store, server_round, result - theta, control)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
         return [result.numpy()], len(targets), metrics
+
+    def _remember_vector(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        server_round: int,
+        change: Tensor,
+        control: Tensor,
+    ) -> None:
+        """Keep c_k = c_k - c - (theta_k - theta) / (M eta), as no features are there to form it."""
+        before = store.carried(task.state_round) if task.state_round else torch.zeros_like(change)
+        if before is not None:
+            span = task.local_steps * task.learning_rate
+            store.remember_vector(server_round, before - control - change / span)
 
     def _in_a_loop(
         self,
@@ -375,11 +399,12 @@ class TCTClient(SGDClient):
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
         digests, order = _sorted(self.x_test, self.targets_test)
-        name = "train"
-        if self.x_test is not self.x or not store.keeps(name, digests):
-            name = "test"
-            if not store.keeps(name, digests):
-                store.replace(name, digests)
+        kept = store.examples("train")
+        same = self.x_test is self.x and kept is not None and np.array_equal(kept, digests)
+        name = "train" if same else "test"
+        kept = store.examples(name)
+        if kept is None or not np.array_equal(kept, digests):
+            store.replace(name, digests)
         x = self._projected(self.x_test[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
         outputs, targets = rows @ _only(records, "linear"), self.targets_test[order]

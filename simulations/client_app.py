@@ -44,13 +44,12 @@ class _Thread(threading.local):
 
     def prepare(self, context: Context) -> None:
         config = Config.parse(context.run_config)
-        with _building:  # building draws from torch's global state, copying does not
-            template = _template(config)
-            self.setup = replace(template, network=copy.deepcopy(template.network))
+        template = _template(config)  # client_app makes one client at a time
+        self.setup = replace(template, network=copy.deepcopy(template.network))
         self.run_id, self.run_config = context.run_id, dict(context.run_config)
 
 
-_thread, _building = _Thread(), threading.Lock()
+_thread = _Thread()
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
-from fedntk.strategies.files import whole
+from fedntk.ntk.files import whole
 
 from .method import Method
 from .methods import all_methods, own_methods

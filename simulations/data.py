@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.clients import cache_dir
-from fedntk.strategies.files import whole
+from fedntk.ntk.files import whole
 
 from .config import Config
 from .settings import ConfigError, nearest

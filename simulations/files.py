@@ -1,33 +1,10 @@
-"""Folders in which one process at a time works, and what killed ones left there."""
+"""What killed processes left in a run's folder."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from fedntk.ntk.files import PARTIAL
 
-from fedntk.strategies.files import PARTIAL
-
-__all__ = ["claimed", "remove_partial"]
-
-
-@contextlib.contextmanager
-def claimed(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes from working in a folder under the same name.
-
-    Raises
-    ------
-    BlockingIOError
-        If one is at work there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / f".{name}.lock", blocking=False):
-            yield
-    except Timeout:
-        raise BlockingIOError(
-            f"another process is at work in {folder}; wait for it, or choose another folder"
-        ) from None
+__all__ = ["remove_partial"]
 
 
 def remove_partial(folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
-from fedntk.strategies.files import whole
+from fedntk.ntk.files import whole
 
 from .config import Config
 from .data import Data, load_data

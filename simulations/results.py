@@ -21,7 +21,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from fedntk.strategies.files import whole
+from fedntk.ntk.files import whole
 
 from .checkpoints import Checkpoint, Checkpoints, Evaluations
 from .config import Config

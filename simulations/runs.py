@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 import pandas as pd
 import torch
 
+from fedntk.ntk.files import claimed
+
 from ._flower import log_from
 from .checkpoints import Checkpoints
 from .client_app import app as client_application
@@ -19,7 +21,6 @@ from .config import Config
 from .data import load_data
 from .engines import LocalGrid
 from .errors import RunFailed
-from .files import claimed
 from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
 from .results import (

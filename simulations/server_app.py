@@ -12,6 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
+from fedntk.ntk.files import claimed
 from fedntk.ntk.predictor import Evaluation
 from fedntk.ntk.threads import stop_spinning
 from fedntk.strategies import BaseStrategy
@@ -20,7 +21,7 @@ from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints
 from .config import Config
 from .engines import MeteredGrid
-from .files import claimed, remove_partial
+from .files import remove_partial
 from .method import Setup
 from .recorder import OnRound, Recorder
 from .results import clear_run, run_state, write_run, write_summary

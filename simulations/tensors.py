@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fedntk.strategies.files import DamagedFile, whole
+from fedntk.ntk.files import DamagedFile, whole
 
 __all__ = ["load_tensors", "save_tensors"]
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from .files import PARTIAL, DamagedFile, whole
+from fedntk.ntk.files import PARTIAL, DamagedFile, whole
 
-__all__ = ["ArrayArchive", "OldFormat", "Version"]
+__all__ = ["ArrayArchive", "OldFormat", "Version", "checksum"]
 
 logger = getLogger("flwr")
 FORMAT = 3

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, NetworkPredictor, Predictor
+from fedntk.ntk.files import claimed
 from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
 from fedntk.ntk.threads import stop_spinning
 from fedntk.trust import SEALED_SEED
@@ -30,7 +31,7 @@ from fedntk.trust import SEALED_SEED
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
 from .registry import ClientRegistry, Exchange
-from .replies import NoUsableReply, Reply, checked_accuracy, is_like, largest_group
+from .replies import NoUsableReply, Reply, check_accuracy, is_like, largest_group
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .trust_protocols import SealedSeeds, SealsSeeds
 
@@ -238,7 +239,8 @@ class BaseStrategy(FedAvg):
             Folder of this run. Its state is written there after each round, whole or not at all.
             If there is one already, the run goes on from it, to the same bits as if it had never
             been cut off: make the same call again after a crash. `initial_arrays` then only have to
-            be of the same network, and the Result holds all rounds.
+            be of the same network, and the Result holds all rounds. `evaluate_fn` is called once
+            more for the last of the rounds that were run.
         should_stop : callable, optional
             (round, Result so far) -> whether that round is the last one. Newer versions of Flower
             have this argument, too.
@@ -250,45 +252,60 @@ class BaseStrategy(FedAvg):
         Raises
         ------
         ValueError
-            If the checkpoint is of other settings or another network.
+            If the checkpoint is of other settings, another `train_config` or another network.
+        BlockingIOError
+            If another process is at work with the checkpoint.
         OSError
             If the first checkpoint cannot be written.
         NoUsableReply
             At the end, if in none of the rounds a reply to a training message could be used.
         """
         stop_spinning(torch.get_num_threads())
-        checkpoints = None
+        options |= {
+            "grid": grid,
+            "timeout": timeout,
+            "train_config": train_config,
+            "evaluate_config": evaluate_config,
+            "evaluate_fn": evaluate_fn,
+            "should_stop": should_stop,
+        }
+        self._timeout = timeout
+        if checkpoint is None:
+            return self._run(initial_arrays, num_rounds, None, **options)
+        folder = Path(checkpoint)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
+        with claimed(folder, "checkpoint"):
+            return self._run(initial_arrays, num_rounds, RunCheckpoints(folder), **options)
+
+    def _run(
+        self,
+        initial_arrays: ArrayRecord,
+        num_rounds: int,
+        checkpoints: RunCheckpoints | None,
+        **options: Any,
+    ) -> Result:
+        """Run the rounds that remain, from the newest checkpoint if there is one."""
         before: Result | None = None
-        if checkpoint is not None:
-            checkpoints = RunCheckpoints(Path(checkpoint))
-            if (found := checkpoints.newest(initial_arrays)) is not None:
+        config = dict(options["train_config"] or {})  # before strategies add to it
+        network = self.network_of(initial_arrays)
+        if checkpoints is not None:
+            found = checkpoints.newest(network, config, self.network_of)
+            if found is not None:
                 initial_arrays, before = found.arrays, found.result
-                try:
-                    self.load_state_dict(found.strategy)
-                except ValueError as error:
-                    raise ValueError(
-                        f"checkpoint: {checkpoint} holds another run ({error}); use the same "
-                        "settings, or another folder"
-                    ) from error
-                logger.log(INFO, "%s: going on after round %d", checkpoint, self.server_round)
-        done, self._rounds_loaded, self._timeout = self._rounds_loaded, 0, timeout
+                self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
+        done, self._rounds_loaded = self._rounds_loaded, 0
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
 
         def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
             if checkpoints is not None:
-                checkpoints.save(server_round, arrays, self.state_dict(), result)
+                checkpoints.save(server_round, arrays, self.state_dict(), result, network, config)
 
         result = run_rounds(
             self,
             done,
-            grid=grid,
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
-            timeout=timeout,
-            train_config=train_config,
-            evaluate_config=evaluate_config,
-            evaluate_fn=evaluate_fn,
-            should_stop=should_stop,
             after_round=None if checkpoints is None else save,
             before=before,
             **options,
@@ -298,6 +315,26 @@ class BaseStrategy(FedAvg):
         if self.server_round > done == 0:
             self._require_success()
         return result
+
+    def _go_on_from(self, folder: Path, state: Mapping[str, Any], num_rounds: int) -> None:
+        """Take over the state of a checkpoint, and say so."""
+        try:
+            self.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint: {folder} holds another run ({error}); use the same settings, or "
+                "another folder"
+            ) from error
+        if self.server_round >= num_rounds:
+            logger.log(
+                WARNING,
+                "%s: all %d rounds have been run before, and none is run now; choose another "
+                "folder for another run",
+                folder,
+                self.server_round,
+            )
+        else:
+            logger.log(INFO, "%s: going on after round %d", folder, self.server_round)
 
     def _require_success(self) -> None:
         """Refuse to end as if all were well where no client ever replied with what can be used."""
@@ -330,8 +367,12 @@ class BaseStrategy(FedAvg):
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with, `done` rounds of it run before.
 
-        Methods that learn more than a network add it here.
+        With none, what is left of an earlier run of this object is forgotten. Methods that learn
+        more than a network add it here.
         """
+        if not done:
+            self.train_metrics, self.evaluate_metrics = {}, {}
+            self.client_evaluations = {}
         return initial_arrays
 
     # ----------------------------------------------------------------- sending
@@ -618,7 +659,22 @@ class BaseStrategy(FedAvg):
 
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[None], Counter[str]]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
-        return self.accepted(replies, checked_accuracy, MessageType.EVALUATE)
+        pairs, rejected = self.accepted(replies, lambda reply: None, MessageType.EVALUATE)
+        return self.screened_accuracies(pairs, rejected), rejected
+
+    def screened_accuracies(self, pairs: Pairs[None], rejected: Counter[str]) -> Pairs[None]:
+        """Drop the replies whose accuracy cannot be: a share, or a percentage if most have one."""
+        given = [reply.metrics.get("accuracy") for reply, _ in pairs]
+        known = sorted(value for value in given if isinstance(value, int | float))
+        most = 100 if known and known[(len(known) - 1) // 2] > 1 else 1
+        kept: Pairs[None] = []
+        for pair in pairs:
+            try:
+                check_accuracy(pair[0], most)
+                kept.append(pair)
+            except BadReply as bad:
+                self.drop(pair[0].node, bad, rejected)
+        return kept
 
     def enough(self, completed: int) -> bool:
         """Whether so many valid replies may change the model; says so where they may not."""

@@ -1,6 +1,7 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
-from .array_archive import ArrayArchive
+from .array_archive import ArrayArchive, checksum
 
 __all__ = ["RunCheckpoints", "RunState"]
 
@@ -44,14 +45,35 @@ class RunCheckpoints:
     def __init__(self, folder: Path) -> None:
         self._archive = ArrayArchive(folder)
         self._saved = -1
+        self._began = ""  # digest of the first weights
 
-    def newest(self, initial_arrays: ArrayRecord) -> RunState | None:
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self._archive.folder
+
+    def newest(
+        self,
+        network: ArrayRecord,
+        train_config: Mapping[str, Any],
+        network_of: Callable[[ArrayRecord], ArrayRecord],
+    ) -> RunState | None:
         """Return the newest state that is whole; None if there is none.
+
+        Parameters
+        ----------
+        network : ArrayRecord
+            With which the run is started now. Other weights than the first ones of the run in the
+            folder are not used, which is logged.
+        train_config : mapping
+            Of the run as it is started now.
+        network_of : callable
+            Picks the network's arrays among the global ones.
 
         Raises
         ------
         ValueError
-            If it is of another network than `initial_arrays`.
+            If it is of another network or another configuration.
         """
         self._archive.remove_partial()
         found = self._archive.newest()
@@ -60,21 +82,52 @@ class RunCheckpoints:
         state = dict(found.content["strategy"])
         state |= dict(_under("strategy.", found.arrays))
         arrays = dict(_under("arrays.", found.arrays))
-        for name, array in initial_arrays.items():
-            if name not in arrays or arrays[name].shape != tuple(array.shape):
-                raise ValueError(
-                    f"checkpoint: {self._archive.folder} holds a run of another network, which "
-                    f"differs in {name!r}; start with that network, or choose another folder"
-                )
-        result = Result(ArrayRecord({name: Array(array) for name, array in arrays.items()}))
+        everything = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        self._require_same(found.content, network, network_of(everything), train_config)
+        result = Result(everything)
         for history in HISTORIES:
             own = found.content["result"][history]
             setattr(result, history, {int(k): MetricRecord(v) for k, v in own.items()})
         self._saved = int(state["server-round"])
+        self._began = found.content["first-weights"]
         return RunState(result.arrays, state, result)
 
+    def _require_same(
+        self,
+        content: Mapping[str, Any],
+        network: ArrayRecord,
+        saved: ArrayRecord,
+        train_config: Mapping[str, Any],
+    ) -> None:
+        now, then = ({k: tuple(a.shape) for k, a in own.items()} for own in (network, saved))
+        if now != then:
+            odd = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+            raise ValueError(
+                f"checkpoint: {self.folder} holds a run of another network, which differs in "
+                f"{odd[:5]}; start with that network, or choose another folder"
+            )
+        if content["train-config"] != dict(train_config):
+            raise ValueError(
+                f"checkpoint: {self.folder} holds a run with train_config = "
+                f"{content['train-config']}, got {dict(train_config)}; use the same, or another "
+                "folder"
+            )
+        if content["first-weights"] != _digest(network):
+            logger.log(
+                WARNING,
+                "%s: the run in it began with other weights than those given now, which are not "
+                "used",
+                self.folder,
+            )
+
     def save(
-        self, server_round: int, arrays: ArrayRecord, strategy: Mapping[str, Any], result: Result
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        strategy: Mapping[str, Any],
+        result: Result,
+        network: ArrayRecord,
+        train_config: Mapping[str, Any],
     ) -> None:
         """Write the state after a round, unless it is there.
 
@@ -94,7 +147,10 @@ class RunCheckpoints:
                 named[f"strategy.{name}"] = value
             else:
                 plain[name] = value
+        self._began = self._began or _digest(network)
         content = {
+            "train-config": dict(train_config),
+            "first-weights": self._began,
             "strategy": plain,
             "result": {
                 history: {str(k): dict(v) for k, v in getattr(result, history).items()}
@@ -115,3 +171,9 @@ def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[st
     for name, array in arrays.items():
         if name.startswith(prefix):
             yield name.removeprefix(prefix), array
+
+
+def _digest(network: ArrayRecord) -> str:
+    return hashlib.sha256(
+        "".join(checksum(np.ascontiguousarray(a.numpy())) for a in network.values()).encode()
+    ).hexdigest()

@@ -144,6 +144,8 @@ class NTKFL(BaseStrategy):
             steps = AUTO_STEPS if learning_rate == AUTO else DEFAULT_STEPS
         if allow_no_step and len(steps) and steps[0] > 0:
             steps = (0, *steps)
+        if len(steps) and steps[-1] == 0:
+            raise ValueError(f"steps: expected at least one t above 0, got {list(steps)}")
         self.flow = GradientFlow(
             loss=loss,
             learning_rate=learning_rate,
@@ -193,6 +195,21 @@ class NTKFL(BaseStrategy):
         """Add the flow's, and how t is chosen."""
         flow = {k: v for k, v in asdict(self.flow).items() if k != "memory_budget"}
         return {**super().settings(), **flow, "selection": self.selection}
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Count the rounds in which t = 0 won anew, unless a state was loaded."""
+        if not done:
+            self.rounds_without_step = 0
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add in how many rounds in a row t = 0 won, for the log."""
+        return {**super().state_dict(), "rounds-without-step": self.rounds_without_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.rounds_without_step = int(state["rounds-without-step"])
 
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module

@@ -16,7 +16,7 @@ from fedntk.ntk.payloads import from_npy
 __all__ = [
     "NoUsableReply",
     "Reply",
-    "checked_accuracy",
+    "check_accuracy",
     "checked_weights",
     "is_like",
     "largest_group",
@@ -226,8 +226,8 @@ def is_like(message: Message, model: ArrayRecord) -> bool:
     )
 
 
-def checked_accuracy(reply: Reply) -> None:
-    """Check that an accuracy, where a client reports one, is between 0 and 1."""
+def check_accuracy(reply: Reply, most: float = 1) -> None:
+    """Check that an accuracy, where a client reports one, is between 0 and `most`."""
     accuracy = reply.metrics.get("accuracy", 0.0)
-    if isinstance(accuracy, int | float) and not 0 <= accuracy <= 1:
-        raise BadReply("metrics", f"expected an accuracy of 0 ... 1, got {accuracy}")
+    if isinstance(accuracy, int | float) and not 0 <= accuracy <= most:
+        raise BadReply("metrics", f"expected an accuracy of 0 ... {most}, got {accuracy}")

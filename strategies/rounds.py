@@ -66,7 +66,7 @@ def run_rounds(
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         number, metrics = server_round + done, None
         if evaluate_fn is not None:
-            metrics = evaluate_fn(number, arrays)
+            metrics = _evaluated(evaluate_fn, strategy, number, arrays)
         if metrics is not None:
             result.evaluate_metrics_serverapp[number] = metrics
         if after_round is not None:
@@ -90,6 +90,22 @@ def run_rounds(
         for line in str(result).splitlines():
             logger.info("\t%s", line)
     return result
+
+
+def _evaluated(
+    evaluate_fn: EvaluateFn, strategy: Strategy, server_round: int, arrays: ArrayRecord
+) -> MetricRecord | None:
+    """Call a user's function, and say what to do where it takes all arrays for a network's."""
+    try:
+        return evaluate_fn(server_round, arrays)
+    except RuntimeError as error:
+        if "Unexpected key(s) in state_dict" not in str(error):
+            raise
+        raise RuntimeError(
+            f"evaluate_fn: {type(strategy).__name__} passes it arrays of more than the network; "
+            "use strategy.predictor(arrays) in place of the network, an nn.Module that gives the "
+            "scores in every round"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -134,6 +134,12 @@ class SCAFFOLD(BaseStrategy):
             client: np.array(state[f"{CONTROLS}.{client}"]) for client in self.examples
         }
 
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin with controls of zero, unless a state was loaded."""
+        if not done:
+            self.controls, self.examples = {}, {}
+        return super().begin(initial_arrays, num_rounds, done)
+
     # ---------------------------------------------------------------- controls
 
     def control(self) -> NDArray[np.float64]:

@@ -17,12 +17,11 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 :mod:`fedntk.strategies.tct_control`.
 """
 
-import json
 import math
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from logging import INFO, WARNING
 from typing import Any, Literal, TypeVar, get_args
 
@@ -49,7 +48,7 @@ from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
 from .averaging import named_arrays
 from .base import BaseStrategy, logger
-from .replies import Reply, checked_accuracy
+from .replies import Reply
 from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
 from .tct_phases import (
@@ -148,7 +147,7 @@ class TCT(BaseStrategy):
     linear_rounds : int
         Rounds so far that changed the linear model.
     run_key : str
-        Names the run for the clients' folders: a digest of settings and first weights.
+        Names the run for the clients' folders; drawn at random when it begins.
 
     Raises
     ------
@@ -293,10 +292,9 @@ class TCT(BaseStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Add the bootstrap and what stage 2 is."""
-        strategy = None if self.bootstrap is None else type(self.bootstrap.strategy).__name__
         return {
             **super().settings(),
-            "bootstrap": strategy,
+            "bootstrap": {} if self.bootstrap is None else self.bootstrap.settings(),
             "bootstrap_rounds": self.bootstrap_rounds,
             "normalise": self.normalise,
             "solve": self.solve,
@@ -352,6 +350,7 @@ class TCT(BaseStrategy):
         if {k: v for k, v in found.items() if k not in TCTModel.ARRAYS} != expected:
             odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
+        initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if num_rounds <= self.bootstrap_rounds + (self.normalise and self.solve == "clients"):
             logger.log(
                 WARNING,
@@ -361,11 +360,7 @@ class TCT(BaseStrategy):
             )
         if not done:
             self._begin()
-            network = [a.numpy() for a in self.network_of(initial_arrays).values()]
-            settings = json.dumps(self.settings()).encode()
-            self.run_key = blake2b(
-                settings + ConvexTask.key_of(self.feature_map, network).encode(), digest_size=8
-            ).hexdigest()
+            self.run_key = secrets.token_hex(8)
         elif set(TCTModel.ARRAYS) <= initial_arrays.keys():
             return initial_arrays
         elif done > self.bootstrap_rounds:
@@ -426,8 +421,9 @@ class TCT(BaseStrategy):
         return isinstance(self.phase, BootstrapRounds)
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the network's own arrays."""
-        return ArrayRecord({name: arrays[name] for name in self.network.state_dict()})
+        """Return the arrays without the linear model and the normaliser."""
+        own = {name: array for name, array in arrays.items() if name not in TCTModel.ARRAYS}
+        return ArrayRecord(own)
 
     def _key(self, arrays: ArrayRecord) -> str:
         if arrays is not self._keyed[0]:
@@ -488,7 +484,8 @@ class TCT(BaseStrategy):
         self, replies: Iterable[Message]
     ) -> tuple[list[tuple[Reply, None]], Counter[str]]:
         """Check evaluations, and note who has the network."""
-        pairs, rejected, _ = self.answers(replies, checked_accuracy, MessageType.EVALUATE)
+        pairs, rejected, _ = self.answers(replies, lambda reply: None, MessageType.EVALUATE)
+        pairs = self.screened_accuracies(pairs, rejected)
         if self.learned == "linear-model":
             for reply, _ in pairs:
                 self.registry.mark_sent(reply.client, "network", "normaliser")

@@ -131,6 +131,17 @@ class Bootstrap:
         reply.message.content = RecordDict({self.owner.arrayrecord_key: arrays, "metrics": metrics})
         return reply.message
 
+    def settings(self) -> dict[str, Any]:
+        """Return the strategy's class and its options that are plain values."""
+        if isinstance(self.strategy, BaseStrategy):
+            return self.strategy.settings()
+        plain = {
+            name: value
+            for name, value in sorted(vars(self.strategy).items())
+            if isinstance(value, bool | int | float | str) and not name.startswith("_")
+        }
+        return {"strategy": type(self.strategy).__name__, **plain}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy's own state; empty if it has none to give."""
         own: dict[str, Any] = getattr(self.strategy, "state_dict", dict)()

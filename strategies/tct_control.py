@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply
 from fedntk.ntk.convex import mean_gradient
 
 __all__ = ["ControlVariate"]
@@ -60,11 +59,9 @@ class ControlVariate:
         """Take note of the clients' numbers of examples; the first that a client tells counts."""
         self._examples = {**examples, **self._examples}
 
-    def check(self, client: int, num_examples: int) -> None:
-        """Raise BadReply for what would spoil c: another number of examples than before."""
-        known = self._examples.get(client, num_examples)
-        if known != num_examples:
-            raise BadReply("num-examples", f"had {known} examples before, now {num_examples}")
+    def examples_of(self, client: int) -> int | None:
+        """Return the number of examples that a client first told; None if it told none yet."""
+        return self._examples.get(client)
 
     def update(
         self,

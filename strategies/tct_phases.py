@@ -265,7 +265,6 @@ class ConvexRounds(_StageTwo):
             if len(arrays) != 1:
                 raise BadReply("arrays", f"expected 1, got {len(arrays)}")
             require_like(LINEAR, arrays[0], theta)
-            tct.control.check(reply.client, reply.num_examples)
             return {LINEAR: arrays[0]}
 
         pairs, rejected, lost = self.answers(replies, parse)
@@ -289,13 +288,29 @@ class ConvexRounds(_StageTwo):
             tct.control.reset()
         if not tct.enough(len(pairs)):
             return None, metrics
-        counts = [reply.num_examples for reply, _ in pairs]
+        counts = [self._weight(reply) for reply, _ in pairs]
         mean = np.asarray(weighted_mean([own for _, own in pairs], counts)[LINEAR], np.float32)
         if tct.task.corrected and not reset:
-            own = {r.client: (r.num_examples, linear[LINEAR]) for r, linear in pairs}
+            models = (linear[LINEAR] for _, linear in pairs)
+            own = {
+                reply.client: (count, model)
+                for (reply, _), count, model in zip(pairs, counts, models, strict=True)
+            }
             everyone = tct.registry.clients(without=tct.held_out)
             tct.control.update(server_round, theta, mean, own, everyone)
         return {LINEAR: mean}, metrics
+
+    def _weight(self, reply: Reply) -> int:
+        """Return the examples that a client counts with: as many as it first said."""
+        known = self.tct.control.examples_of(reply.client)
+        if known is None or known == reply.num_examples:
+            return reply.num_examples
+        logger.log(
+            WARNING,
+            "stage 2: client %d had %d examples before and has %d now; it counts with %d",
+            *(reply.client, known, reply.num_examples, known),
+        )
+        return known
 
     def _report_rates(self, replies: Sequence[Reply], metrics: MetricRecord) -> None:
         given = [reply.metrics.get("rate-times-lambda") for reply in replies]

@@ -16,16 +16,15 @@ import pytest
 import torch
 from safetensors.numpy import save
 
+from fedntk.ntk.files import DamagedFile, claimed, whole
 from fedntk.simulations import Config, ConfigError, Run, load_model, run
 from fedntk.simulations.checkpoints import Best, Checkpoint, Checkpoints, Evaluations
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.files import claimed
 from fedntk.simulations.methods import all_methods
 from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
 from fedntk.simulations.tensors import load_tensors, save_tensors
-from fedntk.strategies.files import DamagedFile, whole
 
 from .settings import SETTINGS
 

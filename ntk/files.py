@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all, and folders in which one process at a time works."""
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+__all__ = ["PARTIAL", "DamagedFile", "claimed", "whole", "whole_path"]
+
+PARTIAL = ".partial"  # ends the name of a file that is being written
+
+
+class DamagedFile(ValueError):  # noqa: N818
+    """A file that is cut off or altered."""
+
+
+@contextlib.contextmanager
+def whole_path(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that appears whole or not at all, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears whole or not at all, whoever else writes it."""
+    with whole_path(path) as partial, partial.open("wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes from working in a folder under the same name.
+
+    Raises
+    ------
+    BlockingIOError
+        If one is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f".{name}.lock", blocking=False):
+            yield
+    except Timeout:
+        raise BlockingIOError(
+            f"another process is at work in {folder}; wait for it, or choose another folder"
+        ) from None
