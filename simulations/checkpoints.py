@@ -1,35 +1,26 @@
 """What a run needs to go on after it was cut off: checkpoints that write what changed.
 
-A checkpoint is a file with the arrays that no file before it holds, and with a list of all its
-arrays: for each its checksum and the file it is in. So a network that no longer changes, the model
-of a client that was not asked, and the rounds of long ago are written once. When less than half of
-what the files hold is needed, a checkpoint is written whole, and the others are removed.
+A network that no longer changes, the model of a client that was not asked, and the rounds of long
+ago are written once: see :mod:`fedntk.strategies.array_archive`.
 
 There are no generators in it: all random numbers are drawn from (seed, round, partition).
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from .files import whole
+from fedntk.strategies.array_archive import ArrayArchive, OldFormat, Version
+
 from .settings import ConfigError
-from .tensors import DamagedFile
 
 __all__ = ["Best", "Checkpoint", "Checkpoints", "Evaluations"]
 
-logger = getLogger("flwr")
-FORMAT = 2
-KEPT = 2  # checkpoints
 ROUNDS = 32  # whose records are one array
 Record = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
@@ -145,67 +136,19 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoints"
-        self._places: dict[str, _Place] = {}  # by checksum, of what the newest checkpoint needs
-        self._best: dict[str, str] = {}  # name -> checksum of the best weights
+        self._archive = ArrayArchive(self.folder)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write what changed since the last one; that one is kept, older ones are removed."""
-        arrays = _to_arrays(checkpoint)
-        if checkpoint.best_weights:
-            self._best = {}
-        names = {name: _checksum(array) for name, array in arrays.items()} | self._best
-        self._best = {name: digest for name, digest in names.items() if name[:5] == "best."}
-        there = {path for path in {place.path for place in self._places.values()} if path.exists()}
-        known = {digest: place for digest, place in self._places.items() if place.path in there}
-        needed = {digest: known[digest] for digest in names.values() if digest in known}
-        files = {place.path for place in needed.values()}
-        stored = sum(path.stat().st_size for path in files)
-        if stored > 2 * sum(place.nbytes for place in needed.values()) + 2**16:
-            for name, digest in names.items():  # what only files hold
-                if name not in arrays:
-                    arrays[name] = _read(needed[digest].path, [digest])[digest]
-            needed = {}
-        new = {names[name]: a for name, a in arrays.items() if names[name] not in needed}
-        self._write(checkpoint, names, new, needed)
-        self._remove_all_but(KEPT)
-
-    def _write(
-        self,
-        checkpoint: Checkpoint,
-        names: Mapping[str, str],
-        new: Arrays,
-        needed: Mapping[str, "_Place"],
-    ) -> None:
-        best = checkpoint.best
-        manifest = {
-            "format": FORMAT,
-            "names": dict(names),
-            "files": {digest: [place.path.name, place.nbytes] for digest, place in needed.items()},
-            "strategy": {
-                name: value
-                for name, value in checkpoint.strategy.items()
-                if not isinstance(value, np.ndarray)
-            },
-            "strategy-order": list(checkpoint.strategy),
-            "source": checkpoint.source,
-            "metrics": list(checkpoint.evaluations.names),
-            "learned": checkpoint.learned,
-            "best": None if best is None else [best.round, best.value, best.learned],
-        }
-        text = json.dumps(manifest)
-        described = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
-        path = self.folder / f"round-{checkpoint.round:06}.safetensors"
-        with whole(path) as file:
-            file.write(save(new, {"fedntk": json.dumps(described)}))
-        own = {digest: _Place(path, array.nbytes) for digest, array in new.items()}
-        self._places = {**needed, **own}
+        best = () if checkpoint.best_weights else self._best
+        self._archive.save(
+            checkpoint.round, _to_arrays(checkpoint), _to_content(checkpoint), unchanged=best
+        )
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """Write the last checkpoint whole, and remove all others."""
-        arrays = self._best_arrays() | _to_arrays(checkpoint)
-        names = {name: _checksum(array) for name, array in arrays.items()}
-        self._write(checkpoint, names, {names[name]: a for name, a in arrays.items()}, {})
-        self._remove_all_but(1)
+        arrays = self._archive.read(self._best) | _to_arrays(checkpoint)
+        self._archive.save_whole(checkpoint.round, arrays, _to_content(checkpoint))
 
     def best_weights(self) -> Arrays:
         """Read the weights of the best round so far; empty if no round has the metric.
@@ -215,13 +158,11 @@ class Checkpoints:
         DamagedFile
             If a file is not as it was written.
         """
-        return {name.removeprefix("best."): array for name, array in self._best_arrays().items()}
+        return dict(_under("best.", self._archive.read(self._best)))
 
-    def _best_arrays(self) -> Arrays:
-        return {
-            name: _read(self._places[digest].path, [digest])[digest]
-            for name, digest in self._best.items()
-        }
+    @property
+    def _best(self) -> list[str]:
+        return [name for name in self._archive.names if name.startswith("best.")]
 
     def newest(self) -> Checkpoint | None:
         """Read the newest checkpoint that is whole, with a warning for each that is not.
@@ -231,77 +172,49 @@ class Checkpoints:
         ConfigError
             If there is one that an older version has written.
         """
-        for path in self._files():
-            try:
-                return self._load(path)
-            except (DamagedFile, FileNotFoundError) as error:
-                logger.log(WARNING, "%s; going back to what was saved before it", error)
-        return None
-
-    def _load(self, path: Path) -> Checkpoint:
-        manifest = _manifest(path)
-        names: dict[str, str] = manifest["names"]
-        elsewhere = {
-            digest: _Place(self.folder / name, nbytes)
-            for digest, (name, nbytes) in manifest["files"].items()
-        }
-        by_file: dict[Path, list[str]] = {}
-        for digest in dict.fromkeys(names.values()):
-            place = elsewhere.get(digest)
-            by_file.setdefault(place.path if place else path, []).append(digest)
-        found: Arrays = {}
-        for file, digests in by_file.items():
-            found |= _read(file, digests)
-        places = {d: elsewhere.get(d, _Place(path, array.nbytes)) for d, array in found.items()}
-        arrays = {name: found[digest] for name, digest in names.items()}
-        self._places = places
-        self._best = {name: digest for name, digest in names.items() if name[:5] == "best."}
-        state = {**manifest["strategy"], **dict(_under("strategy.", arrays))}
-        best = manifest["best"]
-        return Checkpoint(
-            weights=dict(_under("weights.", arrays)),
-            strategy={name: state[name] for name in manifest["strategy-order"]},
-            source=manifest["source"],
-            records=[
-                record
-                for _, chunk in _under("records.", arrays)
-                for record in json.loads(chunk.tobytes())
-            ],
-            evaluations=Evaluations(
-                tuple(manifest["metrics"]),
-                np.concatenate(
-                    [np.zeros((0, 3), np.int64), *dict(_under("evaluation-keys.", arrays)).values()]
-                ),
-                np.concatenate([np.zeros(0), *dict(_under("evaluation-values.", arrays)).values()]),
-            ),
-            best=None if best is None else Best(*best),
-            learned=manifest["learned"],
-        )
-
-    def _files(self) -> list[Path]:
-        """All checkpoints, newest first."""
-        return sorted(self.folder.glob("round-*.safetensors"), reverse=True)
-
-    def _remove_all_but(self, count: int) -> None:
-        """Remove all files but the newest checkpoints and what these need."""
-        files = self._files()
-        kept = {path.name for path in files[:count]}
-        for path in files[:count]:
-            try:
-                kept |= {name for name, _ in _manifest(path)["files"].values()}
-            except DamagedFile:
-                continue  # it will not be gone on from
-        for path in files[count:]:
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
+        try:
+            found = self._archive.newest()
+        except OldFormat as error:
+            raise ConfigError(
+                f"{error}; choose another folder with out, or replace that run with again"
+            ) from error
+        return None if found is None else _from_version(found)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where an array is, and how large it is."""
+def _to_content(checkpoint: Checkpoint) -> Record:
+    """Return what is no array."""
+    best, state = checkpoint.best, checkpoint.strategy
+    return {
+        "strategy": {k: value for k, value in state.items() if not isinstance(value, np.ndarray)},
+        "strategy-order": list(state),
+        "source": checkpoint.source,
+        "metrics": list(checkpoint.evaluations.names),
+        "learned": checkpoint.learned,
+        "best": None if best is None else [best.round, best.value, best.learned],
+    }
 
-    path: Path
-    nbytes: int
+
+def _from_version(found: Version) -> Checkpoint:
+    arrays, content = found
+    state = {**content["strategy"], **dict(_under("strategy.", arrays))}
+    best = content["best"]
+    chunks = [np.zeros((0, 3), np.int64), *dict(_under("evaluation-keys.", arrays)).values()]
+    values = [np.zeros(0), *dict(_under("evaluation-values.", arrays)).values()]
+    return Checkpoint(
+        weights=dict(_under("weights.", arrays)),
+        strategy={name: state[name] for name in content["strategy-order"]},
+        source=content["source"],
+        records=[
+            record
+            for _, chunk in _under("records.", arrays)
+            for record in json.loads(chunk.tobytes())
+        ],
+        evaluations=Evaluations(
+            tuple(content["metrics"]), np.concatenate(chunks), np.concatenate(values)
+        ),
+        best=None if best is None else Best(*best),
+        learned=content["learned"],
+    )
 
 
 def _to_arrays(checkpoint: Checkpoint) -> Arrays:
@@ -320,46 +233,6 @@ def _to_arrays(checkpoint: Checkpoint) -> Arrays:
     for number in np.unique(chunk):
         arrays[f"evaluation-keys.{number}"] = evaluations.keys[chunk == number]
         arrays[f"evaluation-values.{number}"] = evaluations.values[chunk == number]
-    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
-
-
-def _checksum(array: NDArray[Any]) -> str:
-    digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-    digest.update(array.data)
-    return digest.hexdigest()
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """Read what a file says of its checkpoint, and check that it is as it was written."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            described = json.loads((file.metadata() or {})["fedntk"])
-        if "order" in described:
-            raise ConfigError(
-                f"{path} is a checkpoint of an older version, which this one cannot go on from; "
-                "choose another folder with out, or replace that run with again"
-            )
-        manifest: dict[str, Any] = described["manifest"]
-        expected = described["sha256"]
-    except ConfigError:
-        raise
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise DamagedFile(f"{path} cannot be read: {error}") from error
-    if hashlib.sha256(json.dumps(manifest).encode()).hexdigest() != expected:
-        raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
-    return manifest
-
-
-def _read(path: Path, checksums: list[str]) -> Arrays:
-    """Read arrays by their checksums, and check these."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {digest: file.get_tensor(digest) for digest in checksums}
-    except (SafetensorError, ValueError, TypeError) as error:
-        raise DamagedFile(f"{path} cannot be read: {error}") from error
-    for digest, array in arrays.items():
-        if _checksum(array) != digest:
-            raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
     return arrays
 
 

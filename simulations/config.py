@@ -17,7 +17,8 @@ from typing import Any, Literal, Self
 
 import tomli_w
 
-from .files import whole
+from fedntk.strategies.files import whole
+
 from .method import Method
 from .methods import all_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, numbers, setting

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.clients import cache_dir
+from fedntk.strategies.files import whole
 
 from .config import Config
-from .files import whole
 from .settings import ConfigError, nearest
 
 __all__ = ["Data", "load_data"]

@@ -1,17 +1,14 @@
-"""Where files go, and how they are written by several workers at once."""
+"""Folders in which one process at a time works, and what killed ones left there."""
 
 import contextlib
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-__all__ = ["claimed", "remove_partial", "whole"]
+from fedntk.strategies.files import PARTIAL
 
-
-PARTIAL = ".partial"  # ends the name of a file that is being written
+__all__ = ["claimed", "remove_partial"]
 
 
 @contextlib.contextmanager
@@ -31,19 +28,6 @@ def claimed(folder: Path, name: str) -> Iterator[None]:
         raise BlockingIOError(
             f"another process is at work in {folder}; wait for it, or choose another folder"
         ) from None
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears whole or not at all, whoever else writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def remove_partial(folder: Path) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.clients import cache_dir
+from fedntk.strategies.files import whole
 
 from .config import Config
 from .data import Data, load_data
-from .files import whole
 from .settings import ConfigError
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
+from fedntk.strategies.files import whole
+
 from .checkpoints import Checkpoint, Checkpoints, Evaluations
 from .config import Config
 from .errors import RunFailed
-from .files import whole
 from .settings import ConfigError
 from .tensors import load_tensors, save_tensors
 

@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from .files import whole
+from fedntk.strategies.files import DamagedFile, whole
 
-__all__ = ["DamagedFile", "load_tensors", "save_tensors"]
-
-
-class DamagedFile(ValueError):  # noqa: N818
-    """A file that is cut off or altered."""
+__all__ = ["load_tensors", "save_tensors"]
 
 
 def save_tensors(

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import INFO, WARNING, getLogger
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedntk.ntk.payloads import OUTLIER_FACTOR
 from fedntk.trust import SEALED_SEED
 
 from .averaging import named_arrays
+from .checkpoint import RunCheckpoints
 from .registry import ClientRegistry, Exchange
 from .replies import Reply, checked_accuracy, largest_group
 from .rounds import EvaluateFn, ShouldStop, run_rounds
@@ -163,6 +165,22 @@ class BaseStrategy(FedAvg):
             "server-round": self.server_round,
         }
 
+    def settings(self) -> dict[str, Any]:
+        """Return what a run's outcome depends on besides data and weights, as JSON holds it.
+
+        A checkpoint goes with one set of them. Methods add their own.
+        """
+        return {
+            "strategy": type(self).__name__,
+            "seed": self.seed,
+            "fraction_train": self.fraction_train,
+            "min_train_nodes": self.min_train_nodes,
+            "min_completed": self.min_completed,
+            "held_out": list(self.held_out),
+            "outlier_factor": self.outlier_factor,
+            "run": self.run,
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
 
@@ -189,15 +207,22 @@ class BaseStrategy(FedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
         should_stop: ShouldStop | None = None,
+        checkpoint: str | Path | None = None,
         **options: Any,
     ) -> Result:
-        """Run Flower's ``Strategy.start``; after :meth:`load_state_dict`, the rounds that remain.
+        """Run Flower's ``Strategy.start``, or the rounds of it that remain.
 
-        Then `num_rounds` counts the rounds before, too, and `initial_arrays` are the weights that
-        belong to the state. If no round changes the model, they are what is returned.
+        After :meth:`load_state_dict` `num_rounds` counts the rounds before, too, and
+        `initial_arrays` are the weights that belong to the state. If no round changes the model,
+        they are what is returned.
 
         Parameters
         ----------
+        checkpoint : path, optional
+            Folder of this run. Its state is written there after each round, whole or not at all.
+            If there is one already, the run goes on from it, to the same bits as if it had never
+            been cut off: make the same call again after a crash. `initial_arrays` then only have to
+            be of the same network, and the Result holds all rounds.
         should_stop : callable, optional
             (round, Result so far) -> whether that round is the last one. Newer versions of Flower
             have this argument, too.
@@ -205,9 +230,29 @@ class BaseStrategy(FedAvg):
             Flower's.
         **options
             Arguments that a newer Flower adds.
+
+        Raises
+        ------
+        ValueError
+            If the checkpoint is of other settings or another network.
+        OSError
+            If the first checkpoint cannot be written.
         """
+        checkpoints = None
+        before: Result | None = None
+        if checkpoint is not None:
+            checkpoints = RunCheckpoints(Path(checkpoint), self.settings())
+            if (found := checkpoints.newest(initial_arrays)) is not None:
+                initial_arrays, before = found.arrays, found.result
+                self.load_state_dict(found.strategy)
+                logger.log(INFO, "%s: going on after round %d", checkpoint, self.server_round)
         done, self._rounds_loaded, self._timeout = self._rounds_loaded, 0, timeout
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
+
+        def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
+            if checkpoints is not None:
+                checkpoints.save(server_round, arrays, self.state_dict(), result)
+
         result = run_rounds(
             self,
             done,
@@ -219,6 +264,8 @@ class BaseStrategy(FedAvg):
             evaluate_config=evaluate_config,
             evaluate_fn=evaluate_fn,
             should_stop=should_stop,
+            after_round=None if checkpoints is None else save,
+            before=before,
             **options,
         )
         if not len(result.arrays):

@@ -117,6 +117,13 @@ class CPNTKFL(NTKFL):
         words = ", ".join(tool for tool, used in tools.items() if used) or "no tool"
         logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
 
+    def settings(self) -> dict[str, Any]:
+        """Add the tools'."""
+        names = ("sparsity", "bits", "noise_multiplier", "label_noise", "delta")
+        shuffled = self.shuffling_server is not None
+        own = {name: getattr(self, name) for name in names}
+        return {**super().settings(), **own, "shuffled": shuffled}
+
     def state_dict(self) -> dict[str, Any]:
         """Add how many uploads each partition, and any client, was asked for."""
         asked = {str(partition): count for partition, count in sorted(self.uploads_asked.items())}

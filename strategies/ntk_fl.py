@@ -11,6 +11,7 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
 
@@ -153,6 +154,11 @@ class NTKFL(BaseStrategy):
             self.steps,
             self.selection,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """Add the flow's, and how t is chosen."""
+        flow = {k: v for k, v in asdict(self.flow).items() if k != "memory_budget"}
+        return {**super().settings(), **flow, "selection": self.selection}
 
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module

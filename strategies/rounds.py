@@ -2,17 +2,21 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-__all__ = ["EvaluateFn", "ShouldStop", "run_rounds"]
+__all__ = ["AfterRound", "EvaluateFn", "ShouldStop", "run_rounds"]
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
+AfterRound = Callable[[int, ArrayRecord, Result], None]
+logger = logging.getLogger("flwr")
 FLOWER_STOPS = "should_stop" in inspect.signature(Strategy.start).parameters
 
 
@@ -23,6 +27,8 @@ def run_rounds(
     num_rounds: int,
     evaluate_fn: EvaluateFn | None,
     should_stop: ShouldStop | None,
+    after_round: AfterRound | None = None,
+    before: Result | None = None,
     **options: Any,
 ) -> Result:
     """Run the rounds ``done + 1 ... num_rounds`` of a strategy.
@@ -40,15 +46,21 @@ def run_rounds(
     should_stop : callable, optional
         (round, Result so far) -> whether that round is the last one. Called after each evaluation
         of these, the first one, too.
+    after_round : callable, optional
+        Is given each round, its arrays and the Result so far once the round is evaluated, and
+        `done` first.
+    before : Result, optional
+        Of the rounds that have been run, to be added to.
     **options
         Of ``Strategy.start``.
 
     Returns
     -------
     Result
-        Of these rounds, under their own numbers.
+        Of these rounds, under their own numbers, and of those in `before`.
     """
-    counted = _Counted(strategy, done)
+    own_class = type(type(strategy).__name__, (_Counted,), {})  # Flower logs its name
+    counted: _Counted = own_class(strategy, done, Result() if before is None else before)
     result = counted.result
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -57,6 +69,8 @@ def run_rounds(
             metrics = evaluate_fn(number, arrays)
         if metrics is not None:
             result.evaluate_metrics_serverapp[number] = metrics
+        if after_round is not None:
+            after_round(number, arrays, result)
         flower_asks = FLOWER_STOPS and server_round > 0
         if should_stop is not None and not flower_asks and should_stop(number, result):
             raise _Stop
@@ -64,13 +78,40 @@ def run_rounds(
 
     if should_stop is not None and FLOWER_STOPS:
         options["should_stop"] = lambda number, _: should_stop(number + done, result)
-    with contextlib.suppress(_Stop):
+    called = (evaluate_fn, should_stop, after_round)
+    with contextlib.suppress(_Stop), _logged_from(done):
         counted.start(
             num_rounds=max(num_rounds - done, 0),
-            evaluate_fn=None if evaluate_fn is None and should_stop is None else evaluate,
+            evaluate_fn=evaluate if any(called) else None,
             **options,
         )
+    if done:
+        logger.info("Final results of all rounds:")
+        for line in str(result).splitlines():
+            logger.info("\t%s", line)
     return result
+
+
+@contextlib.contextmanager
+def _logged_from(done: int) -> Iterator[None]:
+    """Have Flower's log say the rounds' own numbers, and leave out its results of some of them."""
+    thread, ended = threading.get_ident(), False
+
+    def renumbered(record: logging.LogRecord) -> bool:
+        nonlocal ended
+        if record.thread != thread:
+            return True
+        if record.msg == "[ROUND %s/%s]" and isinstance(record.args, tuple):
+            record.args = tuple(int(str(number)) + done for number in record.args)
+        ended = ended or record.msg == "Final results:"
+        return not ended
+
+    if done:
+        logger.addFilter(renumbered)
+    try:
+        yield
+    finally:
+        logger.removeFilter(renumbered)
 
 
 class _Stop(Exception):  # noqa: N818
@@ -80,9 +121,8 @@ class _Stop(Exception):  # noqa: N818
 class _Counted(Strategy):
     """A strategy that hears of round `done` + r where Flower says r; it keeps the result."""
 
-    def __init__(self, strategy: Strategy, done: int) -> None:
-        self.strategy, self.done = strategy, done
-        self.result = Result()
+    def __init__(self, strategy: Strategy, done: int, result: Result) -> None:
+        self.strategy, self.done, self.result = strategy, done, result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

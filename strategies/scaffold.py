@@ -111,6 +111,10 @@ class SCAFFOLD(BaseStrategy):
 
     # ------------------------------------------------------------------- state
 
+    def settings(self) -> dict[str, Any]:
+        """Add the server's learning rate."""
+        return {**super().settings(), "server_learning_rate": self.server_learning_rate}
+
     def state_dict(self) -> dict[str, Any]:
         """Add each client's control, shape (P,), and its number of examples."""
         return {

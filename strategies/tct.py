@@ -283,6 +283,19 @@ class TCT(BaseStrategy):
 
     # ------------------------------------------------------------------- state
 
+    def settings(self) -> dict[str, Any]:
+        """Add the bootstrap and what stage 2 is."""
+        strategy = None if self.bootstrap is None else type(self.bootstrap.strategy).__name__
+        return {
+            **super().settings(),
+            "bootstrap": strategy,
+            "bootstrap_rounds": self.bootstrap_rounds,
+            "normalise": self.normalise,
+            "solve": self.solve,
+            "ridge": self.ridge,
+            **{name.removeprefix("tct-"): value for name, value in self.task.to_config().items()},
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Add the phase, c and which c_k count, and what clients were sent; they keep the rest."""
         inner = {} if self.bootstrap is None else self.bootstrap.state_dict()

@@ -20,11 +20,12 @@ from fedntk.simulations import Config, ConfigError, Run, load_model, run
 from fedntk.simulations.checkpoints import Best, Checkpoint, Checkpoints, Evaluations
 from fedntk.simulations.client_app import app
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.files import claimed, whole
+from fedntk.simulations.files import claimed
 from fedntk.simulations.methods import all_methods
 from fedntk.simulations.results import read_run
 from fedntk.simulations.server_app import serve
-from fedntk.simulations.tensors import DamagedFile, load_tensors, save_tensors
+from fedntk.simulations.tensors import load_tensors, save_tensors
+from fedntk.strategies.files import DamagedFile, whole
 
 from .settings import SETTINGS
 
@@ -520,7 +521,9 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
     text = json.dumps({"order": ["records"], "content": {"strategy": {}}})
     with whole(tmp_path / "checkpoints" / "round-000002.best-000001.safetensors") as file:
         file.write(save({"records": np.zeros(1)}, {"fedntk": text, "sha256": "0"}))
-    with pytest.raises(ConfigError, match="is a checkpoint of an older version, which this one"):
+    with pytest.raises(
+        ConfigError, match="is a checkpoint of another version of fedntk, which this"
+    ):
         run(config, progress=False)
     assert run(config, progress=False, again=True).summary["rounds"] == 5
 

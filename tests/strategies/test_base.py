@@ -1,7 +1,8 @@
 """What the base does for every strategy, shown with FedAvg, the shortest of them."""
 
 from collections.abc import Callable
-from logging import WARNING
+from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Result
+from torch import nn
 
 from fedntk.clients import SGDClient
 from fedntk.ntk import BadReply
@@ -316,6 +318,57 @@ def test_a_run_that_goes_on_is_asked_with_the_rounds_own_numbers():
     assert seen == [(2, 0), (3, 1), (4, 2)]
     expected = start(SeededFedAvg(**ALL), Grid(CLIENTS), rounds=4)
     assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
+
+
+def checkpointed(
+    folder: Path, rounds: int = 2, net: nn.Module | None = None, **options: Any
+) -> dict[str, np.ndarray]:
+    strategy = SeededFedAvg(**ALL | options)
+    initial = ArrayRecord(dict((net or network()).state_dict()))
+    result = strategy.start(Grid(CLIENTS), initial, num_rounds=rounds, checkpoint=folder)
+    return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def test_a_checkpoint_of_other_settings_or_another_network_is_refused(tmp_path):
+    checkpointed(tmp_path)
+    with pytest.raises(ValueError, match="holds a run with seed = 0, and this one has seed = 1"):
+        checkpointed(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=r"holds a run of another network, which differs in 'wei"):
+        checkpointed(tmp_path, net=nn.Linear(4, 3))
+    assert bits(checkpointed(tmp_path, 3)) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS), 3))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
+    checkpointed(tmp_path, 3)
+    newest = max(tmp_path.glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-8])
+    with caplog.at_level(INFO, "flwr"):
+        again = checkpointed(tmp_path, 3)
+    assert f"{tmp_path}: going on after round 2" in caplog.messages
+    assert bits(again) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS), 3))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_before_the_first_round(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    grid = Grid(CLIENTS)
+    with pytest.raises(OSError, match="file"):
+        SeededFedAvg(**ALL).start(
+            grid, ArrayRecord(dict(network().state_dict())), checkpoint=tmp_path / "file"
+        )
+    assert grid.trained == []
+
+
+def test_the_log_says_the_rounds_own_numbers_and_the_strategys_name(tmp_path, caplog):
+    checkpointed(tmp_path, 2)
+    caplog.clear()
+    with caplog.at_level(INFO, "flwr"):
+        checkpointed(tmp_path, 4)
+    said = [message for message in caplog.messages if message.startswith("[ROUND")]
+    assert said == ["[ROUND 3/4]", "[ROUND 4/4]"]
+    assert "Starting SeededFedAvg strategy:" in caplog.messages
+    assert "Final results:" not in caplog.messages  # Flower's, of two rounds and other numbers
+    (results,) = [i for i, m in enumerate(caplog.messages) if m == "Final results of all rounds:"]
+    assert all(any(f"{r}: " in m for m in caplog.messages[results:]) for r in (1, 2, 3, 4))
 
 
 def test_arguments_of_a_newer_flower_are_passed_on(monkeypatch):

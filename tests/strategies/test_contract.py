@@ -286,6 +286,56 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(method):
     assert saved(second.state_dict()) == saved(straight.state_dict())
 
 
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_a_run_with_checkpoints_that_crashed_goes_on_to_the_same_bits(method, stage, tmp_path):
+    """In round 3 the grid fails; another process makes the same call again, on other node ids."""
+    make, clients = method
+    options = {"fraction_train": 0.5, "min_train_nodes": 3, "fraction_evaluate": 0.4}
+    initial = ArrayRecord(dict(network().state_dict()))
+
+    def evaluate(server_round: int, _: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"round": server_round})
+
+    def run(grid: Grid, folder: Path) -> Any:
+        return make(**options).start(
+            grid, initial, num_rounds=4, evaluate_fn=evaluate, checkpoint=folder
+        )
+
+    straight = run(Grid(clients), tmp_path / "straight")
+    with pytest.raises(ConnectionError):
+        run(Failing(clients, stage=stage, after=2), tmp_path / "crashed")
+    grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=2)
+    again = run(grid, tmp_path / "crashed")
+    assert 0 < len(grid.trained) <= 6  # of rounds 3 and 4
+    assert list(again.arrays) == list(straight.arrays)
+    for name, array in again.arrays.items():
+        assert array.numpy().tobytes() == straight.arrays[name].numpy().tobytes()
+    assert list(again.evaluate_metrics_serverapp) == [0, 1, 2, 3, 4]
+    for history in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        metrics, expected = getattr(again, history), getattr(straight, history)
+        assert {k: dict(v) for k, v in metrics.items()} == {k: dict(v) for k, v in expected.items()}
+    grid = Grid(clients)
+    over = run(grid, tmp_path / "crashed")  # which is finished
+    assert grid.trained == []
+    assert over.train_metrics_clientapp.keys() == again.train_metrics_clientapp.keys()
+
+
+class Failing(Grid):
+    """Fails at an exchange of a stage, once there were some of it."""
+
+    def __init__(self, *args: Any, stage: str, after: int) -> None:
+        super().__init__(*args)
+        self.stage, self.left = stage, after
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        messages = list(messages)
+        if messages and messages[0].metadata.message_type == self.stage:
+            self.left -= 1
+            if self.left < 0:
+                raise ConnectionError
+        return super().send_and_receive(messages, timeout=timeout)
+
+
 def saved(state: dict[str, Any]) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
     """As a file would hold it: JSON, and arrays by name."""
     arrays = {k: v for k, v in state.items() if isinstance(v, np.ndarray)}
