@@ -49,6 +49,11 @@ class Setup:
     split: "Split"
     network: nn.Module
 
+    @property
+    def max_examples(self) -> int:
+        """Examples that a client may have at most."""
+        return self.config.max_examples or len(self.data.y_train)
+
     @cached_property
     def device(self) -> str:
         """Where networks run; ``auto`` is a GPU where there is one.
@@ -192,6 +197,14 @@ class Method(ABC, Generic[S]):
         """Say what server and clients will take of memory and disk."""
         del setup
         return ()
+
+    def seeded_protection(self, config: "Config") -> list[str]:
+        """Name the settings whose keys or noise the app derives from the run's seed.
+
+        They show what protection costs, and protect nothing: clients with examples of their own
+        refuse them.
+        """
+        return ["projection"] if config.projection else []
 
     def clean_up(self, config: "Config") -> None:
         """Remove what clients keep on disk for a run and can make again, when it has ended."""
