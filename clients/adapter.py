@@ -26,7 +26,9 @@ from fedntk.ntk.payloads import from_npy, to_npy
 
 from .named_arrays import NamedArrays
 
-__all__ = ["client_app"]
+__all__ = ["CLIENT_ID", "client_app"]
+
+CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 
 ClientFn = Callable[[Context], NumPyClient]
 
@@ -49,6 +51,9 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
     one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
     message for ``get_properties({})``, which tells the key server to whom to seal.
+
+    The configuration that a client is given has ``client-id`` besides what was sent: its partition,
+    or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
 
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
     ``records`` say which record and name each array came under. A reply's arrays go back in the
@@ -81,20 +86,20 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = _unpack(message, context)
         result, num_examples, metrics = client_fn(context).fit(parameters, config)
         values = {"num-examples": num_examples, **metrics}
         return _reply(message, context, values, _named(result, parameters))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = _unpack(message, context)
         loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message)
+        parameters, config = _unpack(message, context)
         client = client_fn(context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
@@ -111,16 +116,25 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     return app
 
 
-def _unpack(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return copies of the arrays received, and the configuration; records are left alone."""
+def _unpack(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
+    """Return copies of the arrays received, and the configuration; records are left alone.
+
+    The configuration says which client this is: see :data:`CLIENT_ID`.
+    """
     records = {
         record: {name: from_npy(array.data).copy() for name, array in arrays.items()}
         for record, arrays in message.content.array_records.items()
     }
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {CLIENT_ID: _client_id(context)}
     for own in message.content.config_records.values():
-        config.update(own)
+        config.update({name: value for name, value in own.items() if name != CLIENT_ID})
     return NamedArrays(records), config
+
+
+def _client_id(context: Context) -> str:
+    """Name the client by its partition; by its node id, which a restart keeps, without one."""
+    partition = context.node_config.get("partition-id")
+    return f"node{context.node_id}" if partition is None else str(partition)
 
 
 def _named(

@@ -1,8 +1,10 @@
 """What a client of TCT computes once and keeps on disk: its features, their kernel, its state."""
 
 import contextlib
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from logging import WARNING, getLogger
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +20,12 @@ from fedntk.ntk.features import FeatureRows
 from .disk_store import DiskStore
 from .weights import set_weights
 
-__all__ = ["LESS_DISK", "FeatureStore", "shrink"]
+__all__ = ["LESS_DISK", "FeatureStore", "remove_stale", "shrink"]
 
 logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 SENT = 2  # models of the newest rounds: a round may be asked for again
+STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
 LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
 Arrays = Mapping[str, NDArray[Any]]
@@ -36,6 +39,15 @@ def shrink(cache: Path) -> None:
         for path in folder.iterdir():
             if path.name not in kept:
                 path.unlink()
+
+
+def remove_stale(cache: Path, pattern: str) -> None:
+    """Remove the folders that match a pattern and that nobody has used for a day."""
+    for key in cache.glob(f"{pattern}/key.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - key.stat().st_mtime > STALE:
+                logger.log(INFO, "removed %s, which no run has used for a day", key.parent)
+                shutil.rmtree(key.parent, ignore_errors=True)
 
 
 class FeatureStore(DiskStore):
@@ -95,12 +107,49 @@ class FeatureStore(DiskStore):
             mean, inv_std = parts
             old = self.load("normaliser")
             if old and not all(map(np.array_equal, old.values(), (mean, inv_std))):
-                self.remove(all_but=("network", "raw-train", "raw-test"))
+                self.remove(
+                    all_but=(
+                        *("network", "raw-train", "raw-test"),
+                        *("examples-train", "examples-test"),
+                    )
+                )
             self.save("normaliser", mean=mean, inv_std=inv_std)
 
     def holds(self, *names: str) -> bool:
         """Whether these have come: ``"network"``, ``"normaliser"``."""
         return all(self.load(name) for name in names)
+
+    # ----------------------------------------------------------------- examples
+
+    def keeps(self, name: str, digests: NDArray[np.uint64]) -> bool:
+        """Whether what is kept under a name is of these examples; so it is if nothing is.
+
+        Parameters
+        ----------
+        name : {"train", "test"}
+            Which set.
+        digests : ndarray of uint64, shape (n, 2)
+            Of the examples, sorted: see :func:`~fedntk.clients.disk_store.example_digests`.
+        """
+        kept = self.load(f"examples-{name}").get("digests")
+        if kept is None:
+            self.replace(name, digests)
+            return True
+        return np.array_equal(kept, digests)
+
+    def num_same(self, name: str, digests: NDArray[np.uint64]) -> int:
+        """Count these examples that are among those kept under a name."""
+        kept = {tuple(row) for row in self.load(f"examples-{name}")["digests"].tolist()}
+        return sum(tuple(row) in kept for row in digests.tolist())
+
+    def replace(self, name: str, digests: NDArray[np.uint64]) -> None:
+        """Keep these examples under a name, and nothing of others."""
+        patterns = [f"raw-{name}.npy", f"features-{name}.npy"]
+        if name == "train":
+            patterns += ["kernel.npz", "spectrum.npz", "state-*.npz"]
+        for pattern in patterns:
+            self.remove(pattern=pattern)
+        self.save(f"examples-{name}", digests=digests)
 
     # ----------------------------------------------------------------- features
 
@@ -199,6 +248,7 @@ class FeatureStore(DiskStore):
     def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
         """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""
         self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
+        self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
         self.save(f"sent-{server_round:06}", linear=linear.numpy())
         self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
         self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
@@ -207,6 +257,25 @@ class FeatureStore(DiskStore):
         """Return A_k as it was after a round; None if it is lost."""
         saved = self.load(f"state-{server_round:06}")
         return torch.from_numpy(saved["coefficients"]) if saved else None
+
+    def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
+        """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
+
+        Nothing is kept if A_k or the features are not there.
+        """
+        coefficients = self.coefficients(server_round)
+        if coefficients is None:
+            return
+        features = self.mapped("features-train", (len(coefficients), self.width))
+        if features is not None:
+            rows = FeatureRows.of(features, device=device, bias=bias)
+            control = -rows.transposed_matmul(coefficients.float())
+            self.save(f"carried-{server_round:06}", control=control.numpy())
+
+    def carried(self, server_round: int) -> Tensor | None:
+        """Return c_k (p, C) of a round whose examples were others; None if there is none."""
+        saved = self.load(f"carried-{server_round:06}")
+        return torch.from_numpy(saved["control"]) if saved else None
 
     def last(self, server_round: int) -> Tensor | None:
         """Return the model (p, C) that was sent in a round; None if it is lost."""

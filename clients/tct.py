@@ -15,8 +15,9 @@ features themselves.
 import os
 import re
 from collections.abc import Mapping
+from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,14 +36,16 @@ from fedntk.ntk.convex import (
 from fedntk.ntk.features import FeatureRows
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload
 
-from .disk_store import cache_dir, data_digest
-from .feature_store import LESS_DISK, FeatureStore
+from .adapter import CLIENT_ID
+from .disk_store import cache_dir, example_digests
+from .feature_store import LESS_DISK, FeatureStore, remove_stale
 from .named_arrays import records_of
 from .sgd import SGDClient
 from .weights import Scalar, set_weights
 
 __all__ = ["TCTClient"]
 
+logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
 
@@ -62,10 +65,11 @@ class TCTClient(SGDClient):
     ----------
     cache : path, optional
         Folder for that; ``fedntk/tct`` in $XDG_CACHE_HOME or ``~/.cache`` by default. A client has
-        a folder of its own in it, by `run`, `seed` and its data, and needs it from round to round.
-        Nothing removes it in the end: see :func:`shrink`.
-    run : str
-        Name of the training run: clients of two runs on one machine do not share folders.
+        a folder of its own in it for each run, and needs it from round to round. It goes when this
+        client begins another run more than a day after it was last used; see :func:`shrink`, too.
+        Examples may come in another order in each message. If they are others than before, the
+        client says so in its log and in the metric ``examples-changed``, computes the features
+        anew and keeps its correction as it was: return the same examples in all rounds.
     dtype : {"float32", "float16"}
         In which features are kept; one that float16 cannot hold has its set kept in float32.
         Products are formed in float32.
@@ -91,7 +95,6 @@ class TCTClient(SGDClient):
         self,
         *args: Any,
         cache: str | os.PathLike[str] | None = None,
-        run: str = "",
         dtype: Literal["float32", "float16"] = "float32",
         keep: Literal["features", "nothing"] = "features",
         local_solver: Literal["closed", "loop"] = "closed",
@@ -120,7 +123,6 @@ class TCTClient(SGDClient):
         self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
         self.chunk_size = chunk_size
         self.cache = cache_dir() / "tct" if cache is None else Path(cache)
-        self.run = run
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Do what the stage asks for.
@@ -142,18 +144,55 @@ class TCTClient(SGDClient):
             return super().fit(parameters, config)
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
         records = _records(parameters, *needed)
-        store, x = self._store(task, records), self._projected(self.x, config)
-        if task.step == "statistics":
-            return self._moments(task, store, x)
+        store = self._store(task, records, config)
+        if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
+            return _lost(0)
+        digests, order = _sorted(self.x, self.targets)
+        examples = _Examples(self._projected(self.x[order], config), self.targets[order])
         if task.step == "features":
-            return self._features(task, store, x)
-        return self._linear(task, records, store, x, int(config.get("server-round", 0)))
+            return self._features(task, store, examples)
+        changed = not store.keeps("train", digests)
+        if changed:
+            self._replace(task, store, digests, config)
+        if task.step == "statistics":
+            result = self._moments(task, store, examples)
+        else:
+            server_round = int(config.get("server-round", 0))
+            result = self._linear(task, records, store, examples, server_round)
+        if "lost-state" not in result[2]:
+            result[2]["examples-changed"] = int(changed)
+        return result
 
-    @property
-    def folder(self) -> Path:
-        """Folder of what this client keeps: its own by run, seed and data."""
-        whose = ["client", re.sub(r"\W+", "-", self.run), *self.seed]
-        return self.cache / "-".join(map(str, [*whose, data_digest(self.x, self.targets)]))
+    def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
+        """Return the folder of what this client keeps in a run.
+
+        It goes by the client's id in the federation, or by its seed where the message does not come
+        through :func:`~fedntk.clients.client_app`.
+        """
+        return self.cache / f"run-{_word(task.run)}-{self._name(config)}"
+
+    def _name(self, config: Mapping[str, Any]) -> str:
+        return f"client-{_word(config.get(CLIENT_ID, '-'.join(map(str, self.seed))))}"
+
+    def _replace(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        digests: NDArray[np.uint64],
+        config: Mapping[str, Any],
+    ) -> None:
+        """Go on with other examples than before: c_k stays as it was, all else is computed anew."""
+        logger.log(
+            WARNING,
+            "%s: %d of its %d examples are the same as before; features are computed anew. "
+            "Return the same examples, in any order, in all rounds of a run",
+            self._name(config),
+            store.num_same("train", digests),
+            len(digests),
+        )
+        if task.corrected and task.state_round:
+            store.carry(task.state_round, bias=task.bias, device=self.device)
+        store.replace("train", digests)
 
     def _check(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -176,7 +215,9 @@ class TCTClient(SGDClient):
             )
         task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
         n, width = len(self.x), task.feature_map.width(self.model)
-        self.folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
+        folder = self.folder(task, config)
+        remove_stale(self.cache, f"*-{self._name(config)}")
+        folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
             require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)
@@ -186,12 +227,14 @@ class TCTClient(SGDClient):
             cure="give the client fewer examples, or have it take its steps in a loop",
         )
 
-    def _store(self, task: ConvexTask, records: Records) -> FeatureStore:
+    def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
         """Return what this client keeps, with what came now."""
-        tested = "" if self.x_test is self.x else data_digest(self.x_test)
+        folder = self.folder(task, config)
+        if not folder.exists():
+            remove_stale(self.cache, f"*-{self._name(config)}")
         store = FeatureStore(
-            self.folder,
-            f"{task.key} {task.bias} {tested}",
+            folder,
+            f"{task.key} {task.bias}",
             self.model,
             task.feature_map,
             dtype=self.dtype,
@@ -201,63 +244,56 @@ class TCTClient(SGDClient):
         store.take(records)
         return store
 
-    def _loss_at_zero(self, task: ConvexTask) -> dict[str, Scalar]:
-        targets = centred_targets(self.targets, task.loss)
-        return {"train-loss": convex_loss(torch.zeros_like(targets), targets, task.loss)}
+    def _moments(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
+        moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", examples.x))
+        return moments.to_arrays(), len(examples.x), _loss_at_zero(task, examples.targets)
 
-    def _moments(self, task: ConvexTask, store: FeatureStore, x: Tensor) -> Fit:
-        if not store.holds("network"):
-            return _lost(0)
-        moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", x))
-        return moments.to_arrays(), len(x), self._loss_at_zero(task)
-
-    def _features(self, task: ConvexTask, store: FeatureStore, x: Tensor) -> Fit:
-        if not store.holds("network"):
-            return _lost(0)
+    def _features(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
+        x, targets = examples
         require_memory(
             3 * 4 * len(x) * store.width,
             f"sending {store.width} features of {len(x)} examples",
             cure="lower num_features, or solve on the clients",
         )
-        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), self.targets)
+        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), targets)
         arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
-        return arrays, len(x), self._loss_at_zero(task)
+        return arrays, len(x), _loss_at_zero(task, targets)
 
     def _linear(
-        self, task: ConvexTask, records: Records, store: FeatureStore, x: Tensor, server_round: int
+        self,
+        task: ConvexTask,
+        records: Records,
+        store: FeatureStore,
+        examples: "_Examples",
+        server_round: int,
     ) -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
-        if not store.holds("network", "normaliser"):
-            return _lost(0)
         theta = _only(records, "linear")
-        before = self._own_control(task, store)
+        targets = centred_targets(examples.targets, task.loss)
+        before = _own_control(task, store, targets)
         control = _server_control(task, records, store, theta, server_round)
         if before is None or control is None:
             return _lost(before is None)
-        rows = store.rows("train", x, bias=task.bias, device=self.device)
+        rows = store.rows("train", examples.x, bias=task.bias, device=self.device)
         take_steps = self._in_a_loop if self.local_solver == "loop" else self._in_closed_form
-        result, after, outputs, metrics = take_steps(task, store, rows, theta, before, control)
+        result, after, outputs, metrics = take_steps(
+            task, store, rows, targets, theta, before, control
+        )
         if not bool(torch.isfinite(result).all()):
-            return [], len(x), {**metrics, "diverged": 1}
+            return [], len(targets), {**metrics, "diverged": 1}
         if task.corrected:
             store.remember(server_round, after, theta)
-        targets = centred_targets(self.targets, task.loss)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
-        return [result.numpy()], len(x), metrics
-
-    def _own_control(self, task: ConvexTask, store: FeatureStore) -> Tensor | None:
-        """Return A_k (n, C) of c_k = -Z^T A_k, zero where c_k is; None if it is lost."""
-        if task.corrected and task.state_round:
-            return store.coefficients(task.state_round)
-        return torch.zeros(self.targets.shape, dtype=torch.float64)
+        return [result.numpy()], len(targets), metrics
 
     def _in_a_loop(
         self,
         task: ConvexTask,
         store: FeatureStore,
         rows: FeatureRows,
+        targets: Tensor,
         theta: Tensor,
-        before: Tensor,
+        before: "_OwnControl",
         control: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
         """Take the steps of eq. (3): return the new model, A_k, and the outputs before."""
@@ -267,12 +303,12 @@ class TCTClient(SGDClient):
             cure="use local_solver = 'closed', which reads them in chunks",
         )
         features = rows[:]  # where products are formed
-        start, coefficients, mean = (t.to(features) for t in (theta, before, control))
+        start, coefficients, vector, mean = (t.to(features) for t in (theta, *before, control))
         result, total = looped_steps(
             features,
             start,
-            centred_targets(self.targets, task.loss).to(features),
-            -(features.T @ coefficients) - mean,
+            targets.to(features),
+            vector - features.T @ coefficients - mean,
             learning_rate=task.learning_rate,
             local_steps=task.local_steps,
             loss=task.loss,
@@ -285,34 +321,36 @@ class TCTClient(SGDClient):
         task: ConvexTask,
         store: FeatureStore,
         rows: FeatureRows,
+        targets: Tensor,
         theta: Tensor,
-        before: Tensor,
+        before: "_OwnControl",
         control: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
         """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
         metrics: dict[str, Scalar] = {}
-        outputs, along = (rows @ torch.cat([theta, control], 1)).split(theta.shape[1], 1)
+        joined = torch.cat([theta, control - before.vector], 1)
+        outputs, along = (rows @ joined).split(theta.shape[1], 1)
         kernel: Spectrum | Tensor = torch.empty(0, 0)
         drift = torch.zeros_like(outputs)
         if task.local_steps > 1:
             matrix = store.kernel(rows)
-            drift = -(matrix.double() @ before) - along
+            drift = -(matrix.double() @ before.coefficients) - along
             kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
         if isinstance(kernel, Spectrum):
             metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
         total = residual_sum(
             kernel,
             outputs,
-            centred_targets(self.targets, task.loss),
+            targets,
             drift,
             learning_rate=task.learning_rate,
             local_steps=task.local_steps,
             loss=task.loss,
         )
         after = total / (rows.shape[0] * task.local_steps)
-        change = rows.transposed_matmul((after - before).float())
+        change = rows.transposed_matmul((after - before.coefficients).float())
         span = task.local_steps * task.learning_rate
-        return theta + span * (change - control), after, outputs, metrics
+        return theta + span * (change - (control - before.vector)), after, outputs, metrics
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -325,16 +363,66 @@ class TCTClient(SGDClient):
         if task is None:
             return super().evaluate(parameters, config)
         records = _records(parameters, "linear")
-        store = self._store(task, records)
+        store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
-        name = "train" if self.x_test is self.x else "test"
-        x = self._projected(self.x_test, config)
+        digests, order = _sorted(self.x_test, self.targets_test)
+        name = "train"
+        if self.x_test is not self.x or not store.keeps(name, digests):
+            name = "test"
+            if not store.keeps(name, digests):
+                store.replace(name, digests)
+        x = self._projected(self.x_test[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
-        outputs = rows @ _only(records, "linear")
-        hits = outputs.argmax(1) == self.targets_test.argmax(1)
-        value = convex_loss(outputs, centred_targets(self.targets_test, task.loss), task.loss)
+        outputs, targets = rows @ _only(records, "linear"), self.targets_test[order]
+        hits = outputs.argmax(1) == targets.argmax(1)
+        value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+
+class _Examples(NamedTuple):
+    """Projected inputs (n, ...) and one-hot targets (n, C), in the order of what is kept."""
+
+    x: Tensor
+    targets: Tensor
+
+
+class _OwnControl(NamedTuple):
+    """c_k = vector - Z^T coefficients; either is zero."""
+
+    coefficients: Tensor  # A_k (n, C), of the examples as they are
+    vector: Tensor  # (p, C), of a round in which the examples were others
+
+
+def _sorted(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
+    """Return digests of examples in an order that does not depend on theirs, and that order."""
+    digests = example_digests(x, targets)
+    order = np.lexsort(digests.T)
+    return digests[order], torch.from_numpy(order)
+
+
+def _own_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> _OwnControl | None:
+    """Return c_k; None if it is lost."""
+    width, (n, num_outputs) = store.width + task.bias, targets.shape
+    none = torch.zeros(n, num_outputs, dtype=torch.float64)
+    zero = torch.zeros(width, num_outputs)
+    if not task.corrected or not task.state_round:
+        return _OwnControl(none, zero)
+    coefficients = store.coefficients(task.state_round)
+    if coefficients is not None:
+        return _OwnControl(coefficients, zero)
+    vector = store.carried(task.state_round)
+    return None if vector is None else _OwnControl(none, vector)
+
+
+def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
+    centred = centred_targets(targets, task.loss)
+    return {"train-loss": convex_loss(torch.zeros_like(centred), centred, task.loss)}
+
+
+def _word(name: object) -> str:
+    """Return what can be part of a folder's name."""
+    return re.sub(r"\W+", "-", str(name))[:64]
 
 
 def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:

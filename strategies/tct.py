@@ -17,10 +17,12 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 :mod:`fedntk.strategies.tct_control`.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from logging import INFO, WARNING
 from typing import Any, Literal, TypeVar, get_args
 
@@ -145,6 +147,8 @@ class TCT(BaseStrategy):
         once the server has solved the problem.
     linear_rounds : int
         Rounds so far that changed the linear model.
+    run_key : str
+        Names the run for the clients' folders: a digest of settings and first weights.
 
     Raises
     ------
@@ -245,6 +249,7 @@ class TCT(BaseStrategy):
         """Forget all rounds."""
         self.phase: Phase | None = self.phases[0]
         self.linear_rounds = 0
+        self.run_key = ""
         self.control = ControlVariate(self.task.local_steps * self.task.learning_rate)
         self.registry.forget_all()
 
@@ -293,7 +298,7 @@ class TCT(BaseStrategy):
             "normalise": self.normalise,
             "solve": self.solve,
             "ridge": self.ridge,
-            **{name.removeprefix("tct-"): value for name, value in self.task.to_config().items()},
+            **self.task.to_config(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,6 +308,7 @@ class TCT(BaseStrategy):
             **super().state_dict(),
             "phase": "" if self.phase is None else self.phase.name,
             "linear-rounds": self.linear_rounds,
+            "run-key": self.run_key,
             "sent": self.registry.state_dict(),
             **self.control.state_dict(),
             **{BOOTSTRAP + name: value for name, value in inner.items()},
@@ -319,6 +325,7 @@ class TCT(BaseStrategy):
             )
         self.phase = by_name.get(state["phase"])
         self.linear_rounds = int(state["linear-rounds"])
+        self.run_key = str(state["run-key"])
         self.registry.load_state_dict(state["sent"])
         self.control.load_state_dict(state)
         if self.bootstrap is not None:
@@ -351,6 +358,11 @@ class TCT(BaseStrategy):
             )
         if not done:
             self._begin()
+            network = [a.numpy() for a in self.network_of(initial_arrays).values()]
+            settings = json.dumps(self.settings()).encode()
+            self.run_key = blake2b(
+                settings + ConvexTask.key_of(self.feature_map, network).encode(), digest_size=8
+            ).hexdigest()
         elif set(TCTModel.ARRAYS) <= initial_arrays.keys():
             return initial_arrays
         elif done > self.bootstrap_rounds:
@@ -398,7 +410,7 @@ class TCT(BaseStrategy):
         self, task: ConvexTask, parts: Iterable[str], arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
         """Return a task of stage 2 and some parts of the arrays, each a record of its name."""
-        task = replace(task, key=self._key(arrays))
+        task = replace(task, key=self._key(arrays), run=self.run_key)
         content = RecordDict({self.configrecord_key: ConfigRecord({**config, **task.to_config()})})
         for part in parts:
             names = PARTS.get(part, tuple(self.network.state_dict()))

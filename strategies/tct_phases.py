@@ -147,7 +147,8 @@ class BootstrapRounds(Phase):
         The task travels along, so that clients say in round 1 if they could not do stage 2.
         """
         config["server-round"] = server_round
-        for key, value in replace(self.tct.task, step="bootstrap").to_config().items():
+        task = replace(self.tct.task, step="bootstrap", run=self.tct.run_key)
+        for key, value in task.to_config().items():
             config[key] = value
         return self.bootstrap.messages(
             server_round, self.tct.network_of(arrays), config, grid, nodes
@@ -273,6 +274,14 @@ class ConvexRounds(_StageTwo):
         )
         metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
         self._report_rates([reply for reply, _ in pairs], metrics)
+        if changed := [r.client for r, _ in pairs if r.metrics.get("examples-changed") == 1]:
+            logger.log(
+                WARNING,
+                "stage 2: %d clients have other examples than before (%s ...), and compute their "
+                "features anew; a client_fn must return the same examples in all rounds",
+                len(changed),
+                changed[0],
+            )
         # some c_k is no more, and c still holds it
         reset = any(tct.control.round_of(client) for client in lost)
         if reset:

@@ -50,6 +50,8 @@ class ConvexTask:
         one, over M eta; or it came with the message.
     sparsity, bits : float, int
         Of features that are sent; 0 and 32: float16.
+    run : str
+        Names the training run: what a client keeps for one is not another's.
     """
 
     step: Step
@@ -64,6 +66,7 @@ class ConvexTask:
     control: Literal["zero", "last", "sent"] = "zero"
     sparsity: float = 0.0
     bits: int = UNQUANTISED
+    run: str = ""
 
     @staticmethod
     def key_of(feature_map: FeatureMap, network: Sequence[NDArray[Any]]) -> str:

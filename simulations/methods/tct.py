@@ -99,7 +99,7 @@ class TCTSettings(Settings):
 class _TCT(Method[TCTSettings]):
     name = "tct"
     settings = TCTSettings
-    metrics = ("features-constant", "rate-times-lambda")
+    metrics = ("examples-changed", "features-constant", "rate-times-lambda")
     local_sgd = True
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:

@@ -1,7 +1,9 @@
 """TCT's client: what it sends, what it keeps, and that all ways to compute it agree."""
 
 import dataclasses
+import os
 import shutil
+import time
 from collections import namedtuple
 from logging import WARNING
 from pathlib import Path
@@ -20,7 +22,8 @@ from fedntk.clients import (
     get_weights,
     shrink,
 )
-from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory
+from fedntk.clients.disk_store import example_digests
+from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import tangent
 from fedntk.ntk.jacobian import differentiate
@@ -39,12 +42,23 @@ def network(seed: int = 0) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-X = torch.randn(11, 5, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(11) % 3
+def in_order(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the order in which a client keeps them: by their digests."""
+    order = np.lexsort(example_digests(x, one_hot(y, 3)).T)
+    return x[order], y[order]
+
+
+X, Y = in_order(
+    torch.randn(11, 5, generator=torch.Generator().manual_seed(1)), torch.arange(11) % 3
+)
 
 
 def client(cache: Path, *, data: Any = (X, Y), **options: Any) -> TCTClient:
     return TCTClient(network(), *data, cache=cache, seed=(0, 7), **options)
+
+
+def folder(who: TCTClient) -> Path:
+    return who.folder(STATISTICS, {})
 
 
 def normaliser() -> Normaliser:
@@ -143,7 +157,7 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
     largest = exact.abs().amax(0).double().numpy()
     expected = Moments.of(exact)
     for name, (mean, sum_sq_dev) in zip("ab", (whole, parts), strict=True):
-        raw = np.load(client(tmp_path / name).folder / "raw-train.npy")
+        raw = np.load(folder(client(tmp_path / name)) / "raw-train.npy")
         assert (np.abs(raw - exact.numpy()) <= 1e-6 * largest).all()
         assert (np.abs(mean - expected.mean) <= 1e-6 * largest).all()
         assert (np.abs(sum_sq_dev - expected.sum_sq_dev) <= 11 * 4e-6 * largest**2).all()
@@ -235,7 +249,7 @@ def test_what_a_client_keeps_is_its_mean_residual_and_says_its_control(tmp_path,
             residuals.append(targets - z @ w)
             gradients.append(-z.T @ residuals[-1] / 11)
             w = w - eta * (gradients[-1] - (own - control))
-        kept = np.load(who.folder / f"state-{server_round:06}.npz")["coefficients"]
+        kept = np.load(folder(who) / f"state-{server_round:06}.npz")["coefficients"]
         assert relative(found, w) < 1e-5
         assert relative(kept, sum(residuals) / (11 * 30)) < 1e-5
         own = sum(gradients) / 30
@@ -254,10 +268,10 @@ def test_what_is_kept_and_how_large_it_is(tmp_path):
     who = client(tmp_path)
     step(who, STATISTICS, bootstrapped())
     step(who, linear_task(), message())
-    found = {path.name: path.stat().st_size for path in who.folder.iterdir()}
+    found = {path.name: path.stat().st_size for path in folder(who).iterdir()}
     assert set(found) == {
-        "key.json", "network.npz", "normaliser.npz", "features-train.npy", "kernel.npz",
-        "spectrum.npz", "state-000004.npz", "sent-000004.npz",
+        "key.json", "network.npz", "normaliser.npz", "examples-train.npz", "features-train.npy",
+        "kernel.npz", "spectrum.npz", "state-000004.npz", "sent-000004.npz",
     }  # fmt: skip
     assert 4 * 11 * 20 <= found["features-train.npy"] <= 4 * 11 * 20 + 128
 
@@ -266,7 +280,7 @@ def test_uncorrected_steps_keep_no_state(tmp_path):
     who = client(tmp_path)
     task = linear_task(corrected=False, control="zero")
     step(who, task, uncorrected())
-    assert not list(who.folder.glob("state-*"))
+    assert not list(folder(who).glob("state-*"))
 
 
 def test_one_step_a_round_needs_no_kernel(tmp_path):
@@ -280,7 +294,7 @@ def test_one_step_a_round_needs_no_kernel(tmp_path):
     targets = np.eye(3)[Y] - 1 / 3
     expected = theta - 0.05 * z.T @ (z @ theta - targets) / 11
     assert relative(result, expected) < 1e-6
-    assert not (who.folder / "kernel.npz").exists()
+    assert not (folder(who) / "kernel.npz").exists()
 
 
 def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
@@ -300,17 +314,117 @@ def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
 # ------------------------------------------------------------------------- trouble
 
 
-def test_other_data_or_another_network_empties_the_folder(tmp_path):
-    for change in ("data", "network"):
-        step(client(tmp_path), STATISTICS, bootstrapped())
-        step(client(tmp_path), linear_task(), message())
-        data = (X + 1, Y) if change == "data" else (X, Y)
-        key = "other" if change == "network" else "k"
-        task = linear_task(key=key, control="zero")
-        arrays, _, metrics = step(client(tmp_path, data=data), task, linear())
-        assert arrays == []
-        assert metrics == {"lost-state": 0}
-        assert [p.name for p in client(tmp_path, data=data).folder.iterdir()] == ["key.json"]
+def test_another_network_empties_the_folder(tmp_path):
+    step(client(tmp_path), STATISTICS, bootstrapped())
+    step(client(tmp_path), linear_task(), message())
+    task = linear_task(key="other", control="zero")
+    arrays, _, metrics = step(client(tmp_path), task, linear())
+    assert arrays == []
+    assert metrics == {"lost-state": 0}
+    assert [p.name for p in folder(client(tmp_path)).iterdir()] == ["key.json"]
+
+
+def shuffled(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(seed))
+    return X[order], Y[order]
+
+
+@pytest.mark.parametrize("solver", ["closed", "loop"])
+@pytest.mark.parametrize("keep", ["features", "nothing"])
+def test_examples_may_come_in_another_order_in_each_message(tmp_path, keep, solver):
+    """To the same bits, in one folder, with features computed once; two examples are equal."""
+    twice = torch.cat([X[:1], X[:10]])
+    results = []
+    for order in (None, 1):
+        sent = []
+        for i, (task, records, number) in enumerate(
+            [
+                (STATISTICS, bootstrapped(), 3),
+                (linear_task(), message(), 4),
+                (linear_task(state_round=4, control="last"), linear(), 5),
+            ]
+        ):
+            own = torch.arange(11)
+            if order is not None:
+                own = torch.randperm(11, generator=torch.Generator().manual_seed(i))
+            data = (twice[own], torch.cat([Y[:1], Y[:10]])[own])
+            who = client(tmp_path / str(order), data=data, keep=keep, local_solver=solver)
+            arrays, _, metrics = step(who, task, records, number)
+            assert metrics["examples-changed"] == 0
+            sent.append([array.tobytes() for array in arrays])
+            evaluated = who.evaluate(NamedArrays(message()), linear_task().to_config())
+            sent.append(repr(evaluated))
+        results.append(sent)
+        assert len(list((tmp_path / str(order)).iterdir())) == 1
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("solver", ["closed", "loop"])
+def test_examples_that_changed_are_said_and_the_correction_stays(tmp_path, caplog, solver):
+    """The steps are those of eq. (3) on the new examples, with c_k of the old ones.
+
+    Against float64; float32 features and their products err by 1e-6 of theta.
+    """
+    records = message()
+    step(client(tmp_path, local_solver=solver), linear_task(), records)
+    kept = np.load(folder(client(tmp_path)) / "state-000004.npz")["coefficients"]
+    x, y = in_order(X + 0.5, Y)
+    z = {k: normaliser()(MAP.extractor(network())(own)).double() for k, own in ((0, X), (1, x))}
+    own = -z[0].T @ torch.from_numpy(kept)
+    changed = client(tmp_path, data=(X + 0.5, Y), local_solver=solver)
+    with caplog.at_level(WARNING, "flwr"):
+        task = linear_task(state_round=4)
+        ((result,), _, metrics) = step(changed, task, records, 5)
+    assert metrics["examples-changed"] == 1
+    assert "client-0-7: 0 of its 11 examples are the same as before" in caplog.text
+    theta, control = (
+        torch.from_numpy(records[k][f"tct.{k}"]).double() for k in ("linear", "control")
+    )
+    targets = torch.from_numpy(np.eye(3)[y] - 1 / 3)
+    expected, total = looped_steps(
+        z[1], theta, targets, own - control, learning_rate=0.05, local_steps=30, loss="mse"
+    )
+    assert relative(result, expected.numpy()) < 1e-5
+    # and what it keeps now is of the new ones
+    kept = np.load(folder(changed) / "state-000005.npz")["coefficients"]
+    assert relative(kept, (total / (11 * 30)).numpy()) < 1e-5
+    assert step(changed, linear_task(state_round=5), records, 6)[2]["examples-changed"] == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_evaluation_on_other_examples_leaves_what_training_keeps(tmp_path):
+    step(client(tmp_path), linear_task(), message())
+    before = {p: p.read_bytes() for p in folder(client(tmp_path)).iterdir()}
+    for data in ((X + 1, Y), shuffled(1), (X - 1, Y)):
+        alone = client(tmp_path / "alone", data=data)
+        config = linear_task().to_config()
+        found = client(tmp_path, data=data).evaluate(NamedArrays(message()), dict(config))
+        assert found == alone.evaluate(NamedArrays(message()), dict(config))
+        shutil.rmtree(tmp_path / "alone")
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_path):
+    def begin(run: str, config: dict[str, Any]) -> Path:
+        task = dataclasses.replace(STATISTICS, run=run)
+        client(tmp_path).fit(
+            NamedArrays(bootstrapped()), {**config, **task.to_config(), "server-round": 1}
+        )
+        return client(tmp_path).folder(task, config)
+
+    own, other = {"client-id": "7"}, {"client-id": "17"}
+    folders = {
+        ("a", "7"): begin("a", own),
+        ("b", "7"): begin("b", own),
+        ("a", "17"): begin("a", other),
+    }
+    assert len(set(folders.values())) == 3
+    old = time.time() - 25 * 3600
+    for name in (("a", "7"), ("a", "17")):
+        os.utime(folders[name] / "key.json", (old, old))
+    begin("c", own)
+    there = {name for name, path in folders.items() if path.exists()}
+    assert there == {("b", "7"), ("a", "17")}  # used today; another client's
 
 
 @pytest.mark.parametrize("damage", WAYS)
@@ -320,7 +434,7 @@ def test_other_data_or_another_network_empties_the_folder(tmp_path):
 def test_what_is_lost_is_said(tmp_path, name, state, damage):
     """1 where only the client itself had it: all corrections must begin anew."""
     step(client(tmp_path), linear_task(), message())
-    damaged(client(tmp_path).folder / f"{name}.npz", damage)
+    damaged(folder(client(tmp_path)) / f"{name}.npz", damage)
     task = linear_task(state_round=4, control="last")
     arrays, _, metrics = step(client(tmp_path), task, linear(), 5)
     assert arrays == []
@@ -332,7 +446,7 @@ def test_what_is_lost_is_said(tmp_path, name, state, damage):
 def test_what_can_be_made_again_is(tmp_path, name, damage):
     who = client(tmp_path)
     expected, _, _ = step(who, linear_task(), message())
-    damaged(who.folder / name, damage)
+    damaged(folder(who) / name, damage)
     found, _, _ = step(client(tmp_path), linear_task(), message())
     assert (found[0] == expected[0]).all()
 
@@ -356,11 +470,11 @@ def test_only_so_many_rounds_of_state_are_kept(tmp_path, monkeypatch):
     who = client(tmp_path)
     for server_round in range(4, 10):
         step(who, linear_task(), message(), server_round)
-    assert sorted(p.name for p in who.folder.glob("state-*")) == [
+    assert sorted(p.name for p in folder(who).glob("state-*")) == [
         f"state-{n:06}.npz" for n in (7, 8, 9)
     ]
     shrink(tmp_path)
-    assert sorted(p.name for p in who.folder.iterdir()) == [
+    assert sorted(p.name for p in folder(who).iterdir()) == [
         "key.json", "state-000008.npz", "state-000009.npz",
     ]  # fmt: skip
 
@@ -443,27 +557,31 @@ def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     for who in (half, client(tmp_path / "full")):
         with pytest.raises(OverflowError, match="does not fit in float32"):
             step(who, task, records)
-        assert not list(who.folder.glob("features-*"))
+        assert not list(folder(who).glob("features-*"))
 
 
-def test_runs_partitions_and_data_have_folders_of_their_own(tmp_path):
+def test_runs_and_clients_have_folders_of_their_own(tmp_path):
     folders = {
-        TCTClient(network(), x, Y, cache=tmp_path, run=run, seed=(0, partition)).folder
+        TCTClient(network(), X, Y, cache=tmp_path, seed=(0, seed)).folder(
+            dataclasses.replace(STATISTICS, run=run), config
+        )
         for run in ("a", "b/../c", "")
-        for partition in (1, 2)
-        for x in (X, X + 1)
+        for seed in (1, 2)
+        for config in ({}, {"client-id": "1"}, {"client-id": "node1"}, {"client-id": "../x"})
     }
-    assert len(folders) == 12
-    assert all(folder.parent == tmp_path for folder in folders)
+    assert len(folders) == 3 * (2 + 3)  # the seed counts where no id came
+    assert all(path.parent == tmp_path and ".." not in path.name for path in folders)
 
 
-def test_two_clients_with_default_seeds_do_not_disturb_each_other(tmp_path):
+def test_two_clients_that_cannot_be_told_apart_get_the_right_result(tmp_path):
+    """Outside client_app, with default seeds and one cache: slow, said, and right."""
     first, second = (TCTClient(network(), x, Y, cache=tmp_path) for x in (X, X + 1))
     alone, _, _ = step(client(tmp_path / "alone"), linear_task(), message())
     for who in (first, second):
         step(who, linear_task(), message())
-    found, _, _ = step(first, linear_task(), message())
+    found, _, metrics = step(first, linear_task(), message())
     assert (found[0] == alone[0]).all()
+    assert metrics["examples-changed"] == 1
 
 
 @pytest.mark.parametrize("first", [True, False])

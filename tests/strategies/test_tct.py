@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
-from fedntk.clients import SGDClient, TCTClient
+from fedntk.clients import SGDClient, TCTClient, client_app
+from fedntk.clients.disk_store import example_digests
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, one_hot
 from fedntk.strategies import SCAFFOLD, TCT, SeededFedAvg
 
@@ -183,9 +193,11 @@ def assert_mean_of_clients(strategy: TCT, cache: Path) -> None:
     for k, (z, _) in enumerate(data):
         newest = strategy.control.round_of(k)
         if newest:
-            (folder,) = cache.glob(f"client--0-{k}-*")
+            (folder,) = cache.glob(f"run-*-client-{k}")
             with np.load(folder / f"state-{newest:06}.npz") as saved:
-                mean -= len(z) / total * z.T @ torch.from_numpy(saved["coefficients"])
+                x, y = examples(k)
+                order = np.lexsort(example_digests(x, one_hot(y, 3)).T)  # a client's own
+                mean -= len(z) / total * z[order].T @ torch.from_numpy(saved["coefficients"])
     scale = float(mean.norm()) + 0.1
     assert float((torch.from_numpy(strategy.control.value) - mean).norm()) < 2e-4 * scale
 
@@ -417,7 +429,7 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplo
     def lose(server_round: int, *arguments: Any) -> Any:
         if server_round == 10:
             for k in who:
-                shutil.rmtree(*tmp_path.glob(f"client--0-{k}-*"))
+                shutil.rmtree(*tmp_path.glob(f"run-*-client-{k}"))
         return original(server_round, *arguments)
 
     strategy.configure_train = lose  # type: ignore[method-assign]
@@ -439,7 +451,7 @@ def test_a_client_that_lost_the_network_evaluates_all_the_same(clients, tmp_path
 
     def lose(server_round: int, *arguments: Any) -> Any:
         if server_round == 4:
-            shutil.rmtree(*tmp_path.glob("client--0-2-*"))
+            shutil.rmtree(*tmp_path.glob("run-*-client-2"))
         return original(server_round, *arguments)
 
     def watch(client: int, stage: str, arrays: Any, config: Any) -> Any:
@@ -455,6 +467,52 @@ def test_a_client_that_lost_the_network_evaluates_all_the_same(clients, tmp_path
     assert strategy.evaluate_metrics[4]["replies-rejected"] == 0
     assert seen[-1] == (4, 2, "evaluate", "blue")
     assert grid.exchanges[-2:] == [("evaluate", 6), ("evaluate", 1)]
+
+
+def restless(cache: Path, change: Callable[[Tensor, Tensor], Any]) -> ClientApp:
+    """Clients whose client_fn gives other tensors in each message, as shuffling loaders do."""
+
+    def client_fn(context: Context) -> TCTClient:
+        partition = int(context.node_config["partition-id"])
+        return TCTClient(network(), *change(*examples(partition)), cache=cache)
+
+    return client_app(client_fn)
+
+
+def test_clients_whose_loaders_shuffle_learn_as_those_whose_do_not(tmp_path):
+    """All replies count in all rounds, in one folder a client, to the same bits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffle(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.randperm(len(x), generator=generator)
+        return x[order], y[order]
+
+    results = []
+    for name, change in (("still", lambda x, y: (x, y)), ("shuffled", shuffle)):
+        strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
+        results.append(start(strategy, Grid(restless(tmp_path / name, change)), rounds=6))
+        accepted = [strategy.train_metrics[r]["replies-accepted"] for r in range(1, 7)]
+        assert accepted == [6] * 6
+        assert len(list((tmp_path / name).iterdir())) == 6
+    assert bits(results[0]) == bits(results[1])
+
+
+def test_clients_that_augment_anew_in_each_message_are_told_and_still_learn(tmp_path, caplog):
+    generator = torch.Generator().manual_seed(0)
+
+    def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 0.1 * torch.randn(x.shape, generator=generator), y
+
+    strategy = make(learning_rate=0.05)
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, Grid(restless(tmp_path, augment)), rounds=20)
+    for number in range(2, 21):
+        metrics = strategy.train_metrics[number]
+        assert (metrics["replies-accepted"], metrics["examples-changed"]) == (6, 1.0)
+    assert len(list(tmp_path.iterdir())) == 6
+    assert "6 clients have other examples than before (0 ...)" in caplog.text
+    # near the optimum of the examples without noise, whose distance to zero is 1
+    assert distance(after[LINEAR], pooled_optimum(features(6))) < 0.3
 
 
 def test_a_client_without_the_network_after_an_error_is_sent_it_again(clients):
