@@ -9,6 +9,7 @@ machines. Each command is printed, so that it can be copied for a deployment ove
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -161,6 +162,8 @@ class Federation:
         The SuperLink.
     supernodes : list of Supernode
         The nodes, in the order of `node_configs`.
+    ports : list of int
+        At which something that was started listens.
 
     Raises
     ------
@@ -202,6 +205,7 @@ class Federation:
         self.supernodes: list[Supernode] = []
         self._extra = dict(environment or {})
         self._say = say or (lambda _: None)
+        self.ports: list[int] = []
         self._started: list[Process] = []
         self._claim = contextlib.ExitStack()
         self._port: int | None = None
@@ -267,7 +271,9 @@ class Federation:
     def environment(self, home: str) -> dict[str, str]:
         """Return the environment of the processes of one machine, `home` its folder's name."""
         flower = flower_environment(self.folder / home / "flwr")
-        return flower | self._extra | {MARK: str(self.folder)}
+        unproxied = [os.environ.get("NO_PROXY", ""), HOST, "localhost"]
+        direct = {"NO_PROXY": ",".join(filter(None, unproxied))}
+        return flower | direct | self._extra | {MARK: str(self.folder)}
 
     def start_superlink(self) -> None:
         """Start the SuperLink; after it was killed, on the same port, with what it knew."""
@@ -286,6 +292,7 @@ class Federation:
             port=self._port,
         )
         self._started.append(self.superlink)
+        self.ports.append(self._port)
         self._show("the SuperLink, on the server", home, self.superlink.args)
         connection = {"address": self.address, "root-certificates": str(tls.authority)}
         settings = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
@@ -316,12 +323,13 @@ class Federation:
             *("--auth-supernode-private-key", str(key), "--superlink", self.address),
             *("--node-config", config),
         ]
-        process, _ = start_on_free_port(
+        process, port = start_on_free_port(
             lambda port: [tool("flower-supernode"), *options, "--port", str(port)],
             self.environment(home),
             log,
         )
         self._started.append(process)
+        self.ports.append(port)
         self._show(f"a SuperNode, on a machine of its own ({home})", home, process.args)
         return Supernode(config, key, log, process)
 
@@ -358,6 +366,7 @@ class Federation:
         log = self.folder / f"{name}.log"
         process, port = start_on_free_port(command, self.environment(name), log, port=port)
         self._started.append(process)
+        self.ports.append(port)
         self._show(name, name, process.args)
         return process, port
 
