@@ -1,0 +1,284 @@
+"""A real federation on loopback: the same bits as the local engine, whatever is killed in it.
+
+One federation runs all methods at a time, and then has its server killed. Another one, beside it,
+has its nodes killed, which Flower takes a minute each to notice.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from fedntk.simulations import RunFailed
+from fedntk.simulations.certificates import make_certificates, make_node_key
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.federation import MARK, Federation, cli
+from fedntk.simulations.processes import processes_with, tool
+from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
+from fedntk.trust.key_server import load_secret, new_secret
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+APP = Path(__file__).parent / "hospital_app"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
+ROUNDS = {"ntk-fl": 2, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1}
+
+
+@pytest.fixture(scope="module")
+def hospitals() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(APP)
+        import hospitals
+
+        yield hospitals
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("federation")
+
+
+@pytest.fixture(scope="module")
+def node_configs(folder: Path, hospitals: Any) -> list[dict[str, Any]]:
+    """Two nodes with a partition-id, and a third that has a file instead."""
+    x, y = hospitals.examples(2)
+    np.savez(folder / "hospital-2.npz", x=x.numpy(), y=y.numpy())
+    for i in range(3):
+        save_key(new_key(), folder / f"{i}.pem")
+    own = [{"partition-id": 0}, {"partition-id": 1}, {"data-path": str(folder / "hospital-2.npz")}]
+    keys = [{"hospital": i, "key": str(folder / f"{i}.pem")} for i in range(3)]
+    return [{**a, **b} for a, b in zip(keys, own, strict=True)]
+
+
+def wait_for(happened: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} has not happened"
+        time.sleep(0.1)
+
+
+def stopped_at(out: Path, point: str) -> int:
+    """Wait until a process of the app has stopped at a point, and return its id."""
+    wait_for((out / point).exists, point)
+    return int((out / point).read_text(encoding="utf-8"))
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(pid) or _is_zombie(pid), f"the end of {pid}")
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def settings(out: Path, method: str, **others: Any) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    own = {key.replace("_", "-"): value for key, value in others.items()}
+    return {"method": method, "rounds": ROUNDS[method], "out": str(out), **own}
+
+
+def learned(out: Path) -> dict[str, bytes]:
+    with np.load(out / "learned.npz") as file:
+        return {name: bytes(f"{file[name].dtype}", "ascii") + file[name].tobytes() for name in file}
+
+
+def locally(
+    hospitals: Any, folder: Path, node_configs: list[dict[str, Any]], **config: Any
+) -> dict[str, bytes]:
+    """What the local engine learns from the same examples, all of them with a partition-id."""
+    defaults = {"nodes": 3, "checkpoint": "", "stop-at": "", "fail-at": ""}
+    grid = LocalGrid(hospitals.client, 3, defaults | config)
+    for i, context in enumerate(grid.contexts.values()):
+        context.node_config = {"partition-id": i} | {
+            key: value for key, value in node_configs[i].items() if key != "data-path"
+        }
+    parties: list[Any] = [None, None]
+    if config["method"] == "cp-ntk-fl":
+        master, signing = load_secret(folder / "key-server.secret")
+        enrolled = [public_bytes(load_key(folder / f"{i}.pem")) for i in range(3)]
+        parties = [
+            KeyServer(master, enrolled, signing),
+            ShufflingServer(load_key(folder / "shuffling.pem")),
+        ]
+    strategy = hospitals.strategy_of(config["method"], *parties)
+    result = hospitals.learn(grid, strategy, defaults | config)
+    return {name: bytes(f"{a.dtype}", "ascii") + a.tobytes() for name, a in result.items()}
+
+
+# --------------------------------------------------------------------------- federations
+
+
+@pytest.fixture(scope="module")
+def without_nodes(folder: Path, hospitals: Any, node_configs: Any) -> Iterator[Future[Federation]]:
+    """Runs, beside the other tests, a federation two of whose nodes are killed in one round."""
+    out = folder / "killed"
+
+    def run() -> Federation:
+        points = "train:2,query:1"
+        config = settings(out, "ntk-fl", rounds=1, stop_at=points)
+        with Federation(
+            folder / "b", node_configs=node_configs, environment=ONE_THREAD
+        ) as federation:
+            submission = federation.submit(APP, config)
+            for point in points.split(","):
+                stopped_at(out, point)
+                kill(federation.supernodes[int(point[-1])].process.pid)
+            submission.wait()
+        return federation
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run)
+
+
+@pytest.fixture(scope="module")
+def federation(folder: Path, node_configs: Any, without_nodes: Any) -> Iterator[Federation]:
+    """Three nodes, and at the end neither a process nor a port that is taken."""
+    with Federation(folder / "a", node_configs=node_configs, environment=ONE_THREAD) as made:
+        yield made
+    assert_nothing_left(made)
+
+
+@pytest.fixture(scope="module")
+def third_parties(federation: Federation, folder: Path) -> dict[str, Any]:
+    """A key server and a shuffling server behind TLS; where they are, as the app is told."""
+    verify_key = new_secret(folder / "key-server.secret")
+    save_key(new_key(), folder / "shuffling.pem")
+    enrolled = [public_bytes(load_key(folder / f"{i}.pem")).hex() for i in range(3)]
+    (folder / "enrolled.txt").write_text("\n".join(enrolled), encoding="utf-8")
+    tls = [
+        *("--ssl-certfile", str(federation.certificates.certificate)),
+        *("--ssl-keyfile", str(federation.certificates.key)),
+    ]
+    options = {
+        "key-server": [
+            *("--secret", str(folder / "key-server.secret")),
+            *("--enrolled", str(folder / "enrolled.txt")),
+        ],
+        "shuffling-server": ["--secret", str(folder / "shuffling.pem")],
+    }
+    told = {
+        "authority": str(federation.certificates.authority),
+        "verify-key": verify_key.hex(),
+        "shuffling-key": public_bytes(load_key(folder / "shuffling.pem")).hex(),
+    }
+    for name, own in options.items():
+        command = [sys.executable, "-m", "fedntk.trust", name, *own, *tls, "--port"]
+        _, port = federation.start(name, lambda port, command=command: [*command, str(port)])
+        told[name] = f"https://localhost:{port}"
+    return told
+
+
+def assert_nothing_left(federation: Federation) -> None:
+    assert processes_with(MARK, str(federation.folder)) == []
+    for port in federation.ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections wait
+            probe.bind(("127.0.0.1", port))
+
+
+# --------------------------------------------------------------------------------- tests
+
+
+def test_every_method_learns_the_local_engines_bits(
+    federation, third_parties, hospitals, folder, node_configs
+):
+    """All at a time: each node answers the messages of four runs in turn, each in a process."""
+    submitted = {}
+    for method in hospitals.METHODS:
+        told = third_parties if method == "cp-ntk-fl" else {}
+        config = settings(folder / method, method, **told)
+        submitted[method] = config, federation.submit(APP, config)
+    for method, (config, submission) in submitted.items():
+        submission.wait()
+        expected = locally(hospitals, folder, node_configs, **config)
+        assert learned(folder / method) == expected, method
+    assert federation.supernodes[2].node_id > 2  # by which the strategies knew it
+
+
+def test_what_a_run_died_of_is_said(federation, folder):
+    with pytest.raises(RunFailed, match=r"ended as finished:failed.*see .*run-\d+\.log"):
+        federation.run(APP, settings(folder / "wrong", "scaffold", nodes=3) | {"method": "magic"})
+    said = max(federation.folder.glob("run-*.log")).read_text(encoding="utf-8")
+    assert "expected one of ('ntk-fl', 'scaffold', 'tct', 'cp-ntk-fl'), got 'magic'" in said
+    with pytest.raises(RunFailed, match="ended as refused"):
+        federation.run(APP, {"no-such-key": 1})
+
+
+def test_kill_9_of_the_server_app_and_of_the_superlink(federation, hospitals, folder, node_configs):
+    """The same call goes on after the last whole round, with nodes that were never told."""
+    out = folder / "again"
+    config = settings(out, "scaffold", rounds=3, checkpoint=str(out / "checkpoint"))
+    superlink = federation.superlink
+
+    first = federation.submit(APP, {**config, "stop-at": "server:2"})
+    kill(stopped_at(out, "server:2"))
+    assert superlink.poll() is None
+
+    second = federation.submit(APP, {**config, "stop-at": "server:3"})
+    server_app = stopped_at(out, "server:3")
+    kill(superlink.pid)
+    with pytest.raises(RunFailed, match="the SuperLink has ended"):
+        second.wait()
+    wait_for(lambda: _is_zombie(server_app), "the end of the orphaned ServerApp")
+    first.process.kill()
+
+    ids = [node.node_id for node in federation.supernodes]
+    federation.start_superlink()
+    third = federation.submit(APP, config)
+    third.wait()
+    rounds = [
+        [f"[ROUND {i}/3]" in submission.text for i in (1, 2, 3)]
+        for submission in (first, second, third)
+    ]
+    assert rounds == [[True, True, False], [False, True, True], [False, False, True]]
+    assert all(node.process.poll() is None for node in federation.supernodes)
+    assert [node.node_id for node in federation.supernodes] == ids
+    expected = locally(hospitals, folder, node_configs, **{**config, "checkpoint": ""})
+    assert learned(out) == expected
+
+
+def test_kill_9_of_a_supernode_in_training_and_of_one_in_a_query(
+    without_nodes, hospitals, folder, node_configs
+):
+    """The round goes on with who is left, as on a local engine where these clients fail."""
+    federation = without_nodes.result(timeout=2 * PATIENCE)
+    out = folder / "killed"
+    config = settings(out, "ntk-fl", rounds=1, fail_at="train:2,query:1")
+    assert learned(out) == locally(hospitals, folder, node_configs, **config)
+    whole = settings(out, "ntk-fl", rounds=1)
+    assert learned(out) != locally(hospitals, folder, node_configs, **whole)
+    assert_nothing_left(federation)
+
+
+def test_a_federation_needs_a_config_for_each_node_and_a_folder_of_its_own(federation, tmp_path):
+    with pytest.raises(ValueError, match="expected one for each of at least one node, got 1 for 2"):
+        Federation(tmp_path, 2, node_configs=[{}])
+    with pytest.raises(ValueError, match="got 0 for 0"):
+        Federation(tmp_path, 0)
+    with (
+        pytest.raises(BlockingIOError, match="another process is at work"),
+        Federation(federation.folder),
+    ):
+        pass
+    assert federation.superlink.poll() is None
+
+
+def test_a_node_that_is_not_registered_is_refused(federation, tmp_path):
+    """The SuperLink takes no node whose key nobody has told it."""
+    make_node_key(tmp_path / "stranger" / "node.key")
+    with pytest.raises(RunFailed, match="did not accept a node"):
+        federation.add_supernode({}, tmp_path / "stranger" / "node.key", registered=False)
