@@ -50,6 +50,7 @@ __all__ = ["Federation", "Submission", "Supernode"]
 HOST = "127.0.0.1"
 CONNECTION = "fedntk"  # name of the SuperLink in Flower's configuration
 MARK = "FEDNTK_FEDERATION"  # variable in the environment of all that a federation starts
+OFFLINE = 90.0  # seconds in which the SuperLink has surely noticed that a node is gone
 Value = bool | float | int | str
 Settings = Mapping[str, Value] | str  # or as Flower's commands take them: "key=value key=value"
 Say = Callable[[str], None]
@@ -303,18 +304,26 @@ class Federation:
     def start_supernode(self, i: int) -> Supernode:
         """Start a node again after it was killed; it keeps its id.
 
-        The SuperLink takes a killed node for alive for up to a minute, and refuses it until then.
+        The SuperLink takes a killed node for alive for a minute, and refuses it until then: this
+        tries again and again.
 
         Raises
         ------
         RunFailed
-            If it is not accepted.
+            If it is not accepted in `OFFLINE` seconds.
         """
-        node = self.supernodes[i]
-        node.log.unlink(missing_ok=True)
-        node.process = self._supernode(node.config, node.key, node.log).process
-        node.node_id = self._node_id(node)
-        return node
+        node, deadline = self.supernodes[i], time.monotonic() + OFFLINE
+        while True:
+            node.log.unlink(missing_ok=True)
+            try:
+                node.process = self._supernode(node.config, node.key, node.log).process
+                node.node_id = self._node_id(node)
+            except RunFailed:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                return node
 
     def _supernode(self, config: str, key: Path, log: Path) -> Supernode:
         home = log.parent.name

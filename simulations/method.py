@@ -118,9 +118,6 @@ class Method(ABC, Generic[S]):
     metrics : tuple of str
         Names of what the strategy reports of a training round besides what all report. Others are
         recorded, too, but only some of them, as clients may choose names.
-    local_sgd : bool
-        Whether clients run local epochs of SGD, as the settings local-epochs, batch-size, momentum
-        and weight-decay say.
     """
 
     name: ClassVar[str]
@@ -128,7 +125,6 @@ class Method(ABC, Generic[S]):
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
-    local_sgd: ClassVar[bool] = False
 
     def __init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):

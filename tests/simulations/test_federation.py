@@ -5,11 +5,17 @@ has its nodes killed, which Flower takes a minute each to notice.
 """
 
 import contextlib
+import importlib.metadata
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import sysconfig
 import time
+import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,19 +24,23 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner
 
-from fedntk.simulations import RunFailed
-from fedntk.simulations.certificates import make_certificates, make_node_key
+from fedntk.simulations import Config, RunFailed, load_model, run
+from fedntk.simulations.certificates import make_node_key
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.federation import MARK, Federation, cli
-from fedntk.simulations.processes import processes_with, tool
+from fedntk.simulations.processes import processes_with, start, tool
 from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
 from fedntk.trust.key_server import load_secret, new_secret
+
+from ..conftest import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 APP = Path(__file__).parent / "hospital_app"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
 ROUNDS = {"ntk-fl": 2, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1}
 
@@ -130,9 +140,7 @@ def without_nodes(folder: Path, hospitals: Any, node_configs: Any) -> Iterator[F
     def run() -> Federation:
         points = "train:2,query:1"
         config = settings(out, "ntk-fl", rounds=1, stop_at=points)
-        with Federation(
-            folder / "b", node_configs=node_configs, environment=ONE_THREAD
-        ) as federation:
+        with Federation(folder / "b", node_configs=node_configs, environment=QUICK) as federation:
             submission = federation.submit(APP, config)
             for point in points.split(","):
                 stopped_at(out, point)
@@ -147,7 +155,7 @@ def without_nodes(folder: Path, hospitals: Any, node_configs: Any) -> Iterator[F
 @pytest.fixture(scope="module")
 def federation(folder: Path, node_configs: Any, without_nodes: Any) -> Iterator[Federation]:
     """Three nodes, and at the end neither a process nor a port that is taken."""
-    with Federation(folder / "a", node_configs=node_configs, environment=ONE_THREAD) as made:
+    with Federation(folder / "a", node_configs=node_configs, environment=QUICK) as made:
         yield made
     assert_nothing_left(made)
 
@@ -277,8 +285,138 @@ def test_a_federation_needs_a_config_for_each_node_and_a_folder_of_its_own(feder
     assert federation.superlink.poll() is None
 
 
-def test_a_node_that_is_not_registered_is_refused(federation, tmp_path):
+def test_a_node_that_is_not_registered_is_refused(federation):
     """The SuperLink takes no node whose key nobody has told it."""
-    make_node_key(tmp_path / "stranger" / "node.key")
-    with pytest.raises(RunFailed, match="did not accept a node"):
-        federation.add_supernode({}, tmp_path / "stranger" / "node.key", registered=False)
+    make_node_key(federation.folder / "stranger.key")
+    options = ["--auth-supernode-private-key", str(federation.folder / "stranger.key")]
+    log = federation.folder / "stranger.log"
+    stranger = start(
+        [
+            *(tool("flower-supernode"), "--superlink", federation.address, "--port", "0", *options),
+            *("--root-certificates", str(federation.certificates.authority)),
+        ],
+        federation.environment("stranger"),
+        log,
+    )
+    assert stranger.wait(PATIENCE) != 0
+    assert "SuperNode ID" not in log.read_text(encoding="utf-8")
+    assert "The SuperNode could not establish a connection" in log.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------- bundle, wheel, command
+
+SIMULATE = """
+import subprocess, sys
+from pathlib import Path
+from fedntk.simulations.flwr_run import superlink
+from fedntk.simulations.processes import tool
+app, home, config = sys.argv[1:]
+with superlink(Path(home)) as (_, environment):
+    command = [tool("flwr"), "run", app, "fedntk", "--stream", "--run-config", config]
+    command += ["--federation-config", "num-supernodes=3"]
+    subprocess.run(command, env=environment, check=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with fedntk from a wheel; what it needs is this environment's."""
+    folder = tmp_path_factory.mktemp("installed")
+    uv = [sys.executable, "-m", "uv"]
+    quiet = {"check": True, "capture_output": True, "cwd": folder}
+    subprocess.run([*uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT], **quiet)
+    (wheel,) = (folder / "dist").glob("fedntk-*.whl")
+    subprocess.run([*uv, "venv", "--python", sys.executable, folder / "venv"], **quiet)
+    python = folder / "venv" / "bin" / "python"
+    flower = f"flwr=={importlib.metadata.version('flwr')}"  # for commands of its own
+    install = [*uv, "pip", "install", "--no-deps", "--python", python, wheel, flower]
+    subprocess.run(install, **quiet)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    where = [python, "-c", "import fedntk.simulations; print(fedntk.simulations.__file__)"]
+    found = subprocess.run(where, **quiet).stdout.decode().strip()
+    assert Path(found).is_relative_to(packages)
+    return python
+
+
+@pytest.fixture(scope="module")
+def bundle(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the Flower app as it comes out of a bundle that `flwr build` makes of the wheel."""
+    folder = tmp_path_factory.mktemp("bundle")
+    (app,) = (installed.parents[1] / "lib").glob("python*/site-packages/fedntk/simulations")
+    build = [installed.parent / "flwr", "build", "--app", app]
+    done = subprocess.run(build, check=True, capture_output=True, text=True, cwd=folder)
+    assert "missing" not in done.stdout  # of the properties that it recommends
+    (file,) = folder.glob("*.fab")
+    assert file.stat().st_size < 10_000_000
+    with zipfile.ZipFile(file) as packed:
+        assert 0 < len(packed.infolist()) < 1000
+        for info in packed.infolist():
+            assert info.file_size < 1_000_000
+            assert info.filename.endswith((".toml", "LICENSE", ".info/CONTENT")), info.filename
+        described = tomllib.loads(packed.read("pyproject.toml").decode())
+        assert packed.read("LICENSE") == (ROOT / "LICENSE").read_bytes()
+        packed.extractall(folder / "app")
+    assert described["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    return folder / "app"
+
+
+def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
+    installed, bundle, tmp_path, monkeypatch
+):
+    """With fedntk from a wheel; both learn the local engine's bits, and leave nothing running."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "method": "ntk-fl",
+        "num-clients": 3,
+        "clients-per-round": 3,
+        "clients-per-evaluation": 0,
+        "train-examples": 60,
+        "rounds": 1,
+    }
+    expected = run(Config.parse({**settings, "out": tmp_path / "local"}), progress=False)
+    text = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+    environment = {**os.environ, **ONE_THREAD}
+    environment.pop("FLWR_HOME", None)
+    simulate = [installed, "-c", SIMULATE, bundle, tmp_path / "flwr"]
+    deploy = [installed, "-m", "fedntk.simulations.federation", "run", bundle, "--nodes", "3"]
+    deploy += ["--folder", tmp_path / "federation", "--run-config"]
+    for name, command in (("simulated", simulate), ("deployed", deploy)):
+        arguments = [*command, f'{text} out="{tmp_path / name}"']
+        done = subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        learned, wanted = load_model(tmp_path / name), load_model(expected.folder)
+        assert {k: v.tobytes() for k, v in learned.items()} == {
+            k: v.tobytes() for k, v in wanted.items()
+        }, name
+    typed = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    assert [line.split()[1] for line in typed].count("flower-supernode") == 3
+    assert any(line.startswith("$ flwr supernode register ") for line in typed)
+    assert any("--enable-supernode-auth" in line for line in typed)
+    assert processes_with(MARK, str(tmp_path / "federation")) == []
+
+
+def test_the_command_makes_keys_for_several_machines(tmp_path):
+    made = CliRunner().invoke(
+        cli, ["keys", str(tmp_path), "--host", "fl.example.org", "--host", "10.1.2.3"]
+    )
+    assert made.exit_code == 0, made.output
+    names = ["ca.pem", "server.pem", "server.key"]
+    names += [f"node-{i}.key{end}" for i in range(3) for end in ("", ".pub")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in ("server.key", "node-0.key"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    authority = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
+    server = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
+    server.verify_directly_issued_by(authority)
+    hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert list(map(str, hosts.get_values_for_type(x509.IPAddress))) == ["10.1.2.3"]
+
+
+def test_the_command_refuses_too_few_node_configs():
+    refused = CliRunner().invoke(cli, ["run", "--nodes", "2", "--node-config", "partition-id=0"])
+    assert refused.exit_code == 2
+    assert "expected one for each of 2 nodes, got 1" in refused.output

@@ -31,7 +31,6 @@ PACKAGE = """
     class Half(Method[HalfSettings]):
         name = "half-avg"
         settings = HalfSettings
-        local_sgd = True
 
         def check(self, config, settings):
             if config.loss == "mse":
@@ -68,7 +67,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def with_package(package: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(  # noqa: S603
+    return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True, text=True, check=False, cwd=package.parent,
         env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
