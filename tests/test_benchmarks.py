@@ -70,7 +70,7 @@ def test_measurement_runs_from_the_checkout_and_is_right(program, options):
     is further off than one rounding for each, of the sum of their sizes, which is that of the sum
     on the diagonal.
     """
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603 - our own program
         [sys.executable, BENCHMARKS / f"{program}.py", "--child", json.dumps(options)],
         capture_output=True,
         text=True,

@@ -279,4 +279,4 @@ for module in ("torch._dynamo", "sympy", "pandas", "fastapi", "uvicorn"):
 
 def test_clients_do_not_load_what_takes_as_long_as_torch_itself():
     """Flower starts a process for each message: torch's compiler alone is 0.6 s of it."""
-    subprocess.run([sys.executable, "-c", TRAINED], check=True)
+    subprocess.run([sys.executable, "-c", TRAINED], check=True)  # noqa: S603

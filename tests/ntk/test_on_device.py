@@ -37,7 +37,7 @@ def test_factors_of_ten_bits_are_found_out(monkeypatch, capsys):
 
 
 def run(*options):
-    return subprocess.run(
+    return subprocess.run(  # noqa: S603
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options],
         capture_output=True,
         text=True,

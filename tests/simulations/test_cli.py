@@ -121,7 +121,9 @@ def test_ctrl_c_and_kill_9_from_outside(tmp_path):
             "from fedntk.simulations.cli import app; app()"
         )
         command = [sys.executable, "-c", code, "run", *map(str, arguments)]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(  # noqa: S603
+            command, env=environment, stderr=subprocess.PIPE, text=True
+        )
 
     def rounds() -> int:
         lines = folder / "rounds.jsonl"
@@ -243,5 +245,5 @@ def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path):
 
 def test_command_is_installed():
     command = Path(sys.executable).parent / "fedntk"
-    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)  # noqa: S603
     assert "compare" in done.stdout

@@ -1,3 +1,4 @@
+# ruff: noqa: S603 - our own commands
 """A real federation on loopback: the same bits as the local engine, whatever is killed in it.
 
 One federation runs all methods at a time, and then has its server killed. Another one, beside it,

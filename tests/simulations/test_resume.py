@@ -170,7 +170,7 @@ def test_kill_9_at_any_operation_on_a_file(tmp_path):
         SMALL, method="fedavg", checkpoint_every=2, server_threads=1, out=str(tmp_path / "whole")
     )
     expected = outcome(run(config, progress=False).folder)
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", KILLER, str(tmp_path), "1", "7"],
         capture_output=True,
         text=True,

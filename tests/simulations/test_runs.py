@@ -449,7 +449,7 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
         *(sys.executable, "-m", "fedntk.simulations.cli", "run", str(tmp_path / "conf.toml")),
         *("--out", str(folder), "--engine", "ray"),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: S603
     lines, deadline = folder / "rounds.jsonl", time.monotonic() + 120
     while not (lines.exists() and lines.read_text().count("\n") > 3):
         assert process.poll() is None
@@ -485,7 +485,7 @@ def test_mathematics_runs_on_torch_and_numpy_alone():
         "spec.loader.exec_module(ntk)\n"
         "print(ntk.jacobian(torch.nn.Linear(2, 1), torch.ones(1, 2)).gram().item())"
     )
-    result = subprocess.run(
+    result = subprocess.run(  # noqa: S603
         [sys.executable, "-I", "-c", code],
         capture_output=True,
         text=True,

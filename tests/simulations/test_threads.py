@@ -15,7 +15,7 @@ SHOW = "import json, os, sys; print(json.dumps([os.environ.get('OMP_WAIT_POLICY'
 
 def in_new_process(code: str, **variables: str) -> list[object]:
     kept = {k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS}
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", code],
         env=kept | variables,
         capture_output=True,

@@ -97,7 +97,9 @@ def test_they_are_imported_only_when_asked_for(tmp_path):
         f"run(Config(rounds=0, out={str(tmp_path)!r}), progress=False)\n"
         "print([name for name in ('tensorboard', 'mlflow') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -72,7 +72,7 @@ def process(log: Path, *arguments: object) -> Iterator[int]:
     port = free_port()
     line = [sys.executable, "-m", "fedntk.trust", *map(str, arguments), "--port", str(port)]
     with log.open("wb") as output:
-        server = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
         try:
             yield port
         finally:
