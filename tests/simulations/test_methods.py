@@ -67,7 +67,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def with_package(package: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    return subprocess.run(  # noqa: S603
         [sys.executable, *arguments],
         capture_output=True, text=True, check=False, cwd=package.parent,
         env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
