@@ -116,9 +116,10 @@ class Submission:
         RunFailed
             If it did not finish, or the SuperLink ended, with the last line of the log.
         """
-        shown = 0
+        shown, federation = 0, self._federation
+        superlink = federation.superlink
         while True:
-            ended = self.process.poll() is not None
+            ended = self.process.poll() is not None or superlink.poll() is not None
             lines = self.text.split("\n")
             if on_line is not None:
                 for line in lines[shown:] if ended else lines[shown:-1]:
@@ -126,11 +127,11 @@ class Submission:
             shown = len(lines) - 1
             if ended:
                 break
-            if self._federation.superlink.poll() is not None:
-                stop(self.process)
-                raise RunFailed(f"the SuperLink has ended; see {self._federation.superlink_log}")
             time.sleep(0.2)
-        status = self._federation.status(self.run_id)
+        if superlink.poll() is not None:
+            stop(self.process)
+            raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
+        status = federation.status(self.run_id)
         if status != "finished:completed":
             said = [line.strip() for line in self.text.splitlines() if line.strip()]
             raise RunFailed(f"the run ended as {status} ({' '.join(said[-1:])}); see {self.log}")

@@ -111,7 +111,8 @@ def reach(point: str, config: dict[str, Any]) -> None:
         marker = Path(config["out"]) / point
         marker.with_suffix(".partial").write_text(str(os.getpid()), encoding="utf-8")
         marker.with_suffix(".partial").rename(marker)
-        time.sleep(3600)
+        while True:  # Flower ends an orphan by a signal, which a long sleep would not notice
+            time.sleep(0.1)
 
 
 client = client_app(client_fn)
