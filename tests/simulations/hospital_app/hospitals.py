@@ -125,7 +125,6 @@ server = ServerApp()
 def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = None) -> BaseStrategy:
     options: dict[str, Any] = {**WEAK, "fraction_evaluate": 0.0}
     if method == "scaffold":
-        options |= {"fraction_evaluate": 1.0}
         return SCAFFOLD(server_learning_rate=1.2, **options)
     if method == "tct":
         return TCT(
@@ -156,6 +155,7 @@ def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = Non
 def learn(grid: Grid, strategy: BaseStrategy, config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Run the configured method on any grid, and return what it learned."""
     strategy.min_available_nodes = strategy.min_train_nodes = config["nodes"]
+    strategy.fraction_evaluate = float(config["evaluate"])
 
     def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         reach(f"server:{server_round}", config)
