@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test gpu lint types check format clean
+.PHONY: help install demo test gpu lint types docs check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,13 +43,21 @@ lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install ## mypy, strict
+# the package as a folder of links, for tools that cannot follow an editable installation
+.PHONY: links
+links: install
 	@mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/fedntk/__init__.py $(TYPES)/__init__.py
 	@for room in $(ROOMS); do ln -sfn $(CURDIR)/$$room $(TYPES)/$$room; done
+
+types: links ## mypy, strict
 	$(BIN)/mypy
 
-check: lint types test ## all that CI runs
+docs: links ## the site, in build/site; any warning or dead link fails
+	@# without --quiet, which would keep warnings from --strict, too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+check: lint types docs test ## all that CI runs
 
 format: install ## let ruff format and fix
 	$(BIN)/ruff format .

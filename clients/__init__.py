@@ -1,6 +1,8 @@
 """The client half of each method: NumPyClients, and the adapter that puts them on messages."""
 
-from .adapter import client_app
+import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
+
+from .adapter import client_app, received
 from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
 from .disk_store import DiskStore, cache_dir
@@ -28,6 +30,7 @@ __all__ = [
     "client_app",
     "get_weights",
     "project",
+    "received",
     "sample_size",
     "set_weights",
     "shrink",

@@ -4,7 +4,7 @@ Flower's own ``ClientApp(client_fn)`` speaks the older record names, which today
 not send. :func:`client_app` answers their train, evaluate and query messages with any NumPyClient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,27 +26,29 @@ from fedntk.ntk.payloads import from_npy, to_npy
 
 from .named_arrays import NamedArrays
 
-__all__ = ["CLIENT_ID", "client_app"]
+__all__ = ["CLIENT_ID", "client_app", "received"]
 
 CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 
 ClientFn = Callable[[Context], NumPyClient]
+Function = Callable[[Message, Context], Message]  # that answers a kind of message
+Mod = Callable[[Message, Context, Function], Message]
+Lifespan = Callable[[Context], Iterator[None]]
+DEFAULT = "default"  # action of a message whose type has none, as in Flower
 
 
 def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     """Make a ClientApp that serves a NumPyClient.
 
-    =========  ================================================  ================================
-    message    calls                                             replies with
-    =========  ================================================  ================================
-    train      ``fit(parameters, config)``                       ``arrays``, and ``metrics`` with
-                                                                 ``num-examples``
-    evaluate   ``evaluate(parameters, config)``                  ``metrics`` with ``loss`` and
-                                                                 ``num-examples``
-    query      ``query(parameters, config)`` where there is one  ``metrics``; strings, which
-               and arrays came, else ``get_properties(config)``  metrics cannot hold, go into
-                                                                 ``properties``
-    =========  ================================================  ================================
+    It answers three kinds of messages:
+
+    - ``train`` calls ``fit(parameters, config)``. The reply has ``arrays``, and ``metrics`` with
+      ``num-examples``.
+    - ``evaluate`` calls ``evaluate(parameters, config)``. The reply has ``metrics`` with ``loss``
+      and ``num-examples``.
+    - ``query`` calls ``query(parameters, config)`` where there is one and arrays came, else
+      ``get_properties(config)``. The reply has ``metrics``; strings, which metrics cannot hold, go
+      into ``properties``.
 
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
     one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
@@ -59,6 +61,11 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     ``records`` say which record and name each array came under. A reply's arrays go back in the
     record ``arrays``, under the names of the message's first record if there are as many of them,
     else under numbers; a client that returns NamedArrays of its own names its records itself.
+
+    Functions that are registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()``
+    take the place of these: they are given Flower's message as it came, and what they return is the
+    reply. Metrics that all clients report are averaged under the names that they have there;
+    ``num-examples`` must be among them.
 
     Parameters
     ----------
@@ -81,25 +88,97 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
             return NTKFLClient(MyModel(), x, y)
 
         app = client_app(client_fn)
+
+    With an evaluation of one's own, which a plain ClientApp may have had before::
+
+        @app.evaluate()
+        def evaluate(message, context):
+            model = MyModel()
+            model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+            loss, accuracy = test(model, my_test_loader(context), "cpu")
+            metrics = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": 100}
+            content = RecordDict({"metrics": MetricRecord(metrics)})
+            return Message(content, reply_to=message)
+
+    What a strategy sends for evaluation are the network's ``arrays``. In TCT's second stage it is
+    another model, of which ``client_fn(context).predictor(*received(message, context))`` makes a
+    module.
     """
-    app = ClientApp(**options)
+    own = ClientApp(**options)
+    _register(own, client_fn)
+    return _ReplaceableApp(own, **options)
+
+
+class _ReplaceableApp(ClientApp):
+    """Has messages answered by another app, those excepted for which functions are registered."""
+
+    def __init__(self, app: ClientApp, **options: Any) -> None:
+        super().__init__(**options)
+        self._default_app, self._replaced = app, set[tuple[str, str]]()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        category, _, action = message.metadata.message_type.partition(".")
+        if (category, action or DEFAULT) in self._replaced:
+            return super().__call__(message, context)
+        return self._default_app(message, context)
+
+    def train(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("train", action, super().train(action, mods=mods))
+
+    def evaluate(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("evaluate", action, super().evaluate(action, mods=mods))
+
+    def query(
+        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
+    ) -> Callable[[Function], Function]:
+        return self._noted("query", action, super().query(action, mods=mods))
+
+    def lifespan(self) -> Callable[[Lifespan], Lifespan]:
+        """Register with both apps, of which one answers."""
+
+        def register(function: Lifespan) -> Lifespan:
+            self._default_app.lifespan()(function)
+            return super(_ReplaceableApp, self).lifespan()(function)
+
+        return register
+
+    def _noted(
+        self,
+        category: str,
+        action: str,
+        decorator: Callable[[Function], Function],
+    ) -> Callable[[Function], Function]:
+        def register(function: Function) -> Function:
+            registered = decorator(function)
+            self._replaced.add((category, action))
+            return registered
+
+        return register
+
+
+def _register(app: ClientApp, client_fn: ClientFn) -> None:
+    """Have an app answer with the client that `client_fn` makes."""
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message, context)
+        parameters, config = received(message, context)
         result, num_examples, metrics = client_fn(context).fit(parameters, config)
         values = {"num-examples": num_examples, **metrics}
         return _reply(message, context, values, _named(result, parameters))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message, context)
+        parameters, config = received(message, context)
         loss, num_examples, metrics = client_fn(context).evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        parameters, config = _unpack(message, context)
+        parameters, config = received(message, context)
         client = client_fn(context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
@@ -113,13 +192,12 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     def partition(message: Message, context: Context) -> Message:
         return _reply(message, context, {})
 
-    return app
 
+def received(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
+    """Return what a client is given: copies of the arrays received, and the configuration.
 
-def _unpack(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return copies of the arrays received, and the configuration; records are left alone.
-
-    The configuration says which client this is: see :data:`CLIENT_ID`.
+    The message's records are left alone. The configuration says which client this is: see
+    :data:`CLIENT_ID`.
     """
     records = {
         record: {name: from_npy(array.data).copy() for name, array in arrays.items()}

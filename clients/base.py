@@ -5,7 +5,8 @@ Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, sec
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import Loss, loss_value, one_hot
+from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.losses import check_loss
 
+from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_examples
+from .model_probe import cast_examples, check_dtypes, num_outputs
 from .projection import SealedProjection
 from .randomness import round_seed
 from .weights import Scalar, get_weights, set_weights
@@ -31,14 +34,34 @@ def sample_size(num_examples: int, sampling_rate: float) -> int:
 class ModelClient(NumPyClient):
     """A client that holds a PyTorch model and labelled examples.
 
+    Examples come as a Tensor or NumPy array with labels; as a ``Dataset`` of pairs or dicts, of
+    torch or of Hugging Face (with a torch format or transform); or as a ``DataLoader`` of one. All
+    examples count, each once and in the order of the dataset: a loader's shuffling, its
+    ``drop_last`` and ``num_workers`` play no part. A ``SubsetRandomSampler`` chooses its examples;
+    any other sampler is refused, as is an ``IterableDataset``. Examples of floating point are cast
+    to the dtype of the model's parameters.
+
+    **Augmentation.** A dataset that draws random numbers is read with the global generators of
+    torch, NumPy and Python seeded by (`seed`, round), and restored afterwards. So all exchanges of
+    a round see the same examples, and the next round sees new ones. Evaluation, and all of stage 2
+    of :class:`TCTClient`, see those of `seed` alone. A dataset with a generator of its own must
+    seed it itself. Clients in threads of one process read one after another.
+
     Parameters
     ----------
     model : nn.Module
-        Maps (n, ...) to (n, C). Its weights are overwritten by the server's.
-    x, y : Tensor, shapes (n, ...) and (n,)
-        Local training examples and integer labels in 0 ... C - 1.
-    x_test, y_test : Tensor, optional
-        Local examples for evaluation; the training examples where there are none.
+        Maps (n, ...) to (n, C), C at least 2 (for MSE, 1). Its weights are overwritten by the
+        server's.
+    x : Tensor or ndarray of shape (n, ...), Dataset, or DataLoader
+        Local training examples. A dataset holds their labels, too; it is read for each message.
+    y : Tensor, ndarray or list, optional
+        Labels of `x` where that is an array: integers in 0 ... C - 1 of shape (n,) or (n, 1), or
+        one-hot rows (n, C).
+    x_test, y_test : optional
+        Local examples for evaluation, in the same forms; the training examples by default.
+    columns : pair of str or of int, optional
+        Names of example and label in a dataset's dicts, such as ``("img", "label")``, or their
+        positions in its tuples. Needed where common names do not tell.
     loss : {"mse", "cross-entropy"}
         The loss trained and reported. MSE is against one-hot targets.
     device : torch.device or str
@@ -53,21 +76,34 @@ class ModelClient(NumPyClient):
     seed : tuple of int
         Seeds what is drawn, together with the round: (run's seed, partition).
 
+    Attributes
+    ----------
+    x, targets : Tensor, shapes (n, ...) and (n, C)
+        All training examples and their one-hot float32 targets, augmented by `seed` alone.
+    x_test, targets_test : Tensor, shapes (n, ...) and (n, C)
+        Those for evaluation: the same objects where there are no test examples.
+
     Raises
     ------
     ValueError
-        If there are no examples, labels outside the model's outputs, an unknown loss, or a rate or
-        projection out of range.
+        If there are no examples, or they or the model are not as above, or an unknown loss, or a
+        rate or projection out of range. Of a dataset one example is read to find out; the others
+        are checked when they are read.
+    TypeError
+        If `x` is something else.
     """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
 
     def __init__(
         self,
         model: nn.Module,
-        x: Tensor,
-        y: Tensor,
+        x: Data,
+        y: Any = None,
         *,
-        x_test: Tensor | None = None,
-        y_test: Tensor | None = None,
+        x_test: Data = None,
+        y_test: Any = None,
+        columns: Columns | None = None,
         loss: Loss = "cross-entropy",
         device: torch.device | str = "cpu",
         batch_size_eval: int = 1024,
@@ -75,9 +111,11 @@ class ModelClient(NumPyClient):
         projection: SealedProjection | None = None,
         seed: tuple[int, ...] = (0,),
     ) -> None:
-        if len(x) == 0 or len(x) != len(y):
+        check_dtypes(model, self.dtypes)
+        if x_test is None and y_test is not None:
             raise ValueError(
-                f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
+                "x_test: expected the examples of y_test, got none; give x_test, or leave both out "
+                "to evaluate on the training examples"
             )
         if not 0 < sampling_rate <= 1:
             raise ValueError(f"sampling_rate: expected 0 < rate <= 1, got {sampling_rate}")
@@ -88,14 +126,66 @@ class ModelClient(NumPyClient):
         self.loss = check_loss(loss)
         self.device = torch.device(device)
         self.batch_size_eval = batch_size_eval
-        with torch.no_grad():
-            model.eval()
-            probe = x[:1] if projection is None else projection.probe(x)
-            num_outputs = int(model(probe.to(device)).shape[-1])
-        self.x, self.targets = x, one_hot(y, num_outputs)
-        self.x_test, self.targets_test = self.x, self.targets
-        if x_test is not None and y_test is not None and len(x_test):
-            self.x_test, self.targets_test = x_test, one_hot(y_test, num_outputs)
+        self._training = labelled_examples(x, y, columns=columns)
+        self._testing = (
+            None
+            if x_test is None
+            else labelled_examples(x_test, y_test, columns=columns, name="x_test")
+        )
+        for examples in (self._training, self._testing):
+            if examples is not None:
+                self._probe(examples)
+
+    def _probe(self, examples: LabelledExamples) -> None:
+        """Find out with one example whether the model takes them; check all that are in memory."""
+        x, labels = examples.read([*self.seed, 0], torch.zeros(1, dtype=torch.int64))
+        x = cast_examples(x, self.model)
+        probe = x if self.projection is None else self.projection.probe(x)
+        fewest = 1 if self.loss == "mse" else 2  # a single score of one class has no cross-entropy
+        self._num_outputs = num_outputs(self.model, probe.to(self.device), fewest=fewest)
+        if examples.may_change:
+            class_numbers(labels, self._num_outputs, name=examples.name)
+        elif examples is self._training:
+            self.x, self.targets = self._read(examples, [*self.seed, 0])
+        else:
+            self.x_test, self.targets_test = self._read(examples, [*self.seed, 0])
+
+    def _read(
+        self, examples: LabelledExamples, seed: Sequence[int], chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, labels = examples.read(seed, chosen)
+        numbers = class_numbers(labels, self._num_outputs, name=examples.name)
+        return cast_examples(x, self.model), one_hot(numbers, self._num_outputs)
+
+    @cached_property
+    def _all_training(self) -> tuple[Tensor, Tensor]:
+        return self._read(self._training, [*self.seed, 0])
+
+    @cached_property
+    def _all_testing(self) -> tuple[Tensor, Tensor]:
+        if self._testing is None:
+            return self.x, self.targets
+        return self._read(self._testing, [*self.seed, 0])
+
+    @cached_property
+    def x(self) -> Tensor:
+        """All training examples (n, ...), augmented by the client's seed alone."""
+        return self._all_training[0]
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """One-hot targets (n, C) of all training examples."""
+        return self._all_training[1]
+
+    @cached_property
+    def x_test(self) -> Tensor:
+        """Examples (n, ...) for evaluation: `x` itself where there are none."""
+        return self._all_testing[0]
+
+    @cached_property
+    def targets_test(self) -> Tensor:
+        """One-hot targets (n, C) of the examples for evaluation."""
+        return self._all_testing[1]
 
     def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
         """Return the model's current weights."""
@@ -113,12 +203,18 @@ class ModelClient(NumPyClient):
         config : dict
             ``"server-round"`` seeds the sample; ``"sealed-seed"`` holds the projection's seed.
         """
-        x, targets = self.x, self.targets
+        chosen, seed = None, round_seed(self.seed, config)
         if self.sampling_rate < 1:
-            size = sample_size(len(x), self.sampling_rate)
-            generator = np.random.default_rng([*round_seed(self.seed, config), *b"sample"])
-            chosen = torch.from_numpy(generator.choice(len(x), size=size, replace=False))
-            x, targets = x[chosen], targets[chosen]
+            n = len(self._training)
+            generator = np.random.default_rng([*seed, *b"sample"])
+            size = sample_size(n, self.sampling_rate)
+            chosen = torch.from_numpy(generator.choice(n, size=size, replace=False))
+        if self._training.may_change:
+            x, targets = self._read(self._training, seed, chosen)
+        elif chosen is None:
+            x, targets = self.x, self.targets
+        else:
+            x, targets = self.x[chosen], self.targets[chosen]
         return self._projected(x, config), targets
 
     def _projected(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
@@ -139,6 +235,22 @@ class ModelClient(NumPyClient):
         hits = outputs.argmax(1) == self.targets_test.argmax(1)
         value = loss_value(outputs, self.targets_test, self.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of what a message brings, for an evaluation of one's own.
+
+        Parameters
+        ----------
+        parameters, config
+            What :func:`~fedntk.clients.received` makes of the message.
+
+        Returns
+        -------
+        Predictor
+            An ``nn.Module`` that maps examples, projected where there is a projection, to scores.
+        """
+        set_weights(self.model, parameters)
+        return NetworkPredictor(self.model, loss=self.loss, device=self.device)
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:

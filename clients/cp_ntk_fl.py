@@ -10,7 +10,7 @@ and figure 2. Each tool is optional and goes with any other, in this order:
 5. top-k sparsification and quantisation                     ``sparsity``, ``bits``
 6. sealing for the shuffling server                          ``shuffling_key``
 
-PRIVACY.md says what each protects, and what it does not.
+docs/privacy.md says what each protects, and what it does not.
 """
 
 from typing import Any

@@ -119,6 +119,18 @@ class FeatureStore(DiskStore):
         """Whether these have come: ``"network"``, ``"normaliser"``."""
         return all(self.load(name) for name in names)
 
+    @property
+    def network(self) -> list[NDArray[Any]]:
+        """The network's weights, in the order of its state dict."""
+        saved = self.load("network")
+        return [saved[str(i)] for i in range(len(saved))]
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """The normaliser that came last."""
+        saved = self.load("normaliser")
+        return Normaliser(saved["mean"], saved["inv_std"])
+
     # ----------------------------------------------------------------- examples
 
     def keeps(self, name: str, digests: NDArray[np.uint64]) -> bool:
@@ -173,9 +185,8 @@ class FeatureStore(DiskStore):
     def rows(self, name: str, x: Tensor, *, bias: bool, device: torch.device | str) -> FeatureRows:
         """Return the normalised features of examples (n, ...)."""
         shape = (len(x), self.width)
-        saved = self.load("normaliser")
-        normalise = Normaliser(saved["mean"], saved["inv_std"])
-        if self.dtype == "float16" and not saved["mean"].any() and (saved["inv_std"] == 1).all():
+        normalise = self.normaliser
+        if self.dtype == "float16" and not normalise.mean.any() and (normalise.inv_std == 1).all():
             raise ValueError(
                 "dtype = float16 would lose small features that are not normalised; use float32"
             )
@@ -239,8 +250,7 @@ class FeatureStore(DiskStore):
         return Spectrum(torch.from_numpy(saved["values"]), torch.from_numpy(saved["vectors"]))
 
     def _extractor(self) -> Callable[[Tensor], Tensor]:
-        saved = self.load("network")
-        set_weights(self.model, [saved[str(i)] for i in range(len(saved))])
+        set_weights(self.model, self.network)
         return self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
 
     # -------------------------------------------------------------------- state

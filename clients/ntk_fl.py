@@ -7,8 +7,9 @@ weight's row by its bias), in the factored and in the dense form alike, and the 
 it. NTK-FL hands the examples to the server; it is no privacy mechanism by itself.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk import JacobianUpload, jacobian, loss_value
@@ -31,9 +32,11 @@ class NTKFLClient(ModelClient):
     chunk_size : int, optional
         Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
     **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval,
-        sampling_rate, projection, seed.
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
+        batch_size_eval, sampling_rate, projection, seed. The model is of float32 or float64.
     """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
     def __init__(
         self,

@@ -1,16 +1,19 @@
 """Random numbers of one client, whatever other clients draw in the same process."""
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["own_randomness", "round_seed"]
+__all__ = ["own_randomness", "round_seed", "seeded_generators"]
 
-# torch has one global state, from which dropout draws; threads that draw take turns
+# torch has one global state, from which dropout draws, and so have NumPy and Python, from which
+# transforms draw; threads that draw take turns
 _GLOBAL_STATE = threading.RLock()
 
 
@@ -46,6 +49,33 @@ def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Gen
             stack.enter_context(torch.random.fork_rng(devices=devices))
             torch.manual_seed(seed)
         yield generator
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
+    """Seed the global generators of torch, NumPy and Python, and restore them afterwards.
+
+    What runs inside draws the same numbers whenever the seed is the same. Other clients of this
+    process that read or train at random wait meanwhile; what else draws from these generators in
+    another thread, such as a network that is built, must not run at the same time.
+
+    Parameters
+    ----------
+    seed : sequence of int
+        Whole numbers of at least 0, any number of them.
+    """
+    words = np.random.SeedSequence([int(number) for number in seed]).generate_state(3)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with _GLOBAL_STATE, torch.random.fork_rng(devices=devices):
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            torch.manual_seed(int(words[0]))
+            np.random.seed(int(words[1]))  # noqa: NPY002
+            random.seed(int(words[2]))
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
 
 
 @torch.no_grad()

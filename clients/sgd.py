@@ -44,8 +44,8 @@ class SGDClient(ModelClient):
         is added to each step's, before weight decay and momentum. 0 means none: plain FedAvg.
         ``config["proximal-mu"]``, which Flower's ``FedProx`` sends, takes its place.
     **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, loss, device, batch_size_eval,
-        sampling_rate, projection, seed (of the shuffling, too).
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
+        batch_size_eval, sampling_rate, projection, seed (of the shuffling, too).
 
     Raises
     ------

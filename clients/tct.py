@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk import Moments, require_disk, require_memory
+from fedntk.ntk import Moments, Predictor, TCTModel, require_disk, require_memory
 from fedntk.ntk.convex import (
     Spectrum,
     centred_targets,
@@ -378,6 +378,25 @@ class TCTClient(SGDClient):
         hits = outputs.argmax(1) == targets.argmax(1)
         value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of what a message brings: the network, or in stage 2 the linear model.
+
+        Raises
+        ------
+        LookupError
+            If the client lacks the network of stage 2; the server then sends it again next time.
+        """
+        task = ConvexTask.from_config(config)
+        if task is None:
+            return super().predictor(parameters, config)
+        records = _records(parameters, "linear")
+        store = self._store(task, records, config)
+        if not store.holds("network", "normaliser"):
+            raise LookupError("the network of stage 2 is lost: it is sent again with a later round")
+        set_weights(self.model, store.network)
+        linear = _only(records, "linear").numpy()
+        return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
 
 
 class _Examples(NamedTuple):

@@ -4,6 +4,7 @@ The names that most programs need are here; each room (``jacobian``, ``evolution
 ``convex``, ``payloads``) has all of its own.
 """
 
+from . import threads  # noqa: F401 - before torch: it says how torch's threads wait
 from .convex import TCTModel, ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve

@@ -5,6 +5,7 @@ its rounds. Files are safetensors, which is imported when it is needed.
 """
 
 import copy
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -54,7 +55,10 @@ class Predictor(nn.Module, ABC):
         """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of examples (n, ...): shape (n, C)."""
+        """Return the scores of examples (n, ...): shape (n, C), on the predictor's device.
+
+        So a user's ``test(net, loader, device)`` takes a predictor for the network.
+        """
         return self.predict(x)
 
     def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
@@ -118,7 +122,13 @@ class NetworkPredictor(Predictor):
         super().__init__()
         self.network = copy.deepcopy(network).to(device)
         self.loss = check_loss(loss)
-        self.device = torch.device(device)
+        self._device = torch.device(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network runs, also after ``to(device)``."""
+        tensors = itertools.chain(self.network.parameters(), self.network.buffers())
+        return next((tensor.device for tensor in tensors), self._device)
 
     @classmethod
     def from_arrays(

@@ -7,8 +7,9 @@ quickly.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
+
 from .errors import with_extra_named
-from .threads import wait_passively
 
 if TYPE_CHECKING:
     from .building import load_predictor
@@ -45,8 +46,6 @@ __all__ = [
     "run",
     "write_report",
 ]
-
-wait_passively()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictor import Evaluation
+from fedntk.ntk.threads import stop_spinning
 from fedntk.strategies import BaseStrategy
 
 from .building import load_setup, make_client, make_strategy
@@ -25,7 +26,6 @@ from .recorder import OnRound, Recorder
 from .results import clear_run, run_state, write_run, write_summary
 from .settings import ConfigError
 from .simulated_trust import projected
-from .threads import stop_spinning
 
 __all__ = ["app", "prepare", "serve"]
 

@@ -1,5 +1,7 @@
 """The server half of each method: Flower strategies on the Message API."""
 
+import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
+
 from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
 from .fedavg import SeededFedAvg

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
@@ -22,6 +23,7 @@ from torch import nn
 
 from fedntk.ntk import BadReply, NetworkPredictor, Predictor
 from fedntk.ntk.payloads import OUTLIER_FACTOR
+from fedntk.ntk.threads import stop_spinning
 from fedntk.trust import SEALED_SEED
 
 from .averaging import named_arrays
@@ -238,6 +240,7 @@ class BaseStrategy(FedAvg):
         OSError
             If the first checkpoint cannot be written.
         """
+        stop_spinning(torch.get_num_threads())
         checkpoints = None
         before: Result | None = None
         if checkpoint is not None:

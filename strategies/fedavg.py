@@ -22,13 +22,8 @@ class SeededFedAvg(BaseStrategy):
 
     Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
     three clients or more, weights that moved over 100 times as far as the median client's are
-    dropped.
-
-    Parameters
-    ----------
-    **options
-        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg.
+    dropped. Its options are those of :class:`~fedntk.strategies.base.BaseStrategy` (seed,
+    min_completed) and of Flower's FedAvg.
 
     Raises
     ------

@@ -9,6 +9,7 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +30,15 @@ from fedntk.ntk import (
     Predictor,
     require_memory,
 )
-from fedntk.ntk.evolution import Candidates, GradientFlow, lowest_loss, mean_losses
+from fedntk.ntk.evolution import (
+    AUTO,
+    AUTO_STEPS,
+    Candidates,
+    GradientFlow,
+    SolverStep,
+    lowest_loss,
+    mean_losses,
+)
 from fedntk.ntk.payloads import screen_losses, screen_uploads
 
 from .averaging import named_arrays
@@ -39,6 +48,11 @@ from .replies import Reply
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
+SHORT, LONG = 10, 60  # seconds: what lasts longer is logged, and comes with advice
+EXPENSIVE = (
+    "; to make rounds cheaper use kernel='mean' (one small matrix), learning_rate='auto', "
+    "a smaller last t in steps, fewer clients a round or a sampling_rate on the clients"
+)
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
 Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
@@ -49,10 +63,17 @@ class NTKFL(BaseStrategy):
 
     Parameters
     ----------
-    learning_rate : float
-        eta.
-    steps : sequence of int
-        The grid t_1 ... t_Psi of update steps to choose from: eq. (11a).
+    learning_rate : float or "auto"
+        eta. ``"auto"``, beyond the paper: in each round ``1 / (s lambda_max)`` of that round's
+        kernel, s = 1/n for cross-entropy and 1/(n C) for MSE: see
+        :mod:`fedntk.ntk.evolution.learning_rate`. It suits networks of any kind; a rate that suits
+        an MLP is far too large for a convolutional network.
+    steps : sequence of int, optional
+        The grid t_1 ... t_Psi of update steps to choose from: eq. (11a). By default 100, 200 ...
+        1000, 1500, 2000; with ``learning_rate="auto"`` 10, 30 ... 10,000.
+    allow_no_step : bool
+        Whether t = 0, the weights as they are, is a candidate, too: then no round raises the loss
+        by which t is chosen. The paper's grid is without it.
     loss : {"cross-entropy", "mse"}
         Loss that evolves; the clients' must be the same.
     selection : {"clients", "linearised", "validation"}
@@ -94,15 +115,16 @@ class NTKFL(BaseStrategy):
     Examples
     --------
     >>> strategy = NTKFL(learning_rate=0.01, min_train_nodes=10, min_completed=5)
-    >>> strategy.steps[-2:]
-    (1500, 2000)
+    >>> strategy.steps[0], strategy.steps[-1]
+    (0, 2000)
     """
 
     def __init__(
         self,
         *,
-        learning_rate: float,
-        steps: Sequence[int] = DEFAULT_STEPS,
+        learning_rate: float | Literal["auto"],
+        steps: Sequence[int] | None = None,
+        allow_no_step: bool = True,
         loss: Loss = "cross-entropy",
         selection: Selection = "clients",
         validation_loss: Callable[[ArrayRecord], float] | None = None,
@@ -115,6 +137,10 @@ class NTKFL(BaseStrategy):
         **options: Any,
     ) -> None:
         super().__init__(held_out=validation_partitions, **options)
+        if steps is None:
+            steps = AUTO_STEPS if learning_rate == AUTO else DEFAULT_STEPS
+        if allow_no_step and len(steps) and steps[0] > 0:
+            steps = (0, *steps)
         self.flow = GradientFlow(
             loss=loss,
             learning_rate=learning_rate,
@@ -125,6 +151,7 @@ class NTKFL(BaseStrategy):
             memory_budget=memory_budget,
         )
         self.steps = tuple(steps)
+        self.rounds_without_step = 0
         if selection not in get_args(Selection):
             raise ValueError(
                 f"selection: expected one of {', '.join(get_args(Selection))}, got {selection!r}"
@@ -148,7 +175,7 @@ class NTKFL(BaseStrategy):
         super().summary()
         logger.log(
             INFO,
-            "\t└──> NTK-FL: %s loss, learning rate %g, t in %s by %s",
+            "\t└──> NTK-FL: %s loss, learning rate %s, t in %s by %s",
             self.flow.loss,
             self.flow.learning_rate,
             self.steps,
@@ -187,9 +214,36 @@ class NTKFL(BaseStrategy):
             logger.log(WARNING, "no candidate has a finite loss: the model stays as it was")
             return None, metrics
         metrics["t"] = float(self.steps[best])
+        metrics["learning-rate"] = candidates.evolution.learning_rate
         metrics["candidate-loss"] = losses[best]
         metrics["linearised-loss"] = candidates.linearised_losses[best]
+        if self.steps[best] == 0:
+            self._say_no_step(candidates)
+            return None, metrics
+        self.rounds_without_step = 0
         return _record(candidates.weights_at(best)), metrics
+
+    def _say_no_step(self, candidates: Candidates) -> None:
+        """Log that t = 0 won; the second time in a row, with what to do."""
+        self.rounds_without_step += 1
+        logger.log(INFO, "t = 0 has the lowest loss: the model stays as it was")
+        if self.rounds_without_step < 2:
+            return
+        rate, first = candidates.evolution.learning_rate, self.steps[1]
+        cure = (
+            "give steps below it"
+            if self.flow.learning_rate == AUTO
+            else "use learning_rate='auto', a lower rate, or steps below it"
+        )
+        logger.log(
+            WARNING,
+            "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the first "
+            "of steps, goes beyond where the network is close to its linearisation; %s",
+            self.rounds_without_step,
+            rate,
+            first,
+            cure,
+        )
 
     # ----------------------------------------------------------------- step 2
 
@@ -234,6 +288,7 @@ class NTKFL(BaseStrategy):
             whole.outputs.to(self.device),
             whole.targets.to(self.device),
             self.flow,
+            _Progress(whole, self.flow.kernel),
         )
         metrics["kernel-products"] = candidates.evolution.kernel_products
         metrics["solver-steps"] = candidates.evolution.solver_steps
@@ -272,6 +327,36 @@ class NTKFL(BaseStrategy):
         trained_on = {client.node: client.num_examples for client in clients}
         counts = [trained_on.get(reply.node, reply.num_examples) for reply, _ in pairs]
         return mean_losses([losses for _, losses in pairs], counts) or [math.inf] * count
+
+
+class _Progress:
+    """Logs what an evolution will cost if that is much, and how far it is."""
+
+    def __init__(self, upload: JacobianUpload, kernel: str) -> None:
+        n, num_outputs = upload.outputs.shape
+        self._what = f"the evolution of {n} examples x {num_outputs} outputs, {kernel} kernel"
+        self._start = self._said = time.monotonic()
+
+    def __call__(self, step: SolverStep) -> None:
+        now = time.monotonic()
+        seconds = now - self._start
+        if step.time == 0:
+            expected = seconds / max(1, step.products) * step.expected
+            if expected > SHORT:
+                cure = "" if expected < LONG else EXPENSIVE
+                logger.log(
+                    WARNING if cure else INFO,
+                    "%s, will take roughly %d products of %.2g s, %.0f s%s",
+                    self._what,
+                    step.expected,
+                    seconds / max(1, step.products),
+                    expected,
+                    cure,
+                )
+        elif now - self._said > SHORT:
+            self._said = now
+            message = "%s: t = %.3g of %g after %d products and %.0f s"
+            logger.log(INFO, message, self._what, step.time, step.end, step.products, seconds)
 
 
 def matching(reply: Reply, upload: JacobianUpload) -> JacobianUpload:

@@ -1,15 +1,31 @@
-"""Every example in a docstring and on a page runs and prints what it says."""
+"""Every example runs and prints what it says; every link leads somewhere; no page lags behind."""
 
 import doctest
 import importlib
 import pkgutil
+import re
+import tomllib
 from types import ModuleType
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
+
+import fedntk
 
 from .conftest import ROOT
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HOME = PROJECT["urls"]["Homepage"]
+RAW = HOME.replace("//github.com", "//raw.githubusercontent.com")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
 
 
 def modules() -> list[str]:
@@ -28,7 +44,10 @@ def test_docstring_examples(name, tmp_path, monkeypatch):
     assert doctest.testmod(module).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "PRIVACY.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", *(str(p.relative_to(ROOT)) for p in PAGES if ">>> " in text_of(p))],
+)
 def test_examples_of_a_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = doctest.testfile(str(ROOT / page), module_relative=False, optionflags=doctest.ELLIPSIS)
@@ -37,7 +56,7 @@ def test_examples_of_a_page(page, tmp_path, monkeypatch):
 
 
 def test_examples_exist():
-    """The check above would pass on modules without any."""
+    """The checks above would pass on modules and pages without any."""
     finder = doctest.DocTestFinder()
     with_examples = [
         name
@@ -45,3 +64,123 @@ def test_examples_exist():
         if any(test.examples for test in finder.find(importlib.import_module(name)))
     ]
     assert len(with_examples) >= 6, with_examples
+    assert {p.stem for p in PAGES if ">>> " in text_of(p)} >= {
+        "getting-started", "privacy", "results", "settings", "speed", "deployment",
+        "ntk_fl", "cp_ntk_fl", "tct", "fedavg", "scaffold",
+    }  # fmt: skip
+
+
+def own_links(text: str) -> list[str]:
+    """Absolute links to the project: those to its host that are not another project's."""
+    hosts = {urlsplit(HOME).netloc, urlsplit(RAW).netloc}
+    return [link for link in LINK.findall(text) if urlsplit(link).netloc in hosts]
+
+
+def file_of(link: str) -> str:
+    """Path in the checkout of a link to the project; "" is the checkout itself."""
+    path = urlsplit(link).path.removeprefix(urlsplit(HOME).path).strip("/")
+    return re.sub(r"^(blob/|tree/)?main/?", "", path)
+
+
+def headings(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().strip().replace(" ", "-") for title in found}
+
+
+def test_links_of_the_readme_are_absolute_and_begin_with_the_projects_address():
+    links = LINK.findall(README)
+    assert len(links) > 15
+    for link in links:
+        assert urlsplit(link).scheme == "https", link
+    assert len(own_links(README)) > 15
+    for link in own_links(README):
+        begins = (f"{HOME}/blob/main/", f"{HOME}/tree/main/", f"{RAW}/main/")
+        assert link.startswith(begins), link
+
+
+@pytest.mark.parametrize("link", sorted({*own_links(README), *PROJECT["urls"].values()}))
+def test_links_to_the_project_name_what_is_in_the_checkout(link):
+    assert link.startswith((HOME, RAW))
+    if link == PROJECT["urls"]["Issues"]:
+        assert link == f"{HOME}/issues"  # a page of the host, not a file
+        return
+    path = ROOT / file_of(link)
+    assert path.is_dir() if "/tree/" in link or link == HOME else path.is_file()
+    if anchor := urlsplit(link).fragment:
+        assert anchor in headings(text_of(path))
+
+
+def test_the_metadata_has_the_usual_links():
+    assert set(PROJECT["urls"]) == {"Homepage", "Documentation", "Changelog", "Issues"}
+
+
+def test_the_project_has_one_address():
+    site = re.search(r"^  repository: (.*)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)[1]
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert {site, citation["url"], citation["repository-code"]} == {HOME}
+    for page in PAGES:  # which go by relative paths, but to install from
+        for link in own_links(text_of(page)):
+            raise AssertionError(f"{page.name}: {link}")
+        for address in re.findall(r"https://github\.com/fedntk\S*", text_of(page)):
+            assert address.rstrip('",') == HOME, page.name
+
+
+def test_the_readme_is_short():
+    assert 80 <= len(README.splitlines()) <= 120
+
+
+def test_the_citation_file_is_of_this_version_and_has_what_the_format_demands():
+    """Required by CFF 1.2.0: cff-version, message, title, authors; of a reference: type, title."""
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == fedntk.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["title"] == PROJECT["name"]
+    assert citation["message"]
+    assert citation["type"] == "software"
+    for entry in (citation, *citation["references"]):
+        assert entry["title"]
+        assert entry["type"]
+        for author in entry["authors"]:
+            assert set(author) in ({"name"}, {"family-names", "given-names"})
+
+
+ENTRY = re.compile(r"^@(\w+)\{(\w+),\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+BIBLIOGRAPHY = ENTRY.findall(text_of(ROOT / "docs" / "references.bib"))
+
+
+def test_the_bibliography_has_eight_papers():
+    assert len({key for _, key, _ in BIBLIOGRAPHY}) == len(BIBLIOGRAPHY) == 8
+
+
+@pytest.mark.parametrize(("kind", "key", "body"), BIBLIOGRAPHY, ids=lambda part: part[:20])
+def test_an_entry_of_the_bibliography_is_whole_and_on_the_page(kind, key, body):
+    entry = dict(re.findall(r"^ *(\w+) *= \{(.*)\},?$", body, re.MULTILINE))
+    assert set(entry) >= {"title", "author", "year"}
+    assert ("booktitle" in entry) == (kind == "inproceedings")
+    assert entry["year"] in key
+    first = entry["author"].split(",")[0]
+    assert key.startswith(first.lower())
+    page = text_of(ROOT / "docs" / "bibliography.md")
+    plain = re.sub(r"[{}]", "", entry["title"])
+    assert f"{first} et al. {entry['year']}, *{plain}*" in page
+
+
+def test_every_citation_of_the_citation_file_is_in_the_bibliography():
+    titles = [re.search(r"title *= \{(.*)\},", body)[1] for _, _, body in BIBLIOGRAPHY]
+    titles = [re.sub(r"[{}]", "", title) for title in titles]
+    for reference in yaml.safe_load(text_of(ROOT / "CITATION.cff"))["references"]:
+        assert reference["title"] in titles
+
+
+def test_the_changelog_is_sectioned():
+    """By version, the unreleased one first, and in each by kind of change."""
+    text = text_of(ROOT / "CHANGELOG.md")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    for part in text.split("\n## ")[1:]:
+        kinds = re.findall(r"^### (.*)$", part, re.MULTILINE)
+        allowed = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+        assert kinds == [kind for kind in allowed if kind in kinds]
+        assert kinds

@@ -29,6 +29,7 @@ def test_method_has_its_file_in_every_room(method):
     paths = [
         f"simulations/methods/{own}.py",
         f"strategies/{own}.py",
+        f"docs/methods/{own}.md",
         f"tests/strategies/test_{own}.py",
     ]
     if method != "fedavg":  # its client, of local SGD, is other methods' base and named for that
@@ -38,6 +39,26 @@ def test_method_has_its_file_in_every_room(method):
     for path in paths:
         assert (ROOT / path).is_file(), path
     assert list((ROOT / "simulations" / "conf").glob(f"{own}*.toml"))
+
+
+def test_every_method_is_where_readers_look_for_it():
+    """In the navigation of the site, in the table of the README and in that of the first page."""
+    for method in METHODS:
+        page = f"methods/{stem(method)}.md"
+        for path in ("mkdocs.yml", "README.md", "docs/index.md", "docs/choosing.md"):
+            assert page in (ROOT / path).read_text(encoding="utf-8"), f"{path}: {page}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_of_a_method_has_all_sections(method):
+    text = (ROOT / "docs" / "methods" / f"{stem(method)}.md").read_text(encoding="utf-8")
+    sections = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert sections == [
+        "What it does", "When to use it", "Use it", "Options", "What it costs", "Results",
+        "What it gives away",
+    ]  # fmt: skip
+    assert f"<!-- settings: {method} -->" in text
+    assert "**Exchanges.**" in text
 
 
 def shared_files():

@@ -153,8 +153,14 @@ class TCTModel(Predictor):
         cross-entropy they are logits. Parameters are those of :meth:`features`.
         """
         linear = self.linear.cpu()
-        scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
+        with torch.inference_mode(False):  # features are gradients, whatever the caller has off
+            x = x.clone() if x.is_inference() else x
+            scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
         return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...), without gradient: shape (n, C), on its device."""
+        return self.predict(x).to(self.linear.device)
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
         """Loss of stage 2, in which least squares have targets minus 1/C."""

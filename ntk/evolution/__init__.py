@@ -8,12 +8,18 @@ from .candidates import (
     unstack_candidates,
 )
 from .gradient_flow import Evolution, GradientFlow, evolve
+from .learning_rate import AUTO, AUTO_STEPS, largest_eigenvalue
+from .solver import SolverStep
 
 __all__ = [
+    "AUTO",
+    "AUTO_STEPS",
     "Candidates",
     "Evolution",
     "GradientFlow",
+    "SolverStep",
     "evolve",
+    "largest_eigenvalue",
     "lowest_loss",
     "mean_losses",
     "stack_candidates",

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..jacobian.operator import Jacobian
 from ..losses import Loss, loss_value
 from .gradient_flow import Evolution, GradientFlow
+from .solver import OnStep
 
 __all__ = [
     "Candidates",
@@ -51,9 +52,10 @@ class Candidates:
         outputs: Tensor,
         targets: Tensor,
         flow: GradientFlow,
+        on_step: OnStep | None = None,
     ) -> Self:
         """Follow the flow from some weights, given Jacobian, outputs and targets there."""
-        evolution = flow(jacobian, outputs, targets)
+        evolution = flow(jacobian, outputs, targets, on_step)
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         losses = tuple(_losses(evolution, targets, flow.loss))
         return cls(stack_candidates(weights, updates), losses, evolution)

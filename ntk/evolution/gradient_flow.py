@@ -14,7 +14,7 @@ speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,8 @@ from ..jacobian.operator import Jacobian
 from ..losses import Loss, check_loss, output_hessian, output_scale, residual
 from ..memory import available_memory, require_memory
 from ..precision import full_float32
-from .solver import NOT_FINITE, RungeKuttaChebyshev
+from .learning_rate import AUTO, largest_eigenvalue
+from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev
 
 __all__ = ["Evolution", "GradientFlow", "evolve"]
 
@@ -45,12 +46,15 @@ class Evolution:
         R(t), the residual times its scale, integrated over t: ``jacobian.vjp(residuals[k])`` is the
         change of the weights, eq. (9b) and (10).
     kernel_products : int
-        How many products of the kernel with an (n, C) matrix the solver took; 0 in closed form.
+        How many products of the kernel with an (n, C) matrix it took, those for the automatic
+        learning rate included; 0 in closed form at a rate that is given.
     solver_steps : int
         How many steps it accepted; the estimated error of each is within the tolerance.
     error_estimate : float
         Sum of these steps' estimated errors, relative to the norm of the outputs: an estimate from
         above of the error at the last step, because the flow of a convex loss damps errors.
+    learning_rate : float
+        eta, in steps of which times count.
     """
 
     steps: tuple[float, ...]
@@ -59,6 +63,7 @@ class Evolution:
     kernel_products: int
     solver_steps: int
     error_estimate: float
+    learning_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +74,9 @@ class GradientFlow:
     ----------
     loss : {"mse", "cross-entropy"}
         Loss averaged over examples (and outputs, for MSE).
-    learning_rate : float
-        eta.
+    learning_rate : float or "auto"
+        eta. ``"auto"``: the largest at which gradient descent on the linearised network overshoots
+        along no eigenvector of the kernel: see :mod:`fedntk.ntk.evolution.learning_rate`.
     steps : tuple of float, length T
         Increasing times t >= 0 at which to report, in steps of the learning rate.
     kernel : {"mean", "full"}
@@ -96,7 +102,7 @@ class GradientFlow:
     """
 
     loss: Loss
-    learning_rate: float
+    learning_rate: float | Literal["auto"]
     steps: Sequence[float]
     kernel: Literal["mean", "full"] = "mean"
     residuals: Literal["integral", "sum"] = "integral"
@@ -109,8 +115,9 @@ class GradientFlow:
             raise ValueError(f"kernel: expected 'mean' or 'full', got {self.kernel!r}")
         if self.residuals not in ("integral", "sum"):
             raise ValueError(f"residuals: expected 'integral' or 'sum', got {self.residuals!r}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate: expected a positive number, got {self.learning_rate}")
+        rate = self.learning_rate
+        if rate != AUTO and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise ValueError(f"learning_rate: expected a positive number or 'auto', got {rate!r}")
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance: expected a number between 0 and 1, got {self.tolerance}")
         times = _checked_steps(self.steps, whole=self.residuals == "sum")
@@ -118,30 +125,69 @@ class GradientFlow:
 
     @full_float32()
     def __call__(
-        self, jacobian_or_kernel: Jacobian | Tensor, outputs: Tensor, targets: Tensor
+        self,
+        jacobian_or_kernel: Jacobian | Tensor,
+        outputs: Tensor,
+        targets: Tensor,
+        on_step: OnStep | None = None,
     ) -> Evolution:
-        """Evolve the outputs: see :func:`evolve`."""
+        """Evolve the outputs: see :func:`evolve`; `on_step` is the solver's."""
         n, num_outputs = _checked_shapes(jacobian_or_kernel, outputs, targets)
         if self.kernel == "full" and isinstance(jacobian_or_kernel, Tensor):
             raise ValueError(
                 "kernel='full' couples the outputs: pass a Jacobian, not a kernel matrix"
             )
-        times, scale = (
-            tuple(self.steps),
-            self.learning_rate * output_scale(n, num_outputs, self.loss),
-        )
+        times = tuple(self.steps)
         matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
+        rate, products = self._rate(apply, outputs)
+        scale = rate * output_scale(n, num_outputs, self.loss)
         if self.loss == "mse" and matrix is not None:
-            return _evolve_mse(matrix, outputs, targets, scale, times, self.residuals)
+            evolution = _evolve_mse(matrix, outputs, targets, scale, times, self.residuals)
+            return replace(evolution, learning_rate=rate, kernel_products=products)
         require_memory(
             8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
             f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
             device=outputs.device,
             cure="report fewer steps or sample fewer examples",
         )
-        return _evolve_stiff(
-            apply, outputs, targets, self.loss, scale, times, self.residuals, self.tolerance
+        solver = RungeKuttaChebyshev(
+            apply,
+            lambda f: scale * residual(f, targets.double(), self.loss),
+            lambda f, v: scale * output_hessian(f, v, self.loss),
+            outputs,
+            self.tolerance,
+            on_step,
         )
+        solver.products = products
+        evolved, accumulated = zip(
+            *solver.solve(times, whole_steps=self.residuals == "sum"), strict=True
+        )
+        return Evolution(
+            times,
+            torch.stack(evolved).to(outputs.dtype),
+            torch.stack(accumulated).to(outputs.dtype),
+            solver.products,
+            solver.steps,
+            solver.error_estimate,
+            rate,
+        )
+
+    def _rate(self, apply: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[float, int]:
+        """Return eta, and how many kernel products it took to find it."""
+        if not isinstance(self.learning_rate, str):
+            return self.learning_rate, 0
+        counted = 0
+
+        def product(vector: Tensor) -> Tensor:
+            nonlocal counted
+            counted += 1
+            return apply(vector)
+
+        n, num_outputs = outputs.shape
+        largest = largest_eigenvalue(product, outputs if self.kernel == "full" else outputs[:, :1])
+        if largest == 0:
+            raise ValueError("learning_rate='auto': the kernel is zero; the outputs cannot move")
+        return 1 / (output_scale(n, num_outputs, self.loss) * largest), counted
 
 
 def evolve(
@@ -150,7 +196,7 @@ def evolve(
     targets: Tensor,
     *,
     loss: Loss,
-    learning_rate: float,
+    learning_rate: float | Literal["auto"],
     steps: Sequence[float],
     kernel: Literal["mean", "full"] = "mean",
     residuals: Literal["integral", "sum"] = "integral",
@@ -287,40 +333,10 @@ def _evolve_mse(
     evolved = outputs.double() + basis @ (decay[:, :, None] * start)
     accumulated = scale * (basis @ (total[:, :, None] * start))
     dtype = outputs.dtype
-    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0, 0.0)
+    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0, 0.0, 0.0)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
     """Numerator / denominator, and `limit` where the denominator is zero."""
     zero = denominator == 0
     return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))
-
-
-def _evolve_stiff(
-    apply: Callable[[Tensor], Tensor],
-    outputs: Tensor,
-    targets: Tensor,
-    loss: Loss,
-    scale: float,
-    times: tuple[float, ...],
-    residuals: str,
-    tolerance: float,
-) -> Evolution:
-    """Integrate f and R together; `apply` is the product with the kernel."""
-    double = targets.double()
-    solver = RungeKuttaChebyshev(
-        apply,
-        lambda f: scale * residual(f, double, loss),
-        lambda f, v: scale * output_hessian(f, v, loss),
-        outputs,
-        tolerance,
-    )
-    evolved, accumulated = zip(*solver.solve(times, whole_steps=residuals == "sum"), strict=True)
-    return Evolution(
-        times,
-        torch.stack(evolved).to(outputs.dtype),
-        torch.stack(accumulated).to(outputs.dtype),
-        solver.products,
-        solver.steps,
-        solver.error_estimate,
-    )

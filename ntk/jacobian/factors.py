@@ -19,18 +19,28 @@ Finite Width Neural Tangent Kernel*, ICML 2022, sections 3.2 and 3.4).
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import grad
 
 from .blocks import WORKSPACE, Block, tiles
 
 __all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
 AT_WORK = 2**17  # numbers that stay in the processor's cache
+
+
+# by the number of dimensions
+CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
+WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+    1: grad.conv1d_weight,
+    2: grad.conv2d_weight,
+    3: grad.conv3d_weight,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,9 +245,8 @@ class FactoredBlock(Block):
             moved = part._pushed_forward(weight)
             if self.bias is not None:
                 moved = moved + update[self.bias]
-            changes.append(
-                torch.bmm(part.gradients.flatten(2), moved.flatten(1).unsqueeze(2)).squeeze(2)
-            )
+            columns = part.gradients.flatten(2).transpose(1, 2)
+            changes.append(torch.bmm(moved.flatten(1).unsqueeze(1), columns).squeeze(1))
         return torch.cat(changes)
 
     def _pushed_forward(self, weight: Tensor) -> Tensor:
@@ -379,6 +388,34 @@ class ConvBlock(FactoredBlock):
 
     def flat(self, weight: Tensor) -> Tensor:  # noqa: D102
         return weight.movedim(1, -1).flatten(1)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """How the layer convolves its inputs, which are padded already."""
+        return {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+
+    def _pulled_back(self, weighted: Tensor) -> Tensor:
+        shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
+        differentiate = WEIGHT_GRADIENTS[len(self.kernel_size)]
+        inputs, outputs = self.inputs.movedim(-1, 1), self._by_place(weighted)
+        gradient: Tensor = differentiate(inputs, shape, outputs, **self._options)
+        return self.flat(gradient)
+
+    def _pushed_forward(self, weight: Tensor) -> Tensor:
+        convolve = CONVOLUTIONS[len(self.kernel_size)]
+        moved: Tensor = convolve(self.inputs.movedim(-1, 1), weight, **self._options)
+        return moved.flatten(2).transpose(1, 2)
+
+    def _by_place(self, weighted: Tensor) -> Tensor:
+        """View (n, S, d_out) as what the layer puts out: (n, d_out, *places)."""
+        places = [
+            (size - (k - 1) * d - 1) // s + 1
+            for size, k, s, d in zip(
+                self.inputs.shape[1:-1], self.kernel_size, self.stride, self.dilation, strict=True
+            )
+        ]
+        by_place: Tensor = weighted.unflatten(1, places)
+        return by_place.movedim(-1, 1)
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
         if name == self.bias:

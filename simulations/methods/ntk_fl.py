@@ -9,6 +9,7 @@ from flwr.client import NumPyClient
 
 from fedntk.clients import NTKFLClient, sample_size
 from fedntk.ntk import jacobian
+from fedntk.ntk.evolution import AUTO
 from fedntk.ntk.predictor import NetworkPredictor
 from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
 
@@ -26,9 +27,14 @@ S = TypeVar("S", bound="EvolvingSettings")
 class EvolvingSettings(Settings):
     """Settings of the methods whose server evolves a kernel."""
 
+    auto_learning_rate: bool = setting(
+        False, "take the learning rate of each round from its kernel's largest eigenvalue, instead "
+        "of learning-rate; steps has another default then: 10,30 ... 10000",
+    )  # fmt: skip
     steps: str = setting(
         ",".join(map(str, DEFAULT_STEPS)), "the grid of update steps t to choose from"
     )
+    allow_no_step: bool = setting(True, "have t = 0, the weights as they are, among the candidates")
     selection: Literal["clients", "linearised", "validation"] = setting(
         "clients", "how t is chosen: by clients' losses, by the linearised network's, or by the "
         "loss on validation-examples or of validation-clients",
@@ -62,6 +68,7 @@ class EvolvingMethod(Method[S]):
 
     metrics: ClassVar[tuple[str, ...]] = (
         "t",
+        "learning-rate",
         "candidate-loss",
         "linearised-loss",
         "losses-accepted",
@@ -86,8 +93,9 @@ class EvolvingMethod(Method[S]):
         """Return the options of the strategies that evolve a kernel."""
         config, settings = setup.config, self.own(setup.config)
         return dict(
-            learning_rate=config.learning_rate,
-            steps=settings.steps_grid,
+            learning_rate=AUTO if settings.auto_learning_rate else config.learning_rate,
+            steps=None if settings.steps_grid == DEFAULT_STEPS else settings.steps_grid,
+            allow_no_step=settings.allow_no_step,
             loss=config.loss,
             selection=settings.selection,
             validation_partitions=options.pop("held_out"),

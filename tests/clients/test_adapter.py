@@ -4,11 +4,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from fedntk.clients import NamedArrays, client_app
+from fedntk.clients import NamedArrays, adapter, client_app
 from fedntk.simulations._flower import become_server
 
 
@@ -263,3 +271,83 @@ def test_a_message_without_arrays_is_an_empty_list():
             return [np.ones(2)], 1, {}
 
     assert list(ask(MessageType.TRAIN, arrays=False, client=Empty)["arrays"]) == ["0"]
+
+
+# -------------------------------------------------------------- functions of a user's own
+
+
+def own_reply(message: Message, context: Context) -> Message:
+    """Answers with what it was given."""
+    seen = {"num-examples": 3, "lr": message.content["config"]["lr"]}
+    return Message(RecordDict({"mine": MetricRecord(seen)}), reply_to=message)
+
+
+def answer(app: Any, kind: str) -> RecordDict:
+    become_server()
+    content = RecordDict({"config": ConfigRecord({"lr": 0.5})})
+    content["arrays"] = record(ARRAYS)
+    return app(Message(content, 2, kind), Context(1, 2, {"partition-id": 5}, RecordDict(), {}))
+
+
+@pytest.mark.parametrize("category", ["train", "evaluate", "query"])
+def test_a_function_registered_by_the_user_takes_the_place_of_ours(category, recwarn):
+    """It gets Flower's message as it came; all other kinds of message are answered as before."""
+    kinds = {"train", "evaluate", "query", "query.partition", "query.keys"}
+    app = client_app(lambda _: Echo())
+    registered = getattr(app, category)()(own_reply)
+    assert registered is own_reply
+    assert dict(answer(app, category).content["mine"]) == {"num-examples": 3, "lr": 0.5}
+    for kind in kinds - {category}:
+        assert answer(app, kind).content["metrics"]["partition-id"] == 5
+    assert not recwarn.list
+
+
+def test_new_kinds_of_message_can_be_registered_and_unknown_ones_are_refused():
+    app = client_app(lambda _: Echo())
+    app.train("other")(own_reply)
+    assert "mine" in answer(app, "train.other").content
+    assert "metrics" in answer(app, "train").content
+    with pytest.raises(ValueError, match="No evaluate function registered with name 'other'"):
+        answer(app, "evaluate.other")
+
+
+def test_a_user_registers_each_function_once_as_with_flowers_own_app():
+    app = client_app(lambda _: Echo())
+    app.evaluate()(own_reply)
+    with pytest.raises(ValueError, match="already registered"):
+        app.evaluate()(own_reply)
+    with pytest.raises(ValueError, match="Python's function naming rules"):
+        app.train("not a name")(own_reply)
+    assert "metrics" in answer(app, "train").content
+
+
+def test_mods_and_lifespan_go_with_both_kinds_of_function():
+    seen = []
+
+    def noting(message: Message, context: Context, call: Any) -> Message:
+        seen.append(message.metadata.message_type)
+        return call(message, context)
+
+    app = client_app(lambda _: Echo(), mods=[noting])
+
+    @app.lifespan()
+    def lifespan(context: Context) -> Any:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    app.evaluate()(own_reply)
+    answer(app, "train")
+    answer(app, "evaluate")
+    assert seen == ["begin", "train", "end", "begin", "evaluate", "end"]
+
+
+def test_received_is_what_a_client_is_given():
+    become_server()
+    content = RecordDict({"config": ConfigRecord({"lr": 0.1}), "arrays": record(ARRAYS)})
+    context = Context(1, 2, {"partition-id": 5}, RecordDict(), {})
+    parameters, config = adapter.received(Message(content, 2, "evaluate"), context)
+    assert config == {"lr": 0.1, adapter.CLIENT_ID: "5"}
+    assert same(parameters.records, {"arrays": ARRAYS})
+    parameters[0][:] = 9
+    np.testing.assert_array_equal(content["arrays"]["w"].numpy(), ARRAYS["w"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import (
     CPNTKFLClient,
@@ -23,7 +24,7 @@ from fedntk.clients import (
     TCTClient,
     get_weights,
 )
-from fedntk.ntk import FeatureMap, Moments, Normaliser
+from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTModel
 from fedntk.ntk.evolution import stack_candidates
 from fedntk.ntk.payloads import ConvexTask
 from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
@@ -181,3 +182,34 @@ def test_rounds_of_tct(loss, solver, tmp_path):
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}
 
     same(rounds)
+
+
+@pytest.mark.parametrize("kind", [NetworkPredictor, TCTModel])
+def test_a_predictor_goes_where_its_module_goes(kind):
+    """As in ``test(net, loader, device)``: scores are where the labels are."""
+
+    def scores(device: str) -> tuple[Any, ...]:
+        chosen = FeatureMap(num_features=30)
+        linear = np.random.default_rng(0).standard_normal((30, 3)).astype(np.float32)
+        predictor = (
+            NetworkPredictor(network())
+            if kind is NetworkPredictor
+            else TCTModel(network(), chosen, Normaliser.identity(30), linear)
+        )
+        predictor.to(device).eval()
+        with torch.no_grad():
+            found = predictor(X.to(device))
+        assert found.device.type == device
+        assert predictor.predict(X).device.type == "cpu"
+        return [found.cpu().numpy(), predictor.predict(X).numpy()], len(X), {}
+
+    same(scores)
+
+
+def test_a_loader_of_examples_on_the_cpu():
+    def fit(device: str) -> tuple[Any, ...]:
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+        client = SGDClient(network(), loader, device=device, batch_size=4)
+        return client.fit(get_weights(network()), {"server-round": 1})
+
+    same(fit)

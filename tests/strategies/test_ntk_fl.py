@@ -1,15 +1,20 @@
 """NTKFL against the same computation on the pooled examples, and its rules for choosing t."""
 
+import itertools
+import re
 from collections.abc import Sequence
+from logging import INFO, WARNING
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Context, Message
+from torch import nn
 
-from fedntk.clients import NTKFLClient, set_weights
+from fedntk.clients import NTKFLClient, client_app, set_weights
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
-from fedntk.strategies import NTKFL
+from fedntk.ntk.evolution import AUTO_STEPS
+from fedntk.strategies import NTKFL, ntk_fl
 
 from .federation import (
     NUM_CLIENTS,
@@ -26,7 +31,9 @@ from .federation import (
 )
 
 STEPS = (5, 20, 80, 400)
-OPTIONS = {"learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0}
+OPTIONS = {  # the paper's grid
+    "learning_rate": 0.5, "steps": STEPS, "fraction_evaluate": 0.0, "allow_no_step": False,
+}  # fmt: skip
 CONTRACT = {
     "NTKFL": Contract(
         lambda **options: NTKFL(learning_rate=0.1, steps=[5, 20, 50], **options),
@@ -99,11 +106,13 @@ def test_one_jacobian_of_all_examples_gives_the_same_weights():
                 np.testing.assert_allclose(update[name], expected, atol=1e-5 * size)
 
 
-def test_dense_and_factored_wires_give_the_same_weights():
+def test_dense_and_factored_jacobians_give_the_same_weights():
     """Rounding alone separates them: 1e-5 of weights of order 1, as above."""
-    results = [
-        start(NTKFL(**OPTIONS), Grid(app(NTKFLClient, wire=wire))) for wire in ("factored", "dense")
-    ]
+    results = []
+    for structure in ("factored", "dense"):
+        strategy = NTKFL(**OPTIONS)
+        results.append(start(strategy, Grid(app(NTKFLClient, structure=structure))))
+        assert strategy.train_metrics[1]["replies-accepted"] == 6
     for name, array in results[0].items():
         np.testing.assert_allclose(array, results[1][name], rtol=1e-5, atol=1e-5)
 
@@ -133,6 +142,136 @@ def test_sum_that_overshoots_is_avoided_by_the_clients_rule():
     _, losses, _ = pooled("mse")
     assert strategy.train_metrics[1]["t"] == STEPS[0]
     assert strategy.train_metrics[1]["candidate-loss"] > 10 * min(losses)
+
+
+def far_too_fast(**changes: object) -> NTKFL:
+    """Each of its steps raises the true network's loss."""
+    options = OPTIONS | {"learning_rate": 500.0, "residuals": "sum", "loss": "mse"}
+    return NTKFL(**options | {"allow_no_step": True} | changes)
+
+
+@pytest.mark.parametrize("selection", ["clients", "held-out clients", "server"])
+def test_a_round_never_raises_the_loss_that_it_sees(selection, caplog):
+    """t = 0 is a candidate under each rule; when it wins twice the log says what to do."""
+    model = network().eval()
+
+    def validation_loss(arrays: ArrayRecord) -> float:
+        x, y = examples(3)
+        other = network().eval()
+        set_weights(other, [a.numpy() for a in arrays.values()])
+        with torch.no_grad():
+            return loss_value(other(x), one_hot(y, 3), "mse")
+
+    changes = {
+        "clients": {},
+        "held-out clients": {"selection": "validation", "validation_partitions": (1, 4)},
+        "server": {"selection": "validation", "validation_loss": validation_loss},
+    }[selection]
+    strategy = far_too_fast(**changes)
+    with caplog.at_level(WARNING, "flwr"):
+        weights = start(strategy, Grid(app(NTKFLClient, loss="mse")), rounds=1)
+        assert not any("in a row" in message for message in caplog.messages)
+        start(strategy, Grid(app(NTKFLClient, loss="mse")), rounds=1)
+    assert bits(weights) == bits({k: v.numpy() for k, v in model.state_dict().items()})
+    assert strategy.train_metrics[1]["t"] == 0.0
+    (said,) = (message for message in caplog.messages if "in a row" in message)
+    assert said.startswith("in 2 rounds in a row no t lowered the loss: learning rate 500 times")
+    assert "use learning_rate='auto', a lower rate, or steps below it" in said
+
+
+def test_with_no_step_allowed_the_loss_falls_round_by_round_or_stays():
+    """Of all clients' examples, at a rate at which the paper's grid makes it rise."""
+    losses = {}
+    for allowed in (True, False):
+        strategy = far_too_fast(allow_no_step=allowed, learning_rate=60.0)
+        start(strategy, Grid(app(NTKFLClient, loss="mse")), rounds=6)
+        losses[allowed] = [strategy.train_metrics[r]["train-loss"] for r in range(1, 7)]
+    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(losses[True]))
+    assert any(b > a for a, b in itertools.pairwise(losses[False]))
+
+
+def test_where_a_step_helps_no_step_changes_nothing():
+    with_it, without = (
+        start(NTKFL(**OPTIONS | {"allow_no_step": allowed}), Grid(app(NTKFLClient)))
+        for allowed in (True, False)
+    )
+    assert bits(with_it) == bits(without)
+
+
+class Attention(nn.Module):
+    """A transformer block over three tokens, and a mean of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Linear(4, 8)
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+        self.hidden, self.back, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x.flatten(1).unflatten(1, (3, 4)))
+        a = self.norms[0](h)
+        weights = torch.softmax(self.queries(a) @ self.keys(a).transpose(1, 2) / 8**0.5, -1)
+        h = h + weights @ self.values(a)
+        h = h + self.back(nn.functional.gelu(self.hidden(self.norms[1](h))))
+        return self.head(h.mean(1))
+
+
+NETWORKS = {
+    "MLP": lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3)),
+    "CNN": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Conv2d(8, 8, 2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(16, 3),
+    ),
+    "transformer block": Attention,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.1, 10.0])
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_the_automatic_rate_suits_networks_of_any_kind(name, scale):
+    """Outputs of other sizes, whose kernels are 10,000 times apart: each round finds a step."""
+
+    def net() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = NETWORKS[name]()
+        with torch.no_grad():
+            for parameter in list(model.parameters())[-2:]:
+                parameter.mul_(scale)
+        return model
+
+    def client_fn(context: Context) -> NTKFLClient:
+        x, y = examples(int(context.node_config["partition-id"]))
+        return NTKFLClient(net(), torch.stack([x, x.square(), x.sin()], 1), y)
+
+    strategy = NTKFL(learning_rate="auto", fraction_evaluate=0.0)
+    assert strategy.steps == (0, *AUTO_STEPS)
+    grid = Grid(client_app(client_fn))
+    strategy.start(grid, ArrayRecord(dict(net().state_dict())), num_rounds=5)
+    metrics = [strategy.train_metrics[r] for r in range(1, 6)]
+    losses = [m["train-loss"] for m in metrics] + [metrics[-1]["candidate-loss"]]
+    assert all(m["t"] > 0 for m in metrics)
+    assert all(b < a for a, b in itertools.pairwise(losses))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_cost_of_an_evolution_is_said_beforehand(monkeypatch, caplog):
+    """What it takes is said at t = 0, with advice if that is much; then how far it is."""
+    monkeypatch.setattr(ntk_fl, "SHORT", 0.0)
+    monkeypatch.setattr(ntk_fl, "LONG", 0.0)
+    strategy = NTKFL(**OPTIONS | {"kernel": "full"})
+    with caplog.at_level(INFO, "flwr"):
+        start(strategy, Grid(app(NTKFLClient)))
+    said = [m for m in caplog.messages if m.startswith("the evolution of 45 examples x 3 outputs")]
+    assert re.search(
+        r"full kernel, will take roughly \d+ products of .* s; to make .*'mean'", said[0]
+    )
+    expected = int(re.search(r"roughly (\d+) products", said[0])[1])
+    products = strategy.train_metrics[1]["kernel-products"]
+    assert products / 4 < expected < 4 * products
+    assert len(said) == 1 + strategy.train_metrics[1]["solver-steps"]
+    assert said[-1].split("after ")[1].startswith(f"{products} products")
 
 
 def test_validation_on_the_server_decides():

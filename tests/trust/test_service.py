@@ -502,7 +502,7 @@ def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch, ar
 
 
 def test_federated_rounds_with_both_servers_elsewhere(servers, key_server, shuffling_server):
-    """What PRIVACY.md shows: the same weights as with both in the strategy's process."""
+    """What docs/privacy.md shows: the same weights as with both in the strategy's process."""
     private = {p: new_key() for p in range(NUM_CLIENTS)}
     public = [public_bytes(key) for key in private.values()]
     before = servers.enrolled.read_text()

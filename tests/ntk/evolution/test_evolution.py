@@ -452,3 +452,59 @@ def test_concatenated_clients_evolve_as_the_pooled_examples():
     options = {"loss": "cross-entropy", "learning_rate": 0.5, "steps": [10, 100]}
     together, apart = evolve(jacobian(model, x), f, y, **options), evolve(parts, f, y, **options)
     assert relative(apart.outputs, together.outputs) < 1e-9
+
+
+# ------------------------------------------------------------- automatic learning rate
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+@pytest.mark.parametrize("kernel", ["mean", "full"])
+def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
+    """eta s lambda_max = 1, against float64's eigenvalues; the iteration stops within 1e-3 a step.
+
+    It converges from below, so the rate is at most that much too large: here 2 %.
+    """
+    model = nn.Sequential(nn.Linear(5, 20), nn.ReLU(), nn.Linear(20, 3))
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
+    jac, targets = jacobian(model, x), one_hot(torch.arange(12) % 3, 3)
+    dense = torch.cat([t.flatten(2) for t in jac.dense().values()], 2).double()
+    if kernel == "mean":
+        matrix = torch.einsum("icp,jcp->ij", dense, dense) / 3
+    else:
+        matrix = dense.flatten(0, 1) @ dense.flatten(0, 1).T
+    largest = float(torch.linalg.eigvalsh(matrix)[-1])
+    scale = 1 / 12 if loss == "cross-entropy" else 1 / 36
+    found = evolve(
+        jac, model(x).detach(), targets, loss=loss, learning_rate="auto", steps=[1], kernel=kernel
+    )
+    assert 1 / (scale * largest) <= found.learning_rate * (1 + 1e-5)
+    assert found.learning_rate < 1.02 / (scale * largest)
+    given = evolve(
+        jac, model(x).detach(), targets, loss=loss, steps=[1], kernel=kernel,
+        learning_rate=found.learning_rate,
+    )  # fmt: skip
+    assert torch.equal(found.outputs, given.outputs)
+
+
+def test_with_the_automatic_rate_the_kernels_size_does_not_matter():
+    """H and 1024 H have the same flow; powers of two commute with rounding."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(8, 8, generator=generator)
+    kernel, f = root @ root.T, torch.randn(8, 3, generator=generator)
+    y = one_hot(torch.arange(8) % 3, 3)
+    for loss in ("mse", "cross-entropy"):
+        small, large = (
+            evolve(h, f, y, loss=loss, learning_rate="auto", steps=[1, 100])
+            for h in (kernel, 1024 * kernel)
+        )
+        assert small.learning_rate == 1024 * large.learning_rate
+        torch.testing.assert_close(small.outputs, large.outputs, rtol=0, atol=1e-3)
+
+
+def test_the_automatic_rate_of_a_kernel_that_is_zero_or_no_number_is_refused():
+    y = one_hot(torch.arange(2), 2)
+    for kernel, text in ((torch.zeros(2, 2), "kernel is zero"), (y * torch.nan, "not finite")):
+        with pytest.raises(ValueError, match=text):
+            evolve(kernel, 0 * y, y, loss="mse", learning_rate="auto", steps=[1])
+    with pytest.raises(ValueError, match="expected a positive number or 'auto', got 'fast'"):
+        evolve(torch.eye(2), 0 * y, y, loss="mse", learning_rate="fast", steps=[1])

@@ -1,4 +1,4 @@
-"""Threads wait passively wherever fedntk.simulations comes before torch; own settings win."""
+"""Threads wait passively wherever fedntk comes before torch; own settings win."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fedntk.simulations import threads
+from fedntk.ntk import threads
 
 SHOW = "import json, os, sys; print(json.dumps([os.environ.get('OMP_WAIT_POLICY'), {}]))"
 
@@ -27,10 +27,11 @@ def in_new_process(code: str, **variables: str) -> list[object]:
 
 def test_passive_waiting_is_set_before_torch_is_loaded():
     """OpenMP reads the variable as it is loaded, by torch: a later setting would do nothing."""
-    loaded = "'torch' in sys.modules"
-    assert in_new_process(f"import fedntk.simulations; {SHOW.format(loaded)}") == ["PASSIVE", False]
+    too_late = "fedntk.ntk.threads.TOO_LATE"
+    for room in ("ntk", "clients", "strategies", "simulations"):
+        shown = in_new_process(f"import fedntk.{room}; {SHOW.format(too_late)}")
+        assert shown == ["PASSIVE", False]
     both = "import sys, fedntk.simulations; sys.argv = ['fedntk']; import fedntk.simulations.cli; "
-    too_late = "fedntk.simulations.threads.TOO_LATE"
     assert in_new_process(both + SHOW.format(too_late)) == ["PASSIVE", False]
     late = f"import torch, fedntk.simulations; {SHOW.format(too_late)}"
     assert in_new_process(late) == ["PASSIVE", True]  # for the processes that it starts
@@ -38,7 +39,7 @@ def test_passive_waiting_is_set_before_torch_is_loaded():
 
 @pytest.mark.parametrize("name", threads.OWN_SETTINGS)
 def test_own_settings_win(name):
-    code = f"import torch, fedntk.simulations; {SHOW.format('fedntk.simulations.threads.TOO_LATE')}"
+    code = f"import torch, fedntk.simulations; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
     expected = "ACTIVE" if name == "OMP_WAIT_POLICY" else None
     value = expected or "100"
     assert in_new_process(code, **{name: value}) == [expected, False]
@@ -102,7 +103,7 @@ def test_what_cannot_be_mended_is_said_once_on_a_busy_machine(
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
 def test_an_idle_team_is_as_large_as_torchs_and_computes_nothing_else():
     code = (
-        "import os, json, torch; from fedntk.simulations.threads import stop_spinning; "
+        "import os, json, torch; from fedntk.ntk.threads import stop_spinning; "
         "torch.zeros(2**23).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
         "before, threads = count(), torch.get_num_threads(); stop_spinning(threads); "
         "print(json.dumps([count() - before, threads, torch.get_num_threads()]))"

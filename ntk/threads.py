@@ -55,7 +55,7 @@ def stop_spinning(threads: int) -> None:
         logger.log(
             WARNING,
             "the machine is busy, and torch's threads spin while they wait, which makes them slow: "
-            "import fedntk.simulations before torch, or set OMP_WAIT_POLICY=PASSIVE",
+            "import fedntk.ntk before torch, or set OMP_WAIT_POLICY=PASSIVE",
         )
 
 
@@ -84,3 +84,6 @@ def _keep_idle_team(threads: int) -> None:
 
     threading.Thread(target=keep, name="fedntk-idle-team", daemon=True).start()
     ready.wait()
+
+
+wait_passively()

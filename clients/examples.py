@@ -1,0 +1,420 @@
+"""Labelled examples in the forms in which people have them.
+
+A client is given tensors, NumPy arrays, a ``Dataset`` (torch's, or one of Hugging Face with a torch
+format or transform) or a ``DataLoader`` of either. What comes out is the same for all: every
+example once, in the order of the dataset, as two tensors. A loader's shuffling and its last,
+dropped batch mean nothing to methods that need a quantity for each example.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
+
+from .randomness import seeded_generators
+
+__all__ = ["Columns", "Data", "LabelledExamples", "class_numbers", "labelled_examples"]
+
+Data = Any  # Tensor, ndarray, Dataset or DataLoader: all that torch's DataLoader takes has no type
+Columns = tuple[str, str] | tuple[int, int]
+
+BATCH_SIZE = 256  # examples put together at a time, where no loader says how many
+IMAGE_NAMES = (
+    "img", "image", "images", "x", "input", "inputs", "features", "data", "pixel_values",
+    "input_values", "input_ids",
+)  # fmt: skip
+LABEL_NAMES = ("label", "labels", "target", "targets", "y")
+
+
+class LabelledExamples(ABC):
+    """Some examples with their labels.
+
+    Attributes
+    ----------
+    name : str
+        Of the argument that held the labels, for errors.
+    may_change : bool
+        Whether another seed may give other examples, such as newly augmented ones.
+    """
+
+    name: str
+    may_change: bool
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of examples n, at least 1."""
+
+    @abstractmethod
+    def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return examples (m, ...) and their labels, as they came.
+
+        Parameters
+        ----------
+        seed : sequence of int
+            Of torch's, NumPy's and Python's global generators while the examples are read.
+        chosen : Tensor of int64, shape (m,), optional
+            Positions of those that are wanted; all n in order by default.
+
+        Raises
+        ------
+        ValueError
+            If examples have different shapes, are not finite, or cannot be put into a batch.
+        """
+
+
+class _Arrays(LabelledExamples):
+    """Examples in memory."""
+
+    may_change = False
+
+    def __init__(self, names: tuple[str, str], x: Tensor, y: Tensor) -> None:
+        name, self.name = names
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(
+                f"{name}: expected at least one example and as many labels, got {len(x)} and "
+                f"{len(y)}"
+            )
+        self.x, self.y = _finite(name, x), y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return (self.x, self.y) if chosen is None else (self.x[chosen], self.y[chosen])
+
+
+class _FromDataset(LabelledExamples):
+    """Examples that a dataset makes when they are asked for."""
+
+    may_change = True
+
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        positions: Sequence[int],
+        collate: Callable[[list[Any]], Any],
+        batch_size: int,
+        columns: Columns | None,
+    ) -> None:
+        if len(positions) == 0:
+            raise ValueError(f"{name}: expected at least one example, got an empty dataset")
+        self.name, self.dataset, self.positions = name, dataset, positions
+        self.collate, self.batch_size, self.columns = collate, batch_size, columns
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        wanted = range(len(self)) if chosen is None else chosen.tolist()
+        positions = [int(self.positions[i]) for i in wanted]
+        starts = range(0, len(positions), self.batch_size)
+        with seeded_generators(seed):
+            batches = [self._batch(positions[start : start + self.batch_size]) for start in starts]
+        for kind, parts in zip(("", "'s labels"), zip(*batches, strict=True), strict=True):
+            shapes = sorted({tuple(part.shape[1:]) for part in parts})
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"{self.name}{kind}: expected one shape, got {shapes[0]} and {shapes[1]}; "
+                    "resize, crop or pad each example in the dataset's transform"
+                )
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return _finite(self.name, x), y
+
+    def _batch(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader does
+            items = self.dataset.__getitems__(positions)
+        else:
+            items = [self.dataset[position] for position in positions]
+        try:
+            batch = self.collate(items)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"{self.name}: its examples cannot be put into a batch ({_one_line(error)}); give "
+                "the dataset a transform to tensors of one shape, or with_format('torch')"
+            ) from error
+        x, y = (
+            _batch_tensor(self.name, what, part)
+            for what, part in zip("xy", _columns(self.name, batch, self.columns), strict=True)
+        )
+        if not len(x) == len(y) == len(positions):
+            raise ValueError(
+                f"{self.name}: expected {len(positions)} examples and labels in a batch, got "
+                f"{len(x)} and {len(y)}; every example must come out of collate_fn once"
+            )
+        return x, y
+
+
+def labelled_examples(
+    x: Data, y: Any = None, *, columns: Columns | None = None, name: str = "x"
+) -> LabelledExamples:
+    """Take examples in any of the forms that clients take.
+
+    Parameters
+    ----------
+    x : Tensor or ndarray of shape (n, ...), Dataset, or DataLoader
+        Examples, or examples with labels. A DataLoader is read through its ``collate_fn`` in this
+        process, whatever its ``num_workers``.
+    y : Tensor, ndarray or list, optional
+        Labels, where `x` does not hold them.
+    columns : pair of str or of int, optional
+        Names, in dicts, or positions, in tuples, of an example and its label.
+    name : str
+        Of the argument, for errors.
+
+    Raises
+    ------
+    ValueError
+        If labels are missing or come twice, or there is no example, or not every example can be
+        read once and in order.
+    TypeError
+        If `x` is something else.
+    """
+    labels = name.replace("x", "y")
+    if hasattr(x, "__array__"):
+        if y is None:
+            raise ValueError(
+                f"{labels}: expected a label for each of the {len(x)} examples in {name}, got "
+                f"none; give {labels}, or a Dataset or DataLoader of pairs as {name}"
+            )
+        if not hasattr(y, "__array__") and not isinstance(y, list | tuple):
+            raise TypeError(
+                f"{labels}: expected a Tensor or array of labels, got {_a(y)}; a Dataset or "
+                f"DataLoader that holds examples and labels goes into {name}"
+            )
+        return _Arrays((name, labels), _tensor(name, x), _tensor(labels, y))
+    if y is not None:
+        raise ValueError(
+            f"{labels}: expected none, as {name} is {_a(x)} and holds the labels, got {_a(y)}; "
+            f"leave {labels} out, or give {name} as a Tensor or array"
+        )
+    if isinstance(x, DataLoader):
+        return _from_loader(name, x, columns)
+    _require_map_style(name, x)
+    return _FromDataset(name, x, range(len(x)), default_collate, BATCH_SIZE, columns)
+
+
+def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) -> LabelledExamples:
+    dataset, batches = loader.dataset, loader.batch_sampler
+    _require_map_style(name, dataset)
+    if batches is None:
+        raise ValueError(
+            f"{name}: expected a DataLoader with a batch_size, got batch_size=None; give it one, "
+            "or give the dataset itself"
+        )
+    size = len(dataset)  # type: ignore[arg-type]
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    positions: Sequence[int] = range(size)
+    if type(sampler) is SubsetRandomSampler:
+        positions = sorted({int(i) for i in sampler.indices})
+    elif not _reads_each_once(sampler, size):
+        raise ValueError(
+            f"{name}: expected a DataLoader that reads each example once, got one with "
+            f"{_a(sampler)}; give the dataset itself, or a Subset of it"
+        )
+    batch_size = batches.batch_size if type(batches) is BatchSampler else BATCH_SIZE
+    return _FromDataset(name, dataset, positions, loader.collate_fn, batch_size, columns)
+
+
+def _reads_each_once(sampler: object, size: int) -> bool:
+    """Whether it goes through all of a dataset's examples, in their order or shuffled."""
+    if type(sampler) is RandomSampler:
+        if sampler.replacement or sampler.num_samples != size:
+            return False
+    elif type(sampler) is not SequentialSampler:
+        return False
+    return len(sampler.data_source) == size
+
+
+def _require_map_style(name: str, dataset: Any) -> None:
+    """Refuse what has no length, or no example for each position."""
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{name}: expected a dataset with a length and an example for each position, got the "
+            f"IterableDataset {type(dataset).__name__}; give a list of its examples, such as "
+            "list(itertools.islice(dataset, 1000))"
+        )
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, str | bytes | Mapping) or not sized:
+        raise TypeError(
+            f"{name}: expected a Tensor, NumPy array, Dataset or DataLoader, got {_a(dataset)}; "
+            "give one of these, such as a list of pairs (example, label)"
+        )
+
+
+def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
+    """Return the examples and the labels of a batch."""
+    if isinstance(batch, Mapping):
+        chosen = columns or _guessed(name, batch)
+        if missing := [str(key) for key in chosen if key not in batch]:
+            raise ValueError(
+                f"{name}: expected the columns {', '.join(map(str, chosen))}, got "
+                f"{', '.join(map(str, batch))} without {', '.join(missing)}; name them with "
+                "columns=(example, label)"
+            )
+        return batch[chosen[0]], batch[chosen[1]]
+    if isinstance(batch, tuple | list):
+        if columns is None and len(batch) != 2:
+            raise ValueError(
+                f"{name}: expected pairs (example, label), got {len(batch)} parts; say which two "
+                "with columns=(0, 1)"
+            )
+        first, second = columns or (0, 1)
+        if not all(isinstance(i, int) and -len(batch) <= i < len(batch) for i in (first, second)):
+            raise ValueError(
+                f"{name}: expected columns = two positions from 0 to {len(batch) - 1}, as its "
+                f"examples are tuples, got {columns}"
+            )
+        return batch[first], batch[second]  # type: ignore[index]
+    raise ValueError(
+        f"{name}: expected batches of pairs (example, label) or of dicts, got {_a(batch)}; have "
+        "the dataset return the label, too"
+    )
+
+
+def _guessed(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """Return the keys of examples and labels, where there is one possible choice."""
+    labels = [key for key in batch if key in LABEL_NAMES]
+    inputs = [key for key in batch if key in IMAGE_NAMES]
+    if len(labels) == 1 and len(batch) == 2:
+        inputs = [key for key in batch if key not in labels]
+    if len(labels) != 1 or len(inputs) != 1:
+        raise ValueError(
+            f"{name}: expected dicts with one example and one label, such as img and label, got "
+            f"the keys {', '.join(map(str, batch))}; say which two with columns=('img', 'label')"
+        )
+    return inputs[0], labels[0]
+
+
+def _batch_tensor(name: str, what: str, part: Any) -> Tensor:
+    if isinstance(part, Tensor | np.ndarray):
+        return _tensor(name, part)
+    if what == "y":
+        raise ValueError(
+            f"{name} labels: expected integers, got {_a(part)} of them; number the classes from 0"
+        )
+    raise ValueError(
+        f"{name}: expected examples as one tensor, got {_a(part)}; give the dataset a transform to "
+        "tensors of one shape, or with_format('torch')"
+    )
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    """Return a tensor of these values, which shares a NumPy array's memory where it can."""
+    if isinstance(values, Tensor):
+        if values.ndim:
+            return values.detach()
+        raise ValueError(f"{name}: expected one entry per example, got a single number")
+    try:
+        array: NDArray[Any] = np.asarray(values)
+        if array.ndim == 0:
+            raise TypeError("a single number")
+        if not array.flags.writeable or not array.dtype.isnative or min(array.strides) < 0:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: expected an array of numbers, got {_a(values)} that torch cannot take "
+            f"({_one_line(error)}); convert it to numbers, in one array"
+        ) from error
+
+
+def _finite(name: str, x: Tensor) -> Tensor:
+    """Refuse what is not finite; the sum tells, unless it is too large itself."""
+    if x.is_floating_point() and not bool(torch.isfinite(x.sum())):
+        whole = torch.isfinite(x).flatten(1).all(1) if x.ndim > 1 else torch.isfinite(x)
+        if not bool(whole.all()):
+            first = int(torch.nonzero(~whole)[0])
+            raise ValueError(
+                f"{name}: expected finite numbers, got NaN or infinity in {int((~whole).sum())} of "
+                f"{len(x)} examples, the first at {first}; remove or repair them"
+            )
+    return x
+
+
+def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tensor:
+    """Return labels as class numbers: int64, shape (n,).
+
+    Parameters
+    ----------
+    labels : Tensor
+        Integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C) of any dtype.
+    num_classes : int
+        C, at least 2.
+    name : str
+        Of the argument that held them, for errors.
+
+    Raises
+    ------
+    ValueError
+        If they are neither, or a class lies outside 0 ... C - 1.
+
+    Examples
+    --------
+    >>> class_numbers(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 2)
+    tensor([1, 0])
+    """
+    if labels.ndim == 2 and labels.shape[1] != 1:
+        return _from_one_hot(labels, num_classes, name)
+    if labels.ndim not in (1, 2):
+        raise ValueError(
+            f"{name} labels: expected the shape (n,), or one-hot rows (n, {num_classes}), got "
+            f"{tuple(labels.shape)}; give one class number per example"
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(
+            f"{name} labels: expected integers, or one-hot rows (n, {num_classes}), got "
+            f"{_dtype(labels.dtype)} of shape {tuple(labels.shape)}; if they are class numbers, "
+            "convert them with .long()"
+        )
+    numbers = labels.to(torch.int64).flatten()
+    low, high = int(numbers.min()), int(numbers.max())
+    if not 0 <= low <= high < num_classes:
+        raise ValueError(
+            f"{name} labels: expected 0 ... {num_classes - 1}, got {low} ... {high}; number the "
+            "classes from 0, and give the model as many outputs as there are classes"
+        )
+    return numbers
+
+
+def _from_one_hot(labels: Tensor, num_classes: int, name: str) -> Tensor:
+    if labels.shape[1] != num_classes:
+        raise ValueError(
+            f"{name} labels: expected one-hot rows (n, {num_classes}), as the model has "
+            f"{num_classes} outputs, got {tuple(labels.shape)}; give integers, or the model "
+            f"{labels.shape[1]} outputs"
+        )
+    values = labels.double()
+    if not bool((((values == 0) | (values == 1)).all(1) & (values.sum(1) == 1)).all()):
+        raise ValueError(
+            f"{name} labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; "
+            "take the most probable class with .argmax(1)"
+        )
+    return values.argmax(1)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error's message in one line, of at most 300 characters."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' or name == 'ndarray' else 'a'} {name}"

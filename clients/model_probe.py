@@ -1,0 +1,111 @@
+"""What a client finds out about its model before it answers: dtypes, and what one example gives."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["cast_examples", "check_dtypes", "num_outputs"]
+
+
+def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
+    """Refuse a model in a floating-point dtype that cannot travel.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its parameters and buffers count.
+    allowed : collection of torch.dtype
+        Floating-point dtypes that can.
+
+    Raises
+    ------
+    ValueError
+        If one of its arrays has another.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.dtype not in allowed:
+            known = " or ".join(_name(dtype) for dtype in allowed)
+            raise ValueError(
+                f"model: expected arrays of {known}, which can be sent, got {_name(tensor.dtype)} "
+                f"in {name}; convert it with model.float()"
+            )
+
+
+def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
+    """Return examples of floating point in the dtype of the model's first such parameter."""
+    if x.is_floating_point():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                return x.to(parameter.dtype)
+    return x
+
+
+@torch.no_grad()
+def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
+    """Return the number of classes C that a model scores; the model is in evaluation mode then.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps (n, ...) to (n, C).
+    example : Tensor, shape (1, ...)
+        On the model's device. The model is given it twice, as a single one can be mistaken for
+        an example without a batch.
+    fewest : int
+        Least C.
+
+    Raises
+    ------
+    ValueError
+        If the model fails, or returns something else than so many scores or more.
+    """
+    shape = f"shape {tuple(example.shape[1:])} and dtype {_name(example.dtype)}"
+    model.eval()
+    try:
+        outputs = model(torch.cat([example, example]))
+    except Exception as error:
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"model: expected it to take examples of {shape}, got its error: {said}; "
+            f"{_cure(example)}"
+        ) from error
+    if not isinstance(outputs, Tensor):
+        part = "output.logits" if hasattr(outputs, "logits") else "the scores alone"
+        raise ValueError(
+            f"model: expected one tensor of scores (n, C), got a {type(outputs).__name__}; wrap "
+            f"the model in one whose forward returns {part}"
+        )
+    found = tuple(outputs.shape)
+    if found == (2,) or (found == (2, 1) and fewest > 1):
+        raise ValueError(
+            f"model: expected scores of at least two classes, got one number per example (shape "
+            f"{found} for 2 examples); give its last layer two outputs"
+        )
+    if len(found) != 2 or found[0] != 2 or not outputs.is_floating_point():
+        raise ValueError(
+            f"model: expected scores of shape (2, C) for 2 examples of {shape}, got "
+            f"{_name(outputs.dtype)} of shape {found}; have its forward return one row of scores "
+            "per example"
+        )
+    return found[1]
+
+
+def _cure(example: Tensor) -> str:
+    """Say what to do with examples that a model does not take, as far as they show it."""
+    cures, sizes = [], example.shape[1:]
+    if example.dtype == torch.uint8:
+        cures.append("x.float() / 255")
+    elif not example.is_floating_point():
+        cures.append("x.float()")
+    if len(sizes) == 3 and sizes[2] in (1, 3, 4) and sizes[0] not in (1, 3, 4):
+        cures.append("x.permute(0, 3, 1, 2), which puts channels first")
+    if len(sizes) == 2:
+        cures.append("x.unsqueeze(1), which adds the channel of images")
+    if cures:
+        return f"try {', and '.join(cures)}"
+    return "give examples of the shape and dtype that it takes"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,230 @@
+"""What the site is made of besides the pages: notebooks, pictures, tables of settings, names.
+
+Pages link to files of the checkout by relative paths, as they would be followed in the checkout
+itself; here these links become links of the site, or of the project's repository. After the build
+every link and anchor of the finished pages is checked, and that no page loads anything from
+elsewhere. Each fault is a warning, which a strict build refuses.
+"""
+
+import ast
+import base64
+import functools
+import html
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from logging import getLogger
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import latex2mathml.converter
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, NOTEBOOKS, RESULTS = ROOT / "docs", ROOT / "notebooks", ROOT / "benchmarks" / "results"
+SOURCES = {"changelog.md": ROOT / "CHANGELOG.md"}  # pages that are kept elsewhere
+LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+FENCED = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)[ ]*$", re.MULTILINE | re.DOTALL)
+MARKER = re.compile(r"^<!-- (settings|names|file):[ ]*([\w.-]*) -->$", re.MULTILINE)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
+logger = getLogger("mkdocs.hooks.fedntk")
+
+
+# --------------------------------------------------------------------------- files
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pictures of the results, the notebooks and the changelog."""
+    for picture in sorted(RESULTS.glob("*.png")):
+        name = f"results/{picture.name}"
+        files.append(File.generated(config, name, abs_src_path=str(picture)))
+    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
+        for name, content in rendered(notebook):
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    for name, path in SOURCES.items():
+        text = path.read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def rendered(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield a notebook's page, and its pictures, as it was run."""
+    parts, pictures = [], 0
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            parts.append(FORMULA.sub(_mathml, cell.source))
+            continue
+        parts.append(f"```python\n{cell.source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                pictures += 1
+                name = f"{path.stem}_{pictures}.png"
+                yield name, base64.b64decode(data["image/png"])
+                parts.append(f"![Output of the cell above]({name})")
+            elif "text/html" in data:
+                table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
+                table = table.replace('border="1" class="dataframe"', "")  # have it as others
+                lines = (line.strip() for line in table.splitlines())
+                parts.append(f'<div class="output">{"".join(lines)}</div>')
+            else:
+                text = (output.get("text") or data.get("text/plain", "")).strip()
+                parts.append(f"``` {{.text .output}}\n{text}\n```")
+    yield f"{path.stem}.md", "\n\n".join(parts) + "\n"
+
+
+def _mathml(formula: re.Match[str]) -> str:
+    """Write a formula as MathML, which browsers show without a script; wide spaces end lines."""
+    shown, display = (formula[1], "block") if formula[1] else (formula[2], "inline")
+    parts = re.split(r"\\q?quad\b", shown) if display == "block" else [shown]
+    lines = [latex2mathml.converter.convert(part.strip(), display=display) for part in parts]
+    return f'<span class="formula">{"".join(lines)}</span>'  # else Markdown takes it for a block
+
+
+# --------------------------------------------------------------------------- pages
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in the markers, and have links lead to what the site has."""
+    uri = page.file.src_uri
+    markdown = MARKER.sub(lambda found: FILLED[found[1]](found[2]), markdown)
+    source = SOURCES.get(uri, DOCS / uri)
+    if uri.startswith("notebooks/"):
+        source = NOTEBOOKS / Path(uri).name
+    texts, fences = FENCED.split(markdown), FENCED.findall(markdown)
+    texts = [
+        LINK.sub(lambda m: m[1] + _target(m[2], source, page.file, config, files) + m[3], text)
+        for text in texts
+    ]
+    return "".join(text + fence for text, fence in zip(texts, [*fences, ""], strict=True))
+
+
+def _target(link: str, source: Path, page: File, config: MkDocsConfig, files: Files) -> str:
+    """Return where a link of a file in the checkout leads on the site."""
+    parts = urlsplit(link)
+    if parts.scheme or not parts.path:
+        return link
+    if source.parent == NOTEBOOKS and files.get_file_from_path(f"notebooks/{parts.path}"):
+        return link  # a picture of its own
+    path = Path(os.path.normpath(source.parent / unquote(parts.path)))
+    if not path.exists():
+        logger.warning("%s links to %s, which does not exist", source.relative_to(ROOT), link)
+        return link
+    own = {kept: name for name, kept in SOURCES.items()}
+    if path in own:
+        uri = own[path]
+    elif path.is_relative_to(DOCS) and path != DOCS:
+        uri = path.relative_to(DOCS).as_posix()
+    elif path.parent == NOTEBOOKS and path.suffix == ".ipynb":
+        uri = f"notebooks/{path.stem}.md"
+    elif path.parent == RESULTS and path.suffix == ".png":
+        uri = f"results/{path.name}"
+    else:
+        kind = "tree" if path.is_dir() else "blob"
+        return f"{config.extra['repository']}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
+    relative = os.path.relpath(uri, Path(page.src_uri).parent.as_posix() or ".")
+    return Path(relative).as_posix() + (f"#{parts.fragment}" if parts.fragment else "")
+
+
+@functools.cache
+def _settings(method: str) -> str:
+    """Return a table of settings, from the code: the common ones, or those of a method."""
+    with warnings.catch_warnings(action="ignore"):  # other packages', about each other
+        from fedntk.simulations import Config
+        from fedntk.simulations.methods import own_methods
+
+    kind = own_methods()[method].settings if method else Config
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in kind.options().items():
+        choices = ", ".join(f"`{choice}`" for choice in kind.choices(name))
+        default = str(field.default).lower()
+        if isinstance(field.default, str):
+            default = html.escape(f'"{field.default}"').replace(",", ",<wbr>")
+        default = f'<code class="whole">{default}</code>'
+        meaning = html.escape(field.metadata["doc"], quote=False).replace("|", "&#124;")
+        choices = f"<br>One of {choices}" if choices else ""
+        lines.append(f"| `{kind.key(name)}` | {default} | {meaning}{choices} |")
+    return "\n".join(lines)
+
+
+def _names(room: str) -> str:
+    """Return a reference to each public name of ``fedntk.<room>``, from its ``__all__``."""
+    return "\n\n".join(f"::: fedntk.{room}.{name}" for name in public_names(room))
+
+
+def _file(name: str) -> str:
+    """Return a file of this folder as a block of code."""
+    text = (DOCS / name).read_text(encoding="utf-8").rstrip()
+    return f"```{Path(name).suffix.removeprefix('.')}\n{text}\n```"
+
+
+def public_names(room: str) -> list[str]:
+    """Return ``__all__`` of ``fedntk.<room>``, without importing it."""
+    tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise ValueError(f"{room}/__init__.py: expected __all__")
+
+
+FILLED: dict[str, Callable[[str], str]] = {
+    "settings": _settings,
+    "names": _names,
+    "file": _file,
+}
+
+
+# --------------------------------------------------------------------------- check
+
+
+class _Links(HTMLParser):
+    """The anchors of a page, what it links to, and what it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors: set[str] = {""}
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.anchors |= {named[name] for name in ("id", "name") if name in named}
+        if tag == "a" and "href" in named:
+            self.links.append(named["href"])
+        loads = tag == "link" and named.get("rel") not in ("canonical", "prev", "next")
+        if loads and "href" in named:
+            self.loaded.append(named["href"])
+        if "src" in named:
+            self.loaded.append(named["src"])
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Warn of links and anchors that lead nowhere, and of what comes from other hosts."""
+    site, pages = Path(config.site_dir), {}
+    for path in sorted(site.rglob("*.html")):
+        pages[path] = _Links()
+        pages[path].feed(path.read_text(encoding="utf-8"))
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links begin at the host's root
+            continue
+        for link in page.links + page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = Path(os.path.normpath(path.parent / unquote(parts.path)))
+            target = path if not parts.path else target
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                logger.warning("%s links to %s: no such file", path.relative_to(site), link)
+            elif target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                logger.warning("%s links to %s: no such anchor", path.relative_to(site), link)
+    for path, page in pages.items():
+        for address in page.loaded:
+            if urlsplit(address).netloc:
+                logger.warning("%s loads %s", path.relative_to(site), address)

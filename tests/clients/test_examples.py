@@ -1,0 +1,676 @@
+"""Clients take examples in the forms that people have, or say in one line what they expected."""
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    ModelClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SealedProjection,
+    SGDClient,
+    TCTClient,
+    get_weights,
+)
+from fedntk.clients.examples import class_numbers
+from fedntk.ntk import one_hot
+from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
+
+N = 11
+X = torch.randn(N, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(N) % 3
+
+
+def network(outputs: int = 3) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, outputs)
+        )
+
+
+class Dicts(Dataset[dict[str, Any]]):
+    """Items as of Flower's quickstart; `names` are the keys, `more` other entries."""
+
+    def __init__(self, names: tuple[str, str] = ("img", "label"), **more: Any) -> None:
+        self.names, self.more = names, more
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return dict(zip(self.names, (X[i], int(Y[i])), strict=True)) | self.more
+
+
+class Augmented(Dicts):
+    """Adds noise from all three global generators."""
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        noise = random.random() + np.random.random() + torch.rand(())  # noqa: NPY002, S311
+        return {"img": X[i] + noise, "label": int(Y[i])}
+
+
+def huggingface(format: str = "torch") -> datasets.Dataset:  # noqa: A002
+    own = datasets.Dataset.from_dict({"image": X.numpy().tolist(), "label": Y.tolist()})
+    if format == "transform":
+        return own.with_transform(
+            lambda batch: {"image": [torch.tensor(x) for x in batch["image"]], **{
+                k: v for k, v in batch.items() if k != "image"
+            }}
+        )  # fmt: skip
+    return own.with_format(format or None)
+
+
+def pairs() -> list[tuple[Tensor, int]]:
+    return [(X[i], int(Y[i])) for i in range(N)]
+
+
+def as_pairs(items: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([item["img"] for item in items]), torch.tensor([i["label"] for i in items])
+
+
+FORMS: dict[str, Any] = {
+    "tensors": lambda: (X, Y),
+    "arrays": lambda: (X.numpy(), Y.numpy()),
+    "float64 arrays": lambda: (X.double().numpy(), Y.numpy()),
+    "read-only arrays": lambda: (np.broadcast_to(X.numpy(), X.shape), Y.numpy()),
+    "reversed arrays": lambda: (X.flip(0).numpy()[::-1], Y.flip(0).numpy()[::-1]),
+    "big-endian arrays": lambda: (X.numpy().astype(">f4"), Y.numpy().astype(">i4")),
+    "labels in a list": lambda: (X, Y.tolist()),
+    "labels of uint8": lambda: (X, Y.byte()),
+    "labels of uint16": lambda: (X.numpy(), Y.numpy().astype(np.uint16)),
+    "labels (n, 1)": lambda: (X, Y[:, None]),
+    "one-hot integers": lambda: (X, nn.functional.one_hot(Y, 3)),
+    "one-hot floats": lambda: (X.numpy(), np.eye(3, dtype=np.float32)[Y.numpy()]),
+    "one-hot booleans": lambda: (X, nn.functional.one_hot(Y, 3).bool()),
+    "dataset": lambda: (TensorDataset(X, Y),),
+    "list of pairs": lambda: (pairs(),),
+    "dataset of dicts": lambda: (Dicts(),),
+    "subset": lambda: (Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(N)),),
+    "loader": lambda: (DataLoader(TensorDataset(X, Y), batch_size=4),),
+    "shuffled loader": lambda: (DataLoader(Dicts(), batch_size=4, shuffle=True),),
+    "loader that drops": lambda: (DataLoader(Dicts(), batch_size=4, shuffle=True, drop_last=True),),
+    "loader with workers": lambda: (DataLoader(Dicts(), batch_size=4, num_workers=2),),
+    "loader of one batch": lambda: (DataLoader(pairs(), batch_size=N),),
+    "loader with a collate_fn": lambda: (DataLoader(Dicts(), batch_size=3, collate_fn=as_pairs),),
+    "one-hot loader": lambda: (DataLoader(TensorDataset(X, one_hot(Y, 3)), batch_size=5),),
+    "float64 loader": lambda: (DataLoader(TensorDataset(X.double(), Y)),),
+    "subset sampler": lambda: (
+        DataLoader(Dicts(), batch_size=4, sampler=SubsetRandomSampler(range(N))),
+    ),
+    "Hugging Face with a format": lambda: (huggingface(),),
+    "Hugging Face with a transform": lambda: (huggingface("transform"),),
+    "Hugging Face in a loader": lambda: (DataLoader(huggingface(), batch_size=4, shuffle=True),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_give_each_example_once_and_in_order(form):
+    """To the bit: what a client computes of them is then the same, too."""
+    data = FORMS[form]()
+    given = {"x_test": data[0]} | ({"y_test": data[1]} if len(data) > 1 else {})
+    client = ModelClient(network(), *data, **given)
+    for x, targets in (
+        (client.x, client.targets),
+        (client.x_test, client.targets_test),
+        client.training_examples({"server-round": 3}),
+    ):
+        assert torch.equal(x, X)
+        assert torch.equal(targets, one_hot(Y, 3))
+        assert (x.dtype, targets.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [NTKFLClient, CPNTKFLClient, SGDClient, SCAFFOLDClient, TCTClient])
+def test_every_client_takes_loaders(kind, tmp_path):
+    loader = DataLoader(Dicts(), batch_size=4, shuffle=True, drop_last=True)
+    own = {"cache": tmp_path} if kind is TCTClient else {}
+    test = DataLoader(TensorDataset(X[:5], Y[:5]), batch_size=2)
+    client = kind(network(), loader, x_test=test, seed=(0, 1), **own)
+    expected = kind(network(), X, Y, x_test=X[:5], y_test=Y[:5], seed=(0, 1), **own)
+    weights = get_weights(network())
+    assert client.evaluate(weights, {}) == expected.evaluate(weights, {})
+    assert client.evaluate(weights, {})[1] == 5
+    if kind is not SCAFFOLDClient:  # which needs the server's corrections
+        (found, *rest), (wanted, *others) = (
+            who.fit(weights, {"server-round": 2}) for who in (client, expected)
+        )
+        assert rest == others
+        assert [a.tobytes() for a in found] == [a.tobytes() for a in wanted]
+
+
+def test_tensors_in_the_models_dtype_are_not_copied():
+    client = ModelClient(network(), X, Y)
+    assert client.x is client.x_test
+    assert client.x.data_ptr() == X.data_ptr()
+
+
+def test_examples_take_the_dtype_of_the_models_parameters():
+    client = ModelClient(network().double(), X.numpy(), Y)
+    assert client.x.dtype == torch.float64
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+    assert ModelClient(network().double(), loader).x.dtype == torch.float64
+
+
+def test_whole_numbers_stay_for_a_model_that_takes_them():
+    """An embedding's tokens, and images that the model itself makes floating."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x.float() / 255)  # type: ignore[no-any-return]
+
+    images = (255 * torch.rand(N, 1, 6, 6)).byte()
+    assert torch.equal(ModelClient(Scaled(), images, Y).x, images)
+    text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
+    tokens = torch.randint(9, (N, 5))
+    assert ModelClient(text, tokens, Y).x.dtype == torch.int64
+
+
+def test_a_subset_sampler_chooses_examples_in_order():
+    loader = DataLoader(Dicts(), batch_size=2, sampler=SubsetRandomSampler([7, 2, 5]))
+    client = ModelClient(network(), loader)
+    assert torch.equal(client.x, X[[2, 5, 7]])
+    assert torch.equal(client.targets, one_hot(Y[[2, 5, 7]], 3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "columns"),
+    [
+        (Dicts(("scan", "diagnosis")), ("scan", "diagnosis")),
+        (Dicts(coarse_label=1, labels=2), ("img", "label")),
+        ([(i, X[i], 0.5, int(Y[i])) for i in range(N)], (1, 3)),
+    ],
+)
+def test_columns_say_which_entries_count(dataset, columns):
+    with pytest.raises(ValueError, match=r"say which two with columns=\("):
+        ModelClient(network(), dataset)
+    client = ModelClient(network(), dataset, columns=columns)
+    assert torch.equal(client.x, X)
+    assert torch.equal(client.targets, one_hot(Y, 3))
+
+
+@pytest.mark.parametrize("names", [("img", "label"), ("anything", "label"), ("image", "target")])
+def test_common_names_tell_example_and_label(names):
+    assert torch.equal(ModelClient(network(), Dicts(names)).x, X)
+    assert torch.equal(ModelClient(network(), Dicts(names, id=3), columns=names).x, X)
+    if names[0] != "anything":
+        assert torch.equal(ModelClient(network(), Dicts(names, id=3)).x, X)
+
+
+# -------------------------------------------------------------------------------- augmentation
+
+
+def augmented(server_round: int, **options: Any) -> Tensor:
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    client = SGDClient(network(), loader, **options)
+    return client.training_examples({"server-round": server_round})[0]
+
+
+def test_all_exchanges_of_a_round_see_the_same_augmented_examples():
+    """A client is made anew for each message; the next round, or another client, sees others."""
+    first = augmented(1)
+    assert not torch.equal(first, X)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5)  # what others draw plays no part
+    assert torch.equal(first, augmented(1))
+    for other in (augmented(2), augmented(1, seed=(0, 1)), augmented(1, seed=(1,))):
+        assert not torch.equal(first, other)
+
+
+def test_fit_and_query_of_ntk_fl_see_the_same_examples():
+    """The loss at the received weights is the same in both; in another round it differs."""
+    weights = get_weights(network())
+
+    def client() -> NTKFLClient:
+        return NTKFLClient(network(), Augmented(), sampling_rate=0.6, seed=(0, 3))
+
+    _, count, metrics = client().fit(weights, {"server-round": 4})
+    stacked = [np.stack([w, w]) for w in weights]
+    answer = client().query(stacked, {"server-round": 4})
+    assert answer == {"losses": 2 * [metrics["train-loss"]], "num-examples": count}
+    assert client().query(stacked, {"server-round": 5})["losses"] != answer["losses"]
+
+
+def test_evaluation_does_not_change_with_the_round():
+    weights = get_weights(network())
+
+    def evaluate(server_round: int, **options: Any) -> Any:
+        client = SGDClient(network(), Augmented(), **options)
+        return client.evaluate(weights, {"server-round": server_round})
+
+    assert evaluate(1) == evaluate(2)
+    assert evaluate(1, x_test=Augmented()) == evaluate(2, x_test=Augmented())
+    assert evaluate(1) != evaluate(1, seed=(1,))
+
+
+def test_tct_has_the_same_examples_through_stage_2_and_others_in_each_round_of_stage_1(tmp_path):
+    def client() -> TCTClient:
+        return TCTClient(network(), Augmented(), cache=tmp_path, seed=(0, 3))
+
+    assert torch.equal(client().x, client().x)
+    first, second = (client().training_examples({"server-round": r})[0] for r in (1, 2))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, client().x)
+
+
+def states() -> tuple[Any, ...]:
+    legacy = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), legacy[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+
+
+def test_global_generators_are_as_they_were():
+    before = states()
+    augmented(1)
+    assert states() == before
+
+    class Failing(Augmented):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            super().__getitem__(i)
+            raise OSError("stop")
+
+    with pytest.raises(OSError, match="stop"):
+        ModelClient(network(), Failing())
+    assert states() == before
+
+
+def test_clients_in_threads_draw_each_their_own():
+    """Networks are built before: their first weights come from the same generator."""
+    expected = {i: augmented(1, seed=(0, i)) for i in range(4)}
+    models = {i: network() for i in expected}
+    found: dict[int, Tensor] = {}
+
+    def read(i: int) -> None:
+        for _ in range(3):
+            client = SGDClient(models[i], Augmented(), seed=(0, i))
+            found[i] = client.training_examples({"server-round": 1})[0]
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[i], expected[i]) for i in expected)
+
+
+def test_only_the_chosen_examples_of_a_dataset_are_read():
+    read = []
+
+    class Noted(Dicts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            read.append(i)
+            return super().__getitem__(i)
+
+    client = ModelClient(network(), Noted(), sampling_rate=0.3)
+    assert read == [0]  # the probe
+    x, targets = client.training_examples({"server-round": 1})
+    chosen = read[1:]
+    assert len(chosen) == 3
+    assert torch.equal(x, X[chosen])
+    same = ModelClient(network(), X, Y, sampling_rate=0.3).training_examples({"server-round": 1})
+    assert torch.equal(x, same[0])
+    assert torch.equal(targets, same[1])
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(pairs())
+
+
+class Endless(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(N))
+
+
+class Table:
+    """Something of another library, with an ``__array__``."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array([["a", "b"]], dtype=object)
+
+
+def with_nan() -> Tensor:
+    x = X.clone()
+    x[4, 0, 2, 2] = float("nan")
+    x[6, 0, 0, 0] = float("inf")
+    return x
+
+
+def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Dicts() if dataset is None else dataset, **options)
+
+
+class Ragged(Dicts):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"img": X[i, :, : 6 - i // 4], "label": int(Y[i])}
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no labels": (
+        lambda: {"x": X},
+        r"y: expected a label for each of the 11 examples in x, got none; give y, or a Dataset",
+    ),
+    "labels beside a dataset": (
+        lambda: {"x": TensorDataset(X, Y), "y": Y},
+        r"y: expected none, as x is a TensorDataset and holds the labels, got a Tensor; leave",
+    ),
+    "labels beside a loader": (
+        lambda: {"x": loader(), "y": Y},
+        r"y: expected none, as x is a DataLoader .* leave y out",
+    ),
+    "a loader of labels": (
+        lambda: {"x": X, "y": loader()},
+        r"y: expected a Tensor or array of labels, got a DataLoader; a Dataset .* goes into x",
+    ),
+    "x_test alone": (
+        lambda: {"x": X, "y": Y, "x_test": X},
+        r"y_test: expected a label for each of the 11 examples in x_test, got none; give y_test",
+    ),
+    "y_test alone": (
+        lambda: {"x": X, "y": Y, "y_test": Y},
+        r"x_test: expected the examples of y_test, got none; give x_test, or leave both out",
+    ),
+    "y_test beside a loader": (
+        lambda: {"x": X, "y": Y, "x_test": loader(), "y_test": Y},
+        r"y_test: expected none, as x_test is a DataLoader",
+    ),
+    "lengths": (lambda: {"x": X, "y": Y[:5]}, r"x: .* as many labels, got 11 and 5"),
+    "lengths of test": (
+        lambda: {"x": X, "y": Y, "x_test": X[:4], "y_test": Y[:3]},
+        r"x_test: .* as many labels, got 4 and 3",
+    ),
+    "no test examples": (
+        lambda: {"x": X, "y": Y, "x_test": X[:0], "y_test": Y[:0]},
+        r"x_test: expected at least one example",
+    ),
+    "an empty dataset": (
+        lambda: {"x": []},
+        r"x: expected at least one example, got an empty dataset",
+    ),
+    "an empty loader": (
+        lambda: {"x": loader([])},
+        r"x: expected at least one example, got an empty dataset",
+    ),
+    "a stream": (
+        lambda: {"x": Stream()},
+        r"x: expected a dataset with a length .*, got the IterableDataset Stream; give a list",
+    ),
+    "a loader of a stream": (
+        lambda: {"x": loader(Stream())},
+        r"got the IterableDataset Stream; give a list",
+    ),
+    "a stream of Hugging Face": (
+        lambda: {"x": huggingface().to_iterable_dataset()},
+        r"got the IterableDataset .* give a list",
+    ),
+    "an endless loader": (
+        lambda: {"x": loader(sampler=Endless(Dicts()))},
+        r"x: expected a DataLoader that reads each example once, got one with an Endless; give the",
+    ),
+    "a weighted sampler": (
+        lambda: {"x": loader(sampler=WeightedRandomSampler([1.0] * N, N))},
+        r"each example once, got one with a WeightedRandomSampler; give the dataset itself",
+    ),
+    "sampling with replacement": (
+        lambda: {"x": loader(sampler=RandomSampler(Dicts(), replacement=True))},
+        r"each example once, got one with a RandomSampler",
+    ),
+    "sampling of some": (
+        lambda: {"x": loader(sampler=RandomSampler(Dicts(), num_samples=5))},
+        r"each example once, got one with a RandomSampler",
+    ),
+    "sampling of some, again and again": (
+        lambda: {"x": loader(sampler=RandomSampler(range(5), num_samples=N))},
+        r"each example once, got one with a RandomSampler",
+    ),
+    "the first ones": (
+        lambda: {"x": loader(sampler=SequentialSampler(range(5)))},
+        r"each example once, got one with a SequentialSampler; give the dataset",
+    ),
+    "a batch sampler of one's own": (
+        lambda: {
+            "x": loader(
+                batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(Dicts()), 3, False)
+            )
+        },
+        r"each example once, got one with an Own",
+    ),
+    "a loader without batches": (
+        lambda: {"x": loader(batch_size=None)},
+        r"x: expected a DataLoader with a batch_size, got batch_size=None; give it one",
+    ),
+    "a generator": (
+        lambda: {"x": iter(pairs())},
+        r"x: expected a Tensor, NumPy array, Dataset or DataLoader, got a list_iterator; give one",
+    ),
+    "a dict": (
+        lambda: {"x": {"img": X, "label": Y}},
+        r"x: expected a Tensor, NumPy array, Dataset or DataLoader, got a dict",
+    ),
+    "examples alone": (
+        lambda: {"x": loader(list(X))},
+        r"x: expected batches of pairs .*, got a Tensor; have the dataset return the label, too",
+    ),
+    "unclear keys": (
+        lambda: {"x": Dicts(("img", "fine_label"), coarse_label=1)},
+        r"got the keys img, fine_label, coarse_label; say which two with columns=",
+    ),
+    "triples": (
+        lambda: {"x": [(x, 1, 2) for x in X]},
+        r"x: expected pairs \(example, label\), got 3 parts; say which two with columns=\(0, 1\)",
+    ),
+    "columns that are not there": (
+        lambda: {"x": Dicts(), "columns": ("image", "label")},
+        r"expected the columns image, label, got img, label without image; name them with columns",
+    ),
+    "names for positions": (
+        lambda: {"x": pairs(), "columns": ("img", "label")},
+        r"expected columns = two positions from 0 to 1, as its examples are tuples, got \('img'",
+    ),
+    "images without a transform": (
+        lambda: {"x": [(object(), 1)]},
+        r"x: its examples cannot be put into a batch \(default_collate: .*\); give the",
+    ),
+    "Hugging Face without a format": (
+        lambda: {"x": huggingface("")},
+        r"x: expected examples as one tensor, got a list; .* with_format\('torch'\)",
+    ),
+    "labels in words": (
+        lambda: {"x": [(x, "cat") for x in X]},
+        r"x labels: expected integers, got a tuple of them; num",
+    ),
+    "labels in an array of words": (
+        lambda: {"x": X, "y": np.array(["cat"] * N)},
+        r"y: expected an array of numbers, got an nda",
+    ),
+    "an object array": (
+        lambda: {"x": Table(), "y": [1]},
+        r"x: expected an array of numbers, got a Table that torch",
+    ),
+    "a collate_fn that drops": (
+        lambda: {"x": loader(batch_size=4, collate_fn=lambda items: (X[:3], Y[:3]))},
+        r"x: expected 1 examples and labels in a batch, got 3 and 3; every example must come out",
+    ),
+    "uint8 images": (
+        lambda: {"x": X.byte(), "y": Y},
+        r"model: expected it to take examples of shape \(1, 6, 6\) and dtype uint8, got its error: "
+        r".*; try x\.float\(\) / 255$",
+    ),
+    "uint8 images of a loader": (
+        lambda: {"x": loader(TensorDataset(X.byte(), Y))},
+        r"dtype uint8, .* try x\.float\(\) / 255$",
+    ),
+    "uint8 images for testing": (
+        lambda: {"x": X, "y": Y, "x_test": X.byte(), "y_test": Y},
+        r"try x\.float\(\) / 255$",
+    ),
+    "whole numbers": (lambda: {"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
+    "channels last": (
+        lambda: {"x": X.permute(0, 2, 3, 1), "y": Y},
+        r"examples of shape \(6, 6, 1\) .*expected input.*; try x\.permute\(0, 3, 1, 2\)",
+    ),
+    "raw images": (
+        lambda: {"x": X.permute(0, 2, 3, 1).byte(), "y": Y},
+        r"try x\.float\(\) / 255, and x\.permute\(0, 3, 1, 2\), which puts channels first$",
+    ),
+    "no channel": (
+        lambda: {"x": X[:, 0], "y": Y},
+        r"examples of shape \(6, 6\) .*; try x\.unsqueeze\(1\), which adds the channel of images$",
+    ),
+    "another size": (
+        lambda: {"x": torch.cat([X, X], 3), "y": Y},
+        r"examples of shape \(1, 6, 12\) .* mat1 and mat2 shapes cannot be multiplied .*; give exa",
+    ),
+    "NaN": (
+        lambda: {"x": with_nan(), "y": Y},
+        r"x: expected finite numbers, got NaN or infinity in 2 of 11 examples, the first at 4; rem",
+    ),
+    "NaN for testing": (
+        lambda: {"x": X, "y": Y, "x_test": with_nan().numpy(), "y_test": Y},
+        r"x_test: expected finite numbers, got NaN",
+    ),
+    "a number for labels": (
+        lambda: {"x": X, "y": np.float32(1)},
+        r"y: expected an array of numbers",
+    ),
+    "soft labels": (
+        lambda: {"x": X, "y": torch.full((N, 3), 1 / 3)},
+        r"y labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; take the",
+    ),
+    "several classes": (
+        lambda: {"x": X, "y": torch.ones(N, 3).long()},
+        r"y labels: expected one-hot rows, a single 1",
+    ),
+    "floating labels": (
+        lambda: {"x": X, "y": Y.float()},
+        r"y labels: expected integers, or one-hot rows \(n, 3\), got float32 of shape \(11,\); ",
+    ),
+    "floating labels (n, 1)": (
+        lambda: {"x": X, "y": Y.float()[:, None]},
+        r"got float32 of shape \(11, 1\); .*\.long\(\)",
+    ),
+    "too few one-hot columns": (
+        lambda: {"x": X, "y": torch.eye(2).repeat(6, 1)[:N]},
+        r"expected one-hot rows \(n, 3\), as the model has 3 outputs, got \(11, 2\); give integers",
+    ),
+    "label images": (
+        lambda: {"x": X, "y": torch.zeros(N, 6, 6).long()},
+        r"y labels: expected the shape \(n,\), .*, got \(11, 6, 6\); give one class number",
+    ),
+    "labels from 1": (
+        lambda: {"x": X, "y": Y + 1},
+        r"y labels: expected 0 ... 2, got 1 ... 3; number the classes",
+    ),
+    "negative labels for testing": (
+        lambda: {"x": X, "y": Y, "x_test": X, "y_test": Y - 1},
+        r"y_test labels: .* got -1 ... 1",
+    ),
+    "a label of a dataset out of range": (
+        lambda: {"x": [(x, 7) for x in X]},
+        r"x labels: expected 0 ... 2, got 7 ... 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_is_refused_in_one_line(case):
+    make, message = REFUSED[case]
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        ModelClient(network(), **make())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            TensorDataset(with_nan(), Y),
+            "x: expected finite numbers, got NaN or infinity in 2 of 11 examples, the first at 4",
+        ),
+        (
+            DataLoader(Ragged(), batch_size=4),
+            r"x: expected one shape, got \(1, 4, 6\) and \(1, 5, 6\); resize, crop or pad",
+        ),
+        (DataLoader(Ragged(), batch_size=5), "x: its examples cannot be put into a batch"),
+        (TensorDataset(X, torch.arange(N)), r"x labels: expected 0 ... 2, got 0 ... 10"),
+        (
+            [(X[i], 1 if i < 4 else 1.0) for i in range(N)],
+            "x labels: expected integers, or one-hot rows",
+        ),
+    ],
+)
+def test_what_the_first_example_of_a_dataset_does_not_show_is_refused_when_it_is_read(
+    data, message
+):
+    client = ModelClient(network(), data)
+    with pytest.raises(ValueError, match=message):
+        client.training_examples({"server-round": 1})
+
+
+def test_an_error_of_the_dataset_itself_comes_as_it_is():
+    class Broken(Dicts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            raise FileNotFoundError("photo.png")
+
+    with pytest.raises(FileNotFoundError, match=r"^photo\.png$"):
+        ModelClient(network(), Broken())
+
+
+def test_numbers_whose_sum_is_no_number_are_finite_themselves():
+    x = torch.full((4, 3), 3e38)
+    assert torch.equal(ModelClient(nn.Linear(3, 3), x, Y[:4]).x, x)
+
+
+def test_class_numbers_of_any_integer_dtype():
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+        labels = torch.from_numpy(Y.numpy().astype(dtype))
+        found = class_numbers(labels, 3)
+        assert torch.equal(found, Y)
+        assert found.dtype == torch.int64
+
+
+def test_examples_of_a_loader_are_projected_like_tensors():
+    key = new_key()
+    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
+    keys = ClientKeys(key, run="a run", verify_key=server.verify_key, state={})
+    asked = keys.request()
+    sealed = server.sealed_seed(asked["public-key"], "a run", asked["challenge"])
+    options = {"projection": SealedProjection(10, keys), "sampling_rate": 0.5}
+    loader = DataLoader(Dicts(), batch_size=4, shuffle=True)
+    found, expected = (
+        CPNTKFLClient(nn.Linear(10, 3), *data, **options).training_examples(
+            {"server-round": 2, SEALED_SEED: sealed}
+        )
+        for data in ((loader,), (X, Y))
+    )
+    assert found[0].shape == (6, 10)
+    assert all(map(torch.equal, found, expected))

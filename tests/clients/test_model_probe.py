@@ -1,0 +1,134 @@
+"""Models that cannot be trained this way are refused in one line, with what to do."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    ModelClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+)
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2
+KINDS = [ModelClient, NTKFLClient, CPNTKFLClient, SGDClient, SCAFFOLDClient, TCTClient]
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of the scores."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(4, 2), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.linear(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_cannot_travel(kind):
+    message = (
+        r"^model: expected arrays of float32 .*, which can be sent, got bfloat16 in weight; "
+        r"convert it with model\.float\(\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        kind(nn.Linear(4, 2).bfloat16(), X, Y)
+    mixed = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    mixed[1].running_mean = mixed[1].running_mean.bfloat16()
+    with pytest.raises(ValueError, match=r"got bfloat16 in 1\.running_mean; convert it"):
+        kind(mixed, X, Y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_is_for_methods_that_send_weights(kind, tmp_path):
+    """The server takes Jacobians of float32 and float64 only."""
+    model, own = nn.Linear(4, 2).half(), {"cache": tmp_path} if kind is TCTClient else {}
+    if issubclass(kind, NTKFLClient):
+        with pytest.raises(ValueError, match=r"float32 or float64, which .*, got float16 in weig"):
+            kind(model, X, Y, **own)
+    else:
+        client = kind(model, X, Y, **own)
+        assert client.x.dtype == torch.float16
+        loss, count, _ = client.evaluate(client.get_parameters({}), {})
+        assert loss > 0
+        assert count == 6
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda f: f[:, 0],
+            r"got one number per example \(shape \(2,\) for 2 .* give its last lay",
+        ),
+        (lambda f: f[:, :1], r"at least two classes, got one number per example \(shape \(2, 1\)"),
+        (
+            lambda f: (f, f),
+            r"expected one tensor of scores \(n, C\), got a tuple; .* the scores alo",
+        ),
+        (
+            lambda f: {"logits": f},
+            r"got a dict; wrap the model in one whose forward returns the sc",
+        ),
+        (
+            lambda f: SimpleNamespace(logits=f),
+            r"got a SimpleNamespace; wrap the model in one whose forward returns output\.logits$",
+        ),
+        (lambda f: None, r"got a NoneType; wrap the model"),
+        (
+            lambda f: f[..., None],
+            r"expected scores of shape \(2, C\) for 2 examples of shape \(4,\) and dtype float32, "
+            r"got float32 of shape \(2, 2, 1\); have its forward return one row",
+        ),
+        (lambda f: f.flatten(), r"got float32 of shape \(4,\); have its forward"),
+        (lambda f: f.mean(0, keepdim=True), r"got float32 of shape \(1, 2\); have its forward"),
+        (lambda f: (f > 0).long(), r"got int64 of shape \(2, 2\); have its forward"),
+    ],
+)
+def test_other_outputs_than_scores_of_classes_are_refused(made, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelClient(Returning(made), X, Y)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_error_of_the_model_comes_in_one_line():
+    def fail(_: Tensor) -> Tensor:
+        raise KeyError("a\nb")
+
+    with pytest.raises(ValueError, match=r"shape \(4,\) and dtype float32, got its error: 'a") as e:
+        ModelClient(Returning(fail), X, Y)
+    assert "\n" not in str(e.value)
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_images_without_a_channel_are_not_taken_for_one_image():
+    """A convolution takes (1, 6, 6) for one image of one channel; two of them, it does not."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 5), nn.Flatten(0), nn.Unflatten(0, (-1, 8)))
+    assert network(torch.zeros(1, 6, 6)).shape == (1, 8)
+    with pytest.raises(ValueError, match=r"try x\.unsqueeze\(1\)"):
+        ModelClient(network, torch.zeros(6, 6, 6), Y)
+
+
+def test_a_single_output_is_for_squared_errors_of_one_class():
+    """Against the target 1, as one class's one-hot row: a regression, used to check steps."""
+    client = ModelClient(nn.Linear(4, 1), X, torch.zeros(6, dtype=torch.int64), loss="mse")
+    assert torch.equal(client.targets, torch.ones(6, 1))
+    with pytest.raises(
+        ValueError, match=r"y labels: expected 0 ... 0, got 0 ... 1; .* as many out"
+    ):
+        ModelClient(nn.Linear(4, 1), X, Y, loss="mse")
+
+
+def test_the_model_stays_as_it_is_and_in_evaluation_mode():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    ModelClient(model.train(), X, Y)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training

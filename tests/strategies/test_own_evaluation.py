@@ -1,0 +1,246 @@
+"""A user's own evaluation goes on working with every strategy, in every round."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    TCTClient,
+    client_app,
+    received,
+)
+from fedntk.ntk import NetworkPredictor, TCTModel
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
+
+from .federation import Grid, examples, network
+
+NUM_CLIENTS = 3
+
+
+def loader(partition: int) -> DataLoader[Any]:
+    x, y = examples(partition)
+    items = [{"img": x[i], "label": int(y[i])} for i in range(len(x))]
+    return DataLoader(items, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_of_a_user(net: nn.Module, batches: DataLoader[Any], device: str) -> tuple[float, float]:
+    """What Flower's quickstart has: moves the network, and sums loss and hits over batches."""
+    net.to(device)
+    net.eval()
+    criterion = nn.CrossEntropyLoss()
+    correct, loss, count = 0, 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            images, labels = batch["img"].to(device), batch["label"].to(device)
+            outputs = net(images)
+            loss += criterion(outputs, labels).item() * len(labels)
+            correct += int((torch.max(outputs.data, 1)[1] == labels).sum().item())
+            count += len(labels)
+    return loss / count, correct / count
+
+
+test_of_a_user.__test__ = False  # type: ignore[attr-defined]
+
+
+def app(make: Callable[..., NumPyClient], *, by_predictor: bool = False, **options: Any) -> Any:
+    """A client app with a user's own evaluation, of the kind of Flower's quickstart."""
+
+    def client_fn(context: Context) -> NumPyClient:
+        partition = int(context.node_config["partition-id"])
+        return make(network(), loader(partition), seed=(0, partition), **options)
+
+    own = client_app(client_fn)
+
+    @own.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        batches = loader(int(context.node_config["partition-id"]))
+        if by_predictor:
+            net: nn.Module = client_fn(context).predictor(*received(message, context))  # type: ignore[attr-defined]
+        else:
+            net = network(5)
+            net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        loss, accuracy = test_of_a_user(net, batches, "cpu")
+        assert list(message.content.metric_records) == []
+        values = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(batches.dataset)}  # type: ignore[arg-type]
+        return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
+
+    return own
+
+
+STRATEGIES: dict[str, tuple[Callable[..., BaseStrategy], ClientApp]] = {
+    "NTKFL": (lambda **o: NTKFL(learning_rate=0.1, **o), app(NTKFLClient)),
+    "CPNTKFL": (lambda **o: CPNTKFL(learning_rate=0.1, **o), app(CPNTKFLClient)),
+    "SCAFFOLD": (SCAFFOLD, app(SCAFFOLDClient)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_replies_under_a_users_own_names_are_averaged_under_them(name):
+    """They name no partition, and there are no loss and accuracy among them."""
+    make, clients = STRATEGIES[name]
+    strategy = make(min_train_nodes=2, min_available_nodes=NUM_CLIENTS)
+    grid = Grid(clients, num_clients=NUM_CLIENTS)
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=2)
+    final = NetworkPredictor(network())
+    final.network.load_state_dict(result.arrays.to_torch_state_dict())
+    counts = [len(loader(p).dataset) for p in range(NUM_CLIENTS)]  # type: ignore[arg-type]
+    own = [test_of_a_user(final, loader(p), "cpu") for p in range(NUM_CLIENTS)]
+    for position, key in enumerate(("eval_loss", "eval_acc")):
+        expected = np.average([values[position] for values in own], weights=counts)
+        # float32 losses of 5 ... 7 examples, in another order of the batches
+        assert result.evaluate_metrics_clientapp[2][key] == pytest.approx(expected, rel=1e-5)
+    for server_round in (1, 2):
+        metrics = result.evaluate_metrics_clientapp[server_round]
+        assert metrics["replies-accepted"] == NUM_CLIENTS
+        assert metrics["replies-rejected"] == 0
+    assert sorted(strategy.client_evaluations) == [0, 1, 2]
+
+
+def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
+    """Round 0, stage 1, the round of the moments, and stage 2: on the server and on clients."""
+    x, y = examples(9)
+    own: dict[int, tuple[str, float, float]] = {}
+    strategy = TCT(
+        network=network(7), bootstrap=FedAvg(), bootstrap_rounds=2, num_features=40,
+        learning_rate=1e-2, local_steps=20, min_available_nodes=NUM_CLIENTS,
+    )  # fmt: skip
+    items = [{"img": x[i], "label": int(y[i])} for i in range(len(x))]
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        predictor = strategy.predictor(arrays)
+        batches = DataLoader(items, batch_size=3)  # type: ignore[arg-type]
+        loss, accuracy = test_of_a_user(predictor, batches, "cpu")
+        scores = predictor.predict(x)
+        expected = float(nn.functional.cross_entropy(scores, y))
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert accuracy == float((scores.argmax(1) == y).double().mean())
+        own[server_round] = (type(predictor).__name__, loss, accuracy)
+        return MetricRecord({"loss": loss, "accuracy": accuracy})
+
+    clients = app(TCTClient, by_predictor=True, cache=tmp_path, local_epochs=1)
+    result = strategy.start(
+        grid=Grid(clients, num_clients=NUM_CLIENTS),
+        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        num_rounds=5,
+        evaluate_fn=evaluate_fn,
+    )
+    kinds = [own[server_round][0] for server_round in range(6)]
+    assert kinds == 4 * ["NetworkPredictor"] + 2 * ["TCTModel"]
+    for server_round in range(1, 6):
+        assert result.train_metrics_clientapp[server_round]["replies-accepted"] == NUM_CLIENTS
+        metrics = result.evaluate_metrics_clientapp[server_round]
+        assert metrics["replies-accepted"] == NUM_CLIENTS
+        assert set(metrics) >= {"eval_loss", "eval_acc"}
+    batches = [loader(p) for p in range(NUM_CLIENTS)]
+    counts = [len(b.dataset) for b in batches]  # type: ignore[arg-type]
+    final = strategy.predictor(result.arrays)
+    losses = [test_of_a_user(final, b, "cpu")[0] for b in batches]
+    expected = float(np.average(losses, weights=counts))
+    assert result.evaluate_metrics_clientapp[5]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_client_that_lost_the_network_is_sent_it_again(tmp_path):
+    """Before it trains, in the same round; before it evaluates, in the next."""
+
+    class Forgetful(Grid):
+        lost_before = ""
+
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = list(messages)
+            if messages and messages[0].metadata.message_type == self.lost_before:
+                Forgetful.lost_before = ""
+                for file in tmp_path.glob("*/network.npz"):
+                    file.unlink()
+            return super().send_and_receive(messages, timeout=timeout)
+
+    def lose(server_round: int, arrays: ArrayRecord) -> None:
+        Forgetful.lost_before = {2: "train", 4: "evaluate"}.get(server_round, "")
+
+    strategy = TCT(
+        network=network(7), num_features=40, min_available_nodes=NUM_CLIENTS, local_steps=2
+    )
+    result = strategy.start(
+        grid=Forgetful(app(TCTClient, by_predictor=True, cache=tmp_path), num_clients=NUM_CLIENTS),
+        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        num_rounds=6,
+        evaluate_fn=lose,
+    )
+    accepted = {r: m["replies-accepted"] for r, m in strategy.evaluate_metrics.items()}
+    assert accepted == {1: 3, 2: 3, 3: 3, 4: 3, 5: 0, 6: 3}
+    assert strategy.evaluate_metrics[5]["rejected-error"] == NUM_CLIENTS
+    assert all(m["replies-accepted"] == 3 for m in result.train_metrics_clientapp.values())
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Adds noise to a client's examples."""
+
+    def __init__(self, partition: int) -> None:
+        self.x, self.y = examples(partition)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i] + 0.1 * torch.randn(4), int(self.y[i])
+
+
+def test_augmented_examples_are_the_same_through_all_of_tcts_second_stage(tmp_path):
+    """Clients are made anew for each message, and would say that their examples changed."""
+
+    def client_fn(context: Context) -> NumPyClient:
+        partition = int(context.node_config["partition-id"])
+        batches = DataLoader(Augmented(partition), batch_size=4, shuffle=True)
+        return TCTClient(network(), batches, cache=tmp_path, seed=(0, partition))
+
+    strategy = TCT(
+        network=network(), bootstrap=FedAvg(), bootstrap_rounds=1, num_features=40, local_steps=2,
+        min_available_nodes=NUM_CLIENTS,
+    )  # fmt: skip
+    result = strategy.start(
+        grid=Grid(client_app(client_fn), num_clients=NUM_CLIENTS),
+        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        num_rounds=5,
+    )
+    changed = [result.train_metrics_clientapp[r]["examples-changed"] for r in range(2, 6)]
+    assert changed == [0, 0, 0, 0]
+    losses = [result.train_metrics_clientapp[r]["train-loss"] for r in range(3, 6)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", [NetworkPredictor, TCTModel])
+def test_a_predictor_gives_its_scores_in_any_mode_of_autograd(kind, mode):
+    def make() -> Any:
+        strategy = TCT(network=network(), normalise=False, num_features=40)
+        if kind is NetworkPredictor:
+            return strategy.predictor(ArrayRecord(dict(network().state_dict())))
+        strategy.linear_rounds = 1
+        arrays = strategy.begin(ArrayRecord(dict(network().state_dict())), 3, 0)
+        strategy.linear_rounds = 1
+        named = {name: array.numpy().copy() for name, array in arrays.items()}
+        named["tct.linear"] = np.random.default_rng(0).standard_normal((40, 3)).astype("f4")
+        return strategy.predictor(named)
+
+    x, _ = examples(4)
+    expected = make().predict(x)
+    model = make()
+    assert isinstance(model, kind)
+    model.to("cpu").eval()
+    with mode():
+        inside: Tensor = x.clone()  # an inference tensor, in inference mode
+        for scores in (model(x), model(inside), make().eval()(inside)):
+            assert torch.equal(scores.detach(), expected)
+            assert scores.shape == (len(x), 3)

@@ -1,0 +1,172 @@
+"""The site: what a strict build refuses, and what its hooks make of notebooks and docstrings."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from logging import WARNING
+from pathlib import Path
+from types import SimpleNamespace
+
+import griffe
+import nbformat
+import pytest
+import yaml
+
+from fedntk.simulations import Config
+
+from .conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import docstrings
+import hooks
+
+sys.path.remove(str(ROOT / "docs"))
+
+SITE = {
+    "index.html": '<h1 id="top">x</h1><a href="a/b.html#there">1</a><a href="#top">2</a>'
+    '<img src="p.png"><a href="https://flower.ai">3</a><link rel="stylesheet" href="s.css">',
+    "a/b.html": '<p id="there"></p><a href="../index.html">1</a>',
+    "p.png": "", "s.css": "",
+}  # fmt: skip
+
+
+def warnings_of(site, tmp_path, caplog):
+    for name, text in site.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with caplog.at_level(WARNING):
+        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+    return caplog.messages
+
+
+def test_a_whole_site_gives_no_warning(tmp_path, caplog):
+    assert warnings_of(SITE, tmp_path, caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("addition", "warning"),
+    [
+        ('<a href="nowhere.html">', "index.html links to nowhere.html: no such file"),
+        ('<a href="a/b.html#here">', "index.html links to a/b.html#here: no such anchor"),
+        ('<a href="#here">', "index.html links to #here: no such anchor"),
+        ('<img src="q.png">', "index.html links to q.png: no such file"),
+        ('<script src="https://cdn.org/x.js">', "index.html loads https://cdn.org/x.js"),
+        ('<img src="//cdn.org/x.png">', "index.html loads //cdn.org/x.png"),
+        ('<link rel="stylesheet" href="https://f.org/">', "index.html loads https://f.org/"),
+    ],
+)
+def test_a_dead_link_or_a_foreign_file_is_a_warning(addition, warning, tmp_path, caplog):
+    site = SITE | {"index.html": SITE["index.html"] + addition}
+    assert warnings_of(site, tmp_path, caplog) == [warning]
+
+
+def build(folder: Path, **changes: str) -> "subprocess.CompletedProcess[str]":
+    """Build the pages as `make docs` does, with text added to some of them; without reference."""
+    docs = folder / "docs"
+    shutil.copytree(ROOT / "docs", docs, ignore=shutil.ignore_patterns("api", "__pycache__"))
+    for page, text in changes.items():
+        with (docs / f"{page}.md").open("a") as file:
+            file.write(f"\n\n{text}\n")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    settings |= {"docs_dir": str(docs), "site_dir": str(folder / "site"), "plugins": []}
+    settings["hooks"] = [str(ROOT / "docs" / "hooks.py")]
+    del settings["nav"]
+    (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    for page in docs.rglob("*.md"):  # whose links to the reference would lead nowhere
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"\[([^]]+)\]\([./]*api/[^)]+\)", r"\1", text), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
+        capture_output=True, text=True, check=False, cwd=folder,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+
+
+def test_the_strict_build_refuses_dead_links(tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = build(tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "dead").mkdir()
+    dead = build(
+        tmp_path / "dead",
+        speed="[a](nowhere.md) [b](settings.md#nowhere) [c](../ntk/nowhere.py)",
+        settings="![d](../benchmarks/results/nowhere.png)",
+    )
+    assert dead.returncode != 0
+    for link in ("nowhere.md", "settings.md#nowhere", "../ntk/nowhere.py", "nowhere.png"):
+        assert link in dead.stderr, link
+
+
+def test_links_lead_to_pages_pictures_and_the_repository(tmp_path):
+    build(tmp_path, speed="[n](../notebooks/tct.ipynb) [c](../ntk/losses.py) [f](../simulations)")
+    page = (tmp_path / "site" / "speed.html").read_text(encoding="utf-8")
+    repository = "https://github.com/fedntk/fedntk"
+    assert 'href="notebooks/tct.html"' in page
+    assert 'src="results/solver.png"' in page
+    assert f'href="{repository}/blob/main/ntk/losses.py"' in page
+    assert f'href="{repository}/tree/main/simulations"' in page
+
+
+def test_every_setting_is_in_a_table_of_the_site():
+    """Each key with its default, from the code."""
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    tables = "\n".join(hooks.FILLED[kind](name) for kind, name in hooks.MARKER.findall(pages))
+    for line in Config.describe():
+        key, _, rest = line.partition(" = ")
+        default = rest.split(":")[0].split(" (")[0].strip("'").lower()
+        row = next(row for row in tables.splitlines() if row.startswith(f"| `{key}` |"))
+        assert default in row.replace("<wbr>", "").lower(), key
+
+
+@pytest.mark.parametrize("room", docstrings.ROOMS)
+def test_every_public_name_is_in_the_reference(room):
+    page = (ROOT / "docs" / "api" / f"{room}.md").read_text(encoding="utf-8")
+    (marker,) = hooks.MARKER.findall(page)
+    shown = re.findall(rf"^::: fedntk\.{room}\.(\w+)$", hooks.FILLED[marker[0]](marker[1]), re.M)
+    assert shown == __import__(f"fedntk.{room}", fromlist=["__all__"]).__all__
+
+
+@pytest.mark.parametrize("path", sorted(hooks.NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_is_rendered_whole(path):
+    """All code, all text, all pictures; formulas without a script."""
+    cells = nbformat.read(path, as_version=4).cells
+    parts = dict(hooks.rendered(path))
+    page = parts.pop(f"{path.stem}.md")
+    pictures = [
+        output
+        for cell in cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert len(parts) == len(pictures) > 0
+    assert all(content.startswith(b"\x89PNG") for content in parts.values())
+    for cell in cells:
+        if cell.cell_type == "code":
+            assert cell.source in page
+            for output in cell.outputs:
+                assert output.get("text", "").strip() in page
+        else:
+            formulas = hooks.FORMULA.findall(cell.source)
+            text = hooks.FORMULA.sub("", cell.source)
+            assert "$" not in text
+            assert not re.search(r"^<math", page, re.MULTILINE)  # Markdown would break the line
+            assert page.count("<math") >= len(formulas)
+
+
+def test_docstrings_are_fit_for_the_reference():
+    """Roles become links or code; parameters described together get their own types."""
+    extension, function = docstrings.Docstrings(), griffe.Function("f")
+    function.docstring = griffe.Docstring(
+        "See :class:`~fedntk.ntk.Jacobian`, :meth:`start` and :func:`~fedntk.ntk.losses.other`.\n\n"
+        "Parameters\n----------\na, b : float, int\n    Two.\n\n    More.\n"
+        "c, d : Tensor, optional\n    Words.\n"
+        'e : {"x", "y"}\n    One.'
+    )
+    extension.on_object(obj=function)
+    assert function.docstring.value == (
+        "See [`Jacobian`][fedntk.ntk.Jacobian], `start` and `other`.\n\n"
+        "Parameters\n----------\na : float\n    Two.\n\n    More.\nb : int\n    Two.\n\n    More.\n"
+        "c : Tensor, optional\n    Words.\nd : Tensor, optional\n    Words.\ne\n    One."
+    )
