@@ -14,9 +14,9 @@ answer    of the client, which does nothing here
 back      until the server has all replies: it asks for them every 3 s
 
 `cpu-seconds` are those of the process in each stage. `imports` are the CPU seconds that
-``python -X importtime`` finds in the modules of each package, their own time alone, beside how much
-longer ``fedntk.clients`` takes than torch and Flower. Writes results/deployment.csv, a row for each
-reply, and .json, with medians.
+``python -X importtime`` finds in the modules of each package, their own time alone, and how much
+longer ``fedntk.clients`` takes than torch and Flower, each the least of the repeats. Writes
+results/deployment.csv, a row for each reply, and .json, with medians.
 """
 
 import argparse
@@ -68,10 +68,11 @@ def exchanges(nodes: int, repeats: int) -> list[dict[str, Any]]:
 
 def imports(repeats: int) -> dict[str, Any]:
     """CPU seconds of importing, in fresh processes; by package as -X importtime reports them."""
-    seconds = {
-        name: statistics.median(_import_seconds(modules) for _ in range(repeats))
-        for name, modules in (("before", NEEDED), ("after", f"{NEEDED}, fedntk.clients"))
-    }
+    pairs = [
+        (_import_seconds(NEEDED), _import_seconds(f"{NEEDED}, fedntk.clients"))
+        for _ in range(repeats)
+    ]
+    before, after = (min(seconds) for seconds in zip(*pairs, strict=True))
     done = subprocess.run(  # noqa: S603 - our own Python
         [sys.executable, "-X", "importtime", "-c", f"import {NEEDED}, fedntk.clients"],
         capture_output=True, text=True, check=True,
@@ -85,8 +86,8 @@ def imports(repeats: int) -> dict[str, Any]:
     named = dict(longest) | {"fedntk": own["fedntk"]}
     others = own.total() - sum(named.values())
     return {
-        "seconds-of-torch-and-flower": round(seconds["before"], 3),
-        "seconds-more-of-fedntk-clients": round(seconds["after"] - seconds["before"], 3),
+        "seconds-of-torch-and-flower": round(before, 3),
+        "seconds-more-of-fedntk-clients": round(after - before, 3),
         "seconds-by-package": {name: round(us / 1e6, 3) for name, us in named.items()}
         | {"others": round(others / 1e6, 3)},
     }
@@ -105,7 +106,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     def medians(of: list[dict[str, Any]]) -> dict[str, float]:
         keys = [key for key in of[0] if key != "exchange"]
-        return {key: round(statistics.median(row[key] for row in of), 2) for key in keys}
+        found = {key: round(statistics.median(row[key] for row in of), 2) for key in keys}
+        seconds = [row["seconds"] for row in of]
+        return found | {"least": round(min(seconds), 2), "most": round(max(seconds), 2)}
 
     kinds = dict.fromkeys(row["exchange"] for row in rows)
     of_kinds = {kind: medians([r for r in rows if r["exchange"] == kind]) for kind in kinds}
