@@ -306,7 +306,8 @@ class Federation:
         """Start a node again after it was killed; it keeps its id.
 
         The SuperLink takes a killed node for alive for a minute, and refuses it until then: this
-        tries again and again.
+        tries again and again. A message that the node was at work on is lost, and the server may
+        wait for its reply until the strategy's `timeout`.
 
         Raises
         ------
