@@ -400,6 +400,19 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     assert processes_with(MARK, str(tmp_path / "federation")) == []
 
 
+def test_flower_finds_nothing_to_install_for_the_bundle(bundle, tmp_path):
+    """As it does before a run, if it is let: offline, and with an empty cache."""
+    sync = [sys.executable, "-m", "uv", "sync", "--offline", "--cache-dir", tmp_path / "cache"]
+    sync += ["--python", sys.executable, "--no-install-project", "--inexact"]
+    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")}
+    done = subprocess.run(
+        sync, cwd=bundle, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    assert [path.name for path in packages.iterdir() if path.is_dir()] == []
+
+
 def test_the_command_makes_keys_for_several_machines(tmp_path):
     made = CliRunner().invoke(
         cli, ["keys", str(tmp_path), "--host", "fl.example.org", "--host", "10.1.2.3"]
