@@ -166,7 +166,10 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         parameters, config = received(message, context)
-        result, num_examples, metrics = client_fn(context).fit(parameters, config)
+        client = client_fn(context)
+        if (require := getattr(client, "require_agreement", None)) is not None:
+            require(dict(message.content.config_records.get("config", {})))
+        result, num_examples, metrics = client.fit(parameters, config)
         values = {"num-examples": num_examples, **metrics}
         return _reply(message, context, values, _named(result, parameters))
 

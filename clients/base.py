@@ -4,7 +4,7 @@ Examples may be sampled anew each round, and projected by a matrix that the serv
 Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.losses import check_loss
+from fedntk.ntk.payloads import Agreement
+from fedntk.trust import SEALED_SEED
 
 from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_examples
 from .model_probe import cast_examples, check_dtypes, num_outputs
@@ -24,6 +26,9 @@ from .randomness import round_seed
 from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["ModelClient", "sample_size"]
+
+WEIGHTS = "weights"  # what strategies of Flower's own take
+OF_EVERY_MESSAGE = ("server-round", "client-id", SEALED_SEED)
 
 
 def sample_size(num_examples: int, sampling_rate: float) -> int:
@@ -93,6 +98,9 @@ class ModelClient(NumPyClient):
         If `x` is something else.
     """
 
+    strategy: ClassVar[str] = ""  # that the client goes with
+    replies: ClassVar[str] = ""  # what it replies with: see Agreement; empty: not checked
+    config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it heeds
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
 
     def __init__(
@@ -186,6 +194,58 @@ class ModelClient(NumPyClient):
     def targets_test(self) -> Tensor:
         """One-hot targets (n, C) of the examples for evaluation."""
         return self._all_testing[1]
+
+    def require_agreement(self, config: Mapping[str, Any]) -> None:
+        """Refuse to train for a strategy that expects something else.
+
+        Parameters
+        ----------
+        config : dict
+            Of a training message.
+
+        Raises
+        ------
+        ValueError
+            If the strategy takes other replies, has another loss or a projection that the client
+            has not, or if ``train_config`` has a key that the client does not heed.
+        """
+        own, expected = type(self).__name__, Agreement.from_config(config)
+        if expected is None:
+            if self.replies not in ("", WEIGHTS):
+                raise ValueError(
+                    f"{own} replies with {self.replies}, and the message comes from a strategy "
+                    f"that takes no such replies; use fedntk.strategies.{self.strategy} on the "
+                    "server"
+                )
+        else:
+            self._require(expected)
+        known = {*OF_EVERY_MESSAGE, *self.config_keys}
+        unknown = [k for k in config if k not in known and not Agreement.owns(k)]
+        if self.replies and unknown:
+            heeded = ", ".join(sorted(self.config_keys)) or "none"
+            raise ValueError(
+                f"train_config: {own} does not heed {', '.join(sorted(unknown))} (it heeds: "
+                f"{heeded}); set it where client or strategy is made, or add it to config_keys of "
+                "a client class of your own"
+            )
+
+    def _require(self, expected: Agreement) -> None:
+        own = type(self).__name__
+        if self.replies not in ("", expected.replies):
+            raise ValueError(
+                f"{expected.strategy} takes {expected.replies}, and {own} replies with "
+                f"{self.replies}; have client_fn return a {expected.client}"
+            )
+        if expected.loss not in ("", self.loss):
+            raise ValueError(
+                f"{expected.strategy} has the loss {expected.loss}, and {own} has {self.loss}; "
+                "give both the same loss"
+            )
+        if expected.projected and self.projection is None:
+            raise ValueError(
+                f"{expected.strategy} has a key_server, and {own} projects nothing; give it "
+                "projection=SealedProjection(...), or leave key_server out"
+            )
 
     def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
         """Return the model's current weights."""

@@ -62,6 +62,9 @@ class CPNTKFLClient(NTKFLClient):
         If a number is out of range, or two do not go together.
     """
 
+    strategy = "CPNTKFL"
+    replies = "compressed Jacobians"
+
     def __init__(
         self,
         *args: Any,

@@ -36,6 +36,8 @@ class NTKFLClient(ModelClient):
         batch_size_eval, sampling_rate, projection, seed. The model is of float32 or float64.
     """
 
+    strategy = "NTKFL"
+    replies = "Jacobians"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
     def __init__(

@@ -57,6 +57,9 @@ class SCAFFOLDClient(SGDClient):
         If an argument is out of range.
     """
 
+    strategy = "SCAFFOLD"
+    replies = "weights and controls"
+
     def __init__(self, *args: Any, option: Literal["I", "II"] = "II", **sgd_options: Any) -> None:
         super().__init__(*args, **sgd_options)
         if option not in ("I", "II"):

@@ -9,7 +9,7 @@ Networks*, MLSys 2020, eq. (2):
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from fedntk.ntk import loss_value
 
-from .base import ModelClient
+from .base import WEIGHTS, ModelClient
 from .randomness import own_randomness, round_seed
 from .weights import Scalar, get_weights, set_weights
 
@@ -36,7 +36,8 @@ class SGDClient(ModelClient):
         B: examples per step. Under BatchNorm, which cannot normalise a single example, a last batch
         of one joins the batch before it.
     learning_rate : float
-        eta of plain SGD.
+        eta of plain SGD. ``config["lr"]``, from a strategy's ``train_config``, takes its place in
+        its round.
     momentum, weight_decay : float
         As in ``torch.optim.SGD``; 0 means none.
     proximal_mu : float
@@ -52,6 +53,10 @@ class SGDClient(ModelClient):
     ValueError
         If a number is out of range, or what :class:`ModelClient` refuses.
     """
+
+    strategy = "SeededFedAvg"
+    replies = WEIGHTS
+    config_keys: ClassVar[frozenset[str]] = frozenset({"lr", "proximal-mu"})
 
     def __init__(
         self,
@@ -89,8 +94,8 @@ class SGDClient(ModelClient):
         parameters : list of ndarray
             The global model.
         config : dict
-            ``"server-round"`` seeds the shuffling; ``"proximal-mu"``, where there is one, counts
-            instead of the client's own.
+            ``"server-round"`` seeds the shuffling; ``"proximal-mu"`` and ``"lr"``, where they are
+            there, count instead of the client's own.
 
         Returns
         -------
@@ -100,7 +105,8 @@ class SGDClient(ModelClient):
         Raises
         ------
         ValueError
-            If the message's ``"proximal-mu"`` is no number of at least 0.
+            If the message's ``"proximal-mu"`` is no number of at least 0, or ``"lr"`` is no number
+            above 0.
         """
         mu = _checked_mu("proximal-mu", config.get("proximal-mu", self.proximal_mu))
         set_weights(self.model, parameters)
@@ -132,14 +138,17 @@ class SGDClient(ModelClient):
         x, targets : Tensor, shapes (n, ...) and (n, C)
             Examples, in the order before shuffling.
         config : dict
-            ``"server-round"`` seeds the shuffling.
+            ``"server-round"`` seeds the shuffling; ``"lr"`` counts instead of the client's own.
         adjust : callable, optional
             Called in each step once the gradients are there, to change them in place.
         """
+        rate = config.get("lr", self.learning_rate)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            raise ValueError(f"lr: expected a finite number above 0, got {rate!r}")
         if self.local_epochs:
             with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
                 set_weights(self.model, weights)  # the probe may have moved statistics
-                self._train(x, targets, drawn, adjust)
+                self._train(x, targets, rate, drawn, adjust)
 
     def _draws(self, config: Mapping[str, Any]) -> int:
         entropy = np.random.SeedSequence(round_seed(self.seed, config))
@@ -149,12 +158,11 @@ class SGDClient(ModelClient):
         self,
         x: torch.Tensor,
         targets: torch.Tensor,
+        learning_rate: float,
         generator: torch.Generator,
         adjust: Callable[[], None] | None = None,
     ) -> None:
-        step = _sgd(
-            list(self.trainable.values()), self.learning_rate, self.momentum, self.weight_decay
-        )
+        step = _sgd(list(self.trainable.values()), learning_rate, self.momentum, self.weight_decay)
         self.model.train()
         for _ in range(self.local_epochs):
             for batch in self._batches(torch.randperm(len(x), generator=generator)):

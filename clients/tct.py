@@ -81,7 +81,8 @@ class TCTClient(SGDClient):
     chunk_size : int, optional
         Examples differentiated at a time.
     local_epochs, batch_size, learning_rate, weight_decay
-        Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1).
+        Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
+        is of stage 1, too.
     **model_options
         Of :class:`SGDClient` and :class:`ModelClient`. `seed` is (run's seed, partition).
 
@@ -90,6 +91,9 @@ class TCTClient(SGDClient):
     ValueError
         If an argument is out of range.
     """
+
+    strategy = "TCT"
+    replies = "weights, then linear models"
 
     def __init__(
         self,
@@ -123,6 +127,10 @@ class TCTClient(SGDClient):
         self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
         self.chunk_size = chunk_size
         self.cache = cache_dir() / "tct" if cache is None else Path(cache)
+
+    def require_agreement(self, config: Mapping[str, Any]) -> None:
+        """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
+        super().require_agreement({k: v for k, v in config.items() if not ConvexTask.owns(k)})
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Do what the stage asks for.

@@ -6,6 +6,7 @@ from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
 from .fedavg import SeededFedAvg
 from .ntk_fl import DEFAULT_STEPS, NTKFL, Selection
+from .replies import NoUsableReply
 from .scaffold import SCAFFOLD
 from .tct import TCT, ConvexOptimizer
 
@@ -17,6 +18,7 @@ __all__ = [
     "TCT",
     "BaseStrategy",
     "ConvexOptimizer",
+    "NoUsableReply",
     "SeededFedAvg",
     "Selection",
 ]

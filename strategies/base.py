@@ -6,12 +6,13 @@ are sampled by the partition that they report, from a generator of (seed, round)
 by client before any sum; and each is checked whole before any of it is used.
 """
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,14 +23,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, NetworkPredictor, Predictor
-from fedntk.ntk.payloads import OUTLIER_FACTOR
+from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
 from fedntk.ntk.threads import stop_spinning
 from fedntk.trust import SEALED_SEED
 
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
 from .registry import ClientRegistry, Exchange
-from .replies import Reply, checked_accuracy, largest_group
+from .replies import NoUsableReply, Reply, checked_accuracy, is_like, largest_group
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .trust_protocols import SealedSeeds, SealsSeeds
 
@@ -99,6 +100,9 @@ class BaseStrategy(FedAvg):
         If an argument is out of range.
     """
 
+    client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
+    replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
+
     def __init__(
         self,
         *,
@@ -139,6 +143,7 @@ class BaseStrategy(FedAvg):
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._grid: Grid | None = None
         self._rounds_loaded = 0
+        self._last_refusal = ""
         self._timeout: float = 3600
 
     def summary(self) -> None:
@@ -161,11 +166,7 @@ class BaseStrategy(FedAvg):
             Name -> array, or what JSON holds. Later rounds do not change it. A name with a dot is
             one of a varying number, such as ``controls.<client>``.
         """
-        return {
-            "strategy": type(self).__name__,
-            "seed": self.seed,
-            "server-round": self.server_round,
-        }
+        return {"settings": self.settings(), "server-round": self.server_round}
 
     def settings(self) -> dict[str, Any]:
         """Return what a run's outcome depends on besides data and weights, as JSON holds it.
@@ -183,20 +184,33 @@ class BaseStrategy(FedAvg):
             "run": self.run,
         }
 
+    def agreement(self) -> Agreement:
+        """Return what clients must agree with; each message tells it."""
+        return Agreement(
+            strategy=type(self).__name__,
+            client=self.client,
+            replies=self.replies,
+            projected=self._seeds is not None,
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
 
         Raises
         ------
         ValueError
-            If it is the state of another class of strategy, or of another seed.
+            If it is the state of another class of strategy, or of other settings.
         """
         own = self.state_dict()
         if not {name for name in own if "." not in name} <= state.keys():
             raise ValueError(f"state: expected {sorted(own)}, got {sorted(state)}")
-        for key in ("strategy", "seed"):
-            if state[key] != own[key]:
-                raise ValueError(f"state: expected {key} = {own[key]}, got {state[key]}")
+        expected, found = (json.loads(json.dumps(s["settings"])) for s in (own, state))
+        for name in {**expected, **found}:
+            if expected.get(name) != found.get(name):
+                raise ValueError(
+                    f"state: expected {name} = {expected.get(name)}, got {found.get(name)}; it is "
+                    "of a strategy with other settings"
+                )
         self.server_round = self._rounds_loaded = int(state["server-round"])
 
     def start(
@@ -239,15 +253,23 @@ class BaseStrategy(FedAvg):
             If the checkpoint is of other settings or another network.
         OSError
             If the first checkpoint cannot be written.
+        NoUsableReply
+            At the end, if in none of the rounds a reply to a training message could be used.
         """
         stop_spinning(torch.get_num_threads())
         checkpoints = None
         before: Result | None = None
         if checkpoint is not None:
-            checkpoints = RunCheckpoints(Path(checkpoint), self.settings())
+            checkpoints = RunCheckpoints(Path(checkpoint))
             if (found := checkpoints.newest(initial_arrays)) is not None:
                 initial_arrays, before = found.arrays, found.result
-                self.load_state_dict(found.strategy)
+                try:
+                    self.load_state_dict(found.strategy)
+                except ValueError as error:
+                    raise ValueError(
+                        f"checkpoint: {checkpoint} holds another run ({error}); use the same "
+                        "settings, or another folder"
+                    ) from error
                 logger.log(INFO, "%s: going on after round %d", checkpoint, self.server_round)
         done, self._rounds_loaded, self._timeout = self._rounds_loaded, 0, timeout
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
@@ -273,7 +295,18 @@ class BaseStrategy(FedAvg):
         )
         if not len(result.arrays):
             result.arrays = initial_arrays
+        if self.server_round > done == 0:
+            self._require_success()
         return result
+
+    def _require_success(self) -> None:
+        """Refuse to end as if all were well where no client ever replied with what can be used."""
+        trained = [m for m in self.train_metrics.values() if "replies-accepted" in m]
+        if trained and not any(metrics["replies-accepted"] for metrics in trained):
+            raise NoUsableReply(
+                f"in {len(trained)} rounds no client's reply could be used; the last refused: "
+                f"{self._last_refusal or 'none came at all'}"
+            )
 
     @property
     def learned(self) -> str:
@@ -354,12 +387,18 @@ class BaseStrategy(FedAvg):
         config: ConfigRecord,
     ) -> list[Message]:
         """Make a message for each node; the replies of this stage will have to answer these."""
-        config["server-round"] = server_round
+        self.prepare_config(config, server_round)
         self._configs[stage] = config
         contents = [
             self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
         ]
         return self.addressed(nodes, contents, stage)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add what all messages of a round tell: its number, and what must agree."""
+        config["server-round"] = server_round
+        for key, value in self.agreement().to_config().items():
+            config[key] = value
 
     def addressed(
         self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
@@ -500,6 +539,7 @@ class BaseStrategy(FedAvg):
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
         for message in errors:
+            self._last_refusal = f"{message.error.reason}"
             if (node := sent.node_asked(message)) is not None:
                 self.registry.forget(self.registry.client(node))
                 if self._seeds is not None:
@@ -509,6 +549,7 @@ class BaseStrategy(FedAvg):
             try:
                 client = self.registry.client(sent.take(message))
                 reply = Reply(message, client, self.weighted_by_key, self.max_examples)
+                self._require_kind(message, stage)
                 parsed.append((reply, parse(reply)))
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
@@ -516,9 +557,28 @@ class BaseStrategy(FedAvg):
         parsed.sort(key=lambda pair: (pair[0].client, pair[0].node))
         return parsed, rejected
 
+    def _require_kind(self, message: Message, stage: str) -> None:
+        """Refuse weights where something else is taken, with what to do."""
+        if stage != MessageType.TRAIN or self.takes_weights:
+            return
+        if is_like(message, self.network_of(self.global_arrays)):
+            raise BadReply(
+                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+            )
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether clients reply to the round at work with weights."""
+        return self.replies == BaseStrategy.replies
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the network's own arrays among the global ones."""
+        return arrays
+
     def drop(self, node: int, bad: BadReply, rejected: Counter[str]) -> None:
         """Count a reply that is not used, and log why."""
         rejected[bad.reason] += 1
+        self._last_refusal = f"node {node}: {bad}"
         logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
 
     def screened(

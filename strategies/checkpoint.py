@@ -1,6 +1,5 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
-import json
 from collections.abc import Iterator, Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
@@ -40,13 +39,10 @@ class RunCheckpoints:
     ----------
     folder : Path
         Is made if it is not there.
-    settings : mapping of str to what JSON holds
-        What the run's outcome depends on. A folder with other settings is refused.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._archive = ArrayArchive(folder)
-        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings)))
         self._saved = -1
 
     def newest(self, initial_arrays: ArrayRecord) -> RunState | None:
@@ -55,13 +51,12 @@ class RunCheckpoints:
         Raises
         ------
         ValueError
-            If it is of a run with other settings or of another network than `initial_arrays`.
+            If it is of another network than `initial_arrays`.
         """
         self._archive.remove_partial()
         found = self._archive.newest()
         if found is None:
             return None
-        self._require_same_settings(found.content["settings"])
         state = dict(found.content["strategy"])
         state |= dict(_under("strategy.", found.arrays))
         arrays = dict(_under("arrays.", found.arrays))
@@ -77,15 +72,6 @@ class RunCheckpoints:
             setattr(result, history, {int(k): MetricRecord(v) for k, v in own.items()})
         self._saved = int(state["server-round"])
         return RunState(result.arrays, state, result)
-
-    def _require_same_settings(self, found: Mapping[str, Any]) -> None:
-        for name in [*self._settings, *found]:
-            expected, got = self._settings.get(name), found.get(name)
-            if expected != got:
-                raise ValueError(
-                    f"checkpoint: {self._archive.folder} holds a run with {name} = {got}, and this "
-                    f"one has {name} = {expected}; use the same settings, or another folder"
-                )
 
     def save(
         self, server_round: int, arrays: ArrayRecord, strategy: Mapping[str, Any], result: Result
@@ -109,7 +95,6 @@ class RunCheckpoints:
             else:
                 plain[name] = value
         content = {
-            "settings": self._settings,
             "strategy": plain,
             "result": {
                 history: {str(k): dict(v) for k, v in getattr(result, history).items()}

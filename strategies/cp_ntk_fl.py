@@ -67,6 +67,9 @@ class CPNTKFL(NTKFL):
     6
     """
 
+    client = "CPNTKFLClient"
+    replies = "compressed Jacobians"
+
     def __init__(
         self,
         *,
@@ -243,7 +246,8 @@ class CPNTKFL(NTKFL):
         except Exception as error:  # whatever a server elsewhere may do
             if isinstance(error, ConnectionError) and not self._was_shuffled:
                 raise  # before anything was trained
-            logger.log(WARNING, "nothing came from the shuffling server: %s", error)
+            self._last_refusal = f"nothing came from the shuffling server: {error}"
+            logger.log(WARNING, "%s", self._last_refusal)
             return [], [], rejected + Counter({"shuffling": len(pairs)})
         self._was_shuffled = True
         for node, bad in refused:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from logging import INFO, WARNING
 from typing import Any, Literal, get_args
 
@@ -39,7 +39,7 @@ from fedntk.ntk.evolution import (
     lowest_loss,
     mean_losses,
 )
-from fedntk.ntk.payloads import screen_losses, screen_uploads
+from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
 
 from .averaging import named_arrays
 from .base import BaseStrategy, logger
@@ -119,6 +119,9 @@ class NTKFL(BaseStrategy):
     (0, 2000)
     """
 
+    client = "NTKFLClient"
+    replies = "Jacobians"
+
     def __init__(
         self,
         *,
@@ -181,6 +184,10 @@ class NTKFL(BaseStrategy):
             self.steps,
             self.selection,
         )
+
+    def agreement(self) -> Agreement:
+        """Add the loss."""
+        return replace(super().agreement(), loss=self.flow.loss)
 
     def settings(self) -> dict[str, Any]:
         """Add the flow's, and how t is chosen."""

@@ -13,7 +13,15 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.payloads import from_npy
 
-__all__ = ["Reply", "checked_accuracy", "checked_weights", "largest_group", "require_like"]
+__all__ = [
+    "NoUsableReply",
+    "Reply",
+    "checked_accuracy",
+    "checked_weights",
+    "is_like",
+    "largest_group",
+    "require_like",
+]
 
 T = TypeVar("T")
 KNOWN_METRICS = ("train-loss", "loss", "accuracy")
@@ -23,6 +31,10 @@ LONGEST_NAME = 64  # characters of a metric's name
 COUNTS = ("replies-", "rejected-")  # begin the names under which the server counts replies
 LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
 LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
+
+
+class NoUsableReply(RuntimeError):  # noqa: N818
+    """A run that is over, and in which not one reply of a client could be used."""
 
 
 class Reply:
@@ -200,6 +212,17 @@ def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None
         dtype=expected.dtype,
         limit=LARGEST_INTEGER if whole else LARGEST_WEIGHT,
         low=0.0 if name.endswith("running_var") else None,
+    )
+
+
+def is_like(message: Message, model: ArrayRecord) -> bool:
+    """Whether a reply's arrays are those of a model, by names, shapes and dtypes."""
+    records = list(message.content.array_records.values())
+    if len(records) != 1 or records[0].keys() != model.keys():
+        return False
+    return all(
+        (array.dtype, tuple(array.shape)) == (model[name].dtype, tuple(model[name].shape))
+        for name, array in records[0].items()
     )
 
 

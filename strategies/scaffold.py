@@ -91,6 +91,9 @@ class SCAFFOLD(BaseStrategy):
     1.0
     """
 
+    client = "SCAFFOLDClient"
+    replies = "weights and controls"
+
     def __init__(self, *, server_learning_rate: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
         if not 0 < server_learning_rate < np.inf:

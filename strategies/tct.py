@@ -164,6 +164,9 @@ class TCT(BaseStrategy):
     (49, 3)
     """
 
+    client = "TCTClient"
+    replies = "weights, then linear models"
+
     def __init__(
         self,
         *,
@@ -416,6 +419,11 @@ class TCT(BaseStrategy):
             names = PARTS.get(part, tuple(self.network.state_dict()))
             content[part] = ArrayRecord({name: arrays[name] for name in names})
         return content
+
+    @property
+    def takes_weights(self) -> bool:
+        """In stage 1, from clients of the bootstrap."""
+        return isinstance(self.phase, BootstrapRounds)
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the network's own arrays."""

@@ -75,6 +75,9 @@ class Bootstrap:
             )
         shown: Any = _Shown(grid, nodes)
         own = list(self.strategy.configure_train(server_round, network, config, shown))
+        for message in own:  # clients are to agree with the owner
+            for record in message.content.config_records.values():
+                self.owner.prepare_config(record, server_round)
         asked = [message.metadata.dst_node_id for message in own]
         return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
 

@@ -146,7 +146,7 @@ class BootstrapRounds(Phase):
 
         The task travels along, so that clients say in round 1 if they could not do stage 2.
         """
-        config["server-round"] = server_round
+        self.tct.prepare_config(config, server_round)
         task = replace(self.tct.task, step="bootstrap", run=self.tct.run_key)
         for key, value in task.to_config().items():
             config[key] = value

@@ -1,5 +1,6 @@
 """What travels between clients and server: checked dataclasses, compression, array format."""
 
+from .agreement import Agreement
 from .compressed_upload import CompressedUpload
 from .compression import UNQUANTISED, Encoded, check_compression, compress, num_kept, top_k
 from .convex_task import ConvexTask
@@ -21,6 +22,7 @@ from .screening import (
 __all__ = [
     "OUTLIER_FACTOR",
     "UNQUANTISED",
+    "Agreement",
     "CompressedUpload",
     "ConvexTask",
     "Encoded",

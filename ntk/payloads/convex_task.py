@@ -83,6 +83,11 @@ class ConvexTask:
         own |= own.pop("feature_map").to_config()
         return {PREFIX + name.replace("_", "-"): value for name, value in own.items()}
 
+    @staticmethod
+    def owns(key: str) -> bool:
+        """Whether a key of a configuration is one of these."""
+        return key.startswith(PREFIX)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self | None:
         """Read what :meth:`to_config` returned among other keys; None where it is not there."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fedntk.clients import client_app
 from fedntk.simulations.engines import LocalGrid
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import BaseStrategy, NoUsableReply
 
 NUM_CLIENTS = 6
 
@@ -124,6 +125,13 @@ def start(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarr
     initial = ArrayRecord(dict(network().state_dict()))
     result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
     return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
+    """Weights after rounds in which no reply could be used: the run says so in the end."""
+    with pytest.raises(NoUsableReply, match=f"in {rounds} rounds no client's reply could be used"):
+        start(strategy, grid, rounds)
+    return {name: array.numpy() for name, array in strategy.global_arrays.items()}
 
 
 def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedntk.clients import SGDClient
 from fedntk.ntk import BadReply
-from fedntk.strategies import SeededFedAvg, rounds
+from fedntk.strategies import NoUsableReply, SeededFedAvg, rounds
 
 from .federation import (
     DAMAGED_ARRAYS,
@@ -331,7 +331,7 @@ def checkpointed(
 
 def test_a_checkpoint_of_other_settings_or_another_network_is_refused(tmp_path):
     checkpointed(tmp_path)
-    with pytest.raises(ValueError, match="holds a run with seed = 0, and this one has seed = 1"):
+    with pytest.raises(ValueError, match=r"holds another run \(state: expected seed = 1, got 0; "):
         checkpointed(tmp_path, seed=1)
     with pytest.raises(ValueError, match=r"holds a run of another network, which differs in 'wei"):
         checkpointed(tmp_path, net=nn.Linear(4, 3))
@@ -392,9 +392,28 @@ def test_arguments_of_a_newer_flower_are_passed_on(monkeypatch):
 
 
 def test_a_run_whose_rounds_change_nothing_returns_what_it_began_with():
-    everyone = dict.fromkeys(range(6), lost)
-    after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=everyone))
+    """Five of six replies count, and seven would be needed."""
+    strategy = SeededFedAvg(min_train_nodes=6, **ALL)
+    strategy.min_completed = 7
+    after = start(strategy, Grid(CLIENTS, changes={1: lost}))
     assert bits(after) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+
+
+def test_a_run_in_which_no_client_succeeded_does_not_end_as_if_it_had():
+    """One good reply in any round is enough, and so is one before a restart."""
+    with pytest.raises(NoUsableReply, match=r"3 rounds no .* the last refused: out of memory"):
+        start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=dict.fromkeys(range(6), failed)), 3)
+    strategy = SeededFedAvg(**ALL)
+    failing = dict.fromkeys(
+        range(6), lambda reply: reply if strategy.server_round == 2 else failed(reply)
+    )
+    start(strategy, Grid(CLIENTS, changes=failing), 3)
+    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2, 3)] == [0, 6, 0]
+    arrays = ArrayRecord(dict(network().state_dict()))
+    again = SeededFedAvg(**ALL)
+    again.load_state_dict(strategy.state_dict())
+    again.start(Grid(CLIENTS, changes=dict.fromkeys(range(6), failed)), arrays, num_rounds=4)
+    assert again.train_metrics[4]["replies-accepted"] == 0
 
 
 def test_what_was_learned_is_an_object_that_predicts():

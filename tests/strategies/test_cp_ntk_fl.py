@@ -24,7 +24,7 @@ from fedntk.clients import (
 )
 from fedntk.ntk import BadReply
 from fedntk.simulations.engines import MeteredGrid
-from fedntk.strategies import CPNTKFL, NTKFL, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, NoUsableReply, SeededFedAvg
 from fedntk.strategies.accounting import epsilon_after
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
@@ -39,6 +39,7 @@ from .federation import (
     failed,
     lost,
     start,
+    start_in_vain,
     with_metrics,
 )
 
@@ -95,8 +96,8 @@ def test_finer_quantisation_comes_closer_to_the_exact_update():
 
 def test_the_factored_and_the_literal_wire_give_the_same_update():
     both = [
-        start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient, wire=wire)))
-        for wire in ("factored", "dense")
+        start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient, structure=structure)))
+        for structure in ("factored", "dense")
     ]
     close(*both, 1e-4)
 
@@ -104,11 +105,12 @@ def test_the_factored_and_the_literal_wire_give_the_same_update():
 # ---------------------------------------------------------------------- shuffling
 
 
-def shuffled(changes=None, server=None, **options):
+def shuffled(changes=None, server=None, in_vain=False, **options):
     server = server or ShufflingServer()
     clients = app(CPNTKFLClient, shuffling_key=server.public_key, run=RUN, sparsity=0.3, bits=8)
     strategy = CPNTKFL(**OPTIONS, shuffling_server=server, run=RUN, sparsity=0.3, bits=8, **options)
-    return strategy, start(strategy, Grid(clients, changes=changes), rounds=2)
+    run = start_in_vain if in_vain else start
+    return strategy, run(strategy, Grid(clients, changes=changes), rounds=2)
 
 
 class NotPermuted(ShufflingServer):
@@ -204,7 +206,7 @@ ANSWERS = {
 def test_an_answer_that_cannot_be_used_leaves_the_model(failure, caplog):
     server, words = ANSWERS[failure]
     with caplog.at_level(WARNING, "flwr"):
-        strategy, weights = shuffled(server=server)
+        strategy, weights = shuffled(server=server, in_vain=True)
     initial = {k: v.numpy() for k, v in network_state().items()}
     assert bits(weights) == bits(initial)
     assert words in caplog.text
@@ -386,8 +388,10 @@ def test_a_client_that_is_not_enrolled_is_left_out_and_named(caplog):
 def test_a_client_of_another_run_does_not_open_the_seed():
     parties = Parties(run="another run")
     strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
-    weights = run_projected(strategy, Grid(parties.app))
+    with pytest.raises(NoUsableReply, match="the seed is of another run: expected 'another run'"):
+        run_projected(strategy, Grid(parties.app))
     assert strategy.train_metrics[1]["rejected-error"] == 6
+    weights = {k: a.numpy() for k, a in strategy.global_arrays.items()}
     assert bits(weights) == bits({k: v.numpy() for k, v in small().state_dict().items()})
 
 
@@ -414,9 +418,9 @@ def test_clients_without_projection_are_told_apart_from_enrolled_ones(caplog):
     parties = Parties()
     strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
     with caplog.at_level(WARNING, "flwr"):
-        start(strategy, Grid(app(CPNTKFLClient)))
+        start_in_vain(strategy, Grid(app(CPNTKFLClient)))
     assert "does its client have projection=SealedProjection" in caplog.text
-    assert strategy.train_metrics[1]["replies-accepted"] == 6  # they project nothing, and may
+    assert "CPNTKFLClient projects nothing; give it projection=SealedProj" in strategy._last_refusal
 
 
 def test_a_key_server_that_goes_away_later_does_not_end_the_run():
@@ -472,11 +476,13 @@ def test_a_key_server_that_cannot_be_reached_ends_the_run_before_it_begins():
 NOISE = {"noise_multiplier": 4.0, "label_noise": 0.2}
 
 
+def strategy_options(**options):
+    half = {"fraction_train": 0.5, "min_train_nodes": 3, "selection": "linearised"}
+    return OPTIONS | half | NOISE | options
+
+
 def private_run(rounds=3, changes=None, **options):
-    strategy = CPNTKFL(
-        **OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3}, selection="linearised",
-        **NOISE | options,
-    )  # fmt: skip
+    strategy = CPNTKFL(**strategy_options(**options))
     clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE | options)
     kind = "query.partition"
     start(strategy, Grid(clients, changes=changes, changed_kind=kind), rounds=rounds)
@@ -517,7 +523,7 @@ def test_a_client_with_other_noise_than_the_accountings_is_refused(claims):
 
 def test_noise_that_no_one_accounts_for_is_refused_too():
     strategy = CPNTKFL(**OPTIONS)
-    start(strategy, Grid(app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)))
+    start_in_vain(strategy, Grid(app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)))
     assert strategy.train_metrics[1]["rejected-noise"] == 6
 
 
@@ -531,7 +537,7 @@ def test_with_exact_labels_epsilon_says_so():
 @pytest.mark.filterwarnings("ignore")
 def test_what_was_asked_of_whom_outlasts_a_restart():
     strategy = private_run()
-    again = CPNTKFL(**OPTIONS, selection="linearised", **NOISE)
+    again = CPNTKFL(**strategy_options())
     again.load_state_dict(strategy.state_dict())
     assert again.uploads_asked == strategy.uploads_asked
 
@@ -563,7 +569,7 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_a_client_that_sends_more_than_was_asked_for_is_dropped():
     strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=6)
-    start(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
+    start_in_vain(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
     assert strategy.train_metrics[1]["rejected-compression"] == 6
 
 

@@ -1,0 +1,47 @@
+"""What a strategy and its clients must agree on: it travels with each message."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+__all__ = ["Agreement"]
+
+PREFIX = "fedntk-"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a strategy expects of its clients; travels in a message's configuration.
+
+    Attributes
+    ----------
+    strategy, client : str
+        Class names: of the strategy, and of the clients that go with it.
+    replies : str
+        What the clients reply with, such as ``"weights"`` or ``"Jacobians"``.
+    loss : str
+        The clients' loss; empty if any will do.
+    projected : bool
+        Whether inputs are projected by a key server's seed.
+    """
+
+    strategy: str
+    client: str
+    replies: str
+    loss: str = ""
+    projected: bool = False
+
+    def to_config(self) -> dict[str, str | bool]:
+        """Return keys that begin with ``fedntk-`` and their values."""
+        return {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Read what :meth:`to_config` returned among other keys; None where it is not there."""
+        values = {f.name: config[PREFIX + f.name] for f in fields(cls) if PREFIX + f.name in config}
+        return cls(**values) if len(values) == len(fields(cls)) else None
+
+    @staticmethod
+    def owns(key: str) -> bool:
+        """Whether a key of a configuration is one of these."""
+        return key.startswith(PREFIX)

@@ -1,0 +1,212 @@
+"""Strategies and clients that do not go together say so, and what would."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+
+from fedntk.clients import (
+    CPNTKFLClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+    client_app,
+)
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, NoUsableReply, SeededFedAvg
+
+from .federation import Grid, app, bits, examples, network, start
+
+OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "SeededFedAvg": lambda **o: SeededFedAvg(**OFF | o),
+    "SCAFFOLD": lambda **o: SCAFFOLD(**OFF | o),
+    "NTKFL": lambda **o: NTKFL(learning_rate=0.1, **OFF | o),
+    "CPNTKFL": lambda **o: CPNTKFL(learning_rate=0.1, **OFF | o),
+    "TCT": lambda **o: TCT(
+        network=network(), bootstrap=SeededFedAvg(**OFF), bootstrap_rounds=1, **OFF | o
+    ),
+}
+CLIENTS: dict[str, type[NumPyClient]] = {
+    "SeededFedAvg": SGDClient,
+    "SCAFFOLD": SCAFFOLDClient,
+    "NTKFL": NTKFLClient,
+    "CPNTKFL": CPNTKFLClient,
+    "TCT": TCTClient,
+}
+
+
+def refused(strategy: Strategy, clients: ClientApp, **options: Any) -> str:
+    """What the run says in the end."""
+    initial = ArrayRecord(dict(network().state_dict()))
+    with pytest.raises(NoUsableReply) as caught:
+        strategy.start(Grid(clients), initial, num_rounds=1, **options)
+    return str(caught.value).partition("the last refused: ")[2]
+
+
+@pytest.mark.parametrize("client", sorted(CLIENTS))
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_takes_its_own_clients_and_names_them_to_others(strategy, client, tmp_path):
+    options = {"cache": tmp_path} if client == "TCT" else {}
+    clients = app(CLIENTS[client], **options)
+    if strategy == client:
+        own = STRATEGIES[strategy]()
+        start(own, Grid(clients))
+        assert own.train_metrics[1]["replies-accepted"] == 6
+        return
+    said = refused(STRATEGIES[strategy](), clients)
+    expected, sent = CLIENTS[strategy], CLIENTS[client]
+    assert said == (
+        f"ValueError: {strategy} takes {expected.replies}, and {sent.__name__} replies with "
+        f"{sent.replies}; have client_fn return a {expected.__name__}"
+    )
+
+
+def stock_app() -> ClientApp:
+    """Replies with the weights that came, as an app of Flower's own does."""
+    own = ClientApp()
+
+    @own.train()
+    def train(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"train_loss": 1.0, "num-examples": 10})
+        arrays = message.content["arrays"]
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    return own
+
+
+@pytest.mark.parametrize("strategy", ["SCAFFOLD", "NTKFL", "CPNTKFL"])
+def test_weights_of_a_stock_app_are_told_from_what_is_expected(strategy):
+    expected = CLIENTS[strategy]
+    said = refused(STRATEGIES[strategy](), stock_app())
+    assert said.endswith(
+        f"weights came, not {expected.replies}: is the client a {expected.__name__}?"
+    )
+
+
+def test_a_stock_app_does_in_stage_1_of_tct_and_not_in_stage_2():
+    strategy = STRATEGIES["TCT"](normalise=False, num_features=5)
+    start(strategy, Grid(stock_app()), rounds=2)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert strategy.train_metrics[2]["replies-accepted"] == 0
+    assert "error" in strategy._last_refusal.lower() or "KeyError" in strategy._last_refusal
+
+
+@pytest.mark.parametrize("client", ["SCAFFOLD", "NTKFL", "CPNTKFL", "TCT"])
+def test_a_stock_strategy_is_told_from_the_clients_own(client, tmp_path, caplog):
+    """Flower's FedAvg hears of it as the clients' errors, and its run goes on."""
+    options = {"cache": tmp_path} if client == "TCT" else {}
+    strategy = FedAvg(**OFF, min_available_nodes=6)
+    with caplog.at_level("INFO", "flwr"):
+        strategy.start(
+            Grid(app(CLIENTS[client], **options)),
+            ArrayRecord(dict(network().state_dict())),
+            num_rounds=1,
+        )
+    assert f"use fedntk.strategies.{client} on the server" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedProx])
+def test_sgd_clients_serve_stock_strategies(strategy):
+    options = {"proximal_mu": 0.1} if strategy is FedProx else {}
+    initial = ArrayRecord(dict(network().state_dict()))
+    own = strategy(**OFF, min_available_nodes=6, **options)
+    result = own.start(Grid(app(SGDClient)), initial, num_rounds=1)
+    assert result.train_metrics_clientapp[1]["train-loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["NTKFL", "CPNTKFL"])
+def test_another_loss_than_the_strategys_is_refused(name):
+    said = refused(STRATEGIES[name](), app(CLIENTS[name], loss="mse"))
+    assert said == (
+        f"ValueError: {name} has the loss cross-entropy, and {name}Client has mse; give both the "
+        "same loss"
+    )
+
+
+# ---------------------------------------------------------------------- train_config
+
+
+def trained(config: dict[str, Any], kind: type[NumPyClient] = SGDClient, **own: Any) -> Any:
+    strategy = STRATEGIES["SeededFedAvg" if kind is SGDClient else "SCAFFOLD"]()
+    initial = ArrayRecord(dict(network().state_dict()))
+    result = strategy.start(
+        Grid(app(kind, **own)), initial, num_rounds=2, train_config=ConfigRecord(config)
+    )
+    return bits({name: array.numpy() for name, array in result.arrays.items()})
+
+
+@pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
+def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
+    """As Flower's quickstart sends it."""
+    assert trained({"lr": 0.5}, kind) == trained({}, kind, learning_rate=0.5)
+    assert trained({"lr": 0.5}, kind) != trained({}, kind)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
+def test_a_learning_rate_that_is_none_is_refused(rate):
+    config = ConfigRecord({"lr": rate})
+    said = refused(STRATEGIES["SeededFedAvg"](), app(SGDClient), train_config=config)
+    assert said == f"ValueError: lr: expected a finite number above 0, got {rate!r}"
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"TCT"}))
+def test_what_a_client_does_not_heed_in_train_config_is_refused(name):
+    config = ConfigRecord({"local-epochs": 5, "colour": "blue"})
+    said = refused(STRATEGIES[name](), app(CLIENTS[name]), train_config=config)
+    assert f"train_config: {CLIENTS[name].__name__} does not heed colour, local-epochs" in said
+    heeded = "none" if "NTK" in name else "lr, proximal-mu"
+    assert f"(it heeds: {heeded})" in said
+
+
+def test_a_client_class_of_ones_own_may_heed_more():
+    class Coloured(NTKFLClient):
+        config_keys = NTKFLClient.config_keys | {"colour"}
+
+    strategy = STRATEGIES["NTKFL"]()
+    initial = ArrayRecord(dict(network().state_dict()))
+    config = ConfigRecord({"colour": "blue"})
+    strategy.start(Grid(app(Coloured)), initial, num_rounds=1, train_config=config)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
+def test_a_client_that_is_none_of_ours_is_not_asked():
+    class Plain(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return parameters, 5, {}
+
+    strategy = STRATEGIES["SeededFedAvg"]()
+    start(strategy, Grid(client_app(lambda context: Plain())))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
+def test_what_must_agree_is_said_in_every_training_message():
+    seen = []
+
+    def client_fn(context: Context) -> NTKFLClient:
+        class Watching(NTKFLClient):
+            def fit(self, parameters: Any, config: Any) -> Any:
+                seen.append({k: v for k, v in config.items() if k.startswith("fedntk-")})
+                return super().fit(parameters, config)
+
+        return Watching(network(), *examples(0))
+
+    start(STRATEGIES["NTKFL"](), Grid(client_app(client_fn)))
+    assert seen == 6 * [
+        {
+            "fedntk-strategy": "NTKFL", "fedntk-client": "NTKFLClient",
+            "fedntk-replies": "Jacobians", "fedntk-loss": "cross-entropy",
+            "fedntk-projected": False,
+        }
+    ]  # fmt: skip
