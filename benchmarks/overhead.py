@@ -24,7 +24,8 @@ import psutil
 from fedntk.simulations import Config, compare, run
 from fedntk.simulations._flower import log_from
 from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.flwr_run import superlink, tool
+from fedntk.simulations.flwr_run import superlink
+from fedntk.simulations.processes import tool
 from fedntk.simulations.results import machine
 
 HERE = Path(__file__).parent

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .building import load_predictor
     from .config import Config, ConfigError
     from .errors import RunFailed
+    from .federation import Federation
     from .report import write_report
     from .results import Run, load_model, load_results, read_runs
     from .runs import compare, run
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "config",
     "ConfigError": "config",
+    "Federation": "federation",
     "Run": "results",
     "RunFailed": "errors",
     "compare": "runs",
@@ -36,6 +38,7 @@ _HOMES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "Federation",
     "Run",
     "RunFailed",
     "compare",

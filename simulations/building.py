@@ -13,7 +13,7 @@ from fedntk.strategies import BaseStrategy
 
 from ._flower import log_from
 from .config import Config
-from .data import load_data
+from .data import Own, load_data
 from .method import Need, Setup
 from .models import build_model
 from .partitions import load_split
@@ -50,7 +50,7 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     options: dict[str, Any] = {
         "seed": config.seed,
         "min_completed": config.min_completed,
-        "max_examples": len(setup.data.y_train),
+        "max_examples": setup.max_examples,
         "fraction_train": config.clients_per_round / config.num_clients,
         "min_train_nodes": config.clients_per_round,
         "fraction_evaluate": evaluating / config.num_clients,
@@ -84,14 +84,43 @@ def _require(need: Need) -> None:
         raise ConfigError(f"{need.setting}: {error}") from error
 
 
-def make_client(setup: Setup, partition: int, state: MutableMapping[str, Any]) -> NumPyClient:
-    """Make the client that the configuration names, with the examples of one partition.
+def make_client(
+    setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
+) -> NumPyClient:
+    """Make the client that the configuration names.
 
-    `state` is what the client keeps from one message to the next.
+    Parameters
+    ----------
+    setup : Setup
+        Of the run.
+    partition : int
+        Whose examples it has; it seeds what the client draws, too.
+    state : dict
+        What the client keeps from one message to the next.
+    own : Own, optional
+        Examples of its own, instead of the partition's.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such partition, or examples of its own were to be protected by what this app
+        derives from the seed.
     """
     config = setup.config
-    train, test = setup.split.train_and_test(partition, config)
-    x, y = setup.data.train(train)
+    if own is not None:
+        if seeded := config.chosen_method.seeded_protection(config):
+            raise ConfigError(
+                f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so "
+                "they protect nothing; write a client with keys of its own for data-path"
+            )
+        (x, y), (x_test, y_test) = own.train, own.test
+    else:
+        if not 0 <= partition < len(setup.split.clients):
+            raise ConfigError(
+                f"partition-id: expected 0 ... {len(setup.split.clients) - 1}, got {partition}"
+            )
+        train, test = setup.split.train_and_test(partition, config)
+        (x, y), (x_test, y_test) = setup.data.train(train), setup.data.train(test)
     options: dict[str, Any] = {
         "model": setup.network,
         "x": x,
@@ -103,8 +132,8 @@ def make_client(setup: Setup, partition: int, state: MutableMapping[str, Any]) -
     }
     if config.projection:
         options["projection"] = sealed_projection(config, partition, state)
-    if len(test):
-        options["x_test"], options["y_test"] = setup.data.train(test)
+    if len(y_test):
+        options["x_test"], options["y_test"] = x_test, y_test
     return config.chosen_method.client(setup, partition, options)
 
 

@@ -1,4 +1,4 @@
-"""The client half of the Flower app: the configured method's client, with its partition."""
+"""The client half of the Flower app: the configured method's client, with its node's examples."""
 
 import copy
 import threading
@@ -16,8 +16,10 @@ from fedntk.clients import client_app
 
 from .building import load_setup, make_client
 from .config import Config
+from .data import load_own
 from .meter import meter
 from .method import Setup
+from .settings import ConfigError
 
 __all__ = ["app"]
 
@@ -25,14 +27,26 @@ STATE = "fedntk.client"  # name of the record that a client keeps
 
 
 def client_fn(context: Context) -> NumPyClient:
-    """Make the client of the partition that the node's configuration names."""
+    """Make the client of a node, whose configuration says which examples it has.
+
+    ``data-path`` names a file of its own; else it has the part of the data set that
+    ``partition-id`` stands for. A node without ``partition-id`` goes by its id.
+    """
+    partition, path = (context.node_config.get(key) for key in ("partition-id", "data-path"))
+    if partition is None and path is None:
+        raise ConfigError(
+            "the node config names no examples: start the SuperNode with --node-config "
+            "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
+            "for examples of its own"
+        )
     if (_thread.run_id, _thread.run_config) != (context.run_id, context.run_config):
         _thread.prepare(context)
     torch.set_num_threads(_thread.setup.config.client_threads)
-    partition = int(context.node_config["partition-id"])
+    number = context.node_id if partition is None else int(partition)
+    own = None if path is None else load_own(str(path), _thread.setup)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
-    return make_client(_thread.setup, partition, context.state.config_records[STATE])
+    return make_client(_thread.setup, number, context.state.config_records[STATE], own)
 
 
 class _Thread(threading.local):

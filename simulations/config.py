@@ -71,6 +71,9 @@ class Config(Settings):
         10, "clients that evaluate the new model in a round; 0: none", at_least=0
     )
     min_completed: int = setting(1, "fewer valid replies leave the model unchanged", at_least=1)
+    max_examples: int = setting(
+        0, "a client that claims more is refused; 0: as many as the training set has", at_least=0
+    )
     targets: str = setting("0.8,0.85,0.9", "accuracies whose first round is reported")
     # of the metrics, those of loss are the better the smaller
     monitor: Literal[

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,10 @@ from fedntk.ntk.files import whole
 from .config import Config
 from .settings import ConfigError, nearest
 
-__all__ = ["Data", "load_data"]
+if TYPE_CHECKING:
+    from .method import Setup
+
+__all__ = ["Data", "Own", "load_data", "load_own"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +109,87 @@ class Data:
         """Return the test set, standardised by the training set, with its labels."""
         return self._tensors(self.x_test, self.y_test)
 
+    def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
+        """Return other examples of this kind, standardised by the training set.
+
+        Raises
+        ------
+        ConfigError
+            If they are not of this set's shape, hold what is no number, or have labels that are
+            none of its classes.
+        """
+        if x.shape[1:] != self.input_shape or y.shape != (len(x),):
+            raise ConfigError(
+                f"expected examples of shape (n, {', '.join(map(str, self.input_shape))}) and "
+                f"n labels, got {x.shape} and {y.shape}"
+            )
+        if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x):
+            raise ConfigError(f"expected numbers, got {x.dtype}")
+        if not np.isfinite(x).all():
+            raise ConfigError("expected finite numbers, got NaN or infinity")
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ConfigError(f"expected whole numbers as labels, got {y.dtype}")
+        if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
+            raise ConfigError(
+                f"expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"
+            )
+        return self._tensors(x, y.astype(np.int64))
+
     def _tensors(self, x: NDArray[Any], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         mean, std = self.__dict__["_mean"], self.__dict__["_std"]
         standardised = (x.astype(np.float32) - mean.astype(np.float32)) / std.astype(np.float32)
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
+
+
+class Own(NamedTuple):
+    """Examples that a node holds itself.
+
+    Attributes
+    ----------
+    train, test : tuple of Tensor
+        Examples (n, ...) and labels (n,), for training and for its own evaluations; n may be 0
+        for these.
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+def load_own(path: str, setup: "Setup") -> Own:
+    """Load a node's own examples; they are of the run's data set's kind, and standardised by it.
+
+    Parameters
+    ----------
+    path : str
+        An npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
+    setup : Setup
+        Of the run: the data set says the shape of an example, the classes, mean and deviation.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or does not fit.
+    """
+    place = Path(path).expanduser()
+    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
+    if len(files) != 1 or not files[0].is_file():
+        raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
+    try:
+        with np.load(files[0], allow_pickle=False) as file:
+            x, y = file["x"], file["y"]
+            tested = "x_test" in file
+            x_test, y_test = (file["x_test"], file["y_test"]) if tested else (x[:0], y[:0])
+    except (KeyError, ValueError, OSError) as error:
+        raise ConfigError(f"data-path: {files[0]} must hold x and y ({error})") from None
+    if not 0 < len(y) <= setup.max_examples:
+        raise ConfigError(
+            f"data-path: expected 1 ... {setup.max_examples} examples, got {len(y)} in "
+            f"{files[0]}; max-examples says how many a client may have"
+        )
+    try:
+        return Own(setup.data.standardised(x, y), setup.data.standardised(x_test, y_test))
+    except ConfigError as error:
+        raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
 
 def load_data(config: Config) -> Data:

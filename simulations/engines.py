@@ -171,7 +171,7 @@ class LocalGrid(Grid):
                 raise TypeError(f"the app returned {type(reply).__name__}, expected a Message")
             return reply
         except (Exception, SystemExit) as error:  # a client must not end the run
-            partition = context.node_config["partition-id"]
+            partition = context.node_config.get("partition-id", node)
             logger.log(WARNING, "client %s: %s", partition, traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

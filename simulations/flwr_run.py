@@ -2,22 +2,27 @@
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import tomli_w
 
 from .config import Config, nested
 from .errors import RunFailed
+from .processes import (
+    Process,
+    end,
+    flower_environment,
+    processes_with,
+    start,
+    start_on_free_port,
+    stop,
+    tool,
+)
 
-__all__ = ["end_leftovers", "flwr_run", "superlink", "tool"]
+__all__ = ["end_leftovers", "flwr_run", "superlink"]
 
 OnRound = Callable[[dict[str, Any]], None]
 APP = Path(__file__).parent
@@ -52,17 +57,14 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
         f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
         f"client-resources-num-gpus={config.client_gpus}"
     )
-    with (
-        superlink(folder / "flwr") as (server, environment),
-        (folder / "flwr.log").open("w", encoding="utf-8") as log,
-    ):
+    log = folder / "flwr.log"
+    log.unlink(missing_ok=True)
+    with superlink(folder / "flwr") as (server, environment):
         command = [
             *(tool("flwr"), "run", str(APP), "fedntk", "--stream"),
             *("--run-config", str(settings), "--federation-config", federation),
         ]
-        process = subprocess.Popen(  # noqa: S603
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        process = start(command, environment, log)
         try:
             shown = 0
             while True:
@@ -72,12 +74,12 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
                     break
                 time.sleep(0.2)
         finally:
-            _stop(process)
+            stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
-        lines = (folder / "flwr.log").read_text(encoding="utf-8").splitlines()
+        lines = log.read_text(encoding="utf-8").splitlines()
         said = [line.strip(" │") for line in lines if any(map(str.isalnum, line))]
-        raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log.name}")
+        raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log}")
 
 
 def end_leftovers(folder: Path) -> None:
@@ -85,15 +87,9 @@ def end_leftovers(folder: Path) -> None:
 
     All that such a run starts has ``flwr`` in the folder as Flower's home, in its environment.
     """
-    home, left = folder / "flwr", []
-    if not home.exists():
-        return
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("FLWR_HOME") == str(home):
-                process.terminate()
-                left.append(process)
-    _outlast(left)
+    home = folder / "flwr"
+    if home.exists():
+        end(processes_with("FLWR_HOME", str(home)))
 
 
 def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
@@ -106,7 +102,7 @@ def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
 
 
 @contextlib.contextmanager
-def superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
     """Start a SuperLink in simulation mode, and stop it with all that it started.
 
     Parameters
@@ -120,80 +116,19 @@ def superlink(home: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, s
         The process, and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {
-        "FLWR_HOME": str(home),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    for _ in range(3):  # another process may take a port that was free a moment ago
-        port = _free_port()
-        command = [
-            *(tool("flower-superlink"), "--insecure", "--simulation"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-        ]
-        with (home / "superlink.log").open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(  # noqa: S603
-                command, env=environment, stdout=log, stderr=log
-            )
-        try:
-            if not _listens(process, port):
-                continue
-            connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-            settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
-            (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-            yield process, environment
-            return
-        finally:
-            _stop(process)
-    raise RunFailed(f"the SuperLink did not start; see {home / 'superlink.log'}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _listens(process: subprocess.Popen[bytes], port: int, timeout: float = 60) -> bool:
-    """Wait until the process itself listens on the port."""
-    deadline = time.monotonic() + timeout
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(psutil.Error):
-            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return True
-        time.sleep(0.1)
-    return False
-
-
-def _outlast(processes: list[psutil.Process], patience: float = 15) -> None:
-    """Wait until processes have ended; kill those that are there after `patience` s."""
-    _, left = psutil.wait_procs(processes, timeout=patience)
-    for survivor in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-    psutil.wait_procs(left, timeout=patience)
-
-
-def _stop(process: subprocess.Popen[bytes], patience: float = 15) -> None:
-    """End a process and all that it started, and wait until they are gone."""
+    environment, log = flower_environment(home), home / "superlink.log"
+    log.unlink(missing_ok=True)
+    options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
+    process, port = start_on_free_port(
+        lambda port: [tool("flower-superlink"), *options, str(port)], environment, log
+    )
     try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=patience)
-    _outlast(family, patience)
-    process.kill()
-    process.wait()
-
-
-def tool(name: str) -> str:
-    """Path of a command that was installed with this Python."""
-    return str(Path(sys.executable).parent / name)
+        connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+        settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
+        (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        yield process, environment
+    finally:
+        stop(process)
 
 
 def _absolute(path: str) -> str:

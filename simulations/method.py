@@ -49,6 +49,11 @@ class Setup:
     split: "Split"
     network: nn.Module
 
+    @property
+    def max_examples(self) -> int:
+        """Examples that a client may have at most."""
+        return self.config.max_examples or len(self.data.y_train)
+
     @cached_property
     def device(self) -> str:
         """Where networks run; ``auto`` is a GPU where there is one.
@@ -113,9 +118,6 @@ class Method(ABC, Generic[S]):
     metrics : tuple of str
         Names of what the strategy reports of a training round besides what all report. Others are
         recorded, too, but only some of them, as clients may choose names.
-    local_sgd : bool
-        Whether clients run local epochs of SGD, as the settings local-epochs, batch-size, momentum
-        and weight-decay say.
     """
 
     name: ClassVar[str]
@@ -123,7 +125,6 @@ class Method(ABC, Generic[S]):
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
-    local_sgd: ClassVar[bool] = False
 
     def __init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
@@ -192,6 +193,14 @@ class Method(ABC, Generic[S]):
         """Say what server and clients will take of memory and disk."""
         del setup
         return ()
+
+    def seeded_protection(self, config: "Config") -> list[str]:
+        """Name the settings whose keys or noise the app derives from the run's seed.
+
+        They show what protection costs, and protect nothing: clients with examples of their own
+        refuse them.
+        """
+        return ["projection"] if config.projection else []
 
     def clean_up(self, config: "Config") -> None:
         """Remove what clients keep on disk for a run and can make again, when it has ended."""

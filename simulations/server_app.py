@@ -109,9 +109,6 @@ def prepare(config: Config) -> Prepared:
     """
     setup = load_setup(config)
     make_client(setup, 0, {})
-    if config.chosen_method.local_sgd:
-        # a first optimizer imports much; not in the first round's time
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     return Prepared(setup, make_strategy(setup))
 
 

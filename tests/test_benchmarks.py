@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedntk.simulations.engines import LocalGrid
@@ -81,3 +83,20 @@ def test_measurement_runs_from_the_checkout_and_is_right(program, options):
     for row in [measured, *measured.get("rows", [])]:
         others = options.get("method") == "torch.func"
         assert row.get("relative-difference", 0) < (79_510 * 2**-24 if others else 1e-5)
+
+
+def test_exchanges_without_work_say_when_each_process_did_what(monkeypatch):
+    """Each kind of message is answered, and a process's stages follow each other."""
+    monkeypatch.syspath_prepend(BENCHMARKS / "deployment_app")
+    exchanges = importlib.import_module("exchanges")
+    grid = LocalGrid(exchanges.client, 2, {})
+    for kind in exchanges.KINDS:
+        content = RecordDict({"arrays": ArrayRecord([np.ones(3)]), "config": ConfigRecord()})
+        replies = grid.send_and_receive([Message(content, node, kind) for node in (1, 2)])
+        assert len(replies) == 2
+        for reply in replies:
+            said = reply.content["metrics"]
+            moments = [said[f"{stage}-time"] for stage in ("started", "loaded", "imported")]
+            assert moments == sorted(moments)
+            assert said["imported-time"] <= said["answered-time"]
+            assert 0 < said["loaded-cpu"] <= said["imported-cpu"] <= said["answered-cpu"]

@@ -154,7 +154,18 @@ def test_arrows_point_down_only(room):
 def test_run_config_of_the_flower_app_equals_the_defaults():
     app = tomllib.loads((ROOT / "simulations" / "pyproject.toml").read_text(encoding="utf-8"))
     assert flatten_dict(app["tool"]["flwr"]["app"]["config"]) == Config.default_run_config()
-    assert app["project"]["dependencies"] == []
+
+
+def test_the_flower_app_names_what_bundles_of_format_1_must():
+    """Flower with the versions that fedntk takes, and a licence that is in the app itself."""
+    app = tomllib.loads((ROOT / "simulations" / "pyproject.toml").read_text(encoding="utf-8"))
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (flower,) = app["project"]["dependencies"]
+    assert flower in whole["project"]["dependencies"]
+    licence = app["project"]["license"]["file"]
+    assert (ROOT / "simulations" / licence).read_bytes() == (ROOT / "LICENSE").read_bytes()
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"flwr=={app['tool']['flwr']['app']['flwr-version-target']}" in pinned
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "simulations" / "conf").glob("*.toml")))

@@ -68,6 +68,14 @@ class _CPNTKFL(EvolvingMethod[CPNTKFLSettings]):
                 "local-test-fraction, or clients-per-evaluation = 0"
             )
 
+    def seeded_protection(self, config: Config) -> list[str]:
+        own = self.own(config)
+        used = {"shuffle": own.shuffle, "noise_multiplier": own.noise_multiplier > 0}
+        return [
+            *super().seeded_protection(config),
+            *(own.key(name) for name, is_used in used.items() if is_used),
+        ]
+
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)
         return CPNTKFL(

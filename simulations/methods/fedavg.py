@@ -27,7 +27,6 @@ class _FedAvg(Method[FedAvgSettings]):
     name = "fedavg"
     settings = FedAvgSettings
     baseline = True
-    local_sgd = True
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         del setup

@@ -34,7 +34,6 @@ class _SCAFFOLD(Method[SCAFFOLDSettings]):
     name = "scaffold"
     settings = SCAFFOLDSettings
     baseline = True
-    local_sgd = True
 
     def check(self, config: Config, settings: SCAFFOLDSettings) -> None:
         del settings

@@ -100,7 +100,6 @@ class _TCT(Method[TCTSettings]):
     name = "tct"
     settings = TCTSettings
     metrics = ("examples-changed", "features-constant", "rate-times-lambda")
-    local_sgd = True
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)

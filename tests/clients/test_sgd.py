@@ -1,6 +1,8 @@
 """SGDClient against the update written out."""
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -229,3 +231,52 @@ def test_a_bad_mu_is_refused(mu):
         ValueError, match="proximal-mu: expected a finite number of at least 0, got"
     ):
         client(model).fit(get_weights(model), {"proximal-mu": mu})
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_are_those_of_torchs_optimizer_bit_for_bit(momentum, weight_decay):
+    """Twelve mini-batches of a network with BatchNorm and a frozen bias."""
+    ours, theirs = network(), network()
+    options = {"momentum": momentum, "weight_decay": weight_decay}
+    own = client(ours, learning_rate=0.3, batch_size=5, local_epochs=3, **options)
+    ours[0].bias.requires_grad_(False)
+    theirs[0].bias.requires_grad_(False)
+    trained, _, _ = own.fit(get_weights(theirs), {})
+    optimizer = torch.optim.SGD(
+        [p for p in theirs.parameters() if p.requires_grad], lr=0.3, **options
+    )
+    drawn = torch.Generator().manual_seed(own._draws({}))
+    theirs.train()
+    for _ in range(3):
+        for batch in torch.randperm(20, generator=drawn).split(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(theirs(X[batch]), Y[batch]).backward()
+            optimizer.step()
+    for a, b in zip(trained, get_weights(theirs), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "momentum", "weight_decay"])
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_steps_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}: expected a finite number of at least 0"):
+        client(nn.Linear(4, 3), **{name: value})
+
+
+TRAINED = """
+import sys
+import torch
+from fedntk.clients import *
+x, y = torch.zeros(6, 4), torch.arange(6) % 3
+model = torch.nn.Linear(4, 3)
+for kind in (SGDClient, NTKFLClient, CPNTKFLClient):
+    kind(model, x, y).fit(get_weights(model), {})
+for module in ("torch._dynamo", "sympy", "pandas", "fastapi", "uvicorn"):
+    assert module not in sys.modules, module
+"""
+
+
+def test_clients_do_not_load_what_takes_as_long_as_torch_itself():
+    """Flower starts a process for each message: torch's compiler alone is 0.6 s of it."""
+    subprocess.run([sys.executable, "-c", TRAINED], check=True)  # noqa: S603

@@ -31,7 +31,6 @@ PACKAGE = """
     class Half(Method[HalfSettings]):
         name = "half-avg"
         settings = HalfSettings
-        local_sgd = True
 
         def check(self, config, settings):
             if config.loss == "mse":

@@ -1,0 +1,152 @@
+"""Certificates and keys of a federation: TLS for its servers, and a key pair for each node.
+
+They are drawn anew in each folder, and are meant for tests, for one machine and for trials over
+several. An organisation that has a certificate authority uses that one instead.
+"""
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+__all__ = ["Certificates", "make_certificates", "make_node_key"]
+
+DAYS = 365
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of TLS, all PEM.
+
+    Attributes
+    ----------
+    authority : Path
+        Certificate of the authority: whoever connects checks the server's with it.
+    certificate : Path
+        The server's, signed by the authority.
+    key : Path
+        The server's private key; it does not leave the server.
+    """
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(
+    folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1")
+) -> Certificates:
+    """Make a certificate authority and a certificate for servers, valid for a year.
+
+    The authority's private key is not kept, so nobody can sign another certificate with it.
+
+    Parameters
+    ----------
+    folder : Path
+        Where ``ca.pem``, ``server.pem`` and ``server.key`` go.
+    hosts : sequence of str
+        Names and addresses by which the servers are reached.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
+    own_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    own_name, server_name = _name("fedntk federation"), _name(hosts[0])
+    own = (
+        _builder(own_name, own_name, own_key, own_key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .sign(own_key, SHA256())
+    )
+    server = (
+        _builder(server_name, own_name, server_key, own_key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*map(_host, hosts)]), critical=False)
+        .sign(own_key, SHA256())
+    )
+    made.authority.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+    made.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
+    _write_secret(made.key, _private(server_key, serialization.PrivateFormat.PKCS8))
+    return made
+
+
+def make_node_key(file: Path) -> Path:
+    """Make the key pair by which the SuperLink knows a node again (ECDSA, P-384, OpenSSH format).
+
+    Parameters
+    ----------
+    file : Path
+        Where the private key goes.
+
+    Returns
+    -------
+    Path
+        Of the public key, which is registered with the SuperLink: `file` with ``.pub`` added.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_secret(file, _private(key, serialization.PrivateFormat.OpenSSH))
+    public = file.with_name(f"{file.name}.pub")
+    openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    public.write_bytes(key.public_key().public_bytes(*openssh))
+    return public
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _usage(**allowed: bool) -> x509.KeyUsage:
+    names = (
+        *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+        *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    )
+    return x509.KeyUsage(**{name: allowed.get(name, False) for name in names})
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .add_extension(own, critical=False)
+        .add_extension(authority, critical=False)
+    )
+
+
+def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _write_secret(file: Path, secret: bytes) -> None:
+    """Write a new file for its owner's eyes alone."""
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_bytes(secret)

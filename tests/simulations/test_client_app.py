@@ -1,0 +1,208 @@
+"""The Flower app's clients in a deployment: nodes with examples of their own, or with no number."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from numpy.typing import NDArray
+
+from fedntk.clients import SGDClient, client_app
+from fedntk.simulations import Config, ConfigError
+from fedntk.simulations.building import load_setup, make_client, make_strategy
+from fedntk.simulations.client_app import app
+from fedntk.simulations.data import load_data, load_own
+from fedntk.simulations.engines import LocalGrid, MeteredGrid
+from fedntk.strategies import SeededFedAvg
+
+from ..strategies.federation import Grid, bits, examples, network, start
+from ..strategies.federation import app as small_app
+
+CONFIG = Config(
+    method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
+)
+NODES = (5, 2**63 + 7, 2**64 - 2)  # Flower's ids are any numbers of 64 bits
+
+
+def grid(config: Config, node_configs: list[dict[str, Any]], ids=NODES) -> LocalGrid:
+    made = LocalGrid(app, config.num_clients, config.run_config())
+    made.contexts = dict(zip(ids, made.contexts.values(), strict=True))
+    for (node_id, context), own in zip(made.contexts.items(), node_configs, strict=True):
+        context.node_id, context.node_config = node_id, own
+    return made
+
+
+def learned(config: Config, of: LocalGrid, rounds: int = 2) -> dict[str, bytes]:
+    setup = load_setup(config)
+    strategy = make_strategy(setup)
+    initial = ArrayRecord(dict(setup.network.state_dict()))
+    result = strategy.start(grid=MeteredGrid(of), initial_arrays=initial, num_rounds=rounds)
+    counts = {(r, k): m[k] for r, m in result.train_metrics_clientapp.items() for k in m}
+    assert counts[1, "replies-rejected"] == 0, counts
+    return bits({name: array.numpy() for name, array in result.arrays.items()})
+
+
+def raw(config: Config, partition: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Values of a partition's examples, as stored."""
+    data = load_data(config)
+    own = load_setup(config).split.clients[partition]
+    return data.x_train[own], data.y_train[own]
+
+
+def save(file: Path, **arrays: Any) -> str:
+    np.savez(file, **arrays)
+    return str(file)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_node_with_its_own_examples_trains_on_these(tmp_path, as_folder):
+    """A file with a partition's examples, in their order, makes the same bits as the partition."""
+    x, y = raw(CONFIG, 1)
+    (tmp_path / "own").mkdir()
+    path = save(tmp_path / "own" / "examples.npz", x=x, y=y)
+    path = str(tmp_path / "own") if as_folder else path
+    numbered = [{"partition-id": i} for i in range(3)]
+    expected = learned(CONFIG, grid(CONFIG, numbered))
+    with_file = [numbered[0], {"partition-id": 1, "data-path": path}, numbered[2]]
+    assert learned(CONFIG, grid(CONFIG, with_file)) == expected
+    other = save(tmp_path / "other.npz", x=x[: len(x) // 2], y=y[: len(y) // 2])
+    with_file[1] = {"partition-id": 1, "data-path": other}
+    assert learned(CONFIG, grid(CONFIG, with_file)) != expected
+
+
+def test_a_node_without_a_number_goes_by_its_id(tmp_path):
+    """It is trained in each round, and its id seeds what it draws."""
+    x, y = raw(CONFIG, 2)
+    path = save(tmp_path / "own.npz", x=x, y=y)
+    configs = [{"partition-id": 0}, {"partition-id": 1}, {"data-path": path}]
+    first = learned(CONFIG, grid(CONFIG, configs))
+    assert learned(CONFIG, grid(CONFIG, configs)) == first
+    assert learned(CONFIG, grid(CONFIG, configs, ids=(5, 2**63 + 7, 2**64 - 3))) != first
+
+
+def test_a_node_evaluates_on_test_examples_of_its_own(tmp_path):
+    x, y = raw(CONFIG, 0)
+    setup = load_setup(CONFIG)
+    own = load_own(save(tmp_path / "a.npz", x=x, y=y, x_test=x[:3], y_test=y[:3]), setup)
+    client = make_client(setup, 0, {}, own)
+    weights = client.get_parameters({})
+    assert client.evaluate(weights, {})[1] == 3
+    own = load_own(save(tmp_path / "b.npz", x=x, y=y), setup)
+    assert make_client(setup, 0, {}, own).evaluate(weights, {})[1] == len(y)
+
+
+def test_a_node_that_names_no_examples_is_refused_in_one_line():
+    of = grid(CONFIG, [{"partition-id": 0}, {"partition-id": 1}, {}])
+    weights = ArrayRecord(dict(load_setup(CONFIG).network.state_dict()))
+    message = Message(RecordDict({"arrays": weights}), NODES[2], MessageType.TRAIN)
+    (reply,) = of.send_and_receive([message])
+    assert reply.has_error()
+    assert "partition-id" in reply.error.reason
+    assert "data-path" in reply.error.reason
+    assert "\n" not in reply.error.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: {"x": x}, "must hold x and y"),
+        (lambda x, y: {"x": x[..., :4], "y": y}, r"shape \(n, 1, 8, 8\) and n labels"),
+        (lambda x, y: {"x": x, "y": y[:-1]}, "n labels"),
+        (lambda x, y: {"x": x * np.nan, "y": y}, "NaN or infinity"),
+        (lambda x, y: {"x": x.astype(str), "y": y}, "expected numbers"),
+        (lambda x, y: {"x": x, "y": y.astype(float)}, "whole numbers"),
+        (lambda x, y: {"x": x, "y": y + 9}, r"labels 0 \.\.\. 9"),
+        (lambda x, y: {"x": x, "y": y, "x_test": x[:, :, :4], "y_test": y}, "shape"),
+        (lambda x, y: {"x": x[:0], "y": y[:0]}, r"1 \.\.\. 1437 examples, got 0"),
+        (
+            lambda x, y: {"x": np.repeat(x, 1438, 0)[:1438], "y": np.repeat(y, 1438)[:1438]},
+            "max-examples",
+        ),
+    ],
+)
+def test_examples_that_do_not_fit_are_refused(tmp_path, change, message):
+    """By the run's data set: 8 x 8 digits of ten classes, 1,437 for training."""
+    x, y = raw(CONFIG, 1)
+    path = save(tmp_path / "own.npz", **change(x, y))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_own(path, load_setup(CONFIG))
+    assert str(caught.value).startswith("data-path: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_ambiguous_files_are_refused(tmp_path):
+    setup = load_setup(CONFIG)
+    for number in range(3):
+        if number != 1:
+            with pytest.raises(ConfigError, match="an npz file, or a folder with one"):
+                load_own(str(tmp_path), setup)
+        save(tmp_path / f"{number}.npz", x=np.zeros((2, 1, 8, 8)), y=np.zeros(2, int))
+    (tmp_path / "text.npz").write_text("no arrays", encoding="utf-8")
+    with pytest.raises(ConfigError, match="must hold x and y"):
+        load_own(str(tmp_path / "text.npz"), setup)
+
+
+def test_more_examples_than_the_data_set_has_take_a_setting(tmp_path):
+    x, y = (np.repeat(part, 20, 0)[:2000] for part in raw(CONFIG, 1))
+    config = CONFIG.replace(max_examples=2000)
+    own = load_own(save(tmp_path / "own.npz", x=x, y=y), load_setup(config))
+    assert len(own.train[1]) == 2000
+    assert make_strategy(load_setup(config)).max_examples == 2000
+    assert make_strategy(load_setup(CONFIG)).max_examples == 1437
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"projection": 20}, "projection"),
+        ({"method": "cp-ntk-fl", "cp_ntk_fl": {"shuffle": True}}, "cp-ntk-fl.shuffle"),
+        (
+            {
+                "method": "cp-ntk-fl",
+                "cp_ntk_fl": {
+                    "clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50",
+                },
+                "clients_per_evaluation": 0,
+            },
+            "cp-ntk-fl.noise-multiplier",
+        ),
+    ],
+)  # fmt: skip
+def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings, named):
+    """Keys and noise of the app come from the run's seed, which everyone knows."""
+    config = CONFIG.replace(**settings)
+    setup = load_setup(config)
+    own = load_own(save(tmp_path / "own.npz", **dict(zip("xy", raw(config, 0)))), setup)  # noqa: B905
+    with pytest.raises(ConfigError, match=f"^{named}: .*protect nothing"):
+        make_client(setup, 0, {}, own)
+    make_client(setup, 0, {})
+
+
+def test_a_partition_that_there_is_not_is_refused():
+    setup = load_setup(CONFIG)
+    for number in (-1, 3):
+        with pytest.raises(ConfigError, match=rf"partition-id: expected 0 \.\.\. 2, got {number}"):
+            make_client(setup, number, {})
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_client_app_works_on_nodes_without_a_number(numbered):
+    """Strategies know such a node by its id. Ids in the partitions' order: the same bits."""
+
+    def client_fn(context: Context) -> SGDClient:
+        x, y = examples(int(context.node_config["hospital"]))
+        return SGDClient(network(), x, y, seed=(0, int(context.node_config["hospital"])))
+
+    of = LocalGrid(client_app(client_fn), 3, {})
+    of.contexts = dict(zip((10, 2**63 + 3, 2**64 - 2), of.contexts.values(), strict=True))
+    for i, (node_id, context) in enumerate(of.contexts.items()):
+        context.node_id, context.node_config = node_id, {"hospital": i}
+        if numbered:
+            context.node_config["partition-id"] = i
+    options = {"min_train_nodes": 3, "min_available_nodes": 3, "fraction_evaluate": 0.0}
+    strategy = SeededFedAvg(**options)
+    learned = bits(start(strategy, of, rounds=2))
+    assert strategy.registry.clients() == ({0, 1, 2} if numbered else set(of.contexts))
+    ordinary = start(SeededFedAvg(**options), Grid(small_app(SGDClient), num_clients=3), rounds=2)
+    assert learned == bits(ordinary)

@@ -1,0 +1,437 @@
+# ruff: noqa: S603 - our own commands
+"""A real federation on loopback: the same bits as the local engine, whatever is killed in it.
+
+One federation runs all methods at a time, and then has its server killed. Another one, beside it,
+has its nodes killed, which Flower takes a minute each to notice.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from cryptography import x509
+from typer.testing import CliRunner
+
+from fedntk.simulations import Config, RunFailed, load_model, run
+from fedntk.simulations.certificates import make_node_key
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.federation import MARK, Federation, cli
+from fedntk.simulations.processes import processes_with, start, tool
+from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
+from fedntk.trust.key_server import load_secret, new_secret
+
+from ..conftest import ROOT
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+APP = Path(__file__).parent / "hospital_app"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
+ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1}
+
+
+@pytest.fixture(scope="module")
+def hospitals() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(APP)
+        import hospitals
+
+        yield hospitals
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("federation")
+
+
+@pytest.fixture(scope="module")
+def node_configs(folder: Path, hospitals: Any) -> list[dict[str, Any]]:
+    """Two nodes with a partition-id, and a third that has a file instead."""
+    x, y = hospitals.examples(2)
+    np.savez(folder / "hospital-2.npz", x=x.numpy(), y=y.numpy())
+    for i in range(3):
+        save_key(new_key(), folder / f"{i}.pem")
+    own = [{"partition-id": 0}, {"partition-id": 1}, {"data-path": str(folder / "hospital-2.npz")}]
+    keys = [{"hospital": i, "key": str(folder / f"{i}.pem")} for i in range(3)]
+    return [{**a, **b} for a, b in zip(keys, own, strict=True)]
+
+
+def wait_for(happened: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} has not happened"
+        time.sleep(0.1)
+
+
+def stopped_at(out: Path, point: str) -> int:
+    """Wait until a process of the app has stopped at a point, and return its id."""
+    wait_for((out / point).exists, point)
+    return int((out / point).read_text(encoding="utf-8"))
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(pid) or _is_zombie(pid), f"the end of {pid}")
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def settings(out: Path, method: str, **others: Any) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    own = {key.replace("_", "-"): value for key, value in others.items()}
+    return {"method": method, "rounds": ROUNDS[method], "out": str(out), **own}
+
+
+def learned(out: Path) -> dict[str, bytes]:
+    with np.load(out / "learned.npz") as file:
+        return {name: bytes(f"{file[name].dtype}", "ascii") + file[name].tobytes() for name in file}
+
+
+def locally(
+    hospitals: Any, folder: Path, node_configs: list[dict[str, Any]], **config: Any
+) -> dict[str, bytes]:
+    """What the local engine learns from the same examples, all of them with a partition-id."""
+    defaults = {"nodes": 3, "evaluate": False, "checkpoint": "", "stop-at": "", "fail-at": ""}
+    grid = LocalGrid(hospitals.client, 3, defaults | config)
+    for i, context in enumerate(grid.contexts.values()):
+        context.node_config = {"partition-id": i} | {
+            key: value for key, value in node_configs[i].items() if key != "data-path"
+        }
+    parties: list[Any] = [None, None]
+    if config["method"] == "cp-ntk-fl":
+        master, signing = load_secret(folder / "key-server.secret")
+        enrolled = [public_bytes(load_key(folder / f"{i}.pem")) for i in range(3)]
+        parties = [
+            KeyServer(master, enrolled, signing),
+            ShufflingServer(load_key(folder / "shuffling.pem")),
+        ]
+    strategy = hospitals.strategy_of(config["method"], *parties)
+    result = hospitals.learn(grid, strategy, defaults | config)
+    return {name: bytes(f"{a.dtype}", "ascii") + a.tobytes() for name, a in result.items()}
+
+
+# --------------------------------------------------------------------------- federations
+
+
+@pytest.fixture(scope="module")
+def without_nodes(folder: Path, hospitals: Any, node_configs: Any) -> Iterator[Future[Federation]]:
+    """Runs, beside the other tests, a federation two of whose nodes are killed in one round."""
+    out = folder / "killed"
+
+    def run() -> Federation:
+        points = "train:2,query:1"
+        config = settings(out, "ntk-fl", rounds=1, stop_at=points)
+        with Federation(folder / "b", node_configs=node_configs, environment=QUICK) as federation:
+            submission = federation.submit(APP, config)
+            for point in points.split(","):
+                stopped_at(out, point)
+                kill(federation.supernodes[int(point[-1])].process.pid)
+            submission.wait()
+        return federation
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run)
+
+
+@pytest.fixture(scope="module")
+def federation(folder: Path, node_configs: Any, without_nodes: Any) -> Iterator[Federation]:
+    """Three nodes, and at the end neither a process nor a port that is taken."""
+    with Federation(folder / "a", node_configs=node_configs, environment=QUICK) as made:
+        yield made
+    assert_nothing_left(made)
+
+
+@pytest.fixture(scope="module")
+def third_parties(federation: Federation, folder: Path) -> dict[str, Any]:
+    """A key server and a shuffling server behind TLS; where they are, as the app is told."""
+    verify_key = new_secret(folder / "key-server.secret")
+    save_key(new_key(), folder / "shuffling.pem")
+    enrolled = [public_bytes(load_key(folder / f"{i}.pem")).hex() for i in range(3)]
+    (folder / "enrolled.txt").write_text("\n".join(enrolled), encoding="utf-8")
+    tls = [
+        *("--ssl-certfile", str(federation.certificates.certificate)),
+        *("--ssl-keyfile", str(federation.certificates.key)),
+    ]
+    options = {
+        "key-server": [
+            *("--secret", str(folder / "key-server.secret")),
+            *("--enrolled", str(folder / "enrolled.txt")),
+        ],
+        "shuffling-server": ["--secret", str(folder / "shuffling.pem")],
+    }
+    told = {
+        "authority": str(federation.certificates.authority),
+        "verify-key": verify_key.hex(),
+        "shuffling-key": public_bytes(load_key(folder / "shuffling.pem")).hex(),
+    }
+    for name, own in options.items():
+        command = [sys.executable, "-m", "fedntk.trust", name, *own, *tls, "--port"]
+        _, port = federation.start(name, lambda port, command=command: [*command, str(port)])
+        told[name] = f"https://localhost:{port}"
+    return told
+
+
+def assert_nothing_left(federation: Federation) -> None:
+    assert processes_with(MARK, str(federation.folder)) == []
+    for port in federation.ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections wait
+            probe.bind(("127.0.0.1", port))
+
+
+# --------------------------------------------------------------------------------- tests
+
+
+def test_every_method_learns_the_local_engines_bits(
+    federation, third_parties, hospitals, folder, node_configs
+):
+    """All at a time: each node answers the messages of four runs in turn, each in a process."""
+    submitted = {}
+    for method in hospitals.METHODS:
+        told = third_parties if method == "cp-ntk-fl" else {}
+        config = settings(folder / method, method, evaluate=method == "ntk-fl", **told)
+        submitted[method] = config, federation.submit(APP, config)
+    for method, (config, submission) in submitted.items():
+        submission.wait()
+        expected = locally(hospitals, folder, node_configs, **config)
+        assert learned(folder / method) == expected, method
+    assert federation.supernodes[2].node_id > 2  # by which the strategies knew it
+
+
+def test_what_a_run_died_of_is_said(federation, folder):
+    with pytest.raises(RunFailed, match=r"ended as finished:failed.*see .*run-\d+\.log"):
+        federation.run(APP, settings(folder / "wrong", "scaffold", nodes=3) | {"method": "magic"})
+    said = max(federation.folder.glob("run-*.log")).read_text(encoding="utf-8")
+    assert "expected one of ('ntk-fl', 'scaffold', 'tct', 'cp-ntk-fl'), got 'magic'" in said
+    with pytest.raises(RunFailed, match="ended as refused"):
+        federation.run(APP, {"no-such-key": 1})
+
+
+def test_kill_9_of_the_server_app_and_of_the_superlink(federation, hospitals, folder, node_configs):
+    """The same call goes on after the last whole round, with nodes that were never told."""
+    out = folder / "again"
+    config = settings(out, "scaffold", checkpoint=str(out / "checkpoint"))
+    superlink = federation.superlink
+
+    first = federation.submit(APP, {**config, "stop-at": "server:2"})
+    kill(stopped_at(out, "server:2"))
+    assert superlink.poll() is None
+
+    (out / "server:2").unlink()
+    second = federation.submit(APP, {**config, "stop-at": "server:2"})
+    server_app = stopped_at(out, "server:2")
+    kill(superlink.pid)
+    with pytest.raises(RunFailed, match="the SuperLink has ended"):
+        second.wait()
+    wait_for(lambda: _is_zombie(server_app), "the end of the orphaned ServerApp")
+    first.process.kill()
+
+    ids = [node.node_id for node in federation.supernodes]
+    federation.start_superlink()
+    third = federation.submit(APP, config)
+    third.wait()
+    rounds = [
+        [f"[ROUND {i}/2]" in submission.text for i in (1, 2)]
+        for submission in (first, second, third)
+    ]
+    assert rounds == [[True, True], [False, True], [False, True]]
+    assert all(node.process.poll() is None for node in federation.supernodes)
+    assert [node.node_id for node in federation.supernodes] == ids
+    expected = locally(hospitals, folder, node_configs, **{**config, "checkpoint": ""})
+    assert learned(out) == expected
+
+
+def test_kill_9_of_a_supernode_in_training_and_of_one_in_a_query(
+    without_nodes, hospitals, folder, node_configs
+):
+    """The round goes on with who is left, as on a local engine where these clients fail."""
+    federation = without_nodes.result(timeout=2 * PATIENCE)
+    out = folder / "killed"
+    config = settings(out, "ntk-fl", rounds=1, fail_at="train:2,query:1")
+    assert learned(out) == locally(hospitals, folder, node_configs, **config)
+    whole = settings(out, "ntk-fl", rounds=1)
+    assert learned(out) != locally(hospitals, folder, node_configs, **whole)
+    assert_nothing_left(federation)
+
+
+def test_a_federation_needs_a_config_for_each_node_and_a_folder_of_its_own(federation, tmp_path):
+    with pytest.raises(ValueError, match="expected one for each of at least one node, got 1 for 2"):
+        Federation(tmp_path, 2, node_configs=[{}])
+    with pytest.raises(ValueError, match="got 0 for 0"):
+        Federation(tmp_path, 0)
+    with (
+        pytest.raises(BlockingIOError, match="another process is at work"),
+        Federation(federation.folder),
+    ):
+        pass
+    assert federation.superlink.poll() is None
+
+
+def test_a_node_that_is_not_registered_is_refused(federation):
+    """The SuperLink takes no node whose key nobody has told it."""
+    make_node_key(federation.folder / "stranger.key")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(tool("flower-supernode"), "--superlink", federation.address, "--port", str(port)),
+        *("--auth-supernode-private-key", str(federation.folder / "stranger.key")),
+        *("--root-certificates", str(federation.certificates.authority)),
+    ]
+    log = federation.folder / "stranger.log"
+    stranger = start(command, federation.environment("stranger"), log)
+    assert stranger.wait(PATIENCE) != 0
+    assert "SuperNode ID" not in log.read_text(encoding="utf-8")
+    assert "The SuperNode could not establish a connection" in log.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------- bundle, wheel, command
+
+SIMULATE = """
+import subprocess, sys
+from pathlib import Path
+from fedntk.simulations.flwr_run import superlink
+from fedntk.simulations.processes import tool
+app, home, config = sys.argv[1:]
+with superlink(Path(home)) as (_, environment):
+    command = [tool("flwr"), "run", app, "fedntk", "--stream", "--run-config", config]
+    command += ["--federation-config", "num-supernodes=3"]
+    subprocess.run(command, env=environment, check=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with fedntk from a wheel; what it needs is this environment's."""
+    folder = tmp_path_factory.mktemp("installed")
+    uv = [sys.executable, "-m", "uv"]
+    quiet = {"check": True, "capture_output": True, "cwd": folder}
+    subprocess.run([*uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT], **quiet)
+    (wheel,) = (folder / "dist").glob("fedntk-*.whl")
+    subprocess.run([*uv, "venv", "--python", sys.executable, folder / "venv"], **quiet)
+    python = folder / "venv" / "bin" / "python"
+    flower = f"flwr=={importlib.metadata.version('flwr')}"  # for commands of its own
+    install = [*uv, "pip", "install", "--no-deps", "--python", python, wheel, flower]
+    subprocess.run(install, **quiet)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    where = [python, "-c", "import fedntk.simulations; print(fedntk.simulations.__file__)"]
+    found = subprocess.run(where, **quiet).stdout.decode().strip()
+    assert Path(found).is_relative_to(packages)
+    return python
+
+
+@pytest.fixture(scope="module")
+def bundle(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the Flower app as it comes out of a bundle that `flwr build` makes of the wheel."""
+    folder = tmp_path_factory.mktemp("bundle")
+    (app,) = (installed.parents[1] / "lib").glob("python*/site-packages/fedntk/simulations")
+    build = [installed.parent / "flwr", "build", "--app", app]
+    done = subprocess.run(build, check=True, capture_output=True, text=True, cwd=folder)
+    assert "missing" not in done.stdout  # of the properties that it recommends
+    (file,) = folder.glob("*.fab")
+    assert file.stat().st_size < 10_000_000
+    with zipfile.ZipFile(file) as packed:
+        assert 0 < len(packed.infolist()) < 1000
+        for info in packed.infolist():
+            assert info.file_size < 1_000_000
+            assert info.filename.endswith((".toml", "LICENSE", ".info/CONTENT")), info.filename
+        described = tomllib.loads(packed.read("pyproject.toml").decode())
+        assert packed.read("LICENSE") == (ROOT / "LICENSE").read_bytes()
+        packed.extractall(folder / "app")
+    assert described["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    return folder / "app"
+
+
+def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
+    installed, bundle, tmp_path, monkeypatch
+):
+    """With fedntk from a wheel; both learn the local engine's bits, and leave nothing running."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "method": "ntk-fl",
+        "num-clients": 3,
+        "clients-per-round": 3,
+        "clients-per-evaluation": 0,
+        "train-examples": 60,
+        "rounds": 1,
+    }
+    expected = run(Config.parse({**settings, "out": tmp_path / "local"}), progress=False)
+    text = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+    environment = {**os.environ, **ONE_THREAD}
+    environment.pop("FLWR_HOME", None)
+    simulate = [installed, "-c", SIMULATE, bundle, tmp_path / "flwr"]
+    deploy = [installed, "-m", "fedntk.simulations.federation", "run", bundle, "--nodes", "3"]
+    deploy += ["--folder", tmp_path / "federation", "--run-config"]
+    for name, command in (("simulated", simulate), ("deployed", deploy)):
+        arguments = [*command, f'{text} out="{tmp_path / name}"']
+        done = subprocess.run(
+            arguments, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        learned, wanted = load_model(tmp_path / name), load_model(expected.folder)
+        assert {k: v.tobytes() for k, v in learned.items()} == {
+            k: v.tobytes() for k, v in wanted.items()
+        }, name
+    typed = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    assert [line.split()[1] for line in typed].count("flower-supernode") == 3
+    assert any(line.startswith("$ flwr supernode register ") for line in typed)
+    assert any("--enable-supernode-auth" in line for line in typed)
+    assert processes_with(MARK, str(tmp_path / "federation")) == []
+
+
+def test_flower_finds_nothing_to_install_for_the_bundle(bundle, tmp_path):
+    """As it does before a run, if it is let: offline, and with an empty cache."""
+    sync = [sys.executable, "-m", "uv", "sync", "--offline", "--cache-dir", tmp_path / "cache"]
+    sync += ["--python", sys.executable, "--no-install-project", "--inexact"]
+    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")}
+    done = subprocess.run(
+        sync, cwd=bundle, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    assert [path.name for path in packages.iterdir() if path.is_dir()] == []
+
+
+def test_the_command_makes_keys_for_several_machines(tmp_path):
+    made = CliRunner().invoke(
+        cli, ["keys", str(tmp_path), "--host", "fl.example.org", "--host", "10.1.2.3"]
+    )
+    assert made.exit_code == 0, made.output
+    names = ["ca.pem", "server.pem", "server.key"]
+    names += [f"node-{i}.key{end}" for i in range(3) for end in ("", ".pub")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in ("server.key", "node-0.key"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    authority = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
+    server = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
+    server.verify_directly_issued_by(authority)
+    hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert list(map(str, hosts.get_values_for_type(x509.IPAddress))) == ["10.1.2.3"]
+
+
+def test_the_command_refuses_too_few_node_configs():
+    refused = CliRunner().invoke(cli, ["run", "--nodes", "2", "--node-config", "partition-id=0"])
+    assert refused.exit_code == 2
+    assert "expected one for each of 2 nodes, got 1" in refused.output
