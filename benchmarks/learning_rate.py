@@ -96,7 +96,7 @@ def curves(rounds: pd.DataFrame) -> Figure:
         axis.set(title=model, xlabel="communication round", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy on 2,000 validation images")
-    axes[1].legend(title="learning rate", loc="lower right")
+    axes[0].legend(title="learning rate", loc="lower right")
     return figure
 
 
@@ -122,6 +122,7 @@ def main() -> None:
         key: value
         for key, value in next(iter(configs.values())).values().items()
         if key not in ("out", "data-dir", "dataset", "learning-rate", "model", "name")
+        and key != "ntk-fl.auto-learning-rate"
     }
     summary = {
         "machine": machine(),
