@@ -21,6 +21,7 @@ import pandas as pd
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from fedntk.ntk.evolution import AUTO_STEPS
 from fedntk.simulations import Config, compare, read_runs
 from fedntk.simulations.data import load_data
 from fedntk.simulations.figures import COLOURS, MARKERS
@@ -128,6 +129,7 @@ def main() -> None:
         "machine": machine(),
         "validation-examples": VALIDATION,
         "settings": settings,
+        "steps-of-auto": list(AUTO_STEPS),
         "splits": sorted(split),
         "runs": {run: row(rounds, run, arguments.rounds) for run in configs},
     }
