@@ -1,5 +1,6 @@
 """Every example runs and prints what it says; every link leads somewhere; no page lags behind."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -172,6 +173,37 @@ def test_every_citation_of_the_citation_file_is_in_the_bibliography():
     titles = [re.sub(r"[{}]", "", title) for title in titles]
     for reference in yaml.safe_load(text_of(ROOT / "CITATION.cff"))["references"]:
         assert reference["title"] in titles
+
+
+def patterns() -> list["re.Pattern[str]"]:
+    """What the texts in the code can become: values where they are filled in."""
+    found = []
+    for room in ("clients", "strategies"):
+        for path in (ROOT / room).glob("*.py"):
+            tree = ast.parse(text_of(path))
+            texts = [[node] for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            texts += [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+            for parts in texts:
+                literal = [p.value for p in parts if isinstance(p, ast.Constant)]
+                if sum(len(part) for part in literal if isinstance(part, str)) < 25:
+                    continue
+                pattern = "".join(
+                    re.sub(r"%[.\d]*[a-z]", ".+", re.escape(p.value))
+                    if isinstance(p, ast.Constant)
+                    else ".+"
+                    for p in parts
+                )
+                found.append(re.compile(pattern))
+    return found
+
+
+def test_messages_on_the_page_of_mismatches_are_those_of_the_code():
+    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    said = re.findall(r"^- `([^`]+)`$", page, re.MULTILINE)
+    known = patterns()
+    assert len(said) > 15
+    for message in said:
+        assert any(pattern.fullmatch(message) for pattern in known), message
 
 
 def test_the_changelog_is_sectioned():

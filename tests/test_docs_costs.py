@@ -152,7 +152,8 @@ def test_what_ntk_fl_sends_and_holds(structure, refusals):
         lambda _: NTKFLClient(network(), *examples(0), structure=structure),
         clients=clients,
     )
-    known = {"P": P, "n": EXAMPLES, "C": CLASSES, "T": len(steps)}
+    known = {"P": P, "n": EXAMPLES, "C": CLASSES, "T": len(strategy.steps)}  # with t = 0
+    assert len(strategy.steps) == len(steps) + 1
     assert set(grid.down["train"]) == {evaluated(costs["down, to train"], **known)}
     assert set(grid.down["evaluate"]) == {evaluated(costs["down, to evaluate"], **known)}
     (candidates,) = (f for row, f in costs.items() if row.startswith("down, candidates"))
@@ -333,6 +334,8 @@ def test_what_a_client_of_tct_keeps_on_disk(dtype, tmp_path):
     assert "raw" not in sizes  # it goes when the features are normalised
     kernel = evaluated(costs["kernel and its eigendecomposition"], **known) + 8 * EXAMPLES
     assert 0 <= sum(sizes["kernel"] + sizes["spectrum"]) - kernel < 1500
+    checksums = evaluated(costs["checksums of its examples"], **known)
+    assert 0 <= sum(sizes["examples"]) - checksums < 700
     states = costs["corrections of its newest 20 rounds"].split(" each")[0]
     models = costs["models of its newest 2 rounds"].split(" each")[0]
     assert (len(sizes["state"]), len(sizes["sent"])) == (20, 2)
