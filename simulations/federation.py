@@ -25,14 +25,15 @@ from typing import Annotated, Self
 
 import typer
 
+from fedntk.ntk.files import claimed
+
 from .certificates import Certificates, make_certificates, make_node_key
 from .errors import RunFailed, with_extra_named
 
 try:
     import tomli_w
 
-    from .files import claimed
-    from .processes import (
+        from .processes import (
         Process,
         end,
         flower_environment,
