@@ -33,7 +33,7 @@ from .errors import RunFailed, with_extra_named
 try:
     import tomli_w
 
-        from .processes import (
+    from .processes import (
         Process,
         end,
         flower_environment,
