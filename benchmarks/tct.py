@@ -145,11 +145,14 @@ def solve(
     n: int, steps: list[int], loops: list[int], num_features: int, data_dir: str | None
 ) -> list[dict[str, Any]]:
     """Time rounds of a client of two classes, closed and looped."""
-    from fedntk.ntk import FeatureMap, Moments, Normaliser
+    from fedntk.clients.disk_store import example_digests
+    from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
     from fedntk.ntk.convex import Spectrum, residual_sum
     from fedntk.ntk.features import FeatureRows
 
     x, y = examples(data_dir, "FashionMNIST", n, (0, 1))
+    order = np.lexsort(example_digests(x, one_hot(y, 10)).T)  # in which the client keeps them
+    x, y = x[order], y[order]
     others, _ = examples(data_dir, "FashionMNIST", 1000, tuple(range(10)))
     extract = FeatureMap(num_features=num_features).extractor(network())
     normaliser = Normaliser.of(  # over all classes, as if of all clients

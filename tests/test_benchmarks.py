@@ -47,7 +47,7 @@ def test_rounds_without_training_take_time_and_every_client_answers(monkeypatch)
     seconds = idle.rounds(LocalGrid(idle.client, 4, {}), 4, 3)
     assert len(seconds) == 3
     assert min(seconds) > 0
-    with pytest.raises(RuntimeError, match="expected 4 replies a round, got"):
+    with pytest.raises(RuntimeError, match="no client's reply could be used"):
         idle.rounds(LocalGrid(ClientApp(), 4, {}), 4, 1)  # an app that answers with errors
 
 

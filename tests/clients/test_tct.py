@@ -422,7 +422,11 @@ def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_
     old = time.time() - 25 * 3600
     for name in (("a", "7"), ("a", "17")):
         os.utime(folders[name] / "key.json", (old, old))
+    empty = tmp_path / "run-d-client-7"  # of a run that ended in stage 1
+    empty.mkdir()
+    os.utime(empty, (old, old))
     begin("c", own)
+    assert not empty.exists()
     there = {name for name, path in folders.items() if path.exists()}
     assert there == {("b", "7"), ("a", "17")}  # used today; another client's
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fedntk.clients import SGDClient
 from fedntk.ntk import BadReply
+from fedntk.ntk.files import claimed
 from fedntk.strategies import NoUsableReply, SeededFedAvg, rounds
 
 from .federation import (
@@ -131,6 +132,21 @@ def test_a_false_evaluation_counts_as_none(accuracy):
     for name in ("accuracy", "loss", "num-examples", "replies-accepted"):
         assert false.evaluate_metrics[1][name] == silent.evaluate_metrics[1][name]
     assert false.evaluate_metrics[1]["replies-rejected"] == 1
+
+
+def test_accuracies_in_percent_are_taken_if_most_clients_have_them():
+    """Five of six report 100 times their share; the sixth's 0.4 is a percentage like theirs."""
+    percent = with_metrics(accuracy=37.5)
+    results = {}
+    for count in (5, 1):
+        strategy = SeededFedAvg(min_evaluate_nodes=6)
+        changes = dict.fromkeys(range(count), percent)
+        start(strategy, Grid(CLIENTS, changes=changes, changed_kind="evaluate"))
+        results[count] = strategy.evaluate_metrics[1]
+    assert results[5]["replies-accepted"] == 6
+    assert results[5]["accuracy"] > 20
+    assert (results[1]["replies-accepted"], results[1]["rejected-metrics"]) == (5, 1)
+    assert results[1]["accuracy"] <= 1
 
 
 def test_clients_cannot_add_metrics_without_end():
@@ -338,6 +354,38 @@ def test_a_checkpoint_of_other_settings_or_another_network_is_refused(tmp_path):
     assert bits(checkpointed(tmp_path, 3)) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS), 3))
 
 
+def test_a_checkpoint_of_a_larger_network_or_another_configuration_is_refused(tmp_path):
+    """The smaller network's names and shapes are all there."""
+
+    def run(net: nn.Module, **config: float) -> None:
+        initial = ArrayRecord(dict(net.state_dict()))
+        own = ConfigRecord(config)
+        grid = Grid(app(lambda model, *data, **o: SGDClient(net, *data, **o)))
+        strategy = SeededFedAvg(**ALL)
+        strategy.start(grid, initial, num_rounds=1, train_config=own, checkpoint=tmp_path)
+
+    layers = [nn.Linear(4, 3), nn.Linear(3, 3)]
+    run(nn.Sequential(*layers), lr=0.1)
+    with pytest.raises(ValueError, match=r"of another network, which differs in \['1.weight', '1"):
+        run(nn.Sequential(*layers[:1]), lr=0.1)
+    with pytest.raises(ValueError, match=r"a run with train_config = {'lr': 0.1}, got {'lr': 0.2}"):
+        run(nn.Sequential(*layers), lr=0.2)
+
+
+def test_a_finished_run_and_other_first_weights_are_said(tmp_path, caplog):
+    checkpointed(tmp_path, 2)
+    with caplog.at_level(WARNING, "flwr"):
+        checkpointed(tmp_path, 2, net=network(1))
+    said = [m for m in caplog.messages if str(tmp_path) in m]
+    assert "began with other weights than those given now, which are not used" in said[0]
+    assert "all 2 rounds have been run before, and none is run now" in said[1]
+
+
+def test_two_processes_do_not_share_a_checkpoint(tmp_path):
+    with claimed(tmp_path, "checkpoint"), pytest.raises(BlockingIOError, match="another process"):
+        checkpointed(tmp_path)
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     checkpointed(tmp_path, 3)
     newest = max(tmp_path.glob("*.safetensors"))
@@ -351,7 +399,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
 def test_a_checkpoint_that_cannot_be_written_is_said_before_the_first_round(tmp_path):
     (tmp_path / "file").write_text("no folder")
     grid = Grid(CLIENTS)
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ValueError, match="checkpoint: expected a folder, got the file"):
         SeededFedAvg(**ALL).start(
             grid, ArrayRecord(dict(network().state_dict())), checkpoint=tmp_path / "file"
         )

@@ -321,6 +321,14 @@ def test_a_run_with_checkpoints_that_crashed_goes_on_to_the_same_bits(method, st
     assert over.train_metrics_clientapp.keys() == again.train_metrics_clientapp.keys()
 
 
+def test_a_second_run_of_an_object_begins_anew(method):
+    make, clients = method
+    strategy = make()
+    first = start(strategy, Grid(clients), rounds=3)
+    assert bits(start(strategy, Grid(clients), rounds=3)) == bits(first)
+    assert sorted(strategy.train_metrics) == [1, 2, 3]
+
+
 class Failing(Grid):
     """Fails at an exchange of a stage, once there were some of it."""
 

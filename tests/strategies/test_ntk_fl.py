@@ -179,6 +179,11 @@ def test_a_round_never_raises_the_loss_that_it_sees(selection, caplog):
     assert "use learning_rate='auto', a lower rate, or steps below it" in said
 
 
+def test_a_grid_without_a_step_is_refused():
+    with pytest.raises(ValueError, match=r"steps: expected at least one t above 0, got \[0\]"):
+        NTKFL(learning_rate=0.1, steps=[0])
+
+
 def test_with_no_step_allowed_the_loss_falls_round_by_round_or_stays():
     """Of all clients' examples, at a rate at which the paper's grid makes it rise."""
     losses = {}

@@ -469,12 +469,12 @@ def test_a_client_that_lost_the_network_evaluates_all_the_same(clients, tmp_path
     assert grid.exchanges[-2:] == [("evaluate", 6), ("evaluate", 1)]
 
 
-def restless(cache: Path, change: Callable[[Tensor, Tensor], Any]) -> ClientApp:
+def restless(cache: Path, change: Callable[[Tensor, Tensor], Any], **options: Any) -> ClientApp:
     """Clients whose client_fn gives other tensors in each message, as shuffling loaders do."""
 
     def client_fn(context: Context) -> TCTClient:
         partition = int(context.node_config["partition-id"])
-        return TCTClient(network(), *change(*examples(partition)), cache=cache)
+        return TCTClient(network(), *change(*examples(partition)), cache=cache, **options)
 
     return client_app(client_fn)
 
@@ -497,7 +497,72 @@ def test_clients_whose_loaders_shuffle_learn_as_those_whose_do_not(tmp_path):
     assert bits(results[0]) == bits(results[1])
 
 
-def test_clients_that_augment_anew_in_each_message_are_told_and_still_learn(tmp_path, caplog):
+@pytest.mark.parametrize("keep", ["features", "nothing"])
+def test_two_runs_at_once_with_equal_settings_do_not_disturb_each_other(tmp_path):
+    """Of other examples, in one cache, round by round in turns."""
+
+    def run(cache: Path, shift: float, alone: bool) -> Any:
+        clients = restless(cache, lambda x, y: (x + shift, y))
+        strategy = make()
+        if alone:
+            return bits(start(strategy, Grid(clients), rounds=5))
+        original = strategy.configure_train
+
+        def other_first(server_round: int, *arguments: Any) -> Any:
+            if server_round == 3:
+                others.append(run(cache, 1.0 - shift, True))
+            return original(server_round, *arguments)
+
+        strategy.configure_train = other_first  # type: ignore[method-assign]
+        return bits(start(strategy, Grid(clients), rounds=5))
+
+    others: list[Any] = []
+    expected = [run(tmp_path / str(shift), shift, True) for shift in (0.0, 1.0)]
+    assert [run(tmp_path / "both", 0.0, False), *others] == expected
+
+
+def test_a_client_with_more_examples_than_before_counts_as_before(tmp_path, caplog):
+    calls: dict[int, int] = {}
+
+    def grow(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        calls[len(x)] = calls.get(len(x), 0) + 1
+        more = calls[len(x)]
+        return torch.cat([x, x[:1] + torch.arange(more)[:, None]]), torch.cat(
+            [y, y[:1].repeat(more)]
+        )
+
+    strategy = make()
+    with caplog.at_level(WARNING, "flwr"):
+        start(strategy, Grid(restless(tmp_path, grow)), rounds=5)
+    assert [strategy.train_metrics[r]["replies-accepted"] for r in range(1, 6)] == [6] * 5
+    assert "client 0 had 6 examples before and has 7 now; it counts with 6" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        (FedProx(proximal_mu=0.1), FedProx(proximal_mu=10.0), "proximal_mu"),
+        (FedAvg(fraction_train=1.0), FedAvg(fraction_train=0.5), "fraction_train"),
+        (SeededFedAvg(), SeededFedAvg(seed=3), "seed"),
+        (FedAvg(), FedAdam(), "strategy"),
+    ],
+)
+def test_a_state_with_another_bootstrap_is_refused(before, after, name):
+    with pytest.raises(ValueError, match=f"expected bootstrap = .*{name}"):
+        make(bootstrap=after).load_state_dict(make(bootstrap=before).state_dict())
+
+
+def test_an_evaluation_that_takes_all_arrays_for_the_networks_is_told_what_to_use(clients):
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        network().load_state_dict(arrays.to_torch_state_dict())
+        return MetricRecord({})
+
+    initial = ArrayRecord(dict(network().state_dict()))
+    with pytest.raises(RuntimeError, match=r"TCT passes it .* use strategy.predictor\(arrays\)"):
+        make().start(Grid(clients), initial, num_rounds=1, evaluate_fn=evaluate)
+
+
+def test_clients_that_augment_anew_in_each_message_are_told_and_still_learn(tmp_path, caplog, keep):
     generator = torch.Generator().manual_seed(0)
 
     def augment(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,7 +570,7 @@ def test_clients_that_augment_anew_in_each_message_are_told_and_still_learn(tmp_
 
     strategy = make(learning_rate=0.05)
     with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, Grid(restless(tmp_path, augment)), rounds=20)
+        after = start(strategy, Grid(restless(tmp_path, augment, keep=keep)), rounds=20)
     for number in range(2, 21):
         metrics = strategy.train_metrics[number]
         assert (metrics["replies-accepted"], metrics["examples-changed"]) == (6, 1.0)

@@ -1,0 +1,112 @@
+"""How client_app makes clients: one at a time, each with random numbers of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from fedntk.clients import NTKFLClient, SGDClient, client_app
+from fedntk.simulations.engines import LocalGrid
+from fedntk.strategies import NTKFL, NoUsableReply, SeededFedAvg
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 3
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Adds noise from torch's global generator each time that an example is read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return X[i] + torch.randn(4), int(Y[i])
+
+
+class Net(nn.Module):
+    """A user's own network, built anew in each message, whose weights and dropout draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.drop, self.out = nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(torch.relu(self.hidden(x))))
+
+
+def first_weights() -> ArrayRecord:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ArrayRecord(dict(Net().state_dict()))
+
+
+def trained(kind: str, workers: int) -> dict[str, bytes]:
+    def client_fn(context: Context) -> NumPyClient:
+        if kind == "augmentation":
+            return NTKFLClient(Net(), Augmented())
+        return SGDClient(Net(), X, Y, batch_size=4, local_epochs=3)
+
+    strategy = (
+        NTKFL(learning_rate=0.1, steps=[20], fraction_evaluate=0.0)
+        if kind == "augmentation"
+        else SeededFedAvg(fraction_evaluate=0.0)
+    )
+    with LocalGrid(client_app(client_fn), 12, {}, workers=workers) as grid:
+        result = strategy.start(grid, first_weights(), num_rounds=2)
+    return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+
+@pytest.mark.parametrize("kind", ["augmentation", "dropout"])
+def test_clients_in_threads_do_not_draw_each_others_numbers(kind):
+    """client_fn builds a network, which draws from the generator that reading and dropout use."""
+    expected = trained(kind, 1)
+    for _ in range(3):
+        assert trained(kind, 4) == expected
+
+
+def test_clients_without_a_seed_draw_numbers_of_their_own():
+    """By their ids in the federation, and the same in each exchange of a round."""
+    seen: dict[int, list[Tensor]] = {}
+
+    def client_fn(context: Context) -> NumPyClient:
+        class Watching(NTKFLClient):
+            def training_examples(self, config: Any) -> tuple[Tensor, Tensor]:
+                x, targets = super().training_examples(config)
+                seen.setdefault(int(context.node_config["partition-id"]), []).append(x)
+                return x, targets
+
+        return Watching(Net(), Augmented())
+
+    strategy = NTKFL(learning_rate=0.1, steps=[20], fraction_evaluate=0.0)
+    strategy.start(LocalGrid(client_app(client_fn), 2, {}), first_weights(), num_rounds=1)
+    for fit, query in seen.values():
+        assert torch.equal(fit, query)
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(3, (3,)), ((1, 2), (1, 2)), (None, (0,))])
+def test_a_seed_may_be_one_number(seed, expected):
+    client = SGDClient(nn.Linear(4, 3), X, Y, seed=seed)
+    assert client.seed == expected
+    client.identify("7")
+    assert (client.seed == expected) == (seed is not None)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", (0, -1), (0, "a")])
+def test_a_seed_that_is_none_is_refused(seed):
+    with pytest.raises(ValueError, match="seed: expected a whole number of at least 0, or sever"):
+        SGDClient(nn.Linear(4, 3), X, Y, seed=seed)
+
+
+def test_a_client_fn_of_older_tutorials_is_told_what_to_return():
+    def client_fn(context: Context) -> Any:
+        return SGDClient(nn.Linear(4, 3), X, Y).to_client()
+
+    strategy = SeededFedAvg(fraction_evaluate=0.0)
+    initial = ArrayRecord(dict(nn.Linear(4, 3).state_dict()))
+    with pytest.raises(NoUsableReply, match=r"return the client itself, without .to_client\(\)"):
+        strategy.start(LocalGrid(client_app(client_fn), 2, {}), initial, num_rounds=1)
