@@ -24,6 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from .model_probe import dtype_name, one_line
 from .randomness import seeded_generators
 
 __all__ = ["Columns", "Data", "LabelledExamples", "class_numbers", "labelled_examples"]
@@ -143,8 +144,8 @@ class _FromDataset(LabelledExamples):
             batch = self.collate(items)
         except (TypeError, RuntimeError) as error:
             raise ValueError(
-                f"{self.name}: its examples cannot be put into a batch ({_one_line(error)}); give "
-                "the dataset a transform to tensors of one shape, or with_format('torch')"
+                f"{self.name}: its examples cannot be put into a batch ({one_line(error)}); give "
+                "the dataset a transform to tensors of floating point, all of one shape"
             ) from error
         x, y = (
             _batch_tensor(self.name, what, part)
@@ -184,7 +185,21 @@ def labelled_examples(
         If `x` is something else.
     """
     labels = name.replace("x", "y")
-    if hasattr(x, "__array__"):
+    if isinstance(x, tuple) and len(x) == 2 and y is None and all(map(_is_array, x)):
+        raise TypeError(
+            f"{name}: expected a Tensor, array, Dataset or DataLoader, got a tuple of two arrays; "
+            f"give them as two arguments, {name} and {labels}"
+        )
+    if columns is not None and (isinstance(columns, str) or len(columns) != 2):
+        raise ValueError(
+            f"columns: expected two names or positions, such as ('img', 'label'), got {columns!r}"
+        )
+    if _is_array(x):
+        if columns is not None:
+            raise ValueError(
+                f"columns: expected none, as {name} is {_a(x)} without columns, got {columns!r}; "
+                "leave them out"
+            )
         if y is None:
             raise ValueError(
                 f"{labels}: expected a label for each of the {len(x)} examples in {name}, got "
@@ -205,6 +220,11 @@ def labelled_examples(
         return _from_loader(name, x, columns)
     _require_map_style(name, x)
     return _FromDataset(name, x, range(len(x)), default_collate, BATCH_SIZE, columns)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of examples or labels, not a single number."""
+    return hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
 
 
 def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) -> LabelledExamples:
@@ -308,7 +328,7 @@ def _batch_tensor(name: str, what: str, part: Any) -> Tensor:
         )
     raise ValueError(
         f"{name}: expected examples as one tensor, got {_a(part)}; give the dataset a transform to "
-        "tensors of one shape, or with_format('torch')"
+        "tensors of floating point, all of one shape"
     )
 
 
@@ -328,7 +348,7 @@ def _tensor(name: str, values: Any) -> Tensor:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name}: expected an array of numbers, got {_a(values)} that torch cannot take "
-            f"({_one_line(error)}); convert it to numbers, in one array"
+            f"({one_line(error)}); convert it to numbers, in one array"
         ) from error
 
 
@@ -377,8 +397,8 @@ def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tenso
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(
             f"{name} labels: expected integers, or one-hot rows (n, {num_classes}), got "
-            f"{_dtype(labels.dtype)} of shape {tuple(labels.shape)}; if they are class numbers, "
-            "convert them with .long()"
+            f"{dtype_name(labels.dtype)} of shape {tuple(labels.shape)}; if they are class "
+            "numbers, convert them with .long()"
         )
     numbers = labels.to(torch.int64).flatten()
     low, high = int(numbers.min()), int(numbers.max())
@@ -404,15 +424,6 @@ def _from_one_hot(labels: Tensor, num_classes: int, name: str) -> Tensor:
             "take the most probable class with .argmax(1)"
         )
     return values.argmax(1)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error's message in one line, of at most 300 characters."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _a(value: object) -> str:

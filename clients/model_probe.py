@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_examples", "check_dtypes", "num_outputs"]
+__all__ = ["cast_examples", "check_dtypes", "dtype_name", "num_outputs", "one_line"]
 
 
 def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
@@ -23,12 +23,15 @@ def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
     ValueError
         If one of its arrays has another.
     """
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: expected an nn.Module as the first argument, got {got}")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and tensor.dtype not in allowed:
-            known = " or ".join(_name(dtype) for dtype in allowed)
+            known = " or ".join(dtype_name(dtype) for dtype in allowed)
             raise ValueError(
-                f"model: expected arrays of {known}, which can be sent, got {_name(tensor.dtype)} "
-                f"in {name}; convert it with model.float()"
+                f"model: expected arrays of {known}, which can be sent, got "
+                f"{dtype_name(tensor.dtype)} in {name}; convert it with model.float()"
             )
 
 
@@ -60,12 +63,12 @@ def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
     ValueError
         If the model fails, or returns something else than so many scores or more.
     """
-    shape = f"shape {tuple(example.shape[1:])} and dtype {_name(example.dtype)}"
+    shape = f"shape {tuple(example.shape[1:])} and dtype {dtype_name(example.dtype)}"
     model.eval()
     try:
         outputs = model(torch.cat([example, example]))
     except Exception as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+        said = one_line(error)
         raise ValueError(
             f"model: expected it to take examples of {shape}, got its error: {said}; "
             f"{_cure(example)}"
@@ -85,8 +88,8 @@ def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
     if len(found) != 2 or found[0] != 2 or not outputs.is_floating_point():
         raise ValueError(
             f"model: expected scores of shape (2, C) for 2 examples of {shape}, got "
-            f"{_name(outputs.dtype)} of shape {found}; have its forward return one row of scores "
-            "per example"
+            f"{dtype_name(outputs.dtype)} of shape {found}; have its forward return one row of "
+            "scores per example"
         )
     return found[1]
 
@@ -95,7 +98,7 @@ def _cure(example: Tensor) -> str:
     """Say what to do with examples that a model does not take, as far as they show it."""
     cures, sizes = [], example.shape[1:]
     if example.dtype == torch.uint8:
-        cures.append("x.float() / 255")
+        cures.append("x.float() / 255, of arrays or in the dataset's transform")
     elif not example.is_floating_point():
         cures.append("x.float()")
     if len(sizes) == 3 and sizes[2] in (1, 3, 4) and sizes[0] not in (1, 3, 4):
@@ -107,5 +110,11 @@ def _cure(example: Tensor) -> str:
     return "give examples of the shape and dtype that it takes"
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype without torch's."""
     return str(dtype).removeprefix("torch.")
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message in one line, of at most 300 characters."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -440,10 +440,8 @@ def test_arguments_of_a_newer_flower_are_passed_on(monkeypatch):
 
 
 def test_a_run_whose_rounds_change_nothing_returns_what_it_began_with():
-    """Five of six replies count, and seven would be needed."""
-    strategy = SeededFedAvg(min_train_nodes=6, **ALL)
-    strategy.min_completed = 7
-    after = start(strategy, Grid(CLIENTS, changes={1: lost}))
+    """Five of six replies count, and six would be needed."""
+    after = start(SeededFedAvg(min_completed=6, **ALL), Grid(CLIENTS, changes={1: lost}))
     assert bits(after) == bits({k: v.numpy() for k, v in network().state_dict().items()})
 
 
