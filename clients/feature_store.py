@@ -46,7 +46,8 @@ def remove_stale(cache: Path, pattern: str) -> None:
     """Remove the folders that match a pattern and that nobody has used for a day."""
     for folder in cache.glob(f"{pattern}/"):
         with contextlib.suppress(FileNotFoundError):
-            used = max(path.stat().st_mtime for path in (folder, *folder.glob("key.json")))
+            key = folder / "key.json"  # is touched when the folder is used
+            used = (key if key.exists() else folder).stat().st_mtime
             if time.time() - used > STALE:
                 logger.log(INFO, "removed %s, which no run has used for a day", folder)
                 shutil.rmtree(folder, ignore_errors=True)

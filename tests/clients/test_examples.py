@@ -502,7 +502,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Hugging Face without a format": (
         lambda: {"x": huggingface("")},
-        r"x: expected examples as one tensor, got a list; .* with_format\('torch'\)",
+        r"x: expected examples as one tensor, got a list; .* tensors of floating point, all of one",
     ),
     "labels in words": (
         lambda: {"x": [(x, "cat") for x in X]},
@@ -523,15 +523,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "uint8 images": (
         lambda: {"x": X.byte(), "y": Y},
         r"model: expected it to take examples of shape \(1, 6, 6\) and dtype uint8, got its error: "
-        r".*; try x\.float\(\) / 255$",
+        r".*; try x\.float\(\) / 255, of arrays or in the dataset's transform$",
     ),
     "uint8 images of a loader": (
         lambda: {"x": loader(TensorDataset(X.byte(), Y))},
-        r"dtype uint8, .* try x\.float\(\) / 255$",
+        r"dtype uint8, .* try x\.float\(\) / 255, of arrays or in the dataset's transform$",
     ),
     "uint8 images for testing": (
         lambda: {"x": X, "y": Y, "x_test": X.byte(), "y_test": Y},
-        r"try x\.float\(\) / 255$",
+        r"try x\.float\(\) / 255, of arrays or in the dataset's transform$",
     ),
     "whole numbers": (lambda: {"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
     "channels last": (
@@ -540,7 +540,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "raw images": (
         lambda: {"x": X.permute(0, 2, 3, 1).byte(), "y": Y},
-        r"try x\.float\(\) / 255, and x\.permute\(0, 3, 1, 2\), which puts channels first$",
+        r"try x\.float\(\) / 255, .* and x\.permute\(0, 3, 1, 2\), which puts channels first$",
     ),
     "no channel": (
         lambda: {"x": X[:, 0], "y": Y},

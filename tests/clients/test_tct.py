@@ -479,7 +479,7 @@ def test_only_so_many_rounds_of_state_are_kept(tmp_path, monkeypatch):
     ]
     shrink(tmp_path)
     assert sorted(p.name for p in folder(who).iterdir()) == [
-        "key.json", "state-000008.npz", "state-000009.npz",
+        "examples-train.npz", "key.json", "state-000008.npz", "state-000009.npz",
     ]  # fmt: skip
 
 
