@@ -82,7 +82,7 @@ class TCT(BaseStrategy):
     A client is sent the network and the normaliser once, then only linear models. One that lost
     what it keeps says so and is sent it again in the same round; if its own c_k is lost, the
     corrections of all start again from zero. All clients that were ever seen count in c, each with
-    the number of examples that it reported first: another number is refused. A node that reports no
+    the number of examples that it reported first, whatever it says later. A node that reports no
     partition goes by its node id and is a new client after it registers anew, so give nodes a
     partition-id. The moments are those of the clients that answered in that one round: see
     ``min_completed``. With three clients or more, models that moved over 100 times as far as the
