@@ -38,7 +38,7 @@ from fedntk.trust.key_server import load_secret, new_secret
 
 from ..conftest import ROOT
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.federation
 APP = Path(__file__).parent / "hospital_app"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}

@@ -435,7 +435,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
     for name in ("accuracy", "train-loss", "client-accuracy"):
         pd.testing.assert_series_equal(resumed.curve(name), whole.curve(name))
     kept = {path.name[:6] for path in (resumed.folder / "cache").rglob("*.*")}
-    assert kept == {"key.js", "state-"}
+    assert kept == {"key.js", "exampl", "state-"}
 
 
 @pytest.mark.xdist_group("ray")
