@@ -1,9 +1,5 @@
 """The command ``fedntk``: run, compare, report."""
 
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +7,7 @@ import typer
 from rich.console import Console
 
 from .config import Config
-from .errors import RunFailed, with_extra_named
-from .settings import ConfigError
+from .errors import ConfigError, errors_in_one_line
 
 __all__ = ["app"]
 
@@ -74,7 +69,7 @@ def run_command(
 
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
     """
-    with _errors_in_one_line():
+    with errors_in_one_line("fedntk"):
         from .runs import run
 
         overrides = _overrides(settings)
@@ -122,7 +117,7 @@ def compare_command(
 
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
-    with _errors_in_one_line():
+    with errors_in_one_line("fedntk"):
         from .report import write_report
         from .runs import compare
 
@@ -167,7 +162,7 @@ def report_command(
 
       fedntk report runs --out report --targets 0.5,0.9
     """
-    with _errors_in_one_line():
+    with errors_in_one_line("fedntk"):
         from .report import write_report
 
         wanted = Config(targets=targets).target_accuracies if targets else None
@@ -179,7 +174,7 @@ def settings_command(
     method: Annotated[str, typer.Argument(help="Its own settings alone, such as tct.")] = "",
 ) -> None:
     """List all settings with their defaults and meanings."""
-    with _errors_in_one_line():
+    with errors_in_one_line("fedntk"):
         typer.echo("\n".join(Config.describe(method)))
 
 
@@ -212,30 +207,6 @@ def _seeds(text: str) -> list[int]:
 
 def _writers(**chosen: bool) -> list[str]:
     return [name for name, wanted in chosen.items() if wanted]
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures.
-
-    A request to terminate saves what there is, as Ctrl-C does.
-    """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except (ConfigError, FileNotFoundError) as error:
-        typer.echo(f"fedntk: {error}", err=True)
-        sys.exit(2)
-    except (RunFailed, OSError) as error:
-        typer.echo(f"fedntk: {error}", err=True)
-        sys.exit(1)
-    except ModuleNotFoundError as error:
-        typer.echo(f"fedntk: {with_extra_named(error)}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

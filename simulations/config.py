@@ -57,7 +57,7 @@ class Config(Settings):
     1000
     >>> Config.parse({"round": 3})
     Traceback (most recent call last):
-    fedntk.simulations.settings.ConfigError: unknown key 'round'; did you mean 'rounds'?
+    fedntk.simulations.errors.ConfigError: unknown key 'round'; did you mean 'rounds'?
     """
 
     method: str = setting("ntk-fl", "what to run")

@@ -1,6 +1,17 @@
-"""Runs that failed, and what to install where a module is missing."""
+"""What goes wrong in ways that users are to read: wrong settings, failed runs, missing modules."""
 
-__all__ = ["RunFailed", "with_extra_named"]
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+__all__ = ["ConfigError", "RunFailed", "errors_in_one_line", "with_extra_named"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message says which, what was expected and what came."""
 
 
 class RunFailed(RuntimeError):  # noqa: N818
@@ -16,3 +27,32 @@ def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:
         "pip install 'fedntk[simulation]'",
         name=error.name,
     )
+
+
+@contextmanager
+def errors_in_one_line(command: str) -> Iterator[None]:
+    """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures.
+
+    A request to terminate saves what there is, as Ctrl-C does.
+
+    Parameters
+    ----------
+    command : str
+        Begins each message.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except (ConfigError, FileNotFoundError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        sys.exit(2)
+    except (RunFailed, OSError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        typer.echo(f"{command}: {with_extra_named(error)}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)

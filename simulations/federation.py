@@ -12,12 +12,10 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +26,7 @@ import typer
 from fedntk.ntk.files import claimed
 
 from .certificates import Certificates, make_certificates, make_node_key
-from .errors import RunFailed, with_extra_named
+from .errors import RunFailed, errors_in_one_line, with_extra_named
 
 try:
     import tomli_w
@@ -522,7 +520,7 @@ def run_command(
             f"expected one for each of {nodes} nodes, got {len(node_config)}",
             param_hint="--node-config",
         )
-    with _errors_in_one_line(), contextlib.ExitStack() as stack:
+    with errors_in_one_line("fedntk.simulations.federation"), contextlib.ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedntk-")))
         federation = Federation(place, nodes, node_configs=node_config or None, say=typer.echo)
         stack.enter_context(federation)
@@ -551,26 +549,11 @@ def keys_command(
     node node-<i>.key (for that machine) and node-<i>.key.pub (to be registered). An organisation
     with a certificate authority of its own uses that one.
     """
-    with _errors_in_one_line():
+    with errors_in_one_line("fedntk.simulations.federation"):
         made = make_certificates(folder, host)
         public = [make_node_key(folder / f"node-{i}.key") for i in range(nodes)]
         for path in (made.authority, made.certificate, made.key, *public):
             typer.echo(str(path))
-
-
-@contextlib.contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong without a traceback; a request to terminate is taken as Ctrl-C is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except (RunFailed, OSError) as error:
-        typer.echo(f"fedntk.simulations.federation: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

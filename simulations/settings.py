@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from .errors import ConfigError
+
 __all__ = ["ConfigError", "Settings", "key_of", "nearest", "numbers", "setting"]
 
 Value = bool | float | int | str
@@ -22,10 +24,6 @@ _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("above", operator.gt, "more than"),
     ("below", operator.lt, "less than"),
 )
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work; the message says which, what was expected and what came."""
 
 
 def setting(default: Any, doc: str, *, formerly: str = "", **limits: Any) -> Any:
@@ -72,7 +70,7 @@ class Settings:
     ...     local_steps: int = setting(5, "local steps a round", at_least=1)
     >>> Mine(local_steps=0)
     Traceback (most recent call last):
-    fedntk.simulations.settings.ConfigError: mine.local-steps: expected at least 1, got 0
+    fedntk.simulations.errors.ConfigError: mine.local-steps: expected at least 1, got 0
     """
 
     table: ClassVar[str] = ""
