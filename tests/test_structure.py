@@ -3,13 +3,17 @@
 import ast
 import importlib
 import itertools
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from flwr.client import NumPyClient
 from flwr.common.config import flatten_dict
 from flwr.serverapp.strategy import Strategy
 
+import fedntk
 from fedntk.simulations.config import Config
 from fedntk.simulations.methods import own_methods
 
@@ -172,3 +176,16 @@ def test_the_flower_app_names_what_bundles_of_format_1_must():
 def test_every_configuration_file_is_valid(path):
     config = Config.load(path)
     assert path.stem.startswith(config.method.replace("-", "_"))
+
+
+def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_package(tmp_path):
+    """Such as a clone beside it: Ray's workers would run other code than the server."""
+    (tmp_path / "fedntk" / "ntk").mkdir(parents=True)
+    (tmp_path / "fedntk" / "ntk" / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    code = "import fedntk, fedntk.ntk; print(fedntk.__version__, fedntk.ntk.__file__)"
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    version, file = done.stdout.split()
+    assert version == fedntk.__version__
+    assert Path(file) == ROOT / "ntk" / "__init__.py"
