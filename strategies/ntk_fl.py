@@ -48,7 +48,7 @@ from .replies import Reply
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
 
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
-SHORT, LONG = 10, 60  # seconds: what lasts longer is logged, and comes with advice
+SHORT, LONG = 10, 60  # seconds: what lasts longer is logged, or comes with advice
 EXPENSIVE = (
     "; to make rounds cheaper use kernel='mean' (one small matrix), learning_rate='auto', "
     "a smaller last t in steps, fewer clients a round or a sampling_rate on the clients"
@@ -360,6 +360,7 @@ class _Progress:
         n, num_outputs = upload.outputs.shape
         self._what = f"the evolution of {n} examples x {num_outputs} outputs, {kernel} kernel"
         self._start = self._said = time.monotonic()
+        self._advised = False
 
     def __call__(self, step: SolverStep) -> None:
         now = time.monotonic()
@@ -367,20 +368,21 @@ class _Progress:
         if step.time == 0:
             expected = seconds / max(1, step.products) * step.expected
             if expected > SHORT:
-                cure = "" if expected < LONG else EXPENSIVE
                 logger.log(
-                    WARNING if cure else INFO,
-                    "%s, will take roughly %d products of %.2g s, %.0f s%s",
+                    INFO,
+                    "%s, will take roughly %d products of %.2g s, %.0f s",
                     self._what,
                     step.expected,
                     seconds / max(1, step.products),
                     expected,
-                    cure,
                 )
         elif now - self._said > SHORT:
             self._said = now
             message = "%s: t = %.3g of %g after %d products and %.0f s"
             logger.log(INFO, message, self._what, step.time, step.end, step.products, seconds)
+            if seconds > LONG and not self._advised:
+                self._advised = True
+                logger.log(WARNING, "%s takes more than %d s%s", self._what, LONG, EXPENSIVE)
 
 
 def matching(reply: Reply, upload: JacobianUpload) -> JacobianUpload:
