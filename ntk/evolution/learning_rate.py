@@ -24,7 +24,7 @@ MOST_PRODUCTS = 100
 
 
 def largest_eigenvalue(
-    product: Callable[[Tensor], Tensor], like: Tensor, *, tolerance: float = 1e-3
+    product: Callable[[Tensor], Tensor], like: Tensor, *, tolerance: float = 1e-4
 ) -> float:
     """Largest eigenvalue of a positive semi-definite operator, by power iteration from below.
 

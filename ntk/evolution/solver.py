@@ -276,7 +276,7 @@ def _products_for(stiffness: float) -> int:
     The stages of a step grow with the root of its stiffness, which falls as the examples are
     learned; power and factor are those of trials.
     """
-    return round(60 * stiffness**0.25)
+    return round(60 * math.sqrt(math.sqrt(stiffness)))
 
 
 def _chebyshev(x: float, degree: int) -> tuple[list[float], list[float], list[float]]:

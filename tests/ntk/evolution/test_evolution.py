@@ -460,11 +460,14 @@ def test_concatenated_clients_evolve_as_the_pooled_examples():
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 @pytest.mark.parametrize("kernel", ["mean", "full"])
 def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
-    """eta s lambda_max = 1, against float64's eigenvalues; the iteration stops within 1e-3 a step.
+    """eta s lambda_max = 1, against float64's eigenvalues.
 
-    It converges from below, so the rate is at most that much too large: here 2 %.
+    The iteration converges from below and stops when a product adds less than 1e-4, so the rate is
+    a little too large: by 2 % at most with this network.
     """
-    model = nn.Sequential(nn.Linear(5, 20), nn.ReLU(), nn.Linear(20, 3))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 20), nn.ReLU(), nn.Linear(20, 3))
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
     jac, targets = jacobian(model, x), one_hot(torch.arange(12) % 3, 3)
     dense = torch.cat([t.flatten(2) for t in jac.dense().values()], 2).double()
