@@ -51,9 +51,10 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
       ``get_properties(config)``. The reply has ``metrics``; strings, which metrics cannot hold, go
       into ``properties``.
 
-    Each reply's metrics hold ``partition-id`` too, from the node's configuration, where it has
-    one; a ``query.partition`` message asks for nothing else and loads no data, a ``query.keys``
-    message for ``get_properties({})``, which tells the key server to whom to seal.
+    Each reply's metrics hold ``partition-id`` too, from the node's configuration, or -1 where it
+    has none. A ``query.partition`` message asks for nothing else and loads no data; a
+    ``query.keys`` message asks for ``get_properties({})``, which tells the key server to whom to
+    seal.
 
     The configuration that a client is given has ``client-id`` besides what was sent: its partition,
     or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
@@ -258,8 +259,7 @@ def _reply(
     records: Mapping[str, Mapping[str, NDArray[Any]]] = MappingProxyType({}),
 ) -> Message:
     metrics, others = MetricRecord(), ConfigRecord()
-    if "partition-id" in context.node_config:
-        metrics["partition-id"] = int(context.node_config["partition-id"])
+    metrics["partition-id"] = int(context.node_config.get("partition-id", -1))
     for key, value in values.items():
         plain = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
         if isinstance(plain, str | bytes):

@@ -520,7 +520,9 @@ class BaseStrategy(FedAvg):
         excluded : collection of int
             Partitions left out.
         """
-        live = self._live(grid, max(self.min_available_nodes, minimum))
+        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
+        everyone = max(int(fraction * len(nodes)), minimum) >= len(nodes) and not excluded
+        live = self._identified(nodes, with_reply=everyone and self._is_first_sample)
         candidates = sorted(
             (self.registry.client(node), node)
             for node in live
@@ -532,23 +534,43 @@ class BaseStrategy(FedAvg):
         logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(live))
         return [candidates[i][1] for i in chosen]
 
-    def _live(self, grid: Grid, minimum: int) -> list[int]:
-        """Nodes that are there; new ones are asked for their partition, once."""
+    def _wait_for_nodes(self, grid: Grid, minimum: int) -> list[int]:
         self._grid = grid
         while len(nodes := sorted(grid.get_node_ids())) < minimum:
             logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
             time.sleep(1)
+        return nodes
+
+    @property
+    def _is_first_sample(self) -> bool:
+        """Whether no client has a past, so that what it is sent is the same whoever it is."""
+        return not self.registry.partitions and not self._rounds_loaded
+
+    def _identified(self, nodes: list[int], *, with_reply: bool) -> list[int]:
+        """Have each node's partition: ask new ones, once, or have it with their first replies."""
         if new := self.registry.unknown(nodes):
-            self.registry.add(dict.fromkeys(new))
-            for reply in self._ask(new, "query.partition"):
-                if reply.has_error() or len(reply.content.metric_records) != 1:
-                    continue
-                (record,) = reply.content.metric_records.values()
-                partition = record.get("partition-id")
-                if isinstance(partition, int) and 0 <= partition < 2**63:  # below 0: placeholders
-                    self.registry.add({reply.metadata.src_node_id: partition})
+            if with_reply:
+                self.registry.expect(new)
+            else:
+                self.registry.add(dict.fromkeys(new) | self._ask_partitions(new))
         self.registry.set_present(nodes)
         return nodes
+
+    def _ask_partitions(self, nodes: Sequence[int]) -> dict[int, int | None]:
+        return _reported_partitions(self._ask(nodes, "query.partition"))
+
+    def _identify(self, replies: Iterable[Message], sent: Exchange) -> None:
+        """Take the partitions from the first replies of nodes that were not asked beforehand."""
+        first: dict[int, Message] = {}
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if self.registry.unknown([node]) and sent.node_asked(reply) == node:
+                first.setdefault(node, reply)
+        reported = _reported_partitions(first.values())
+        if silent := [node for node in first if node not in reported]:  # such as a user's own reply
+            reported |= dict.fromkeys(silent) | self._ask_partitions(silent)
+        if reported:
+            self.registry.add(reported)
 
     # ------------------------------------------------------------- aggregation
 
@@ -579,6 +601,7 @@ class BaseStrategy(FedAvg):
         is_train = not stage.startswith(MessageType.EVALUATE)
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
+        self._identify(contents, sent)
         for message in errors:
             self._last_refusal = f"{message.error.reason}"
             if (node := sent.node_asked(message)) is not None:
@@ -721,3 +744,16 @@ class BaseStrategy(FedAvg):
         for reason, count in sorted(rejected.items()):
             metrics[f"rejected-{reason}"] = count
         return metrics
+
+
+def _reported_partitions(replies: Iterable[Message]) -> dict[int, int | None]:
+    """Return the partition that each node reports, None for one that says that it has none."""
+    reported: dict[int, int | None] = {}
+    for reply in replies:
+        if reply.has_error() or len(reply.content.metric_records) != 1:
+            continue
+        (record,) = reply.content.metric_records.values()
+        partition = record.get("partition-id")
+        if isinstance(partition, int) and -1 <= partition < 2**63:  # below 0: placeholders
+            reported[reply.metadata.src_node_id] = None if partition == -1 else partition
+    return reported

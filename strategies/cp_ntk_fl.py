@@ -88,7 +88,8 @@ class CPNTKFL(NTKFL):
         self.noise_multiplier = noise_multiplier
         self.label_noise = label_noise
         self.delta = delta
-        self.uploads_asked: Counter[int] = Counter()
+        self._asked_before: Counter[int] = Counter()  # partition -> uploads, of a loaded state
+        self._asked: Counter[int] = Counter()  # node -> uploads
         self.rounds_asked = 0
         self._num_outputs = 0  # known with the first upload
         self._was_shuffled = False
@@ -120,6 +121,14 @@ class CPNTKFL(NTKFL):
         words = ", ".join(tool for tool, used in tools.items() if used) or "no tool"
         logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
 
+    @property
+    def uploads_asked(self) -> Counter[int]:
+        """How many uploads each partition was asked for."""
+        asked = Counter(self._asked_before)
+        for node, count in self._asked.items():
+            asked[self.registry.partitions[node]] += count
+        return asked
+
     def settings(self) -> dict[str, Any]:
         """Add the tools'."""
         names = ("sparsity", "bits", "noise_multiplier", "label_noise", "delta")
@@ -140,7 +149,8 @@ class CPNTKFL(NTKFL):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self.uploads_asked = Counter({int(k): int(v) for k, v in state["uploads-asked"].items()})
+        self._asked_before = Counter({int(k): int(v) for k, v in state["uploads-asked"].items()})
+        self._asked = Counter()
         self.rounds_asked = int(state["rounds-asked"])
         self._num_outputs = int(state["num-outputs"])
 
@@ -149,9 +159,7 @@ class CPNTKFL(NTKFL):
     ) -> Iterable[Message]:
         """Step 1: broadcast the weights to a sample of the clients, and count who was asked."""
         messages = list(super().configure_train(server_round, arrays, config, grid))
-        for message in messages:
-            node = message.metadata.dst_node_id
-            self.uploads_asked[self.registry.partitions[node]] += 1
+        self._asked.update(message.metadata.dst_node_id for message in messages)
         self.rounds_asked += bool(messages)
         return messages
 

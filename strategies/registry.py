@@ -28,24 +28,37 @@ class ClientRegistry:
         self.partitions: dict[int, int] = {}
         self._owners: dict[int, int] = {}  # partition -> node that holds it
         self._silent: set[int] = set()  # nodes that reported no partition
+        self._expected: set[int] = set()  # nodes that have yet to report
         self._present: set[int] = set()
         self._sent: dict[int, frozenset[str]] = {}
 
     # --------------------------------------------------------------------- who
 
     def unknown(self, nodes: Iterable[int]) -> list[int]:
-        """Return the nodes that have not been added."""
-        return [node for node in nodes if node not in self.partitions]
+        """Return the nodes that have not reported."""
+        return [n for n in nodes if n not in self.partitions or n in self._expected]
+
+    def expect(self, nodes: Collection[int]) -> None:
+        """Add nodes that will report with their first replies, and go by their ids until then."""
+        self.add(dict.fromkeys(nodes))
+        self._expected.update(nodes)
 
     def add(self, partitions: Mapping[int, int | None]) -> None:
         """Add nodes with the partitions that they report, None for those that report none."""
         for node, partition in partitions.items():
+            if node in self._expected and self._owners.get(node) == node:
+                del self._owners[node]
+            self._expected.discard(node)
             self.partitions[node] = node if partition is None else partition
             (self._silent.add if partition is None else self._silent.discard)(node)
+        self._settle()
 
     def set_present(self, nodes: Iterable[int]) -> None:
         """Take note of who is live, and settle which of them holds a partition."""
         self._present = set(nodes) & self.partitions.keys()
+        self._settle()
+
+    def _settle(self) -> None:
         for node in sorted(self._present, key=lambda node: (node in self._silent, node)):
             owner = self._owners.get(self.partitions[node])
             usurped = owner in self._silent and node not in self._silent

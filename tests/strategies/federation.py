@@ -3,7 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ class Contract(NamedTuple):
     sends_queries: bool = False
 
 
+T = TypeVar("T", bound=BaseStrategy)
 Change = Callable[[Message], Message | list[Message] | None]
 SUPERLINK = 1_000_000  # a node id that no client has
 
@@ -125,6 +126,12 @@ def start(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarr
     initial = ArrayRecord(dict(network().state_dict()))
     result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
     return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def asked_first(strategy: T, grid: Grid) -> T:
+    """Return the strategy, all clients asked for their partitions: it may sample some of them."""
+    strategy.sample(grid, 0, "nothing", fraction=0.5, minimum=1)
+    return strategy
 
 
 def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:

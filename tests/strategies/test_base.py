@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import SGDClient, client_app
 from fedntk.ntk import BadReply
 from fedntk.ntk.files import claimed
+from fedntk.simulations.engines import LocalGrid
 from fedntk.strategies import NoUsableReply, SeededFedAvg, rounds
 
 from .federation import (
@@ -25,6 +26,7 @@ from .federation import (
     Change,
     Grid,
     app,
+    asked_first,
     bits,
     examples,
     failed,
@@ -62,7 +64,7 @@ def test_a_damaged_reply_is_dropped_and_counted_under_its_reason(kind, caplog):
 @pytest.mark.parametrize("kind", sorted(ODD))
 def test_an_odd_reply_with_good_arrays_is_used(kind):
     grid = Grid(CLIENTS, changes={2: ODD[kind]})
-    odd = start(SeededFedAvg(**ALL), grid)
+    odd = start(asked_first(SeededFedAvg(**ALL), grid), grid)
     assert grid.damaged == 1
     assert bits(odd) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS)))
 
@@ -77,7 +79,7 @@ def test_no_answer_about_a_partition_ends_the_run(kind):
     Here its id, 3, is the partition that node 4 reports and keeps.
     """
     grid = Grid(CLIENTS, changes={2: DAMAGED_REPLIES[kind][0]}, changed_kind="query.partition")
-    strategy = SeededFedAvg(**ALL)
+    strategy = asked_first(SeededFedAvg(**ALL), grid)
     start(strategy, grid)
     assert grid.damaged == 1
     assert strategy.train_metrics[1]["replies-accepted"] == 6
@@ -90,7 +92,8 @@ def test_an_error_is_booked_to_the_client_that_was_asked(error: Change):
     strategy = SeededFedAvg(**ALL)
     for client in range(6):
         strategy.registry.mark_sent(client, "network")
-    start(strategy, Grid(CLIENTS, changes={2: error}))
+    grid = Grid(CLIENTS, changes={2: error})
+    start(asked_first(strategy, grid), grid)
     lacking = [k for k in range(6) if strategy.registry.lacks(k, "network")]
     assert lacking == [2]
     assert SUPERLINK not in strategy.registry.partitions
@@ -192,27 +195,46 @@ def test_nodes_that_cannot_tell_their_partition_go_by_their_node_id():
                 return []
             return super().send_and_receive(messages, timeout=timeout)
 
-    strategy = SeededFedAvg(**ALL)
-    start(strategy, Silent(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30]))
+    grid = Silent(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30])
+    strategy = asked_first(SeededFedAvg(**ALL), grid)
+    start(strategy, grid)
     assert strategy.registry.clients() == {10, 20, 30, 50, 60, 90}
 
 
-def test_two_nodes_that_claim_one_partition_are_two_clients():
+@pytest.fixture(params=["asked first", "with the first reply"])
+def claiming(request):
+    """Return what runs a round in which some nodes claim a partition, before it or in it."""
+
+    def run(claims: dict[int, Change]) -> SeededFedAvg:
+        strategy = SeededFedAvg(min_evaluate_nodes=6)
+        if request.param == "asked first":
+            grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
+            asked_first(strategy, grid)
+        else:
+            grid = Grid(CLIENTS, changes=claims)
+        start(strategy, grid)
+        assert grid.damaged == len(claims)
+        return strategy
+
+    return run
+
+
+def test_two_nodes_that_claim_one_partition_are_two_clients(claiming):
     """Both are sampled and used; evaluations do not overwrite each other."""
-    claims = {3: with_metrics(partition_id=0)}
-    strategy = SeededFedAvg(min_evaluate_nodes=6)
-    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    strategy = claiming({3: with_metrics(partition_id=0)})
     assert strategy.registry.clients() == {0, 1, 2, -5, 4, 5}  # node 4's placeholder
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 5]
 
 
-def test_no_node_can_claim_the_placeholder_of_another():
-    """-5 is what node 4 gets once it claims a partition that another holds; no partition is it."""
-    claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=-5)}
-    strategy = SeededFedAvg(min_evaluate_nodes=6)
-    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
-    assert (strategy.registry.client(4), strategy.registry.client(6)) == (-5, 6)
+def test_no_node_can_claim_the_placeholder_of_another(claiming):
+    """-5 is what node 4 gets once it claims a partition that another holds; no partition is it.
+
+    A reply with that claim is followed by the question, which node 6 answers with its own.
+    """
+    strategy = claiming({3: with_metrics(partition_id=0), 5: with_metrics(partition_id=-5)})
+    assert strategy.registry.client(4) == -5
+    assert strategy.registry.client(6) in (5, 6)
     assert len(strategy.client_evaluations) == 6
 
 
@@ -227,16 +249,71 @@ def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
 def test_a_partition_that_cannot_be_is_none(claimed):
     """Below zero are the placeholders, here node 4's; no table holds what is over 63 bits."""
     claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
-    strategy = SeededFedAvg(min_evaluate_nodes=6)
-    start(strategy, Grid(CLIENTS, changes=claims, changed_kind="query.partition"))
+    grid = Grid(CLIENTS, changes=claims, changed_kind="query.partition")
+    strategy = asked_first(SeededFedAvg(min_evaluate_nodes=6), grid)
+    start(strategy, grid)
     assert strategy.registry.clients() == {0, 1, 2, -5, 4, 6}  # node 6 goes by its id
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, 6]
 
 
-def test_partitions_are_asked_for_once():
+def kinds_of(grid: Grid) -> list[tuple[str, int]]:
+    return [(kind, size) for kind, size in grid.exchanges if kind != "evaluate"]
+
+
+def test_partitions_come_with_the_first_replies_where_all_are_asked():
+    grid = Grid(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30])
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    start(strategy, grid, rounds=2)
+    assert kinds_of(grid) == [("train", 6), ("train", 6)]
+    assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
+    assert sorted(strategy.client_evaluations) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("options", [{"fraction_train": 0.5}, {"held_out": [0]}])
+def test_else_they_are_asked_for_once(options):
     grid = Grid(CLIENTS)
-    start(SeededFedAvg(**ALL), grid, rounds=3)
-    assert [kind for kind, _ in grid.exchanges] == ["query.partition", "train", "train", "train"]
+    start(SeededFedAvg(**ALL | {"min_train_nodes": 1} | options), grid, rounds=2)
+    assert [kind for kind, _ in grid.exchanges] == ["query.partition", "train", "train"]
+    assert grid.exchanges[0] == ("query.partition", 6)
+
+
+def test_nodes_that_failed_in_the_first_round_are_asked_before_the_second():
+    grid = Grid(CLIENTS, changes={2: failed, 4: lost})
+    strategy = SeededFedAvg(**ALL)
+    start(strategy, grid, rounds=2)
+    assert kinds_of(grid) == [("train", 6), ("query.partition", 2), ("train", 6)]
+    assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
+    assert strategy.registry.clients(departed=True) == {0, 1, 2, 3, 4, 5}
+
+
+def test_nodes_whose_own_train_function_leaves_it_out_are_asked_at_once():
+    grid = Grid(CLIENTS, changes={2: with_metrics(partition_id=None)}, node_ids=range(11, 17))
+    strategy = SeededFedAvg(**ALL)
+    weights = start(strategy, grid)
+    assert kinds_of(grid) == [("train", 6), ("query.partition", 1)]
+    assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
+    assert bits(weights) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS)))
+
+
+def test_nodes_without_a_partition_say_so_with_their_first_replies():
+    class Watched(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+            messages = list(messages)
+            kinds.extend({message.metadata.message_type for message in messages})
+            return super().send_and_receive(messages, timeout=timeout)
+
+    def client_fn(context: Context) -> SGDClient:
+        return SGDClient(network(), *examples(context.node_id), seed=(0, context.node_id))
+
+    kinds: list[str] = []
+    grid = Watched(client_app(client_fn), 3, {})
+    for context in grid.contexts.values():
+        context.node_config = {}
+    strategy = SeededFedAvg(**ALL)
+    initial = ArrayRecord(dict(network().state_dict()))
+    strategy.start(grid=grid, initial_arrays=initial, num_rounds=2)
+    assert kinds == ["train", "train"]
+    assert strategy.registry.clients() == {1, 2, 3}
 
 
 def test_each_client_is_sent_its_own_content():
@@ -262,7 +339,8 @@ def test_each_client_is_sent_its_own_content():
                     seen[node, str(greeting["stage"])] = int(greeting["client"])
             return super().send_and_receive(messages, timeout=timeout)
 
-    start(Greeting(min_evaluate_nodes=6), Watching(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30]))
+    grid = Watching(CLIENTS, node_ids=[50, 20, 90, 10, 60, 30])
+    start(asked_first(Greeting(min_evaluate_nodes=6), grid), grid)
     order = [50, 20, 90, 10, 60, 30]
     expected = {(node, s): order.index(node) for node in order for s in ("train", "evaluate")}
     assert seen == expected

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedntk.clients import SGDClient
 from fedntk.strategies import BaseStrategy
@@ -24,6 +24,7 @@ from .federation import (
     Contract,
     Grid,
     app,
+    asked_first,
     bits,
     examples,
     failed,
@@ -98,6 +99,28 @@ def test_same_seed_same_bits_whatever_the_node_ids_and_the_order_of_replies(meth
     assert trained[0] == trained[1] == trained[2]
 
 
+def test_same_bits_whether_clients_were_asked_who_they_are_or_told_it_with_their_replies(method):
+    """The nodes' ids are in another order than their partitions; one fails in the first round."""
+    make, clients = method
+    results: list[Any] = []
+
+    def failed_at_first(reply: Message) -> Message:
+        return failed(reply) if strategy.server_round == 1 else reply
+
+    for changes in ({}, {2: failed_at_first}):
+        for asked in (False, True):
+            strategy = make()
+            grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], changes=changes)
+            weights = start(asked_first(strategy, grid) if asked else strategy, grid, rounds=3)
+            state = strategy.state_dict() | {"run-key": "drawn for each run"}
+            results.append((bits(weights), json.dumps(state, default=repr)))
+            kinds = [kind for kind, _ in grid.exchanges]
+            assert ("query.partition" in kinds) == bool(asked or changes)
+            assert (kinds[0] == "query.partition") == asked
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+
+
 def test_another_seed_samples_others(method):
     make, clients = method
     trained = set()
@@ -131,7 +154,7 @@ def test_a_damaged_reply_leaves_the_result_of_the_run_without_that_client(method
 def test_an_odd_reply_with_good_arrays_is_used_as_any_other(method, kind):
     make, clients = method
     strategy, grid = make(), Grid(clients, changes={2: ODD[kind]})
-    odd = start(strategy, grid)
+    odd = start(asked_first(strategy, grid), grid)
     assert grid.damaged == 1
     assert bits(odd) == bits(start(make(), Grid(clients)))
     assert strategy.train_metrics[1]["replies-accepted"] == 6

@@ -121,7 +121,7 @@ def test_round_is_one_exchange_and_one_more_for_the_clients_rule():
     for selection, kinds in (("clients", ["train", "query"]), ("linearised", ["train"])):
         grid = Grid(app(NTKFLClient))
         start(NTKFL(selection=selection, **OPTIONS), grid)
-        assert [kind for kind, _ in grid.exchanges] == ["query.partition", *kinds]
+        assert [kind for kind, _ in grid.exchanges] == kinds
 
 
 def test_linearised_rule_takes_the_last_step_under_the_flow():
@@ -288,7 +288,7 @@ def test_validation_on_the_server_decides():
         strategy = NTKFL(selection="validation", validation_loss=validation_loss, **OPTIONS)
         grid = Grid(app(NTKFLClient))
         assert bits(start(strategy, grid)) == bits(candidates[wanted])
-        assert [kind for kind, _ in grid.exchanges] == ["query.partition", "train"]
+        assert [kind for kind, _ in grid.exchanges] == ["train"]
 
 
 def test_validation_on_held_out_clients_decides_and_they_never_train():
