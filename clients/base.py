@@ -19,6 +19,7 @@ from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
 
+from .adapter import CLIENT_ID
 from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_examples
 from .model_probe import cast_examples, check_dtypes, num_outputs
 from .projection import SealedProjection
@@ -28,7 +29,7 @@ from .weights import Scalar, get_weights, set_weights
 __all__ = ["ModelClient", "sample_size"]
 
 WEIGHTS = "weights"  # what strategies of Flower's own take
-OF_EVERY_MESSAGE = ("server-round", "client-id", SEALED_SEED)
+OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
 
 
 def sample_size(num_examples: int, sampling_rate: float) -> int:

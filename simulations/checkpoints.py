@@ -7,7 +7,7 @@ There are no generators in it: all random numbers are drawn from (seed, round, p
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.strategies.array_archive import ArrayArchive, OldFormat, Version
+from fedntk.strategies.array_archive import (
+    ArrayArchive,
+    OldFormat,
+    Version,
+    split_arrays,
+    under,
+)
 
 from .settings import ConfigError
 
@@ -158,7 +164,7 @@ class Checkpoints:
         DamagedFile
             If a file is not as it was written.
         """
-        return dict(_under("best.", self._archive.read(self._best)))
+        return under("best.", self._archive.read(self._best))
 
     @property
     def _best(self) -> list[str]:
@@ -183,10 +189,10 @@ class Checkpoints:
 
 def _to_content(checkpoint: Checkpoint) -> Record:
     """Return what is no array."""
-    best, state = checkpoint.best, checkpoint.strategy
+    best = checkpoint.best
     return {
-        "strategy": {k: value for k, value in state.items() if not isinstance(value, np.ndarray)},
-        "strategy-order": list(state),
+        "strategy": split_arrays("strategy.", checkpoint.strategy)[1],
+        "strategy-order": list(checkpoint.strategy),
         "source": checkpoint.source,
         "metrics": list(checkpoint.evaluations.names),
         "learned": checkpoint.learned,
@@ -196,17 +202,17 @@ def _to_content(checkpoint: Checkpoint) -> Record:
 
 def _from_version(found: Version) -> Checkpoint:
     arrays, content = found
-    state = {**content["strategy"], **dict(_under("strategy.", arrays))}
+    state = {**content["strategy"], **under("strategy.", arrays)}
     best = content["best"]
-    chunks = [np.zeros((0, 3), np.int64), *dict(_under("evaluation-keys.", arrays)).values()]
-    values = [np.zeros(0), *dict(_under("evaluation-values.", arrays)).values()]
+    chunks = [np.zeros((0, 3), np.int64), *under("evaluation-keys.", arrays).values()]
+    values = [np.zeros(0), *under("evaluation-values.", arrays).values()]
     return Checkpoint(
-        weights=dict(_under("weights.", arrays)),
+        weights=under("weights.", arrays),
         strategy={name: state[name] for name in content["strategy-order"]},
         source=content["source"],
         records=[
             record
-            for _, chunk in _under("records.", arrays)
+            for chunk in under("records.", arrays).values()
             for record in json.loads(chunk.tobytes())
         ],
         evaluations=Evaluations(
@@ -221,9 +227,7 @@ def _to_arrays(checkpoint: Checkpoint) -> Arrays:
     """Name all arrays of a checkpoint; records and evaluations are arrays of some rounds each."""
     arrays: Arrays = {f"weights.{name}": array for name, array in checkpoint.weights.items()}
     arrays |= {f"best.{name}": array for name, array in checkpoint.best_weights.items()}
-    for name, value in checkpoint.strategy.items():
-        if isinstance(value, np.ndarray):
-            arrays[f"strategy.{name}"] = value
+    arrays |= split_arrays("strategy.", checkpoint.strategy)[0]
     for start in range(0, len(checkpoint.records), ROUNDS):
         # bytes of an array, as the metadata of safetensors is limited to 100 MB
         text = json.dumps(checkpoint.records[start : start + ROUNDS])
@@ -234,9 +238,3 @@ def _to_arrays(checkpoint: Checkpoint) -> Arrays:
         arrays[f"evaluation-keys.{number}"] = evaluations.keys[chunk == number]
         arrays[f"evaluation-values.{number}"] = evaluations.values[chunk == number]
     return arrays
-
-
-def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    for name, array in arrays.items():
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix), array

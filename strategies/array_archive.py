@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from fedntk.ntk.files import PARTIAL, DamagedFile, whole
 
-__all__ = ["ArrayArchive", "OldFormat", "Version", "checksum"]
+__all__ = ["ArrayArchive", "OldFormat", "Version", "checksum", "split_arrays", "under"]
 
 logger = getLogger("flwr")
 FORMAT = 3
@@ -207,6 +207,17 @@ def checksum(array: NDArray[Any]) -> str:
     digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
     digest.update(array.data)
     return digest.hexdigest()
+
+
+def under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Return the arrays whose names begin with a prefix, under the rest of their names."""
+    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+
+
+def split_arrays(prefix: str, values: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Return the arrays among some values, a prefix before their names, and the others."""
+    arrays = {prefix + n: v for n, v in values.items() if isinstance(v, np.ndarray)}
+    return arrays, {n: v for n, v in values.items() if not isinstance(v, np.ndarray)}
 
 
 def _contiguous(arrays: Mapping[str, NDArray[Any]]) -> Arrays:

@@ -31,7 +31,14 @@ from fedntk.trust import SEALED_SEED
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
 from .registry import ClientRegistry, Exchange
-from .replies import NoUsableReply, Reply, check_accuracy, is_like, largest_group
+from .replies import (
+    NoUsableReply,
+    Reply,
+    accuracy_of,
+    is_like,
+    largest_group,
+    screen_accuracies,
+)
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .trust_protocols import SealedSeeds, SealsSeeds
 
@@ -275,8 +282,10 @@ class BaseStrategy(FedAvg):
         folder = Path(checkpoint)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
+        network = self.network_of(initial_arrays)
+        checkpoints = RunCheckpoints(folder, network, train_config or {})
         with claimed(folder, "checkpoint"):
-            return self._run(initial_arrays, num_rounds, RunCheckpoints(folder), **options)
+            return self._run(initial_arrays, num_rounds, checkpoints, **options)
 
     def _run(
         self,
@@ -287,10 +296,8 @@ class BaseStrategy(FedAvg):
     ) -> Result:
         """Run the rounds that remain, from the newest checkpoint if there is one."""
         before: Result | None = None
-        config = dict(options["train_config"] or {})  # before strategies add to it
-        network = self.network_of(initial_arrays)
         if checkpoints is not None:
-            found = checkpoints.newest(network, config, self.network_of)
+            found = checkpoints.newest(self.network_of)
             if found is not None:
                 initial_arrays, before = found.arrays, found.result
                 self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
@@ -299,7 +306,7 @@ class BaseStrategy(FedAvg):
 
         def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
             if checkpoints is not None:
-                checkpoints.save(server_round, arrays, self.state_dict(), result, network, config)
+                checkpoints.save(server_round, arrays, self.state_dict(), result)
 
         result = run_rounds(
             self,
@@ -544,7 +551,7 @@ class BaseStrategy(FedAvg):
     @property
     def _is_first_sample(self) -> bool:
         """Whether no client has a past, so that what it is sent is the same whoever it is."""
-        return not self.registry.partitions and not self._rounds_loaded
+        return not self.registry.partitions and self.server_round <= 1
 
     def _identified(self, nodes: list[int], *, with_reply: bool) -> list[int]:
         """Have each node's partition: ask new ones, once, or have it with their first replies."""
@@ -680,24 +687,10 @@ class BaseStrategy(FedAvg):
         self.evaluate_metrics[server_round] = metrics
         return metrics if pairs else None
 
-    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[None], Counter[str]]:
+    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Return the accepted evaluations, and how many were rejected for which reason."""
-        pairs, rejected = self.accepted(replies, lambda reply: None, MessageType.EVALUATE)
-        return self.screened_accuracies(pairs, rejected), rejected
-
-    def screened_accuracies(self, pairs: Pairs[None], rejected: Counter[str]) -> Pairs[None]:
-        """Drop the replies whose accuracy cannot be: a share, or a percentage if most have one."""
-        given = [reply.metrics.get("accuracy") for reply, _ in pairs]
-        known = sorted(value for value in given if isinstance(value, int | float))
-        most = 100 if known and known[(len(known) - 1) // 2] > 1 else 1
-        kept: Pairs[None] = []
-        for pair in pairs:
-            try:
-                check_accuracy(pair[0], most)
-                kept.append(pair)
-            except BadReply as bad:
-                self.drop(pair[0].node, bad, rejected)
-        return kept
+        pairs, rejected = self.accepted(replies, accuracy_of, MessageType.EVALUATE)
+        return self.screened(pairs, rejected, screen_accuracies), rejected
 
     def enough(self, completed: int) -> bool:
         """Whether so many valid replies may change the model; says so where they may not."""

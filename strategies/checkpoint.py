@@ -1,7 +1,7 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
-from numpy.typing import NDArray
 
-from .array_archive import ArrayArchive, checksum
+from .array_archive import ArrayArchive, checksum, split_arrays, under
 
 __all__ = ["RunCheckpoints", "RunState"]
 
@@ -40,33 +39,29 @@ class RunCheckpoints:
     ----------
     folder : Path
         Is made if it is not there.
+    network : ArrayRecord
+        With which the run is started now. If it goes on from a checkpoint, their names and shapes
+        have to be that run's; weights other than its first ones are not used, which is logged.
+    train_config : mapping
+        Of the run as it is started now. It has to be that of the run in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, network: ArrayRecord, train_config: Mapping[str, Any]) -> None:
         self._archive = ArrayArchive(folder)
+        self._network, self._train_config = network, dict(train_config)
         self._saved = -1
-        self._began = ""  # digest of the first weights
+        self._began = _digest(network)  # with these weights
 
     @property
     def folder(self) -> Path:
         """Where they are."""
         return self._archive.folder
 
-    def newest(
-        self,
-        network: ArrayRecord,
-        train_config: Mapping[str, Any],
-        network_of: Callable[[ArrayRecord], ArrayRecord],
-    ) -> RunState | None:
+    def newest(self, network_of: Callable[[ArrayRecord], ArrayRecord]) -> RunState | None:
         """Return the newest state that is whole; None if there is none.
 
         Parameters
         ----------
-        network : ArrayRecord
-            With which the run is started now. Other weights than the first ones of the run in the
-            folder are not used, which is logged.
-        train_config : mapping
-            Of the run as it is started now.
         network_of : callable
             Picks the network's arrays among the global ones.
 
@@ -79,11 +74,10 @@ class RunCheckpoints:
         found = self._archive.newest()
         if found is None:
             return None
-        state = dict(found.content["strategy"])
-        state |= dict(_under("strategy.", found.arrays))
-        arrays = dict(_under("arrays.", found.arrays))
-        everything = ArrayRecord({name: Array(array) for name, array in arrays.items()})
-        self._require_same(found.content, network, network_of(everything), train_config)
+        state = {**found.content["strategy"], **under("strategy.", found.arrays)}
+        arrays = {name: Array(array) for name, array in under("arrays.", found.arrays).items()}
+        everything = ArrayRecord(arrays)
+        self._require_same(found.content, network_of(everything))
         result = Result(everything)
         for history in HISTORIES:
             own = found.content["result"][history]
@@ -92,27 +86,22 @@ class RunCheckpoints:
         self._began = found.content["first-weights"]
         return RunState(result.arrays, state, result)
 
-    def _require_same(
-        self,
-        content: Mapping[str, Any],
-        network: ArrayRecord,
-        saved: ArrayRecord,
-        train_config: Mapping[str, Any],
-    ) -> None:
-        now, then = ({k: tuple(a.shape) for k, a in own.items()} for own in (network, saved))
+    def _require_same(self, content: Mapping[str, Any], saved: ArrayRecord) -> None:
+        own = (self._network, saved)
+        now, then = ({name: tuple(a.shape) for name, a in arrays.items()} for arrays in own)
         if now != then:
             odd = [name for name in {**then, **now} if now.get(name) != then.get(name)]
             raise ValueError(
                 f"checkpoint: {self.folder} holds a run of another network, which differs in "
                 f"{odd[:5]}; start with that network, or choose another folder"
             )
-        if content["train-config"] != dict(train_config):
+        if content["train-config"] != self._train_config:
             raise ValueError(
                 f"checkpoint: {self.folder} holds a run with train_config = "
-                f"{content['train-config']}, got {dict(train_config)}; use the same, or another "
+                f"{content['train-config']}, got {self._train_config}; use the same, or another "
                 "folder"
             )
-        if content["first-weights"] != _digest(network):
+        if content["first-weights"] != self._began:
             logger.log(
                 WARNING,
                 "%s: the run in it began with other weights than those given now, which are not "
@@ -126,8 +115,6 @@ class RunCheckpoints:
         arrays: ArrayRecord,
         strategy: Mapping[str, Any],
         result: Result,
-        network: ArrayRecord,
-        train_config: Mapping[str, Any],
     ) -> None:
         """Write the state after a round, unless it is there.
 
@@ -141,36 +128,24 @@ class RunCheckpoints:
         if server_round <= self._saved:
             return
         named = {f"arrays.{name}": array.numpy() for name, array in arrays.items()}
-        plain: dict[str, Any] = {}
-        for name, value in strategy.items():
-            if isinstance(value, np.ndarray):
-                named[f"strategy.{name}"] = value
-            else:
-                plain[name] = value
-        self._began = self._began or _digest(network)
+        own, others = split_arrays("strategy.", strategy)
         content = {
-            "train-config": dict(train_config),
+            "train-config": self._train_config,
             "first-weights": self._began,
-            "strategy": plain,
+            "strategy": others,
             "result": {
                 history: {str(k): dict(v) for k, v in getattr(result, history).items()}
                 for history in HISTORIES
             },
         }
         try:
-            self._archive.save(server_round, named, content)
+            self._archive.save(server_round, named | own, content)
         except OSError as error:
             if self._saved < 0:
                 raise
             logger.log(WARNING, "no checkpoint of round %d: %s", server_round, error)
             return
         self._saved = server_round
-
-
-def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    for name, array in arrays.items():
-        if name.startswith(prefix):
-            yield name.removeprefix(prefix), array
 
 
 def _digest(network: ArrayRecord) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +16,12 @@ from fedntk.ntk.payloads import from_npy
 __all__ = [
     "NoUsableReply",
     "Reply",
-    "check_accuracy",
+    "accuracy_of",
     "checked_weights",
     "is_like",
     "largest_group",
     "require_like",
+    "screen_accuracies",
 ]
 
 T = TypeVar("T")
@@ -226,8 +227,18 @@ def is_like(message: Message, model: ArrayRecord) -> bool:
     )
 
 
-def check_accuracy(reply: Reply, most: float = 1) -> None:
-    """Check that an accuracy, where a client reports one, is between 0 and `most`."""
-    accuracy = reply.metrics.get("accuracy", 0.0)
-    if isinstance(accuracy, int | float) and not 0 <= accuracy <= most:
-        raise BadReply("metrics", f"expected an accuracy of 0 ... {most}, got {accuracy}")
+def accuracy_of(reply: Reply) -> Any:
+    """Return the accuracy that an evaluation reports, None where it reports none."""
+    return reply.metrics.get("accuracy")
+
+
+def screen_accuracies(accuracies: Sequence[Any], _: float) -> list[BadReply | None]:
+    """Refuse accuracies that cannot be: a share, or a percentage if most clients report one."""
+    known = sorted(value for value in accuracies if isinstance(value, int | float))
+    most = 100 if known and known[(len(known) - 1) // 2] > 1 else 1
+    return [
+        BadReply("metrics", f"expected an accuracy of 0 ... {most}, got {value}")
+        if isinstance(value, int | float) and not 0 <= value <= most
+        else None
+        for value in accuracies
+    ]

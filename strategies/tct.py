@@ -47,8 +47,8 @@ from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
 from .averaging import named_arrays
-from .base import BaseStrategy, logger
-from .replies import Reply
+from .base import BaseStrategy, Pairs, logger
+from .replies import Reply, accuracy_of, screen_accuracies
 from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
 from .tct_phases import (
@@ -480,12 +480,10 @@ class TCT(BaseStrategy):
         good = [(reply, own) for reply, own in found if not isinstance(own, Lost)]
         return Answers(good, rejected, [reply.client for reply, own in lost if own.control])
 
-    def evaluations(
-        self, replies: Iterable[Message]
-    ) -> tuple[list[tuple[Reply, None]], Counter[str]]:
+    def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Check evaluations, and note who has the network."""
-        pairs, rejected, _ = self.answers(replies, lambda reply: None, MessageType.EVALUATE)
-        pairs = self.screened_accuracies(pairs, rejected)
+        pairs, rejected, _ = self.answers(replies, accuracy_of, MessageType.EVALUATE)
+        pairs = self.screened(pairs, rejected, screen_accuracies)
         if self.learned == "linear-model":
             for reply, _ in pairs:
                 self.registry.mark_sent(reply.client, "network", "normaliser")

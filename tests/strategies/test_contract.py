@@ -270,11 +270,12 @@ def test_a_users_own_aggregation_of_metrics_is_used(method):
     assert "train-loss" not in strategy.train_metrics[1]
 
 
-def test_state_saved_and_restored_mid_run_gives_the_same_bits(method):
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_state_saved_and_restored_mid_run_gives_the_same_bits(method, fraction):
     """Through JSON and copies of arrays, into a new strategy, on a grid with other node ids."""
     make, clients = method
     options = {
-        "fraction_train": 0.5, "min_train_nodes": 3, "seed": 3,
+        "fraction_train": fraction, "min_train_nodes": 3, "seed": 3,
         "fraction_evaluate": 0.5, "min_evaluate_nodes": 3,
     }  # fmt: skip
     straight = make(**options)
