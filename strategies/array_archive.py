@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ logger = getLogger("flwr")
 FORMAT = 3
 KEPT = 2  # versions
 Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
 
 
 class OldFormat(ValueError):  # noqa: N818
@@ -209,9 +210,9 @@ def checksum(array: NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
-def under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Arrays:
-    """Return the arrays whose names begin with a prefix, under the rest of their names."""
-    return {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+def under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the values whose names begin with a prefix, under the rest of their names."""
+    return {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
 
 
 def split_arrays(prefix: str, values: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:

@@ -30,7 +30,7 @@ from fedntk.trust import SEALED_SEED
 
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
-from .registry import ClientRegistry, Exchange
+from .registry import ClientRegistry, Exchange, SentParts
 from .replies import (
     NoUsableReply,
     Reply,
@@ -88,7 +88,9 @@ class BaseStrategy(FedAvg):
     Attributes
     ----------
     registry : ClientRegistry
-        Which node is which client, and what each has been sent.
+        Which node is which client.
+    sent : SentParts
+        What each client has been sent.
     global_arrays : ArrayRecord
         What the round at work, or the last one, began with.
     train_metrics, evaluate_metrics : dict of int to MetricRecord
@@ -141,15 +143,17 @@ class BaseStrategy(FedAvg):
         self.outlier_factor = outlier_factor
         self.run = run
         self.registry = ClientRegistry()
+        self.sent = SentParts()
         self.global_arrays = ArrayRecord()
         self.train_metrics: dict[int, MetricRecord] = {}
         self.evaluate_metrics: dict[int, MetricRecord] = {}
         self.client_evaluations: dict[int, dict[str, Any]] = {}
         self.server_round = 0
         self._seeds = None if key_server is None else SealedSeeds(key_server, run)
-        self._sent: dict[str, Exchange] = {}  # stage -> what its replies answer
+        self._exchanges: dict[str, Exchange] = {}  # stage -> what its replies answer
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._grid: Grid | None = None
+        self._owner: BaseStrategy | None = None
         self._rounds_loaded = 0
         self._last_refusal = ""
         self._timeout: float = 3600
@@ -442,6 +446,13 @@ class BaseStrategy(FedAvg):
         ]
         return self.addressed(nodes, contents, stage)
 
+    def work_within(self, owner: "BaseStrategy") -> None:
+        """Share the clients of another strategy, which samples them.
+
+        Then :meth:`sample` returns all nodes of the grid that the owner shows.
+        """
+        self._owner, self.registry, self._timeout = owner, owner.registry, owner._timeout
+
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add what all messages of a round tell: its number, and what must agree."""
         config["server-round"] = server_round
@@ -462,7 +473,7 @@ class BaseStrategy(FedAvg):
                 config = ConfigRecord({**own, SEALED_SEED: sealed})
                 content = RecordDict({**content, self.configrecord_key: config})
             messages += self._construct_messages(content, [node], stage)
-        self._sent[stage] = Exchange(messages)
+        self._exchanges[stage] = Exchange(messages)
         return messages
 
     def _public_keys(self, nodes: list[int]) -> Iterable[Message]:
@@ -527,6 +538,9 @@ class BaseStrategy(FedAvg):
         excluded : collection of int
             Partitions left out.
         """
+        if self._owner is not None:
+            self._grid = grid
+            return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
         nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
         everyone = max(int(fraction * len(nodes)), minimum) >= len(nodes) and not excluded
         live = self._identified(nodes, with_reply=everyone and self._is_first_sample)
@@ -604,7 +618,7 @@ class BaseStrategy(FedAvg):
         tuple of list of (Reply, T), Counter
             What was parsed, sorted by client, and how many were rejected for which reason.
         """
-        sent = self._sent.get(stage, Exchange())
+        sent = self._exchanges.get(stage, Exchange())
         is_train = not stage.startswith(MessageType.EVALUATE)
         contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
@@ -612,7 +626,7 @@ class BaseStrategy(FedAvg):
         for message in errors:
             self._last_refusal = f"{message.error.reason}"
             if (node := sent.node_asked(message)) is not None:
-                self.registry.forget(self.registry.client(node))
+                self.sent.forget(self.registry.client(node))
                 if self._seeds is not None:
                     self._seeds.forget(node)
         parsed: Pairs[T] = []

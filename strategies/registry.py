@@ -7,7 +7,7 @@ from flwr.app import Message, Metadata
 
 from fedntk.ntk import BadReply
 
-__all__ = ["ClientRegistry", "Exchange"]
+__all__ = ["ClientRegistry", "Exchange", "SentParts"]
 
 
 class ClientRegistry:
@@ -30,9 +30,6 @@ class ClientRegistry:
         self._silent: set[int] = set()  # nodes that reported no partition
         self._expected: set[int] = set()  # nodes that have yet to report
         self._present: set[int] = set()
-        self._sent: dict[int, frozenset[str]] = {}
-
-    # --------------------------------------------------------------------- who
 
     def unknown(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that have not reported."""
@@ -82,31 +79,36 @@ class ClientRegistry:
         """Return the live nodes that report one of some partitions."""
         return sorted(n for n in self._present if self.partitions[n] in partitions)
 
-    # ----------------------------------------------------------- what was sent
+
+class SentParts:
+    """What each client has been sent, and so need not be sent again."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, frozenset[str]] = {}
 
     def lacks(self, client: int, *parts: str) -> list[str]:
         """Return those of some parts that a client has not been sent."""
-        return [part for part in parts if part not in self._sent.get(client, ())]
+        return [part for part in parts if part not in self._parts.get(client, ())]
 
-    def mark_sent(self, client: int, *parts: str) -> None:
+    def mark(self, client: int, *parts: str) -> None:
         """Note that a client has been sent some parts."""
-        self._sent[client] = self._sent.get(client, frozenset()) | set(parts)
+        self._parts[client] = self._parts.get(client, frozenset()) | set(parts)
 
     def forget(self, client: int) -> None:
         """Have a client sent all parts again."""
-        self._sent.pop(client, None)
+        self._parts.pop(client, None)
 
     def forget_all(self) -> None:
         """Have all clients sent all parts again."""
-        self._sent = {}
+        self._parts = {}
 
     def state_dict(self) -> dict[str, list[str]]:
         """Return what each client was sent; placeholders end with their nodes."""
-        return {str(k): sorted(parts) for k, parts in sorted(self._sent.items()) if k >= 0}
+        return {str(k): sorted(parts) for k, parts in sorted(self._parts.items()) if k >= 0}
 
     def load_state_dict(self, state: Mapping[str, Iterable[str]]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._sent = {int(client): frozenset(parts) for client, parts in state.items()}
+        self._parts = {int(client): frozenset(parts) for client, parts in state.items()}
 
 
 class Exchange:

@@ -46,10 +46,11 @@ from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 
+from .array_archive import under
 from .averaging import named_arrays
 from .base import BaseStrategy, Pairs, logger
+from .inner import InnerStrategy
 from .replies import Reply, accuracy_of, screen_accuracies
-from .tct_bootstrap import Bootstrap
 from .tct_control import ControlVariate
 from .tct_phases import (
     Answers,
@@ -211,7 +212,7 @@ class TCT(BaseStrategy):
         if solve == "clients" and (sparsity, bits) != (0.0, UNQUANTISED):
             raise ValueError("sparsity and bits go with solve='server', got solve='clients'")
         self.network = network
-        self.bootstrap = None if bootstrap is None else Bootstrap(bootstrap, self)
+        self.bootstrap = None if bootstrap is None else InnerStrategy("bootstrap", bootstrap, self)
         self.bootstrap_rounds = bootstrap_rounds if bootstrap is not None else 0
         self.feature_map = FeatureMap(features, num_features, feature_seed, head)
         _, last = self.feature_map.last_layer(network)
@@ -253,7 +254,7 @@ class TCT(BaseStrategy):
         self.linear_rounds = 0
         self.run_key = ""
         self.control = ControlVariate(self.task.local_steps * self.task.learning_rate)
-        self.registry.forget_all()
+        self.sent.forget_all()
 
     def summary(self) -> None:
         """Log the settings."""
@@ -310,7 +311,7 @@ class TCT(BaseStrategy):
             "phase": "" if self.phase is None else self.phase.name,
             "linear-rounds": self.linear_rounds,
             "run-key": self.run_key,
-            "sent": self.registry.state_dict(),
+            "sent": self.sent.state_dict(),
             **self.control.state_dict(),
             **{BOOTSTRAP + name: value for name, value in inner.items()},
         }
@@ -327,11 +328,10 @@ class TCT(BaseStrategy):
         self.phase = by_name.get(state["phase"])
         self.linear_rounds = int(state["linear-rounds"])
         self.run_key = str(state["run-key"])
-        self.registry.load_state_dict(state["sent"])
+        self.sent.load_state_dict(state["sent"])
         self.control.load_state_dict(state)
         if self.bootstrap is not None:
-            begins = {k: v for k, v in state.items() if k.startswith(BOOTSTRAP)}
-            self.bootstrap.load_state_dict({k[len(BOOTSTRAP) :]: v for k, v in begins.items()})
+            self.bootstrap.load_state_dict(under(BOOTSTRAP, state))
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Add the linear model and the normaliser to the network's arrays.
@@ -401,7 +401,7 @@ class TCT(BaseStrategy):
             return self.phase.content_for(client, arrays, config)
         if self.learned == "network":
             return super().content_for(client, stage, self.network_of(arrays), config)
-        parts = [*self.registry.lacks(client, "network", "normaliser"), "linear"]
+        parts = [*self.sent.lacks(client, "network", "normaliser"), "linear"]
         return self.asked(self.task, parts, arrays, config)
 
     def asked(
@@ -467,7 +467,7 @@ class TCT(BaseStrategy):
         found, rejected = self.accepted(replies, parse_any, stage)
         lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
         for reply, _ in lost:
-            self.registry.forget(reply.client)
+            self.sent.forget(reply.client)
         if nodes := [reply.node for reply, own in lost if not own.control]:
             logger.log(WARNING, "%d clients lost what they kept: it is sent again", len(nodes))
             more, failed = self.exchange(nodes, stage, self.global_arrays, parse_any)
@@ -486,5 +486,5 @@ class TCT(BaseStrategy):
         pairs = self.screened(pairs, rejected, screen_accuracies)
         if self.learned == "linear-model":
             for reply, _ in pairs:
-                self.registry.mark_sent(reply.client, "network", "normaliser")
+                self.sent.mark(reply.client, "network", "normaliser")
         return pairs, rejected

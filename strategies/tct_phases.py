@@ -30,8 +30,8 @@ from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes, scree
 
 from .averaging import named_arrays, weighted_mean
 from .base import logger
+from .inner import InnerStrategy
 from .replies import Reply, require_like
-from .tct_bootstrap import Bootstrap
 
 if TYPE_CHECKING:
     from .tct import TCT
@@ -130,7 +130,7 @@ class BootstrapRounds(Phase):
 
     name = "bootstrap"
 
-    def __init__(self, tct: "TCT", bootstrap: Bootstrap, rounds: int) -> None:
+    def __init__(self, tct: "TCT", bootstrap: InnerStrategy, rounds: int) -> None:
         super().__init__(tct)
         self.bootstrap, self.rounds = bootstrap, rounds
 
@@ -178,14 +178,14 @@ class _StageTwo(Phase):
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, and those parts that the client has not been sent."""
-        parts = self.tct.registry.lacks(client, *self.needs)
+        parts = self.tct.sent.lacks(client, *self.needs)
         return self.tct.asked(self.task(client), parts, arrays, config)
 
     def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> Answers[T]:
         """Check replies, and note what those who sent good ones now have."""
         found = self.tct.answers(replies, parse, MessageType.TRAIN)
         for reply, _ in found.pairs:
-            self.tct.registry.mark_sent(reply.client, *self.needs)
+            self.tct.sent.mark(reply.client, *self.needs)
         return found
 
 
@@ -235,7 +235,7 @@ class ConvexRounds(_StageTwo):
         """Ask for M steps, with the c_k that counts and the way to know c."""
         tct = self.tct
         source = tct.control.source(client, tct.server_round)
-        if source == "last" and tct.registry.lacks(client, "linear"):
+        if source == "last" and tct.sent.lacks(client, "linear"):
             source = "sent"  # it lost the last model
         state_round = tct.control.round_of(client)
         return replace(tct.task, state_round=state_round, control=source)
@@ -243,7 +243,7 @@ class ConvexRounds(_StageTwo):
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, what the client lacks, the linear model, and c where it is sent."""
         task = self.task(client)
-        parts = [*self.tct.registry.lacks(client, "network", "normaliser"), "linear"]
+        parts = [*self.tct.sent.lacks(client, "network", "normaliser"), "linear"]
         content = self.tct.asked(task, parts, arrays, config)
         if task.control == "sent":
             control = Array(self.tct.control.value)

@@ -91,10 +91,10 @@ def test_no_answer_about_a_partition_ends_the_run(kind):
 def test_an_error_is_booked_to_the_client_that_was_asked(error: Change):
     strategy = SeededFedAvg(**ALL)
     for client in range(6):
-        strategy.registry.mark_sent(client, "network")
+        strategy.sent.mark(client, "network")
     grid = Grid(CLIENTS, changes={2: error})
     start(asked_first(strategy, grid), grid)
-    lacking = [k for k in range(6) if strategy.registry.lacks(k, "network")]
+    lacking = [k for k in range(6) if strategy.sent.lacks(k, "network")]
     assert lacking == [2]
     assert SUPERLINK not in strategy.registry.partitions
 

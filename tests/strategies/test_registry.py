@@ -5,7 +5,7 @@ from flwr.app import Error, Message, Metadata, RecordDict
 
 from fedntk.ntk import BadReply
 from fedntk.simulations._flower import become_server, stamp
-from fedntk.strategies.registry import ClientRegistry, Exchange
+from fedntk.strategies.registry import ClientRegistry, Exchange, SentParts
 
 from .federation import SUPERLINK, from_node
 
@@ -39,11 +39,9 @@ def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
 
 def test_a_node_that_registers_anew_is_the_client_it_was():
     known = registry({50: 3, 60: 4})
-    known.mark_sent(3, "network")
     known.add({70: 3})
     known.set_present([60, 70])
     assert known.client(70) == 3
-    assert known.lacks(3, "network", "normaliser") == ["normaliser"]
     assert known.clients() == {3, 4}
 
 
@@ -64,16 +62,16 @@ def test_clients_whose_node_has_left_count_if_asked():
 
 
 def test_what_was_sent_is_forgotten_and_restored():
-    known = registry({50: 3, 60: 4, 61: 4})
-    for client in known.clients():
-        known.mark_sent(client, "network", "linear")
-    known.forget(3)
-    assert known.lacks(3, "network") == ["network"]
-    again = ClientRegistry()
-    again.load_state_dict(known.state_dict())
-    assert known.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
-    known.forget_all()
-    assert known.state_dict() == {}
+    sent = SentParts()
+    for client in (3, 4, -62):
+        sent.mark(client, "network", "linear")
+    sent.forget(3)
+    assert sent.lacks(3, "network") == ["network"]
+    again = SentParts()
+    again.load_state_dict(sent.state_dict())
+    assert sent.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
+    sent.forget_all()
+    assert sent.state_dict() == {}
 
 
 # ------------------------------------------------------------------------ exchange

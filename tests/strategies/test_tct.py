@@ -583,8 +583,8 @@ def test_clients_that_augment_anew_in_each_message_are_told_and_still_learn(tmp_
 def test_a_client_without_the_network_after_an_error_is_sent_it_again(clients):
     strategy = make()
     start(strategy, Grid(clients, changes={2: failed}), rounds=3)
-    assert strategy.registry.lacks(2, "network", "normaliser") == ["network", "normaliser"]
-    assert not strategy.registry.lacks(1, "network", "normaliser")
+    assert strategy.sent.lacks(2, "network", "normaliser") == ["network", "normaliser"]
+    assert not strategy.sent.lacks(1, "network", "normaliser")
 
 
 @pytest.mark.parametrize("exchange", ["moments", "features"])

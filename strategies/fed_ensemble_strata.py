@@ -1,0 +1,144 @@
+"""Which client trains which model of an ensemble in a round.
+
+Source: Shi et al., *Fed-ensemble: Improving Generalization through Model Ensembling in Federated
+Learning*, 2021, algorithm 1, lines 2, 4 and 6.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Schedule", "Strata", "permutations"]
+
+Schedule = Literal["independent", "balanced"]
+
+
+class Strata:
+    """The clients of a run, divided at random into Q strata.
+
+    Their sizes differ by at most one when they are formed. A client that joins goes into a smallest
+    stratum; one that is gone leaves its own. At the beginning of each age, which is when all
+    permutations are drawn anew, the fewest clients are moved that make the sizes differ by at most
+    one again.
+
+    Parameters
+    ----------
+    count : int
+        Q.
+    seed : int
+        Of the first division and of all moves.
+
+    Attributes
+    ----------
+    of : dict of int to int
+        Client -> its stratum, 0 ... Q - 1.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self.of: dict[int, int] = {}
+
+    def update(self, clients: Iterable[int], server_round: int, *, new_age: bool) -> None:
+        """Take note of the clients that are there.
+
+        Parameters
+        ----------
+        clients : iterable of int
+            Their ids.
+        server_round : int
+            Seeds who goes where.
+        new_age : bool
+            Whether sizes may be evened out.
+        """
+        clients = set(clients)
+        self.of = {client: q for client, q in self.of.items() if client in clients}
+        generator = np.random.default_rng([self.seed, server_round, *b"strata"])
+        joining = sorted(clients - self.of.keys())
+        sizes = self.sizes()
+        for client in generator.permutation(joining).tolist() if joining else []:
+            self._put(client, sizes, generator)
+        while new_age and max(sizes) - min(sizes) > 1:
+            largest = int(np.argmax(sizes))
+            moved = int(generator.choice(self.members(largest)))
+            sizes[largest] -= 1
+            self._put(moved, sizes, generator)
+
+    def _put(self, client: int, sizes: list[int], generator: np.random.Generator) -> None:
+        smallest = np.flatnonzero(np.array(sizes) == min(sizes))
+        self.of[client] = int(generator.choice(smallest))
+        sizes[self.of[client]] += 1
+
+    def sizes(self) -> list[int]:
+        """Return the number of clients in each stratum."""
+        return np.bincount(list(self.of.values()), minlength=self.count).tolist()
+
+    def members(self, stratum: int) -> list[int]:
+        """Return the clients of a stratum, in their order."""
+        return sorted(client for client, q in self.of.items() if q == stratum)
+
+    def sample(self, size: int, generator: np.random.Generator) -> list[int]:
+        """Draw clients from all strata, in equal shares as far as that goes.
+
+        Parameters
+        ----------
+        size : int
+            M: how many in all. What is left over after M // Q from each is drawn from strata
+            chosen at random; a stratum with too few gives all it has.
+        generator : Generator
+            Of the round. With one stratum the draw is that of any other strategy here.
+
+        Returns
+        -------
+        list of int
+            Clients, in their order.
+        """
+        shares = np.full(self.count, size // self.count)
+        if rest := size % self.count:
+            shares[generator.choice(self.count, size=rest, replace=False)] += 1
+        chosen: list[int] = []
+        for stratum, share in enumerate(shares.tolist()):
+            members = self.members(stratum)
+            drawn = generator.choice(len(members), size=min(share, len(members)), replace=False)
+            chosen += [members[i] for i in drawn]
+        return sorted(chosen)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the stratum of each client; placeholders end with their nodes."""
+        return {str(client): q for client, q in sorted(self.of.items()) if client >= 0}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.of = {int(client): int(q) for client, q in state.items()}
+
+
+def permutations(
+    num_strata: int, num_models: int, schedule: Schedule, seed: int, age: int
+) -> NDArray[np.int64]:
+    """Draw P: in round r of the age, stratum q trains model ``P[q, r]``.
+
+    Each row is a permutation, so that in K rounds every model visits every stratum once.
+
+    Parameters
+    ----------
+    num_strata, num_models : int
+        Q and K.
+    schedule : {"independent", "balanced"}
+        ``"independent"``: each stratum draws a permutation of its own, as in algorithm 1; in a
+        round some models may be trained by several strata and some by none. ``"balanced"``: rows
+        are the shifts of one random order, dealt out at random; in each round the numbers of strata
+        that train two models differ by at most one. Each row by itself is as random as before.
+    seed, age : int
+        Seed the draw; an age has K rounds.
+
+    Returns
+    -------
+    ndarray of int64, shape (Q, K)
+    """
+    generator = np.random.default_rng([seed, age, *b"permutations"])
+    if schedule == "independent":
+        return np.stack([generator.permutation(num_models) for _ in range(num_strata)])
+    order = generator.permutation(num_models)
+    rows, columns = generator.permutation(num_strata), generator.permutation(num_models)
+    return order[(rows[:, None] + columns[None, :]) % num_models]
