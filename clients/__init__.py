@@ -7,6 +7,7 @@ from .base import ModelClient, sample_size
 from .cp_ntk_fl import CPNTKFLClient
 from .disk_store import DiskStore, cache_dir
 from .feature_store import FeatureStore, shrink
+from .fed_ensemble import FedEnsembleClient
 from .named_arrays import NamedArrays
 from .ntk_fl import NTKFLClient
 from .projection import SealedProjection, project
@@ -19,6 +20,7 @@ __all__ = [
     "CPNTKFLClient",
     "DiskStore",
     "FeatureStore",
+    "FedEnsembleClient",
     "ModelClient",
     "NTKFLClient",
     "NamedArrays",

@@ -286,6 +286,10 @@ class ModelClient(NumPyClient):
             x, targets = self.x[chosen], self.targets[chosen]
         return self._projected(x, config), targets
 
+    def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+        """Return the examples for evaluation, projected, and their one-hot targets."""
+        return self._projected(self.x_test, config), self.targets_test
+
     def _projected(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
         return x if self.projection is None else self.projection(x, config)
 
@@ -300,9 +304,10 @@ class ModelClient(NumPyClient):
             Loss, number of examples, ``{"accuracy": ...}``.
         """
         set_weights(self.model, parameters)
-        outputs = self.outputs(self._projected(self.x_test, config))
-        hits = outputs.argmax(1) == self.targets_test.argmax(1)
-        value = loss_value(outputs, self.targets_test, self.loss)
+        x, targets = self.test_examples(config)
+        outputs = self.outputs(x)
+        hits = outputs.argmax(1) == targets.argmax(1)
+        value = loss_value(outputs, targets, self.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}
 
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:

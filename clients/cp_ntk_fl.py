@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
 from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
@@ -154,10 +155,8 @@ class CPNTKFLClient(NTKFLClient):
             )
         return super().query(parameters, config)
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
-        """Loss and accuracy of the given weights on the local test examples.
+    def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+        """Return the examples for evaluation.
 
         Raises
         ------
@@ -169,4 +168,4 @@ class CPNTKFLClient(NTKFLClient):
                 "an evaluation on the training examples was asked for, which their differential "
                 "privacy does not cover; give the client test examples (x_test, y_test)"
             )
-        return super().evaluate(parameters, config)
+        return super().test_examples(config)

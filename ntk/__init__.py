@@ -6,6 +6,7 @@ The names that most programs need are here; each room (``jacobian``, ``evolution
 
 from . import threads  # noqa: F401 - before torch: it says how torch's threads wait
 from .convex import TCTModel, ridge_regression
+from .ensemble import EnsemblePredictor
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
 from .features import FeatureMap, Moments, Normaliser, entk_features, random_projection
@@ -18,6 +19,7 @@ from .predictor import NetworkPredictor, Predictor
 __all__ = [
     "BadReply",
     "CompressedUpload",
+    "EnsemblePredictor",
     "Evolution",
     "FeatureMap",
     "Jacobian",

@@ -35,7 +35,14 @@ class Predictor(nn.Module, ABC):
     """Gives each class a score; the class with the largest one is the prediction.
 
     Subclasses say how scores are computed, which loss is theirs, and which files hold them.
+
+    Attributes
+    ----------
+    loss : {"cross-entropy", "mse"}
+        That :meth:`loss_of` returns.
     """
+
+    loss: Loss
 
     @abstractmethod
     def predict(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
 from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
+from .fed_ensemble import FedEnsemble
 from .fedavg import SeededFedAvg
 from .ntk_fl import DEFAULT_STEPS, NTKFL, Selection
 from .replies import NoUsableReply
@@ -18,6 +19,7 @@ __all__ = [
     "TCT",
     "BaseStrategy",
     "ConvexOptimizer",
+    "FedEnsemble",
     "NoUsableReply",
     "SeededFedAvg",
     "Selection",

@@ -155,7 +155,7 @@ class BaseStrategy(FedAvg):
         self._grid: Grid | None = None
         self._owner: BaseStrategy | None = None
         self._rounds_loaded = 0
-        self._last_refusal = ""
+        self.last_refusal = ""
         self._timeout: float = 3600
 
     def summary(self) -> None:
@@ -353,7 +353,7 @@ class BaseStrategy(FedAvg):
         if trained and not any(metrics["replies-accepted"] for metrics in trained):
             raise NoUsableReply(
                 f"in {len(trained)} rounds no client's reply could be used; the last refused: "
-                f"{self._last_refusal or 'none came at all'}"
+                f"{self.last_refusal or 'none came at all'}"
             )
 
     @property
@@ -624,9 +624,9 @@ class BaseStrategy(FedAvg):
         rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
         self._identify(contents, sent)
         for message in errors:
-            self._last_refusal = f"{message.error.reason}"
+            self.last_refusal = f"{message.error.reason}"
             if (node := sent.node_asked(message)) is not None:
-                self.sent.forget(self.registry.client(node))
+                self.forget_sent(self.registry.client(node))
                 if self._seeds is not None:
                     self._seeds.forget(node)
         parsed: Pairs[T] = []
@@ -641,6 +641,10 @@ class BaseStrategy(FedAvg):
                 self.drop(message.metadata.src_node_id, bad, rejected)
         parsed.sort(key=lambda pair: (pair[0].client, pair[0].node))
         return parsed, rejected
+
+    def forget_sent(self, client: int) -> None:
+        """Have a client sent all parts again."""
+        self.sent.forget(client)
 
     def _require_kind(self, message: Message, stage: str) -> None:
         """Refuse weights where something else is taken, with what to do."""
@@ -663,7 +667,7 @@ class BaseStrategy(FedAvg):
     def drop(self, node: int, bad: BadReply, rejected: Counter[str]) -> None:
         """Count a reply that is not used, and log why."""
         rejected[bad.reason] += 1
-        self._last_refusal = f"node {node}: {bad}"
+        self.last_refusal = f"node {node}: {bad}"
         logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
 
     def screened(

@@ -254,8 +254,8 @@ class CPNTKFL(NTKFL):
         except Exception as error:  # whatever a server elsewhere may do
             if isinstance(error, ConnectionError) and not self._was_shuffled:
                 raise  # before anything was trained
-            self._last_refusal = f"nothing came from the shuffling server: {error}"
-            logger.log(WARNING, "%s", self._last_refusal)
+            self.last_refusal = f"nothing came from the shuffling server: {error}"
+            logger.log(WARNING, "%s", self.last_refusal)
             return [], [], rejected + Counter({"shuffling": len(pairs)})
         self._was_shuffled = True
         for node, bad in refused:

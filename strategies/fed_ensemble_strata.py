@@ -4,6 +4,7 @@ Source: Shi et al., *Fed-ensemble: Improving Generalization through Model Ensemb
 Learning*, 2021, algorithm 1, lines 2, 4 and 6.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -72,7 +73,8 @@ class Strata:
 
     def sizes(self) -> list[int]:
         """Return the number of clients in each stratum."""
-        return np.bincount(list(self.of.values()), minlength=self.count).tolist()
+        members = Counter(self.of.values())
+        return [members[q] for q in range(self.count)]
 
     def members(self, stratum: int) -> list[int]:
         """Return the clients of a stratum, in their order."""
@@ -84,8 +86,8 @@ class Strata:
         Parameters
         ----------
         size : int
-            M: how many in all. What is left over after M // Q from each is drawn from strata
-            chosen at random; a stratum with too few gives all it has.
+            M: how many in all, or all clients if they are fewer. What is left over after equal
+            shares comes from strata chosen at random; a stratum with too few gives all it has.
         generator : Generator
             Of the round. With one stratum the draw is that of any other strategy here.
 
@@ -94,13 +96,19 @@ class Strata:
         list of int
             Clients, in their order.
         """
-        shares = np.full(self.count, size // self.count)
-        if rest := size % self.count:
-            shares[generator.choice(self.count, size=rest, replace=False)] += 1
+        sizes = np.array(self.sizes())
+        shares = np.zeros_like(sizes)
+        while size > shares.sum() and (shares < sizes).any():
+            room = np.flatnonzero(shares < sizes)
+            each, rest = divmod(int(size - shares.sum()), len(room))
+            if each:
+                shares[room] = np.minimum(shares[room] + each, sizes[room])
+            else:
+                shares[generator.choice(room, size=rest, replace=False)] += 1
         chosen: list[int] = []
         for stratum, share in enumerate(shares.tolist()):
             members = self.members(stratum)
-            drawn = generator.choice(len(members), size=min(share, len(members)), replace=False)
+            drawn = generator.choice(len(members), size=share, replace=False)
             chosen += [members[i] for i in drawn]
         return sorted(chosen)
 
@@ -141,4 +149,5 @@ def permutations(
         return np.stack([generator.permutation(num_models) for _ in range(num_strata)])
     order = generator.permutation(num_models)
     rows, columns = generator.permutation(num_strata), generator.permutation(num_models)
-    return order[(rows[:, None] + columns[None, :]) % num_models]
+    shifted: NDArray[np.int64] = order[(rows[:, None] + columns[None, :]) % num_models]
+    return shifted

@@ -56,6 +56,7 @@ class InnerStrategy:
                 f"FedAvg, got {type(strategy).__name__}"
             )
         self.argument, self.strategy, self.owner = argument, strategy, owner
+        self._fresh = dict(vars(strategy))
 
     @property
     def waits_for(self) -> int:
@@ -164,7 +165,8 @@ class InnerStrategy:
         for name, value in kept.items():
             items = enumerate(value) if isinstance(value, list) else value.items()
             arrays |= {
-                f"{name}.{key}": a.numpy() if isinstance(a, Array) else a for key, a in items
+                f"{name}.{key}": a.numpy() if isinstance(a, Array) else np.asarray(a)
+                for key, a in items
             }
         return {"kept": {name: type(value).__name__ for name, value in kept.items()}, **arrays}
 
@@ -173,6 +175,9 @@ class InnerStrategy:
         if (load := getattr(self.strategy, "load_state_dict", None)) is not None:
             load(state)
             return
+        for name, fresh in self._fresh.items():
+            if _holds_arrays(getattr(self.strategy, name)):
+                setattr(self.strategy, name, fresh)
         for name, kind in state["kept"].items():
             arrays = under(f"{name}.", state)
             value: Any = arrays
@@ -188,7 +193,7 @@ def _holds_arrays(value: Any) -> bool:
     if isinstance(value, ArrayRecord):
         return True
     items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-    return bool(items) and all(isinstance(item, np.ndarray) for item in items)
+    return bool(items) and all(isinstance(item, np.ndarray | np.generic) for item in items)
 
 
 class CheckedStrategy(BaseStrategy):

@@ -4,6 +4,7 @@ from .agreement import Agreement
 from .compressed_upload import CompressedUpload
 from .compression import UNQUANTISED, Encoded, check_compression, compress, num_kept, top_k
 from .convex_task import ConvexTask
+from .ensemble_arrays import EnsembleArrays
 from .feature_upload import FeatureUpload
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from .jacobian_upload import JacobianUpload
@@ -26,6 +27,7 @@ __all__ = [
     "CompressedUpload",
     "ConvexTask",
     "Encoded",
+    "EnsembleArrays",
     "FeatureUpload",
     "JacobianUpload",
     "MemoryBudget",

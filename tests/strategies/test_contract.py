@@ -64,22 +64,31 @@ def untouched(make: Callable[..., BaseStrategy]) -> dict[str, np.ndarray]:
     return start(make(), Grid(app(SGDClient)), rounds=0)
 
 
+def as_record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def without_random_names(state: dict[str, Any]) -> dict[str, Any]:
+    """What each run draws anew."""
+    return {name: value for name, value in state.items() if not name.endswith("run-key")}
+
+
 @pytest.fixture(params=sorted(STRATEGIES))
 def method(request: pytest.FixtureRequest) -> tuple[Callable[..., BaseStrategy], Any]:
     return STRATEGIES[request.param]
 
 
-def test_two_rounds_learn_and_keep_names_shapes_and_dtypes(method):
+def test_rounds_learn_and_keep_names_shapes_and_dtypes(method):
     make, clients = method
     before = untouched(make)
-    assert list(before)[: len(network().state_dict())] == list(network().state_dict())
     strategy = make()
-    after = start(strategy, Grid(clients), rounds=2)
+    assert list(strategy.network_of(as_record(before))) == list(network().state_dict())
+    after = start(strategy, Grid(clients), rounds=4)
     assert list(after) == list(before)
     for name, array in after.items():
         assert (array.dtype, array.shape) == (before[name].dtype, before[name].shape)
         assert np.isfinite(array).all()
-    losses = [strategy.train_metrics[r]["train-loss"] for r in (1, 2)]
+    losses = [strategy.train_metrics[r]["train-loss"] for r in (1, 4)]
     assert losses[1] < losses[0]
 
 
@@ -112,11 +121,9 @@ def test_same_bits_whether_clients_were_asked_who_they_are_or_told_it_with_their
             strategy = make()
             grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], changes=changes)
             weights = start(asked_first(strategy, grid) if asked else strategy, grid, rounds=3)
-            state = strategy.state_dict() | {"run-key": "drawn for each run"}
+            state = without_random_names(strategy.state_dict())
             results.append((bits(weights), json.dumps(state, default=repr)))
-            kinds = [kind for kind, _ in grid.exchanges]
-            assert ("query.partition" in kinds) == bool(asked or changes)
-            assert (kinds[0] == "query.partition") == asked
+            assert not asked or grid.exchanges[0] == ("query.partition", 6)
     assert results[0] == results[1]
     assert results[2] == results[3]
 
@@ -298,8 +305,7 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(method, fraction):
         return MetricRecord({"round": server_round})
 
     grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=2)
-    arrays = ArrayRecord({name: Array(array) for name, array in halfway.items()})
-    result = second.start(grid, arrays, num_rounds=4, evaluate_fn=evaluate)
+    result = second.start(grid, as_record(halfway), num_rounds=4, evaluate_fn=evaluate)
     assert bits({k: a.numpy() for k, a in result.arrays.items()}) == bits(expected)
     assert seen == [2, 3, 4]
     assert sorted(result.evaluate_metrics_serverapp) == [2, 3, 4]
@@ -308,9 +314,7 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(method, fraction):
     for number in (3, 4):
         assert dict(second.train_metrics[number]) == dict(straight.train_metrics[number])
         assert dict(second.evaluate_metrics[number]) == dict(straight.evaluate_metrics[number])
-    states = [strategy.state_dict() for strategy in (second, straight)]
-    for own in states:
-        own.pop("run-key", None)  # a run's random name
+    states = [without_random_names(strategy.state_dict()) for strategy in (second, straight)]
     assert saved(states[0]) == saved(states[1])
 
 

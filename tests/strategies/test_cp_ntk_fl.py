@@ -420,7 +420,7 @@ def test_clients_without_projection_are_told_apart_from_enrolled_ones(caplog):
     with caplog.at_level(WARNING, "flwr"):
         start_in_vain(strategy, Grid(app(CPNTKFLClient)))
     assert "does its client have projection=SealedProjection" in caplog.text
-    assert "CPNTKFLClient projects nothing; give it projection=SealedProj" in strategy._last_refusal
+    assert "CPNTKFLClient projects nothing; give it projection=SealedProj" in strategy.last_refusal
 
 
 def test_a_key_server_that_goes_away_later_does_not_end_the_run():

@@ -100,7 +100,7 @@ def test_a_stock_app_does_in_stage_1_of_tct_and_not_in_stage_2():
     start(strategy, Grid(stock_app()), rounds=2)
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     assert strategy.train_metrics[2]["replies-accepted"] == 0
-    assert "error" in strategy._last_refusal.lower() or "KeyError" in strategy._last_refusal
+    assert "error" in strategy.last_refusal.lower() or "KeyError" in strategy.last_refusal
 
 
 @pytest.mark.parametrize("client", ["SCAFFOLD", "NTKFL", "CPNTKFL", "TCT"])

@@ -1,0 +1,71 @@
+"""Several models as one set of named arrays: what an ensemble's strategy learns, sends, returns."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Self, TypeVar
+
+__all__ = ["EnsembleArrays"]
+
+A = TypeVar("A")
+NAME = re.compile(r"models\.(\d+)\.(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class EnsembleArrays(Generic[A]):
+    """The arrays of K models, each by name; those of model k travel as ``models.<k>.<name>``.
+
+    Attributes
+    ----------
+    models : tuple of dict
+        For each model, name -> array, of whatever type (or whole records).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> both = EnsembleArrays(({"weight": np.zeros(2)}, {"weight": np.ones(2)}))
+    >>> list(both.to_arrays())
+    ['models.0.weight', 'models.1.weight']
+    >>> len(EnsembleArrays.from_arrays(both.to_arrays()).models)
+    2
+    """
+
+    models: tuple[dict[str, A], ...]
+
+    @staticmethod
+    def are_in(names: Iterable[str]) -> bool:
+        """Whether names are those of several models, and not of one model's own arrays."""
+        names = list(names)
+        return bool(names) and all(NAME.fullmatch(name) for name in names)
+
+    def to_arrays(self) -> dict[str, A]:
+        """Return all arrays by the names under which they travel."""
+        return {
+            f"models.{k}.{name}": array
+            for k, model in enumerate(self.models)
+            for name, array in model.items()
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, A]) -> Self:
+        """Split what :meth:`to_arrays` returned, or an ArrayRecord of it.
+
+        Raises
+        ------
+        ValueError
+            If a name is no model's, or a model is missing.
+        """
+        found: dict[int, dict[str, A]] = {}
+        for full, array in arrays.items():
+            parts = NAME.fullmatch(full)
+            if parts is None:
+                raise ValueError(f"expected names such as models.0.weight, got {full!r}")
+            found.setdefault(int(parts[1]), {})[parts[2]] = array
+        if sorted(found) != list(range(len(found))) or not found:
+            raise ValueError(f"expected the models 0, 1, ..., got {sorted(found)}")
+        return cls(tuple(found[k] for k in range(len(found))))
+
+    def replaced(self, new: Sequence[Mapping[str, A] | None]) -> Self:
+        """Return the models with those of `new` in their places; None leaves one as it is."""
+        pairs = zip(self.models, new, strict=True)
+        return type(self)(tuple(dict(old if own is None else own) for old, own in pairs))

@@ -1,0 +1,460 @@
+"""Fed-ensemble: who trains which model, and that each is what its strategy alone would make."""
+
+import json
+import tempfile
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
+from torch import nn
+
+from fedntk.clients import (
+    FedEnsembleClient,
+    NTKFLClient,
+    SCAFFOLDClient,
+    SGDClient,
+    TCTClient,
+    client_app,
+)
+from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
+from fedntk.strategies.fed_ensemble_strata import Strata, permutations
+
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    bits,
+    examples,
+    failed,
+    lost,
+    network,
+    start,
+)
+
+OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
+CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+CACHE = tempfile.TemporaryDirectory()
+
+
+def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
+    def client_fn(context: Context) -> FedEnsembleClient:
+        partition = int(context.node_config["partition-id"])
+        x, y = examples(partition)
+        return FedEnsembleClient(make(network(), x, y, seed=(0, partition), **options))
+
+    return client_app(client_fn)
+
+
+CONTRACT = {
+    "FedEnsemble": Contract(
+        lambda **options: FedEnsemble(num_models=2, schedule="balanced", **options),
+        ensemble_app(learning_rate=0.1, batch_size=4),
+    ),
+    "FedEnsemble of NTKFL": Contract(
+        lambda **options: FedEnsemble(
+            inner=lambda: NTKFL(learning_rate=0.5, steps=(0, 5), selection="linearised"),
+            num_models=2,
+            **options,
+        ),
+        ensemble_app(NTKFLClient),
+    ),
+    "FedEnsemble of TCT": Contract(
+        lambda **options: FedEnsemble(inner=convex, num_models=2, schedule="balanced", **options),
+        ensemble_app(TCTClient, cache=CACHE.name),
+    ),
+}
+
+
+def convex() -> TCT:
+    return TCT(network=network(), normalise=False, learning_rate=0.05, local_steps=5)
+
+
+def models(weights: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], ...]:
+    return EnsembleArrays.from_arrays(weights).models
+
+
+# ------------------------------------------------------------------------ strata
+
+
+@pytest.mark.parametrize("schedule", ["independent", "balanced"])
+@pytest.mark.parametrize(("q", "k"), [(1, 1), (3, 5), (5, 5), (7, 3), (10, 5)])
+def test_in_an_age_each_model_visits_each_stratum_once(schedule, q, k):
+    orders = [permutations(q, k, schedule, seed=1, age=age) for age in range(20)]
+    for order in orders:
+        assert order.shape == (q, k)
+        assert (np.sort(order, axis=1) == np.arange(k)).all()
+    if k > 1:
+        assert any((order != orders[0]).any() for order in orders)
+
+
+@pytest.mark.parametrize(("q", "k"), [(5, 5), (10, 5), (7, 3), (3, 5)])
+def test_balanced_permutations_give_each_model_as_many_strata(q, k):
+    for age in range(20):
+        for column in permutations(q, k, "balanced", seed=0, age=age).T:
+            counts = np.bincount(column, minlength=k)
+            assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("schedule", ["independent", "balanced"])
+def test_each_model_is_as_likely_in_each_round(schedule):
+    """Of 2,000 ages; a share of 1/4 has the standard deviation sqrt(3)/4 / sqrt(2,000) = 0.0097."""
+    drawn = np.stack([permutations(2, 4, schedule, seed=3, age=age) for age in range(2000)])
+    shares = np.stack([(drawn == k).mean(0) for k in range(4)])
+    assert np.abs(shares - 0.25).max() < 4.5 * 0.0097
+
+
+def test_strata_are_random_and_of_sizes_that_differ_by_one_at_most():
+    divisions = set()
+    for seed in range(5):
+        strata = Strata(4, seed)
+        strata.update(range(14), 1, new_age=True)
+        assert sorted(strata.sizes()) == [3, 3, 4, 4]
+        assert strata.of.keys() == set(range(14))
+        divisions.add(tuple(strata.of[client] for client in range(14)))
+    assert len(divisions) == 5
+
+
+def test_clients_join_the_smallest_stratum_and_leave_their_own():
+    strata = Strata(3, seed=0)
+    strata.update(range(9), 1, new_age=True)
+    before = dict(strata.of)
+    gone = strata.members(1)[:2]
+    strata.update([*(set(range(9)) - set(gone)), 20], 2, new_age=False)
+    assert strata.of == {k: q for k, q in before.items() if k not in gone} | {20: 1}
+
+
+def test_sizes_are_evened_out_with_a_new_age_and_nobody_else_moves():
+    strata = Strata(3, seed=0)
+    strata.update(range(12), 1, new_age=True)
+    before = dict(strata.of)
+    left = [client for client in range(12) if client not in strata.members(2)]
+    strata.update(left, 3, new_age=False)
+    assert strata.sizes() == [4, 4, 0]
+    strata.update(left, 4, new_age=True)
+    assert sorted(strata.sizes()) == [2, 3, 3]
+    assert sum(strata.of[client] != before[client] for client in left) == 2
+
+
+def test_a_sample_takes_equal_shares_of_the_strata():
+    strata = Strata(3, seed=0)
+    strata.update(range(30), 1, new_age=True)
+    assert strata.sample(40, np.random.default_rng(0)) == list(range(30))
+    extra: Counter[int] = Counter()
+    for draw in range(200):
+        chosen = strata.sample(7, np.random.default_rng(draw))
+        counts = Counter(strata.of[client] for client in chosen)
+        assert sorted(counts.values()) == [2, 2, 3]
+        assert chosen == sorted(set(chosen))
+        extra.update(q for q, count in counts.items() if count == 3)
+    assert min(extra.values()) > 40  # of 200/3 each: chance has a standard deviation of 6.7
+
+
+# ----------------------------------------------------------------- one model alone
+
+
+FLOWERS: dict[str, Any] = {
+    "FedAvg": FedAvg,
+    "FedProx": lambda: FedProx(proximal_mu=0.5),
+    "FedMedian": FedMedian,
+    "FedAvgM": lambda: FedAvgM(server_momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FLOWERS))
+def test_one_model_is_the_strategy_of_flowers_itself(name):
+    """Bit for bit; replies come in the order of the clients, in which they are added up here."""
+    one = FedEnsemble(inner=FLOWERS[name], num_models=1, **OPTIONS)
+    (own,) = models(start(one, Grid(CLIENTS), rounds=3))
+    plain = FLOWERS[name]()
+    plain.fraction_evaluate = 0.0
+    grid = InOrder(CLIENTS)
+    expected = start(plain, grid, rounds=3)
+    assert list(own) == list(expected)
+    floating = {k: v for k, v in own.items() if v.dtype == np.float32}
+    assert bits(floating) == bits({k: expected[k].astype(np.float32) for k in floating})
+
+
+class InOrder(Grid):
+    """Flower asks nodes in an order of chance."""
+
+    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+        messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def test_one_model_by_fedadam_is_fedadam_up_to_the_rounding_of_its_weights():
+    """Flower sends float64 weights on, which are float32 here: 1e-5 after three rounds."""
+    one = FedEnsemble(inner=FedAdam, num_models=1, **OPTIONS)
+    (own,) = models(start(one, Grid(CLIENTS), rounds=3))
+    expected = start(FedAdam(fraction_evaluate=0.0), InOrder(CLIENTS), rounds=3)
+    for name, array in own.items():
+        if array.dtype == np.float32:
+            np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5)
+
+
+OWN: dict[str, tuple[Any, Any]] = {
+    "SeededFedAvg": (SeededFedAvg, SGDClient),
+    "SCAFFOLD": (SCAFFOLD, SCAFFOLDClient),
+    "NTKFL": (lambda **o: NTKFL(learning_rate=0.5, steps=(0, 5, 20), **o), NTKFLClient),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_one_model_is_a_strategy_of_ours_itself(name):
+    """Bit for bit, with half of the clients a round; the further exchange of NTK-FL, too."""
+    make, client = OWN[name]
+    half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3}
+    clients = app(client)
+    one = FedEnsemble(inner=make, num_models=1, **half)
+    grids = Grid(clients), Grid(clients)
+    (own,) = models(start(one, grids[0], rounds=3))
+    alone = make(**half)
+    assert bits(own) == bits(start(alone, grids[1], rounds=3))
+    assert grids[0].exchanges == grids[1].exchanges
+    assert one.train_metrics[3]["train-loss"] == alone.train_metrics[3]["train-loss"]
+
+
+# ---------------------------------------------------------------------- the models
+
+
+def test_each_model_is_what_its_own_clients_alone_would_make():
+    """One round: model k is FedAvg over the clients that were sent it, from its own weights."""
+    strategy = FedEnsemble(num_models=3, seed=1, **OPTIONS)
+    initial = ArrayRecord(dict(network().state_dict()))
+    first = EnsembleArrays.from_arrays(strategy.begin(initial, 1, 0)).models
+    after = models(start(strategy, Grid(CLIENTS)))
+    assigned = {node - 1: k for node, k in strategy._model_of.items()}
+    assert set(assigned) == set(range(6))
+    for k in range(3):
+        own = [client for client, model in assigned.items() if model == k]
+        begun = {name: array.numpy() for name, array in first[k].items()}
+        if not own:
+            assert bits(after[k]) == bits(begun)
+            continue
+        changes: Any = {client: lost for client in range(6) if client not in own}
+        alone = SeededFedAvg(**OPTIONS)
+        result = alone.start(
+            grid=Grid(CLIENTS, changes=changes), initial_arrays=ArrayRecord(first[k]), num_rounds=1
+        )
+        assert bits(after[k]) == bits({n: a.numpy() for n, a in result.arrays.items()})
+
+
+def test_first_weights_are_independent_and_of_the_stated_variance():
+    """He: 2 / fan_in; Xavier: 2 / (fan_in + fan_out). The variance of n numbers is right to
+    sqrt(2 / n), here 0.7 %; correlations of two models are below 4.5 / sqrt(n)."""
+    net = nn.Sequential(nn.Conv2d(20, 40, 5), nn.Flatten(), nn.Linear(200, 200))
+    initial = ArrayRecord(dict(net.state_dict()))
+    for init, conv, linear in (
+        ("he", 2 / 500, 2 / 200),
+        ("xavier", 2 / (500 + 1000), 2 / 400),
+    ):
+        strategy = FedEnsemble(num_models=3, init=init, **OPTIONS)
+        drawn = EnsembleArrays.from_arrays(strategy.begin(initial, 1, 0)).models
+        for name, variance in (("0.weight", conv), ("2.weight", linear)):
+            arrays = [model[name].numpy().ravel() for model in drawn]
+            for own in arrays[1:]:
+                assert own.dtype == np.float32
+                assert abs(own.mean()) < 4.5 * np.sqrt(variance / own.size)
+                assert abs(own.var() / variance - 1) < 4.5 * np.sqrt(2 / own.size)
+            for i in range(3):
+                for j in range(i):
+                    assert abs(np.corrcoef(arrays[i], arrays[j])[0, 1]) < 4.5 / np.sqrt(own.size)
+        assert bits({n: a.numpy() for n, a in drawn[0].items()}) == bits(
+            {n: t.numpy() for n, t in net.state_dict().items()}
+        )
+        assert drawn[1]["0.bias"].numpy().tobytes() == net[0].bias.detach().numpy().tobytes()
+
+
+def test_a_function_can_make_the_first_weights():
+    strategy = FedEnsemble(num_models=3, init=network, **OPTIONS)
+    initial = ArrayRecord(dict(network().state_dict()))
+    drawn = EnsembleArrays.from_arrays(strategy.begin(initial, 1, 0)).models
+    for k in range(3):
+        expected = {n: t.numpy() for n, t in network(k).state_dict().items()}
+        assert bits({n: a.numpy() for n, a in drawn[k].items()}) == bits(expected)
+    other = FedEnsemble(num_models=2, init=lambda k: nn.Linear(4, 3), **OPTIONS)
+    with pytest.raises(ValueError, match="the module of model 1 is another than model 0's"):
+        other.begin(initial, 1, 0)
+
+
+@pytest.mark.parametrize("change", [lost, failed])
+def test_a_model_whose_clients_all_fail_stays_as_it_was_and_the_others_do_not(change):
+    strategy = FedEnsemble(num_models=2, num_strata=2, schedule="balanced", **OPTIONS)
+    before = models(start(strategy, Grid(CLIENTS), rounds=2))
+    probe = FedEnsemble(num_models=2, num_strata=2, schedule="balanced", **OPTIONS)
+    start(probe, Grid(CLIENTS), rounds=3)
+    own = [node - 1 for node, k in probe._model_of.items() if k == 1]
+    assert len(own) == 3
+
+    def in_round_3(reply: Message) -> Any:
+        return change(reply) if again.server_round == 3 else reply
+
+    again = FedEnsemble(num_models=2, num_strata=2, schedule="balanced", **OPTIONS)
+    after = models(start(again, Grid(CLIENTS, changes=dict.fromkeys(own, in_round_3)), rounds=3))
+    assert bits(after[1]) == bits(before[1])
+    assert bits(after[0]) != bits(before[0])
+    assert again.train_metrics[3]["models-updated"] == 1
+    assert again.train_metrics[3]["replies-accepted"] == 3
+
+
+class Watched(Grid):
+    """Keeps what each node is sent and replies, in bytes of its arrays."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bytes: dict[str, set[tuple[int, int]]] = {}
+
+    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
+        messages = list(messages)
+        down = {m.metadata.dst_node_id: size(m) for m in messages}
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for kind in {m.metadata.message_type for m in messages}:
+            own = {(down[r.metadata.src_node_id], size(r)) for r in replies}
+            self.bytes[kind] = self.bytes.get(kind, set()) | own
+        return replies
+
+
+def size(message: Message) -> int:
+    records = message.content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_client_receives_and_sends_what_it_would_in_a_run_of_one_model(name):
+    make, client = OWN[name]
+    clients, grids = app(client), []
+    for strategy in (make(**OPTIONS), FedEnsemble(inner=make, num_models=3, **OPTIONS)):
+        grid = Watched(clients)
+        start(strategy, grid, rounds=3)
+        grids.append(grid.bytes)
+    alone, ensemble = grids
+    assert {pair[0] for pair in ensemble["train"]} == {pair[0] for pair in alone["train"]}
+    assert {pair[1] for pair in ensemble["train"]} == {pair[1] for pair in alone["train"]}
+
+
+# --------------------------------------------------------------------- evaluation
+
+
+def test_clients_evaluate_the_mean_of_the_models_probabilities():
+    strategy = FedEnsemble(num_models=3, min_evaluate_nodes=6)
+    weights = models(start(strategy, Grid(ensemble_app(learning_rate=0.1)), rounds=2))
+    hits, losses, count = 0.0, 0.0, 0
+    for client in range(6):
+        x, y = examples(client)
+        total = torch.zeros(len(x), 3, dtype=torch.float64)
+        for own in weights:
+            net = network().double().eval()
+            net.load_state_dict({n: torch.from_numpy(a) for n, a in own.items()})
+            with torch.no_grad():
+                total += net(x.double()).softmax(1) / 3
+        hits += float((total.argmax(1) == y).sum())
+        losses -= float(total[torch.arange(len(y)), y].log().sum())
+        count += len(y)
+    found = strategy.evaluate_metrics[2]
+    assert found["accuracy"] == pytest.approx(hits / count)
+    assert found["loss"] == pytest.approx(losses / count, rel=1e-5)
+    assert found["mutual-information"] > 0
+    weights = {f"models.{k}.{n}": a for k, own in enumerate(weights) for n, a in own.items()}
+    x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
+    evaluated = strategy.predictor(weights, network()).evaluate(x, y)
+    assert evaluated.accuracy == pytest.approx(found["accuracy"])
+    assert evaluated.loss == pytest.approx(found["loss"], rel=1e-5)
+
+
+def test_a_client_of_one_model_cannot_evaluate_the_ensemble_and_the_run_goes_on():
+    strategy = FedEnsemble(num_models=2, min_evaluate_nodes=6)
+    start(strategy, Grid(CLIENTS), rounds=1)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert strategy.evaluate_metrics[1]["rejected-error"] == 6
+
+
+# ------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("inner", [FedAdam, lambda: FedAvgM(server_momentum=0.9), SCAFFOLD])
+def test_the_inner_strategies_keep_their_state_over_a_checkpoint(inner: Any, tmp_path):
+    """Moments, momenta and controls, of each model its own."""
+    clients = app(SCAFFOLDClient if inner is SCAFFOLD else SGDClient)
+
+    def run(rounds: int, folder: Any, node_ids: Any = None) -> dict[str, np.ndarray]:
+        strategy = FedEnsemble(inner=inner, num_models=2, **OPTIONS)
+        initial = ArrayRecord(dict(network().state_dict()))
+        grid = Grid(clients, node_ids=node_ids)
+        result = strategy.start(grid, initial, num_rounds=rounds, checkpoint=folder)
+        return {name: array.numpy() for name, array in result.arrays.items()}
+
+    straight = run(5, tmp_path / "a")
+    run(3, tmp_path / "b")
+    assert bits(run(5, tmp_path / "b", [90, 12, 55, 7, 31, 68])) == bits(straight)
+
+
+def test_an_ensemble_can_go_on_from_the_models_of_another_run():
+    first = start(FedEnsemble(num_models=2, **OPTIONS), Grid(CLIENTS))
+    record = ArrayRecord({name: Array(array) for name, array in first.items()})
+    strategy = FedEnsemble(num_models=2, **OPTIONS)
+    begun = strategy.begin(record, 1, 0)
+    assert bits({n: a.numpy() for n, a in begun.items()}) == bits(first)
+    with pytest.raises(ValueError, match="expected one model or 3, got 2"):
+        FedEnsemble(num_models=3, **OPTIONS).begin(record, 1, 0)
+
+
+def test_state_is_json_and_arrays():
+    strategy = FedEnsemble(inner=FedAdam, num_models=2, **OPTIONS)
+    start(strategy, Grid(CLIENTS), rounds=2)
+    state = strategy.state_dict()
+    json.dumps({k: v for k, v in state.items() if not isinstance(v, np.ndarray)})
+    assert any(isinstance(value, np.ndarray) for value in state.values())
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def shared() -> Any:
+    one = FedAvg()
+    return lambda: one
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_models": 0}, "num_models: expected at least 1, got 0"),
+        ({"num_strata": 0}, "num_strata: expected at least 1, got 0"),
+        ({"schedule": "random"}, "schedule: expected"),
+        ({"init": "zeros"}, "init: expected"),
+        ({"inner": shared()}, "expected a new strategy at each call"),
+        ({"inner": FedEnsemble}, "expected a strategy of one model"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        FedEnsemble(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_strata": 7}, "6 clients for num_strata = 7"),
+        ({"fraction_train": 0.5, "min_train_nodes": 2}, "3 clients sampled a round for num_strata"),
+    ],
+)
+def test_too_few_clients_for_the_strata_are_refused_before_any_work(options, message):
+    grid = Grid(CLIENTS)
+    with pytest.raises(ValueError, match=message):
+        start(FedEnsemble(num_models=5, **OPTIONS | options), grid)
+    assert grid.trained == []
+
+
+def test_clients_that_leave_later_end_no_run():
+    class Shrinking(Grid):
+        def get_node_ids(self):  # type: ignore[no-untyped-def]
+            gone = 4 if strategy.server_round >= 2 else 0
+            return list(super().get_node_ids())[gone:]
+
+    strategy = FedEnsemble(num_models=3, **OPTIONS)
+    start(strategy, Shrinking(CLIENTS), rounds=4)
+    assert strategy.train_metrics[4]["replies-accepted"] == 2
