@@ -10,7 +10,6 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
 from fedntk.ntk import EnsemblePredictor
-from fedntk.ntk.ensemble import uncertainty_of
 from fedntk.ntk.payloads import EnsembleArrays
 
 from .base import ModelClient
@@ -68,21 +67,12 @@ class FedEnsembleClient(NumPyClient):
         Returns
         -------
         tuple of float, int, dict
-            Loss, number of examples, ``{"accuracy", "accuracy-of-one", "mutual-information"}``: of
-            the ensemble; the mean of its models' own; and, with cross-entropy, how far these
-            disagree (mean over the examples, in nats).
+            Loss, number of examples, ``"accuracy"`` and what else
+            :meth:`~fedntk.ntk.EnsemblePredictor.evaluate` tells of the single models.
         """
         x, targets = self.client.test_examples(config)
-        ensemble = self.predictor(parameters, config)
-        together, own, scores = ensemble.evaluate_models(x, targets.argmax(1))
-        metrics: dict[str, Scalar] = {
-            "accuracy": together.accuracy,
-            "accuracy-of-one": sum(evaluation.accuracy for evaluation in own) / len(own),
-        }
-        if ensemble.loss == "cross-entropy":
-            disagreement = uncertainty_of(scores.softmax(-1)).mutual_information
-            metrics["mutual-information"] = float(disagreement.mean())
-        return together.loss, len(x), metrics
+        evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
+        return evaluated.loss, len(x), {"accuracy": evaluated.accuracy, **evaluated.more}
 
     def predictor(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .convex.tct_model import TCTModel
-from .predictor import BATCH_SIZE, Evaluation, NetworkPredictor, Predictor
+from .predictor import BATCH_SIZE, Evaluation, NetworkPredictor, Predictor, require_labelled
 
 __all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
 
@@ -184,17 +184,30 @@ class EnsemblePredictor(Predictor):
         alike = (member for member in self.models if member.loss == self.loss)
         return next(alike).loss_of(outputs, targets)
 
-    def evaluate_models(self, x: Tensor, y: Tensor) -> tuple[Evaluation, list[Evaluation], Tensor]:
-        """Evaluate the ensemble and each model in one go.
+    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
+        """Return loss and accuracy on labelled examples, and how the models do one by one.
 
         Returns
         -------
-        tuple of Evaluation, list of Evaluation, Tensor
-            Of the ensemble; of each model; each model's scores (K, n, C).
+        Evaluation
+            Its ``more`` holds ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with
+            cross-entropy also ``model-entropy-mean``, the entropy of a model's prediction averaged
+            over models and examples (Shi et al. 2021, Table 4), and ``mutual-information``, how far
+            the models disagree, averaged over the examples. In nats.
         """
+        require_labelled(x, y)
         scores = self.scores(x)
-        own = [m._evaluated(s, y) for m, s in zip(self.models, scores, strict=True)]
-        return self._evaluated(self.together(scores), y), own, scores
+        own = [m._evaluated(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        more = {
+            "model-accuracy-max": max(own),
+            "model-accuracy-mean": sum(own) / len(own),
+            "model-accuracy-min": min(own),
+        }
+        if self.loss == "cross-entropy":
+            uncertain = uncertainty_of(scores.double().softmax(-1))
+            more["model-entropy-mean"] = float(uncertain.expected_entropy.mean())
+            more["mutual-information"] = float(uncertain.mutual_information.mean())
+        return self._evaluated(self.together(scores), y)._replace(more=more)
 
     def save(self, folder: str | Path) -> None:
         """Write each model into a folder ``model-<k>`` of its own, as safetensors."""

@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -25,10 +26,11 @@ BATCH_SIZE = 1024  # examples in a forward pass
 
 
 class Evaluation(NamedTuple):
-    """Loss and accuracy of a predictor on labelled examples."""
+    """Loss and accuracy of a predictor on labelled examples, and what else it reports by name."""
 
     loss: float
     accuracy: float
+    more: Mapping[str, float] = MappingProxyType({})
 
 
 class Predictor(nn.Module, ABC):
@@ -81,10 +83,7 @@ class Predictor(nn.Module, ABC):
         ValueError
             If there are no examples, or not as many labels.
         """
-        if len(x) == 0 or len(x) != len(y):
-            raise ValueError(
-                f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
-            )
+        require_labelled(x, y)
         return self._evaluated(self.predict(x), y)
 
     def _evaluated(self, outputs: Tensor, y: Tensor) -> Evaluation:
@@ -209,6 +208,20 @@ class NetworkPredictor(Predictor):
             raise ValueError(f"{path} holds no network that can be read: {error}") from error
         require_same_network(network, arrays, folder)
         return cls.from_arrays(network, arrays, loss=loss)
+
+
+def require_labelled(x: Tensor, y: Tensor) -> None:
+    """Refuse no examples, or another number of labels.
+
+    Raises
+    ------
+    ValueError
+        If it is so.
+    """
+    if len(x) == 0 or len(x) != len(y):
+        raise ValueError(
+            f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
+        )
 
 
 def arrays_of(network: nn.Module) -> dict[str, NDArray[Any]]:

@@ -186,12 +186,12 @@ class Recorder:
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands the same record on where none came
         weights = {name: array.numpy() for name, array in arrays.items()}
-        loss, accuracy = self._evaluate(weights)
+        loss, accuracy, more = self._evaluate(weights)
         strategy = self._strategy
         record: dict[str, Any] = self._of_training.take(strategy.train_metrics.get(server_round))
         evaluated = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round))
         record |= {f"client-{name}": value for name, value in evaluated.items()}
-        record |= {"round": server_round, "accuracy": accuracy, "loss": loss}
+        record |= {**more, "round": server_round, "accuracy": accuracy, "loss": loss}
         if server_round > 0:
             record["model-updated"] = int(updated)
         own: dict[int, dict[str, float]] = {}

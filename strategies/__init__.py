@@ -6,6 +6,7 @@ from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
 from .fed_ensemble import FedEnsemble
 from .fedavg import SeededFedAvg
+from .inner import CheckedStrategy
 from .ntk_fl import DEFAULT_STEPS, NTKFL, Selection
 from .replies import NoUsableReply
 from .scaffold import SCAFFOLD
@@ -18,6 +19,7 @@ __all__ = [
     "SCAFFOLD",
     "TCT",
     "BaseStrategy",
+    "CheckedStrategy",
     "ConvexOptimizer",
     "FedEnsemble",
     "NoUsableReply",

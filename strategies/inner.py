@@ -24,7 +24,6 @@ from fedntk.ntk.payloads import Agreement, screen_changes
 from .array_archive import under
 from .averaging import cast_like, named_arrays
 from .base import BaseStrategy, logger
-from .fedavg import SeededFedAvg
 from .replies import Reply, checked_weights
 
 __all__ = ["CheckedStrategy", "InnerStrategy", "Shown"]
@@ -50,7 +49,7 @@ class InnerStrategy:
     """
 
     def __init__(self, argument: str, strategy: Strategy, owner: BaseStrategy) -> None:
-        if isinstance(strategy, BaseStrategy) and not isinstance(strategy, SeededFedAvg):
+        if isinstance(strategy, BaseStrategy) and strategy.replies != BaseStrategy.replies:
             raise ValueError(
                 f"{argument}: expected a strategy whose replies are one set of weights, such as "
                 f"FedAvg, got {type(strategy).__name__}"

@@ -1,0 +1,118 @@
+"""Fed-ensemble: several models, each by another of the methods here."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+
+from fedntk.clients import FedEnsembleClient, ModelClient
+from fedntk.ntk import EnsemblePredictor, Predictor
+from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.strategies import BaseStrategy, FedEnsemble
+
+from ..config import Config
+from ..method import Method, Need, Setup
+from ..settings import ConfigError, Settings, setting
+from . import all_methods
+
+__all__ = ["METHOD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedEnsembleSettings(Settings):
+    """Settings of Fed-ensemble."""
+
+    table = "fed-ensemble"
+
+    inner: str = setting("fedavg", "method of each model; its own settings are in its own table")
+    num_models: int = setting(5, "K", at_least=1)
+    num_strata: int = setting(0, "Q, groups of clients; 0: as many as models", at_least=0)
+    schedule: Literal["independent", "balanced"] = setting(
+        "independent",
+        "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "
+        "balanced: in each round the models have as many strata, or one more",
+    )
+    init: Literal["he", "xavier"] = setting(
+        "he", "first weights of models 1 ... K - 1: he or xavier; model 0 has the network's"
+    )
+
+    @property
+    def strata(self) -> int:
+        """Q."""
+        return self.num_strata or self.num_models
+
+
+class _FedEnsemble(Method[FedEnsembleSettings]):
+    name = "fed-ensemble"
+    settings = FedEnsembleSettings
+    metrics = ("models-updated",)
+
+    def inner(self, config: Config) -> Method[Any]:
+        """Return the method of each model."""
+        return all_methods()[self.own(config).inner]
+
+    def check(self, config: Config, settings: FedEnsembleSettings) -> None:
+        known = sorted(all_methods().keys() - {self.name})
+        if settings.inner not in known:
+            raise ConfigError(
+                f"{settings.key('inner')}: expected one of {', '.join(known)}, "
+                f"got {settings.inner!r}"
+            )
+        if config.clients_per_round < settings.strata:
+            raise ConfigError(
+                f"clients-per-round: expected at least one client of each of the "
+                f"{settings.strata} strata, got {config.clients_per_round}; sample more, or set "
+                f"{settings.key('num-strata')}"
+            )
+        self.inner(config).check(config, config.settings_of(settings.inner))
+
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        own, inner = self.own(setup.config), self.inner(setup.config)
+        of_ensemble = {k: v for k, v in options.items() if k not in ("key_server", "run")}
+        of_inner = {k: v for k, v in options.items() if k not in ("min_completed",)}
+        return FedEnsemble(
+            inner=lambda: inner.strategy(setup, dict(of_inner)),
+            num_models=own.num_models,
+            num_strata=own.strata,
+            schedule=own.schedule,
+            init=own.init,
+            **of_ensemble,
+        )
+
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        client = self.inner(setup.config).client(setup, partition, options)
+        return FedEnsembleClient(cast(ModelClient, client))
+
+    def predictor(
+        self,
+        setup: Setup,
+        arrays: Mapping[str, NDArray[Any]],
+        learned: str,
+        *,
+        cache: Path | None = None,
+    ) -> Predictor:
+        del cache
+        models = EnsembleArrays.from_arrays(arrays).models
+        inner = self.inner(setup.config)
+        return EnsemblePredictor(
+            inner.predictor(setup, model, kind)
+            for model, kind in zip(models, learned.split(","), strict=True)
+        )
+
+    def needs(self, setup: Setup) -> Iterable[Need]:
+        """Say what the inner method takes: of disk, once for each model."""
+        count = self.own(setup.config).num_models
+        for need in self.inner(setup.config).needs(setup):
+            yield need if need.folder is None else replace(need, num_bytes=count * need.num_bytes)
+
+    def seeded_protection(self, config: Config) -> list[str]:
+        return self.inner(config).seeded_protection(config)
+
+    def clean_up(self, config: Config) -> None:
+        self.inner(config).clean_up(config)
+
+
+METHOD = _FedEnsemble()
