@@ -16,6 +16,7 @@ from torch import nn
 
 from fedntk.clients import (
     CPNTKFLClient,
+    FedEnsembleClient,
     NTKFLClient,
     SCAFFOLDClient,
     SGDClient,
@@ -25,7 +26,7 @@ from fedntk.clients import (
 from fedntk.ntk import jacobian
 from fedntk.ntk.payloads import compress
 from fedntk.simulations.engines import LocalGrid
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
 
 from .conftest import ROOT
 
@@ -195,6 +196,18 @@ def test_a_layer_goes_in_factors_if_they_are_at_most_half_as_large():
 class Sum(nn.Module):
     def forward(self, x):
         return x.sum(1, keepdim=True)
+
+
+# --------------------------------------------------------------------- Fed-ensemble
+
+
+def test_what_fed_ensemble_sends():
+    costs, models = rows("fed_ensemble", 1), 3
+    strategy = FedEnsemble(num_models=models, num_strata=1, **OPTIONS)
+    grid, _ = start(strategy, lambda _: FedEnsembleClient(SGDClient(network(), *examples(0))))
+    assert grid.down["train"] == [evaluated(costs["down"], P=P)]
+    assert grid.up["train"] == [evaluated(costs["up"], P=P)]
+    assert grid.down["evaluate"] == [evaluated(costs["down, to evaluate"], P=P, K=models)]
 
 
 # ------------------------------------------------------------------------ CP-NTK-FL

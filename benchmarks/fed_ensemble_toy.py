@@ -1,0 +1,162 @@
+"""Bias and variance of Fed-ensemble on the toy of Shi et al. 2021, section 5 (Table 1, figure 2).
+
+50 clients with two points each: y = a sin(2 pi x) + e, with a of N(1, 0.2^2) for each client, e of
+N(0, 0.2^2), x uniform in [-1, 1]. The model is linear in 100 radial basis functions of width 0.08
+with random centres. The data are fixed; each K is run 100 times, from other first weights and with
+other samples of clients. With h the mean prediction of the 100 runs, and s = sin(2 pi x):
+
+    bias = mean over x of (s - h)^2,    variance = mean over x and runs of (h - prediction)^2
+
+    python benchmarks/fed_ensemble_toy.py [--runs 100] [--rounds 200]
+
+The paper gives no number of rounds or of sampled clients, no local steps or rate, and no first
+weights. Here they are 200 rounds of 10 clients, 10 steps at rate 0.1, and N(0, 1), for all K alike:
+so one of K models gets one K-th of the updates. Each run is one of the strategy with its clients.
+Writes beside this file results/fed_ensemble_toy.json and .png.
+"""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context
+from flwr.client import NumPyClient
+from matplotlib import pyplot
+from numpy.typing import NDArray
+
+from fedntk.clients import client_app
+from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.figures import COLOURS
+from fedntk.simulations.results import machine
+from fedntk.strategies import FedEnsemble, SeededFedAvg
+
+CLIENTS, SAMPLED, LOCAL_STEPS, RATE = 50, 10, 10, 0.1
+WIDTH = 0.08
+MODELS = (1, 2, 10, 20, 40)
+PAPER = {
+    "bias": dict(zip(MODELS, (0.109, 0.117, 0.112, 0.113, 0.112), strict=True)),
+    "variance": dict(zip(MODELS, (0.0496, 0.0115, 0.0063, 0.0045, 0.0042), strict=True)),
+}
+GRID = np.linspace(-1, 1, 401)
+Floats = NDArray[np.float64]
+
+
+class Data:
+    """The fixed data: 50 clients with two points each, and the centres of the features."""
+
+    def __init__(self, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        self.centres = generator.uniform(-1, 1, 100)
+        self.x = generator.uniform(-1, 1, (CLIENTS, 2))
+        amplitudes = generator.normal(1, 0.2, (CLIENTS, 1))
+        noise = generator.normal(0, 0.2, self.x.shape)
+        self.y = amplitudes * np.sin(2 * np.pi * self.x) + noise
+
+    def features(self, x: Floats) -> Floats:
+        """Return the features (..., 100) of points x."""
+        return np.exp(-((x[..., None] - self.centres) ** 2) / (2 * WIDTH**2))
+
+
+class ToyClient(NumPyClient):
+    """Gradient descent on half the mean squared error of two points."""
+
+    def __init__(self, features: Floats, y: Floats) -> None:
+        self.features, self.y = features, y
+
+    def fit(self, parameters: list[Floats], config: dict[str, Any]) -> Any:
+        """Take the local steps."""
+        del config
+        w = parameters[0].copy()
+        for _ in range(LOCAL_STEPS):
+            w -= RATE * self.features.T @ (self.features @ w - self.y) / len(self.y)
+        return [w], len(self.y), {"train-loss": 0.0}
+
+
+def models_of_a_run(data: Data, num_models: int, seed: int, rounds: int) -> Floats:
+    """Train an ensemble; return the K models' weights, shape (K, 100)."""
+    generator = np.random.default_rng([seed, *b"first weights"])
+    features = data.features(data.x)
+
+    def client_fn(context: Context) -> ToyClient:
+        own = int(context.node_config["partition-id"])
+        return ToyClient(features[own], data.y[own])
+
+    first = EnsembleArrays(
+        tuple({"w": generator.normal(size=100)} for _ in range(num_models))
+    ).to_arrays()
+    strategy = FedEnsemble(
+        inner=lambda: SeededFedAvg(fraction_evaluate=0.0),
+        num_models=num_models,
+        num_strata=min(num_models, SAMPLED),
+        seed=seed,
+        fraction_train=SAMPLED / CLIENTS,
+        min_available_nodes=CLIENTS,
+        fraction_evaluate=0.0,
+        outlier_factor=np.inf,
+    )
+    arrays = ArrayRecord({name: Array(w) for name, w in first.items()})
+    result = strategy.start(LocalGrid(client_app(client_fn), CLIENTS, {}), arrays, rounds)
+    learned = EnsembleArrays.from_arrays(result.arrays).models
+    return np.stack([model["w"].numpy() for model in learned])
+
+
+def bias_and_variance(predictions: Floats) -> tuple[float, float]:
+    """Return both, given the predictions (runs, points) of ensembles."""
+    mean = predictions.mean(0)
+    bias = np.mean((np.sin(2 * np.pi * GRID) - mean) ** 2)
+    return float(bias), float(np.mean((predictions - mean) ** 2))
+
+
+def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
+    """Draw one ensemble of 40: its models, their mean, one model alone, and the truth."""
+    at = data.features(GRID)
+    own = models @ at.T
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(GRID, np.sin(2 * np.pi * GRID), "k--", label="sin 2πx")
+    axes.fill_between(
+        GRID, *np.quantile(own, [0.05, 0.95], axis=0), color=COLOURS[2], alpha=0.3,
+        label="90 % of the 40 models",
+    )  # fmt: skip
+    axes.plot(GRID, own.mean(0), color=COLOURS[0], label="their mean")
+    axes.plot(GRID, at @ single, color=COLOURS[1], lw=1, label="one model, K = 1")
+    axes.plot(data.x.ravel(), data.y.ravel(), ".", color="0.4", ms=4, label="examples")
+    axes.set(xlabel="x", ylabel="y", ylim=(-2.2, 2.2), title="Fed-ensemble on the toy of its paper")
+    axes.legend(fontsize=8, ncols=2, loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    data, results = Data(0), Path(__file__).parent / "results"
+    at, rows, examples = data.features(GRID), [], {}
+    for num_models in MODELS:
+        learned = [
+            models_of_a_run(data, num_models, seed, options.rounds) for seed in range(options.runs)
+        ]
+        predictions = np.stack([models.mean(0) @ at.T for models in learned])
+        bias, variance = bias_and_variance(predictions)
+        examples[num_models] = learned[0]
+        row = {
+            "K": num_models, "bias": round(bias, 4), "variance": round(variance, 5),
+            "paper-bias": PAPER["bias"][num_models],
+            "paper-variance": PAPER["variance"][num_models],
+        }  # fmt: skip
+        rows.append(row)
+        print(row, flush=True)
+    draw(data, examples[40], examples[1][0], results / "fed_ensemble_toy.png")
+    settings = vars(options) | {"clients": SAMPLED, "steps": LOCAL_STEPS, "rate": RATE}
+    text = json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=2)
+    (results / "fed_ensemble_toy.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

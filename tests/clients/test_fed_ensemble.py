@@ -1,0 +1,108 @@
+"""FedEnsembleClient trains as the client within does, and evaluates the mean of the models."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedntk.clients import FedEnsembleClient, NamedArrays, SGDClient, client_app, get_weights
+from fedntk.simulations.engines import LocalGrid
+
+X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+
+
+def network(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(4, 3)
+
+
+def wrapped(**options: object) -> FedEnsembleClient:
+    return FedEnsembleClient(SGDClient(network(0), X, Y, seed=1, **options))
+
+
+def sent(*models: nn.Module) -> NamedArrays:
+    return NamedArrays(
+        {
+            f"models.{k}.arrays": {n: t.numpy() for n, t in model.state_dict().items()}
+            for k, model in enumerate(models)
+        }
+    )
+
+
+def test_it_trains_as_the_client_within():
+    config = {"server-round": 3}
+    weights = get_weights(network(5))
+    ours, theirs = (c.fit(weights, config) for c in (wrapped(), wrapped().client))
+    assert [a.tobytes() for a in ours[0]] == [a.tobytes() for a in theirs[0]]
+    assert ours[1:] == theirs[1:]
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse"])
+def test_it_evaluates_the_mean_of_probabilities_or_outputs(loss):
+    """Against float64; float32 sums of three models and twenty examples are right to 1e-6."""
+    models = [network(k) for k in range(3)]
+    outputs = torch.stack([model.double()(X.double()).detach() for model in models])
+    models = [model.float() for model in models]
+    value, count, metrics = wrapped(loss=loss).evaluate(sent(*models), {"server-round": 1})
+    if loss == "mse":
+        mean = outputs.mean(0)
+        expected = float(((mean - nn.functional.one_hot(Y, 3)) ** 2).mean() / 2)
+        assert "mutual-information" not in metrics
+    else:
+        mean = outputs.softmax(-1).mean(0)
+        expected = -float(mean[torch.arange(20), Y].log().mean())
+        p = outputs.softmax(-1)
+        entropies = [-(q * q.log()).sum(-1).mean() for q in (mean, p)]
+        assert metrics["mutual-information"] == pytest.approx(float(entropies[0] - entropies[1]))
+    assert count == 20
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert metrics["accuracy"] == float((mean.argmax(1) == Y).double().mean())
+    own = [float((o.argmax(1) == Y).double().mean()) for o in outputs]
+    assert metrics["model-accuracy-max"] == max(own)
+    assert metrics["model-accuracy-min"] == min(own)
+
+
+def test_one_model_alone_is_refused_with_what_was_expected():
+    with pytest.raises(ValueError, match=r"models\.0\.arrays, from the strategy FedEnsemble, got"):
+        wrapped().evaluate(NamedArrays({"arrays": {}}), {})
+    with pytest.raises(ValueError, match="got none"):
+        wrapped().evaluate(get_weights(network(0)), {})
+
+
+def test_configuration_of_one_model_reaches_that_model_alone():
+    class Watching(SGDClient):
+        def predictor(self, parameters, config):  # type: ignore[no-untyped-def]
+            seen.append((config["shared"], config.get("own")))
+            return super().predictor(parameters, config)
+
+    seen: list[tuple[object, object]] = []
+    client = FedEnsembleClient(Watching(network(0), X, Y))
+    config = {"shared": 1, "models.1.own": "b"}
+    client.evaluate(sent(network(0), network(1)), config)
+    assert seen == [(1, None), (1, "b")]
+
+
+def test_it_draws_numbers_by_its_id_in_the_federation():
+    """``client_app`` tells the client within who it is, where it has no seed."""
+
+    def client_fn(context: Context) -> FedEnsembleClient:
+        client = FedEnsembleClient(SGDClient(network(0), X, Y))
+        made.append(client.client)
+        return client
+
+    made: list[SGDClient] = []
+    grid = LocalGrid(client_app(client_fn), 2, {})
+    messages = [grid.create_message(RecordDict(), "query", node, "") for node in (1, 2)]
+    grid.send_and_receive(messages)
+    assert len({client.seed for client in made}) == 2
+
+
+def test_what_is_asked_of_the_client_within_is_answered_by_it():
+    client = wrapped()
+    assert client.get_properties({}) == {}
+    assert [a.shape for a in client.get_parameters({})] == [(3, 4), (3,)]
+    assert np.array_equal(client.x, X)
+    with pytest.raises(AttributeError):
+        _ = client.nothing
