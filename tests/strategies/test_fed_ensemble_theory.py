@@ -1,0 +1,59 @@
+"""What the models of an ensemble become: theorem 4.2 of Shi et al. 2021, at two widths.
+
+The program in benchmarks has the same at four widths, with 100 models each.
+"""
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ..conftest import ROOT
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("fed_ensemble_limit")
+
+
+def test_models_come_near_their_own_limits_as_the_network_grows(limit):
+    """Errors of linearisation and of the kernel go as 1 / sqrt(width): a fourth, here, of four
+    models; a half leaves room for chance. All models fit their clients' points."""
+    narrow, wide = (limit.distances(width, runs=1, rounds=200) for width in (64, 1024))
+    for row in (narrow, wide):
+        assert row["largest-residual"] < 0.1
+    assert wide["own-limit"] < narrow["own-limit"] / 2
+    assert wide["kernel"] < narrow["kernel"] / 2
+
+
+def test_the_limits_are_samples_of_the_gaussian_process(limit):
+    """Means of 40,000 draws are right to 4.5 standard deviations, these to 4.5 / sqrt(2 n)."""
+    count, points = 40_000, np.concatenate([limit.X, limit.TEST])
+    covariance = limit.limit_kernels(points, points)[0]
+    generator = np.random.default_rng(0)
+    start = generator.multivariate_normal(np.zeros(30), covariance, count, method="eigh")
+    theta = limit.limit_kernels(points, limit.X)[1]
+    weights = theta[6:] @ np.linalg.inv(theta[:6])
+    ends = start[:, 6:] + (limit.Y - start[:, :6]) @ weights.T
+    mean, std = limit.gaussian_process()
+    assert np.abs((ends.mean(0) - mean) / std).max() < 4.5 / np.sqrt(count)
+    assert np.abs(ends.std(0) / std - 1).max() < 4.5 / np.sqrt(2 * count)
+
+
+def test_kernels_at_infinite_width_are_those_of_wide_networks(limit):
+    """Of 100 draws at width 500: the mean of f f' and of the tangent kernel, each to 4.5 standard
+    deviations of its own mean."""
+    draws = [limit.first_weights(500, seed)[0] for seed in range(100)]
+    values = np.stack([limit.outputs(own["first"], own["last"], limit.X) for own in draws])
+    covariance, theta = limit.limit_kernels(limit.X, limit.X)
+    products = values[:, :, None] * values[:, None, :]
+    error = products.std(0, ddof=1) / np.sqrt(len(draws))
+    assert (np.abs(products.mean(0) - covariance) < 4.5 * error).all()
+    points = limit.torch.from_numpy(limit.X)
+    kernels = np.stack(
+        [limit.jacobian(limit.Network(**own), points).gram().numpy() for own in draws]
+    )
+    error = kernels.std(0, ddof=1) / np.sqrt(len(draws))
+    assert (np.abs(kernels.mean(0) - theta) < 4.5 * error).all()
