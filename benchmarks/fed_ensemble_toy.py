@@ -124,8 +124,8 @@ def draw(data: Data, models: Floats, single: Floats, path: Path) -> None:
     axes.plot(GRID, own.mean(0), color=COLOURS[0], label="their mean")
     axes.plot(GRID, at @ single, color=COLOURS[1], lw=1, label="one model, K = 1")
     axes.plot(data.x.ravel(), data.y.ravel(), ".", color="0.4", ms=4, label="examples")
-    axes.set(xlabel="x", ylabel="y", ylim=(-2.2, 2.2), title="Fed-ensemble on the toy of its paper")
-    axes.legend(fontsize=8, ncols=2, loc="lower right")
+    axes.set(xlabel="x", ylabel="y", ylim=(-2.2, 3), title="Fed-ensemble on the toy of its paper")
+    axes.legend(fontsize=8, ncols=3, loc="upper center")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -95,7 +95,8 @@ class Config(Settings):
     )
 
     dataset: str = setting(
-        "digits", "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, or npz:<file>"
+        "digits",
+        "digits, mnist, fashion-mnist, cifar10, hf:<name or folder>, leaf:<folder>, or npz:<file>",
     )
     data_dir: str = setting(
         "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
@@ -111,7 +112,8 @@ class Config(Settings):
     partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
         "dirichlet",
         "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
-        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column",
+        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, or LEAF's "
+        "users",
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
     min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
@@ -133,9 +135,11 @@ class Config(Settings):
     )
 
     model: str = setting(
-        "mlp", "mlp, simple-cnn, lenet, resnet18, or <module>:<factory>(input_shape, num_classes)"
+        "mlp",
+        "mlp, simple-cnn, lenet, resnet18, char-lstm, or <module>:<factory>(input_shape, "
+        "num_classes)",
     )
-    width: int = setting(100, "hidden units of the mlp", at_least=1)
+    width: int = setting(100, "hidden units of the mlp, and of each layer of char-lstm", at_least=1)
     weights: str = setting(
         "", "safetensors file of the network to start from, such as another run's model.safetensors"
     )
@@ -211,7 +215,8 @@ class Config(Settings):
             )
         if self.client_gpus and self.device == "cpu":
             raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
-        if self.partition == "natural" and not self.natural_column:
+        has_users = self.natural_column or self.dataset.startswith("leaf:")
+        if self.partition == "natural" and not has_users:
             raise ConfigError("partition = natural needs natural-column, the column of the ids")
 
     # ------------------------------------------------------------------ methods

@@ -18,6 +18,7 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.files import whole
 
 from .config import Config
+from .leaf import load_leaf
 from .settings import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Data:
         C.
     natural_ids : ndarray or None, shape (n,)
         Whose training example it is, where the set tells.
+    is_text : bool
+        Examples are positions in an alphabet, which are not standardised.
     """
 
     x_train: NDArray[Any]
@@ -48,6 +51,7 @@ class Data:
     y_test: NDArray[np.int64]
     num_classes: int
     natural_ids: NDArray[Any] | None = None
+    is_text: bool = False
 
     def __post_init__(self) -> None:
         """Check shapes and labels.
@@ -78,6 +82,10 @@ class Data:
                 f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
                 f"{self.x_test.shape[1:]} for testing"
             )
+        if self.is_text:
+            object.__setattr__(self, "_mean", np.zeros(1))
+            object.__setattr__(self, "_std", np.ones(1))
+            return
         axes = (0, *range(2, self.x_train.ndim)) if self.x_train.ndim == 4 else None
         mean = self.x_train.mean(axis=axes, keepdims=True, dtype=np.float64)
         std = self.x_train.std(axis=axes, keepdims=True, dtype=np.float64)
@@ -231,12 +239,16 @@ def _load(
     name, _, rest = dataset.partition(":")
     if name == "npz" and rest:
         return _npz(Path(rest))
+    if name == "leaf" and rest:
+        train, test, num_classes, is_text = load_leaf(Path(rest).expanduser())
+        return Data(train.x, train.y, test.x, test.y, num_classes, train.users, is_text)
     if name == "hf" and rest:
         return _hugging_face(rest, image_column, label_column, natural_column)
     if dataset in _BY_NAME:
         return _BY_NAME[dataset](Path(data_dir).expanduser())
     raise ConfigError(
-        f"dataset: expected {', '.join(_BY_NAME)}, hf:<name or folder> or npz:<file>, "
+        f"dataset: expected {', '.join(_BY_NAME)}, hf:<name or folder>, leaf:<folder> or "
+        f"npz:<file>, "
         f"got {dataset!r}{nearest(dataset, _BY_NAME)}"
     )
 

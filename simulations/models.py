@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from .config import Config
 from .settings import ConfigError, nearest
 
-__all__ = ["MLP", "LeNet", "SimpleCNN", "build_model", "resnet18"]
+__all__ = ["MLP", "CharLSTM", "LeNet", "SimpleCNN", "build_model", "resnet18"]
 
 InputShape = tuple[int, ...]
 
@@ -100,6 +100,36 @@ class LeNet(nn.Sequential):
             nn.ReLU(),
             nn.Linear(84, num_classes),
         )
+
+
+class CharLSTM(nn.Module):
+    """Two LSTM layers on characters; the last state gives the next one (LEAF's Shakespeare).
+
+    Parameters
+    ----------
+    input_shape : tuple of int
+        (length,): positions in the alphabet, as integers or whole floats.
+    num_classes : int
+        Characters.
+    width : int
+        Units of each layer; 256 in LEAF and in Shi et al. 2021.
+    """
+
+    def __init__(self, input_shape: InputShape, num_classes: int, width: int = 256) -> None:
+        if len(input_shape) != 1:
+            raise ConfigError(
+                f"model = char-lstm: expected text of shape (length,), got {input_shape}"
+            )
+        super().__init__()
+        self.embedding = nn.Embedding(num_classes, 8)
+        self.lstm = nn.LSTM(8, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores (n, num_classes) of texts (n, length)."""
+        states, _ = self.lstm(self.embedding(x.long()))
+        scores: Tensor = self.head(states[:, -1])
+        return scores
 
 
 def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
@@ -199,10 +229,12 @@ def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Mo
             return SimpleCNN(input_shape, num_classes)
         case "lenet":
             return LeNet(input_shape, num_classes)
+        case "char-lstm":
+            return CharLSTM(input_shape, num_classes, config.width)
         case "resnet18":
             return resnet18(input_shape, num_classes, config.norm)
     module, _, factory = config.model.partition(":")
-    names = ("mlp", "simple-cnn", "lenet", "resnet18")
+    names = ("mlp", "simple-cnn", "lenet", "resnet18", "char-lstm")
     if not factory:
         raise ConfigError(
             f"model: expected {', '.join(names)} or <module>:<factory>, "

@@ -96,7 +96,8 @@ def split_data(config: Config, data: Data) -> Split:
         partitioner.dataset = Dataset.from_dict(columns)
         if config.partition == "natural" and partitioner.num_partitions != config.num_clients:
             raise ConfigError(
-                f"num-clients: {config.natural_column} has {partitioner.num_partitions} values, "
+                f"num-clients: {config.natural_column or 'users'} has {partitioner.num_partitions} "
+                f"values, "
                 f"got {config.num_clients}"
             )
         with warnings.catch_warnings():

@@ -1,0 +1,124 @@
+"""LEAF's JSON form, on a small text that the test makes, and the network that reads it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedntk.simulations import Config, ConfigError, run
+from fedntk.simulations.data import load_data
+from fedntk.simulations.models import CharLSTM
+from fedntk.simulations.partitions import load_split
+
+SPEECHES = {
+    "ROMEO": "but soft what light through yonder window breaks it is the east ",
+    "JULIET": "o romeo romeo wherefore art thou romeo deny thy father ",
+    "NURSE": "now by my maidenhead at twelve year old i bade her come ",
+}
+LENGTH = 6
+
+
+def cut(text: str) -> dict[str, list[str]]:
+    """Cut a text into strings and the character after each."""
+    count = len(text) - LENGTH
+    return {"x": [text[i : i + LENGTH] for i in range(count)], "y": list(text[LENGTH:])}
+
+
+def write(folder: Path, part: str, user_data: dict[str, Any], name: str = "all_data") -> None:
+    (folder / part).mkdir(parents=True, exist_ok=True)
+    counts = [len(own["y"]) for own in user_data.values()]
+    content = {"users": list(user_data), "num_samples": counts, "user_data": user_data}
+    (folder / part / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.fixture
+def shakespeare(tmp_path: Path) -> Path:
+    for user, text in SPEECHES.items():  # a file each, as LEAF writes large sets
+        write(tmp_path, "train", {user: cut(2 * text)}, name=user)
+    write(tmp_path, "test", {user: cut(text[:20]) for user, text in SPEECHES.items()})
+    return tmp_path
+
+
+def test_text_is_read_as_it_was_written(shakespeare):
+    data = load_data(Config(dataset=f"leaf:{shakespeare}"))
+    letters = sorted(set("".join(SPEECHES.values())))
+    assert data.num_classes == len(letters)
+    x, y = data.train(np.arange(len(data.y_train)))
+    read: dict[str, list[str]] = {}
+    for own, label, user in zip(x, y, data.natural_ids, strict=True):
+        text = "".join(letters[int(i)] for i in own) + letters[int(label)]
+        read.setdefault(str(user), []).append(text)
+    for user, text in SPEECHES.items():
+        parts = cut(2 * text)
+        assert read[user] == [a + b for a, b in zip(parts["x"], parts["y"], strict=True)]
+
+
+def test_each_client_is_one_user(shakespeare):
+    config = Config(
+        dataset=f"leaf:{shakespeare}", partition="natural", num_clients=3, clients_per_round=3
+    )
+    data, split = load_data(config), load_split(config)
+    users = [set(data.natural_ids[own]) for own in split.clients]
+    assert sorted(user for own in users for user in own) == sorted(SPEECHES)
+    assert [len(own) for own in users] == [1, 1, 1]
+
+
+def test_the_lstm_is_torchs_and_learns_the_text(shakespeare, tmp_path):
+    """After 8 rounds by Fed-ensemble it knows more than how frequent each character is."""
+    config = Config(
+        dataset=f"leaf:{shakespeare}", partition="natural", num_clients=3, clients_per_round=3,
+        clients_per_evaluation=0, model="char-lstm", width=32, method="fed-ensemble",
+        fed_ensemble={"num_models": 2, "schedule": "balanced"}, rounds=8, local_epochs=5,
+        learning_rate=1.0, batch_size=16, out=tmp_path / "run",
+    )  # fmt: skip
+    data = load_data(config)
+    frequent = np.bincount(data.y_test).max() / len(data.y_test)
+    result = run(config, progress=False)
+    assert result.curve().iloc[-1] > frequent + 0.15
+
+
+def test_scores_are_those_of_the_last_state():
+    model = CharLSTM((5,), 7, width=4)
+    x = torch.randint(0, 7, (3, 5))
+    states, (last, _) = model.lstm(model.embedding(x))
+    assert torch.equal(model(x), model.head(last[1]))
+    assert torch.equal(model(x.float()), model(x))
+    assert torch.equal(states[:, -1], last[1])
+
+
+def test_femnist_is_read_as_images(tmp_path):
+    images = np.random.default_rng(0).random((4, 784)).round(3)
+    own = {"f0": {"x": images[:3].tolist(), "y": [0, 61, 5]}}
+    write(tmp_path, "train", own)
+    write(tmp_path, "test", {"f1": {"x": images[3:].tolist(), "y": [2]}})
+    data = load_data(Config(dataset=f"leaf:{tmp_path}"))
+    assert data.num_classes == 62
+    np.testing.assert_allclose(data.x_train, images[:3].reshape(3, 1, 28, 28), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (None, r"expected LEAF's files .*train/\*\.json, found none"),
+        ({}, "holds no examples"),
+        ({"a": {"x": ["abc", "de"], "y": ["f", "g"]}}, "examples of 2 lengths"),
+        ({"a": {"x": ["abc"], "y": ["fg"]}}, "mixes text"),
+        ({"a": {"x": ["abc", "abd"], "y": ["f"]}}, "is not in LEAF's form"),
+        ({"a": {"x": [[1.0, 2.0, 3.0]], "y": [0.5]}}, "expected whole numbers"),
+    ],
+)
+def test_what_is_not_in_its_form_is_refused(train, message, tmp_path):
+    good = {"a": {"x": ["abc"], "y": ["d"]}}
+    if train is not None:
+        write(tmp_path, "train", train)
+    write(tmp_path, "test", train if train and "expected whole" in message else good)
+    with pytest.raises(ConfigError, match=message):
+        load_data(Config(dataset=f"leaf:{tmp_path}"))
+
+
+def test_the_lstm_refuses_images():
+    with pytest.raises(ConfigError, match=r"char-lstm: expected text of shape \(length,\)"):
+        CharLSTM((1, 8, 8), 10)
