@@ -11,8 +11,9 @@ and K0 the covariance of f at the first weights (both in closed form, Cho and Sa
     python benchmarks/fed_ensemble_limit.py [--runs 25]
 
 Reported for each width, over test points x: the distance of each trained model from its own limit
-(by the kernel at its first weights, from ``fedntk.ntk``), the distance of that kernel from Theta,
-and the distances of the models' mean and standard deviation from the Gaussian process's. Writes
+(by the kernel at its first weights, from ``fedntk.ntk``), and that of the same model trained on all
+points together; the distance of that kernel from Theta; and the distances of the models' mean and
+standard deviation from the Gaussian process's, beside what chance makes of so many models. Writes
 beside this file results/fed_ensemble_limit.json and .png.
 """
 
@@ -119,6 +120,18 @@ def trained(begun: list[dict[str, Floats]], seed: int, rounds: int) -> list[dict
     return [{name: array.numpy() for name, array in own.items()} for own in learned]
 
 
+def trained_centrally(begun: dict[str, Floats], steps: int = 1500) -> Floats:
+    """Return the predictions at the test points after gradient descent on all points together."""
+    first, last = begun["first"].copy(), begun["last"].copy()
+    for _ in range(steps):
+        hidden = X @ first.T
+        error = 0.3 / len(Y) / np.sqrt(len(last)) * (outputs(first, last, X) - Y)
+        step = ((error[:, None] * (hidden > 0)) * last).T @ X
+        last -= error @ np.maximum(hidden, 0)
+        first -= step
+    return outputs(first, last, TEST)
+
+
 def limit_kernels(z: Floats, other: Floats) -> tuple[Floats, Floats]:
     """Return K0 and Theta at infinite width, shape (n, m) each (arc-cosine kernels)."""
     norms = np.linalg.norm(z, axis=1)[:, None] * np.linalg.norm(other, axis=1)
@@ -155,9 +168,9 @@ def own_limit(begun: dict[str, Floats]) -> tuple[Floats, float]:
     return start + weights @ (Y - at_first), float(distance)
 
 
-def distances(width: int, runs: int, rounds: int) -> dict[str, float]:
-    """Train, and compare with the limit."""
-    found, own, kernels, residuals = [], [], [], []
+def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> dict[str, float]:
+    """Train, and compare with the limit; `compared`, with training on all points, too."""
+    found, own, central, kernels, residuals = [], [], [], [], []
     for seed in range(runs):
         begun = first_weights(width, seed)
         for model, start in zip(trained(begun, seed, rounds), begun, strict=True):
@@ -165,9 +178,12 @@ def distances(width: int, runs: int, rounds: int) -> dict[str, float]:
             residuals.append(np.abs(outputs(model["first"], model["last"], X) - Y).max())
             limit, kernel = own_limit(start)
             own.append(limit)
+            if compared:
+                central.append(trained_centrally(start) - limit)
             kernels.append(kernel)
     mean, std = gaussian_process()
     predictions = np.stack(found)
+    alone = {"own-limit-central": float(np.sqrt(np.mean(np.square(central))))} if central else {}
     return {
         "width": width,
         "models": len(found),
@@ -178,6 +194,7 @@ def distances(width: int, runs: int, rounds: int) -> dict[str, float]:
         "mean-by-chance": float(np.sqrt(np.mean(std**2) / len(found))),
         "std-by-chance": float(np.sqrt(np.mean(std**2) / (2 * len(found)))),
         "largest-residual": float(np.max(residuals)),
+        **alone,
     }
 
 
@@ -189,12 +206,13 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     rows = []
     for width in WIDTHS:
-        rows.append(distances(width, options.runs, options.rounds))
+        rows.append(distances(width, options.runs, options.rounds, compared=True))
         print(rows[-1], flush=True)
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for i, (key, label) in enumerate(
         (
             ("own-limit", "trained model from its own limit"),
+            ("own-limit-central", "the same, trained on all points together"),
             ("kernel", "kernel from its limit (relative)"),
             ("mean", "mean of the models from the process's"),
             ("std", "their standard deviation from the process's"),
