@@ -107,6 +107,12 @@ class Config(Settings):
         0, "training examples kept on the server, which no client gets", at_least=0
     )
     validation_clients: int = setting(0, "clients held out of training by all methods", at_least=0)
+    evaluate_on: Literal["test", "validation"] = setting(
+        "test",
+        "what accuracy and loss are measured on: the test set, or the validation examples, those of "
+        "the validation clients where there are only these; with validation, no other clients "
+        "evaluate",
+    )
 
     partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
         "dirichlet",
@@ -203,6 +209,13 @@ class Config(Settings):
         if self.monitor.startswith("client-") and not self.clients_per_evaluation:
             raise ConfigError(
                 f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
+            )
+        if self.evaluate_on == "validation" and not (
+            self.validation_examples or self.validation_clients
+        ):
+            raise ConfigError(
+                "evaluate-on = validation: nothing is held out of training; set "
+                "validation-examples, such as a tenth of the training set, or validation-clients"
             )
         if self.min_completed > self.clients_per_round:
             raise ConfigError(

@@ -42,8 +42,9 @@ def accuracy_curves(
     title: str = "",
     target: float | None = None,
     bottom: float = 0.0,
+    evaluated_on: str = "test",
 ) -> Figure:
-    """Draw test accuracy against rounds, data sent or time: one curve a run.
+    """Draw accuracy against rounds, data sent or time: one curve a run.
 
     Several seeds of one run become their mean, with a band from the lowest to the highest, as far
     as all have rounds. Data and time are means over the seeds, too, summed from round 0 on.
@@ -60,6 +61,8 @@ def accuracy_curves(
         Accuracy to mark with a line.
     bottom : float
         Accuracy at which the axis begins; rounds under it are cut off.
+    evaluated_on : str
+        The runs' setting of this name.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
@@ -80,7 +83,7 @@ def accuracy_curves(
             )
     if target is not None:
         _mark(axes, 100 * target)
-    axes.set(xlabel=label, ylabel="test accuracy (%)")
+    axes.set(xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
     axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -96,8 +99,9 @@ def accuracy_against_heterogeneity(
     *,
     labels: Mapping[str, str] | None = None,
     title: str = "",
+    evaluated_on: str = "test",
 ) -> Figure:
-    """Draw the best test accuracy against the concentration alpha: one curve a method.
+    """Draw the best accuracy against the concentration alpha: one curve a method.
 
     Parameters
     ----------
@@ -109,6 +113,8 @@ def accuracy_against_heterogeneity(
         To which curve each run belongs; by default, to its method's.
     title : str
         Above the picture.
+    evaluated_on : str
+        The runs' setting of this name.
     """
     figure, axes = _figure(title)
     best = (
@@ -133,7 +139,7 @@ def accuracy_against_heterogeneity(
     axes.set_xticks([], minor=True)
     axes.set(
         xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
-        ylabel="best test accuracy (%)",
+        ylabel=f"best {evaluated_on} accuracy (%)",
     )
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure

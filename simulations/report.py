@@ -66,15 +66,18 @@ def write_report(
         .to_latex(hrules=True),
         encoding="utf-8",
     )
+    judged = {"evaluated_on": " or ".join(sorted({run.config.evaluate_on for run in runs}))}
     pictures = {
-        f"accuracy-{against}": accuracy_curves(rounds, against=against, title=_setting(runs))
+        f"accuracy-{against}": accuracy_curves(
+            rounds, against=against, title=_setting(runs), **judged
+        )
         for against in AXES
     }
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
         pictures["heterogeneity"] = accuracy_against_heterogeneity(
-            rounds, alphas, labels=_without_alpha(runs)
+            rounds, alphas, labels=_without_alpha(runs), **judged
         )
     if len(clients):
         pictures["clients"] = client_accuracies(
@@ -89,6 +92,8 @@ def write_report(
         _setting(runs) or "Runs on several data sets or splits.",
         "",
         "## Accuracy",
+        "",
+        f"Measured on: {judged['evaluated_on']} examples.",
         "",
         _markdown(final_table(runs)),
         "",

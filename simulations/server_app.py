@@ -126,14 +126,13 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    x_test, y_test = setup.data.test()  # standardised and projected once, not in each round
-    most = config.test_examples or len(x_test)
-    x_test, y_test = projected(config, x_test[:most]), y_test[:most]
+    x, y = setup.evaluation_set()
+    x = projected(config, x)  # once, not in each round
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
         method, learned = config.chosen_method, strategy.learned
         predictor = method.predictor(setup, arrays, learned, cache=folder / "cache")
-        return predictor.evaluate(x_test, y_test)
+        return predictor.evaluate(x, y)
 
     recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
     initial = ArrayRecord(dict(setup.network.state_dict()))
