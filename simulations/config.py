@@ -310,11 +310,20 @@ class Config(Settings):
         ConfigError
             If there is no such key, or the text is no such value.
         """
+        home, name = cls.home_of(key)
+        return (super() if home is cls else home).convert(name, text)
+
+    @classmethod
+    def home_of(cls, key: str) -> tuple[type[Settings], str]:
+        """Return whose setting a key is, the common ones' or a method's, and its name there.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such key.
+        """
         table, name = _located(key_of(key))
-        if not table:
-            return super().convert(name, text)
-        settings: type[Settings] = all_methods()[table].settings
-        return settings.convert(name, text)
+        return (all_methods()[table].settings if table else cls), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""

@@ -20,6 +20,7 @@ __all__ = [
     "accuracy_curves",
     "client_accuracies",
     "label_distribution",
+    "tuning_values",
 ]
 
 # Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
@@ -221,6 +222,53 @@ def label_distribution(
     return figure
 
 
+def tuning_values(
+    trials: pd.DataFrame, searched: Mapping[str, str], *, metric: str = "accuracy"
+) -> Figure:
+    """Draw the value of each trial of a search against each setting that was searched.
+
+    Parameters
+    ----------
+    trials : DataFrame
+        See :class:`~fedntk.simulations.Tuning`; the first is the best.
+    searched : dict of str to {"log", "linear", "words"}
+        Settings, and the axis of each.
+    metric : str
+        What the values are.
+    """
+    columns = min(len(searched), 3)
+    rows = -(-len(searched) // columns)
+    figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    kinds = (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x"))
+    for axes, (key, scale) in zip(grid.flat, searched.items(), strict=False):
+        _plain_frame(axes)
+        x = trials[key]
+        if scale == "words":
+            words = sorted(x.astype(str).unique())
+            x = x.astype(str).map(words.index)
+            axes.set_xticks(range(len(words)), words)
+        for state, colour, marker in kinds:
+            own = (trials.state == state) & trials["mean"].notna()
+            axes.errorbar(
+                x[own], trials["mean"][own], trials["std"][own].fillna(0),
+                fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
+            )  # fmt: skip
+        axes.plot(
+            x.iloc[:1], trials["mean"].iloc[:1], "o", ms=13, mfc="none", mec=COLOURS[1], label="best"
+        )
+        if scale == "log":
+            axes.set_xscale("log")
+        axes.set_xlabel(key)
+    for axes in grid.flat[len(searched) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"validation {metric}")
+    bars = "bar: deviation over seeds" if trials["std"].notna().any() else None
+    grid[0, 0].legend(title=bars)
+    return figure
+
+
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
 
@@ -234,10 +282,14 @@ def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
+    _plain_frame(axes)
+    return figure, axes
+
+
+def _plain_frame(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:

@@ -21,6 +21,7 @@ from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints
 from .config import Config
 from .engines import MeteredGrid
+from .errors import Stopped
 from .files import remove_partial
 from .method import Setup
 from .recorder import OnRound, Recorder
@@ -80,7 +81,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
             stop_spinning(torch.get_num_threads())
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if not stopped:
                 logger.log(ERROR, "%s", reason)
