@@ -181,7 +181,7 @@ def tune_command(
 
     [b]Examples[/]
 
-      fedntk tune a.toml --set validation-examples=200 --grid learning-rate=0.1,0.03,0.01 --seeds 0,1
+      fedntk tune a.toml --set validation-examples=200 --grid learning-rate=0.1,0.03 --seeds 0,1
 
       fedntk tune a.toml --grid learning-rate=0.1,0.01 --grid local-epochs=1,5,20 --parallel 4
 

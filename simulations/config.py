@@ -109,9 +109,9 @@ class Config(Settings):
     validation_clients: int = setting(0, "clients held out of training by all methods", at_least=0)
     evaluate_on: Literal["test", "validation"] = setting(
         "test",
-        "what accuracy and loss are measured on: the test set, or the validation examples, those of "
-        "the validation clients where there are only these; with validation, no other clients "
-        "evaluate",
+        "what the server's accuracy and loss are measured on: the test set, or validation-examples "
+        "(the examples of validation-clients, where there are only these); with validation, "
+        "validation-clients, if there are any, are the only clients that evaluate",
     )
 
     partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
@@ -311,7 +311,7 @@ class Config(Settings):
             If there is no such key, or the text is no such value.
         """
         home, name = cls.home_of(key)
-        return (super() if home is cls else home).convert(name, text)
+        return super().convert(name, text) if home is cls else home.convert(name, text)
 
     @classmethod
     def home_of(cls, key: str) -> tuple[type[Settings], str]:

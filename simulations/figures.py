@@ -248,14 +248,21 @@ def tuning_values(
             words = sorted(x.astype(str).unique())
             x = x.astype(str).map(words.index)
             axes.set_xticks(range(len(words)), words)
+            axes.set_xlim(-0.5, len(words) - 0.5)
         for state, colour, marker in kinds:
             own = (trials.state == state) & trials["mean"].notna()
             axes.errorbar(
-                x[own], trials["mean"][own], trials["std"][own].fillna(0),
+                x[own], trials["mean"][own], trials["std"][own],
                 fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
             )  # fmt: skip
         axes.plot(
-            x.iloc[:1], trials["mean"].iloc[:1], "o", ms=13, mfc="none", mec=COLOURS[1], label="best"
+            x.iloc[:1],
+            trials["mean"].iloc[:1],
+            "o",
+            ms=13,
+            mfc="none",
+            mec=COLOURS[1],
+            label="best",
         )
         if scale == "log":
             axes.set_xscale("log")
@@ -264,8 +271,10 @@ def tuning_values(
         axes.set_axis_off()
     for axes in grid[:, 0]:
         axes.set_ylabel(f"validation {metric}")
-    bars = "bar: deviation over seeds" if trials["std"].notna().any() else None
-    grid[0, 0].legend(title=bars)
+    bars = ", bars: standard deviation over seeds" if trials["std"].notna().any() else ""
+    figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

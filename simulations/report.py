@@ -61,10 +61,10 @@ def write_report(
     clients = pd.concat([run.clients for run in runs], ignore_index=True)
     to_targets = target_table(runs, targets)
     _write_latex(to_targets, out / "targets.tex")
-    judged = {"evaluated_on": " or ".join(sorted({run.config.evaluate_on for run in runs}))}
+    judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
     pictures = {
         f"accuracy-{against}": accuracy_curves(
-            rounds, against=against, title=_setting(runs), **judged
+            rounds, against=against, title=_setting(runs), evaluated_on=judged
         )
         for against in AXES
     }
@@ -72,7 +72,7 @@ def write_report(
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
         pictures["heterogeneity"] = accuracy_against_heterogeneity(
-            rounds, alphas, labels=_without_alpha(runs), **judged
+            rounds, alphas, labels=_without_alpha(runs), evaluated_on=judged
         )
     if len(clients):
         pictures["clients"] = client_accuracies(
@@ -88,7 +88,7 @@ def write_report(
         "",
         "## Accuracy",
         "",
-        f"Measured on: {judged['evaluated_on']} examples.",
+        f"Measured on: {judged} examples.",
         "",
         _markdown(final_table(runs)),
         "",

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, get_args

@@ -5,11 +5,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from logging import getLogger
+from logging import ERROR, getLogger
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from ._flower import log_from
 from .config import Config
 from .errors import RunFailed, Stopped
 from .processes import PATIENCE
@@ -88,7 +89,8 @@ def _run_trial(configs: Sequence[Config], on_round: OnRound) -> str:
                 raise Stopped(PRUNED)
 
         try:
-            run(config, progress=False, on_round=told)
+            with log_from(ERROR):  # how to go on with a run is not how to go on with a search
+                run(config, progress=False, on_round=told)
         except Stopped:
             return PRUNED
         except (RunFailed, ConfigError) as error:
