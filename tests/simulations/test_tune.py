@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from logging import WARNING
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -29,7 +27,8 @@ from .test_runs import bits
 
 SMALL = Config(
     method="fedavg", num_clients=4, clients_per_round=2, clients_per_evaluation=0, rounds=2,
-    partition="iid", width=10, train_examples=200, validation_examples=100,
+    partition="iid", width=10, train_examples=200, validation_examples=100, batch_size=8,
+    learning_rate=0.1,
 )  # fmt: skip
 GRID = {"learning-rate": [0.01, 0.3, 0.1], "local-epochs": [1, 3]}
 CLIENTS = {"validation_examples": 0, "validation_clients": 2, "clients_per_evaluation": 2}
@@ -475,7 +474,7 @@ def test_the_best_at_the_edge_of_a_grid_is_said(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"validation_examples": 0}, {}, "nothing is held out of training; set validation-examples"),
+        ({"validation_examples": 0}, {}, "nothing is held out of training; set validation"),
         ({}, {"grid": None}, "as grid or as random, and not as both"),
         ({}, {"random": {"width": (5, 10)}}, "as grid or as random, and not as both"),
         ({}, {"grid": {"learning-rat": [1.0]}}, "unknown key 'learning-rat'; did you mean"),
