@@ -216,6 +216,7 @@ def test_draws_depend_on_the_seed_alone(tmp_path):
     assert lines(whole.trials) == lines(longer.trials)
     other = search(tmp_path / "c", trials=5, sampler_seed=1, **options)
     keys = list(random)
+    assert whole.trials["learning-rate"].nunique() == 5
     assert not set(whole.trials["learning-rate"]) & set(other.trials["learning-rate"])
     assert whole.trials[keys].dtypes.map(str).tolist() == ["float64", "int64", "str"]
     assert whole.trials["learning-rate"].between(1e-3, 1).all()
