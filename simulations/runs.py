@@ -36,7 +36,7 @@ from .server_app import prepare, serve
 from .settings import ConfigError
 from .writers import OnRound, check_writers, writing
 
-__all__ = ["Engine", "compare", "failing_as_run", "run"]
+__all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
 
 Engine = Literal["local", "ray"]
 logger = getLogger("flwr")
@@ -104,7 +104,7 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = _settle(config, overrides)
+    config = settled(config, overrides)
     _check_resources(config, engine)
     with failing_as_run():
         if again or run_state(config) != "finished":
@@ -232,7 +232,8 @@ def _check_resources(config: Config, engine: str) -> None:
         )
 
 
-def _settle(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+def settled(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration, or that of a file, with overrides."""
     if isinstance(config, Config):
         return config.replace(**overrides)
     return Config.load(config, **overrides)
@@ -264,9 +265,9 @@ def _plan(
     planned = []
     for name, config in configs.items():
         with _named(name):
-            settled = _settle(config, overrides)
+            own = settled(config, overrides)
         planned += [
-            settled.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
+            own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
         ]
     return planned

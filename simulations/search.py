@@ -184,7 +184,12 @@ class Search:
                         return
                     self._add(number, draw(self.study, number))
                 trial = self.study.ask()
-                yield trial, self._configs(trial)
+                try:
+                    configs = self._configs(trial)
+                except ConfigError as error:  # values drawn that do not go together
+                    self._finish(trial, [], str(error))
+                else:
+                    yield trial, configs
 
         def on_round(trial: Trial, position: int, record: Mapping[str, Any]) -> bool:
             number, step = trial.user_attrs["number"], int(record["round"])
@@ -200,7 +205,7 @@ class Search:
             return trial.should_prune()
 
         def on_end(trial: Trial, how: str) -> None:
-            self._finish(trial, how)
+            self._finish(trial, self._configs(trial), how)
             self._done[trial.user_attrs["number"]] = whole
             self._show(shown, total)
 
@@ -236,10 +241,10 @@ class Search:
             for seed in self.seeds
         ]
 
-    def _finish(self, trial: Trial, how: str) -> None:
+    def _finish(self, trial: Trial, configs: Sequence[Config], how: str) -> None:
         """Have Optuna keep what came of a trial, by the rounds in its folders."""
         means, rounds, seconds = [], 0, 0.0
-        for config in self._configs(trial):
+        for config in configs:
             path = config.folder / "rounds.jsonl"
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             records = [json.loads(line) for line in lines]

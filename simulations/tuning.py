@@ -19,7 +19,7 @@ from .config import INCIDENTAL, Config
 from .errors import RunFailed
 from .progress import progress as show_progress
 from .report import write_tuning_report
-from .runs import failing_as_run
+from .runs import failing_as_run, settled
 from .search import Pruner, Sampler, Search, Searched, Space, drawn, opened, resumed
 from .server_app import prepare
 from .settings import ConfigError, Value
@@ -129,8 +129,7 @@ def tune(
     >>> found.best.learning_rate
     0.3
     """
-    loaded = config if isinstance(config, Config) else Config.load(config)
-    base = loaded.replace(**{**overrides, "evaluate_on": "validation", "out": ""})
+    base = settled(config, overrides).replace(evaluate_on="validation", out="")
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
     for name, value, choices in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
@@ -147,7 +146,7 @@ def tune(
     if not each or len(set(each)) < len(each):
         raise ConfigError(f"seeds: expected at least one, each once, got {each}")
     _check_metric(base, metric)
-    combinations = _combinations(base, space)
+    combinations = _combinations(base, space, each_once=not grid)
     folder = Path(out).expanduser().absolute()
     asked = {
         **{key: _described(values, is_grid=bool(grid)) for key, values in space.items()},
@@ -217,14 +216,20 @@ def _described(values: Searched, *, is_grid: bool) -> Any:
     return f"{values.low} to {values.high}" + ", log" * values.log
 
 
-def _combinations(base: Config, space: Space) -> list[dict[str, Value]]:
-    """Return all combinations, of ranges those of their ends; each is checked."""
+def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
+    """Return and check all combinations, or as many as have each value and end of a range."""
     methods = _ends(space["method"]) if "method" in space else (base.method,)
     for key in space:
         if "." in key and key.partition(".")[0] not in methods:
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
-    each = itertools.product(*map(_ends, space.values()))
-    combinations = [dict(zip(space, values, strict=True)) for values in each]
+    each = [_ends(values) for values in space.values()]
+    if each_once:
+        most = max(map(len, each))
+        rows = zip(*(itertools.islice(itertools.cycle(ends), most) for ends in each), strict=True)
+    combinations = [
+        dict(zip(space, values, strict=True))
+        for values in (rows if each_once else itertools.product(*each))
+    ]
     for values in combinations:
         with _named(values):
             if base.replace(**values).rounds < 1:
@@ -272,7 +277,8 @@ def _concluded(search: Search, space: Space) -> Tuning:
     errors = zip(table["trial"], table["error"], strict=True)
     failed = [f"trial {number} failed: {error}" for number, error in errors if error]
     if table["state"][0] != "finished":
-        raise RunFailed(f"no trial was finished; {failed[0]}; give the same command to try again")
+        reason = failed[0] if failed else "all were pruned"
+        raise RunFailed(f"no trial was finished; {reason}; give the same command to try again")
     values = search.newest()[int(table["trial"][0])].user_attrs["values"]
     notes = [
         *filter(None, (_at_edge(key, values[key], own) for key, own in space.items())),

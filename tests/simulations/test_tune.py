@@ -241,6 +241,17 @@ def test_tpe_draws_by_what_came_before(tmp_path):
     assert (cut.trials.sort_values("trial")["learning-rate"].to_numpy() == tables["tpe"]).all()
 
 
+def test_values_drawn_that_do_not_go_together_fail_their_trial_alone(tmp_path):
+    """Each value goes with some other, so that it takes the draws to find out."""
+    random = {"clients-per-round": [1, 2, 3, 4], "min-completed": [1, 2, 3, 4]}
+    found = search(tmp_path, grid=None, random=random, trials=8)
+    fits = found.trials["min-completed"] <= found.trials["clients-per-round"]
+    assert 0 < fits.sum() < 8
+    assert ((found.trials["state"] == "finished") == fits).all()
+    assert "min-completed: expected at most" in found.trials["error"].iloc[-1]
+    assert len(folders(tmp_path)) == fits.sum()
+
+
 def test_settings_of_a_method_are_searched(tmp_path):
     config = SMALL.replace(method="scaffold")
     found = search(tmp_path, config, grid={"scaffold.server_learning_rate": [1, 0.001]})
@@ -379,22 +390,56 @@ def test_in_parallel_after_ctrl_c_and_kill_9(tmp_path, straight):
     )
 
 
-def test_a_process_that_dies_fails_its_trial_and_no_other(tmp_path, straight, monkeypatch):
-    """As if the machine had run out of memory; the same call runs that trial again."""
-    killed = []
+PROGRAM = """
+import json, sys, psutil
+from fedntk.simulations import Config, tune
+from fedntk.simulations.progress import Progress
 
-    def kill(self, record):
-        if not killed:
-            children = psutil.Process().children()
-            killed.append(next(c for c in children if "spawn_main" in " ".join(c.cmdline())))
-            killed[0].kill()
+def workers():
+    children = psutil.Process().children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
-    with monkeypatch.context() as patch:
-        patch.setattr("fedntk.simulations.progress.Progress.on_round", kill)
-        found = search(tmp_path, seeds=[0, 1], parallel=2)
-    assert found.trials["state"].tolist() == ["finished"] * 5 + ["failed"]
-    assert found.trials["error"].iloc[-1] == "its process ended with exit code -9"
-    assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
+def search(name, on_round):
+    Progress.on_round = on_round
+    options = {"seeds": [0, 1], "parallel": 2, "out": f"{sys.argv[1]}/{name}", "progress": False}
+    return tune(f"{sys.argv[1]}/conf.toml", grid=json.loads(sys.argv[2]), **options).trials
+
+def kill(shown, record):
+    if not killed:
+        killed.append(workers()[0])
+        killed[0].kill()
+
+def interrupt(shown, record):
+    raise KeyboardInterrupt
+
+killed = []
+if __name__ == "__main__":
+    table = search("a", kill)
+    try:
+        search("b", interrupt)
+    except KeyboardInterrupt:
+        left = len(workers())
+    print(json.dumps([table["state"].tolist(), table["error"].tolist(), left]))
+"""
+
+
+def test_in_a_program_a_process_that_dies_fails_one_trial_and_none_is_left(tmp_path, straight):
+    """Killed, as if there were no memory: the same call runs that trial again.
+
+    After an interrupt, which the program outlives, its processes have ended at once.
+    """
+    SMALL.save(tmp_path / "conf.toml")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, tmp_path / "program.py", tmp_path, json.dumps(GRID)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    states, errors, left = json.loads(done.stdout)
+    assert states == ["finished"] * 5 + ["failed"]
+    assert errors == [""] * 5 + ["its process ended with exit code -9"]
+    assert left == 0
+    assert lines(search(tmp_path / "a", seeds=[0, 1]).trials) == lines(straight.trials)
 
 
 # --------------------------------------------------------------------------- pruning
@@ -421,6 +466,16 @@ def test_a_bad_trial_ends_early_and_is_marked(tmp_path, started, prune):
     assert lines(again.trials) == lines(found.trials)
 
 
+def test_nothing_worse_is_pruned_in_its_very_last_round(tmp_path, monkeypatch):
+    """It would save nothing. Of two seeds, the last round of the first is not the last."""
+    monkeypatch.setattr("optuna.trial.Trial.should_prune", lambda trial: True)
+    config = SMALL.replace(rounds=1)
+    one = search(tmp_path / "one", config, prune="median")
+    assert (one.trials["state"] == "finished").all()
+    with pytest.raises(RunFailed, match="no trial was finished"):
+        search(tmp_path / "two", config, prune="median", seeds=[0, 1])
+
+
 def test_nothing_is_pruned_unless_asked(tmp_path):
     found = search(tmp_path, SMALL.replace(rounds=4), grid={"learning-rate": [0.1, 0.2, 1e-7]})
     assert (found.trials["state"] == "finished").all()
@@ -438,6 +493,25 @@ def test_a_trial_that_diverges_is_marked_and_the_best_is_another(tmp_path, caplo
     assert "trial 1 failed: " in (tmp_path / "report" / "report.md").read_text()
     with pytest.raises(RunFailed, match="no trial was finished; trial 0 failed: "):
         search(tmp_path / "b", config, grid={"learning-rate": [1e20]}, metric="loss")
+
+
+@pytest.mark.parametrize("spoiled", [{"loss": float("nan")}, {}])
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, spoiled):
+    """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
+
+    def spoil(grid, config, on_round):
+        serve(grid, config, on_round)
+        if config.learning_rate == 0.3:
+            path = config.folder / "rounds.jsonl"
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            kept = [{k: v for k, v in r.items() if k != "loss"} | spoiled for r in records]
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    monkeypatch.setattr("fedntk.simulations.runs.serve", spoil)
+    found = search(tmp_path, grid={"learning-rate": [0.3, 0.01]}, metric="loss")
+    assert found.trials["state"].tolist() == ["finished", "failed"]
+    assert found.trials["error"][1] == "loss is missing or not finite"
+    assert found.best.learning_rate == 0.01
 
 
 def test_a_failed_trial_is_tried_again(tmp_path, monkeypatch, straight):
