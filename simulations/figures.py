@@ -266,6 +266,10 @@ def tuning_values(
         )
         if scale == "log":
             axes.set_xscale("log")
+        shown = sorted(x.unique())
+        if scale != "words" and len(shown) <= 6:
+            axes.set_xticks(shown, [f"{value:g}" for value in shown])
+            axes.set_xticks([], minor=True)
         axes.set_xlabel(key)
     for axes in grid.flat[len(searched) :]:
         axes.set_axis_off()
