@@ -91,8 +91,8 @@ def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
     for name, changed in (("a", {}), ("b", {"shift": 1, "scale": -50.0})):
         data = write_data(tmp_path / f"{name}.npz", **changed)
         config = SMALL.replace(
-            **{"method": method, "dataset": data, "rounds": 3, **settings, **held_out},
-            evaluate_on="validation", out=tmp_path / name,
+            **{"num_clients": 8, "clients_per_round": 5, **settings, **held_out},
+            method=method, dataset=data, rounds=3, evaluate_on="validation", out=tmp_path / name,
         )  # fmt: skip
         runs.append(run(config, progress=False))
     first, second = runs
@@ -102,7 +102,7 @@ def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
     setup = load_setup(first.config)
     split = setup.split
     indices = split.validation if len(split.validation) else np.concatenate(split.clients[-2:])
-    assert not set(indices) & set(np.concatenate(split.clients[:2]))
+    assert not set(indices) & set(np.concatenate(split.clients[:-2]))
     on_held_out = load_predictor(first.folder).evaluate(*setup.data.train(indices))
     assert first.curve()[3] == pytest.approx(on_held_out.accuracy, abs=1e-12)
     tested = run(first.config, evaluate_on="test", out=tmp_path / "c", progress=False)
