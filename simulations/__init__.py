@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .report import write_report
     from .results import Run, load_model, load_results, read_runs
     from .runs import compare, run
+    from .tuning import Tuning, tune
 
 _HOMES = {
     "Config": "config",
@@ -26,12 +27,14 @@ _HOMES = {
     "Federation": "federation",
     "Run": "results",
     "RunFailed": "errors",
+    "Tuning": "tuning",
     "compare": "runs",
     "load_model": "results",
     "load_predictor": "building",
     "load_results": "results",
     "read_runs": "results",
     "run": "runs",
+    "tune": "tuning",
     "write_report": "report",
 }
 
@@ -41,12 +44,14 @@ __all__ = [
     "Federation",
     "Run",
     "RunFailed",
+    "Tuning",
     "compare",
     "load_model",
     "load_predictor",
     "load_results",
     "read_runs",
     "run",
+    "tune",
     "write_report",
 ]
 

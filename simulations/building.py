@@ -46,7 +46,10 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         If what the server or a client must hold would not fit.
     """
     config, method = setup.config, setup.config.chosen_method
-    evaluating = min(config.clients_per_evaluation, config.num_clients)
+    training = config.num_clients - config.validation_clients
+    # clients that evaluate only where the others, which train, are the ones to be measured
+    silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
+    evaluating = min(config.clients_per_evaluation, config.num_clients - silent)
     options: dict[str, Any] = {
         "seed": config.seed,
         "min_completed": config.min_completed,
@@ -57,7 +60,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "min_evaluate_nodes": evaluating,
         "min_available_nodes": config.num_clients,
         # clients held out for validation are trained on by no method
-        "held_out": range(config.num_clients - config.validation_clients, config.num_clients),
+        "held_out": range(training, config.num_clients),
+        "evaluate_without": range(silent),
         "key_server": key_server(config) if config.projection else None,
         "run": run_name(config),
     }

@@ -1,5 +1,6 @@
-"""The command ``fedntk``: run, compare, report."""
+"""The command ``fedntk``: run, compare, tune, report."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from .errors import ConfigError, errors_in_one_line
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Federated learning with Jacobians and tangent kernels: run, compare, report.",
+    help="Federated learning with Jacobians and tangent kernels: run, compare, tune, report.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -141,6 +142,77 @@ def compare_command(
         _show(write_report(out))
 
 
+@app.command("tune")
+def tune_command(
+    conf: Annotated[Path, typer.Argument(help="A TOML file of all other settings.")],
+    *,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2,...",
+            help="Try these values; may be repeated. Semicolons, where values have commas.",
+        ),
+    ] = None,
+    random: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=LOW:HIGH[:log]", help="Draw values, or from V1,V2,...; may be repeated."
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Combinations to draw.")] = 20,
+    sampler: Annotated[str, typer.Option(help="How to draw: random or tpe.")] = "random",
+    sampler_seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seeds: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    metric: Annotated[
+        str, typer.Option(help="accuracy, loss, client-accuracy-mean, ...")
+    ] = "accuracy",
+    last: Annotated[int, typer.Option(help="Rounds at the end whose mean is the value.")] = 5,
+    prune: Annotated[str, typer.Option(help="End bad trials early: median or halving.")] = "none",
+    parallel: Annotated[int, typer.Option(help="Trials at a time, each in a process.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the search.")] = Path("runs/tune"),
+    settings: Settings = None,
+    again: Again = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search for settings on validation examples or validation clients, never on the test set.
+
+    CONF, or --set, holds out validation-examples or validation-clients. Give the same command again
+    to go on with a search that was interrupted. best.toml in the folder is for fedntk run.
+
+    [b]Examples[/]
+
+      fedntk tune a.toml --set validation-examples=200 --grid learning-rate=0.1,0.03 --seeds 0,1
+
+      fedntk tune a.toml --grid learning-rate=0.1,0.01 --grid local-epochs=1,5,20 --parallel 4
+
+      fedntk tune a.toml --random learning-rate=0.001:1:log --trials 30 --sampler tpe --prune median
+
+      fedntk run runs/tune/best.toml
+    """
+    with errors_in_one_line("fedntk"):
+        from .tuning import tune
+
+        found = tune(
+            conf,
+            grid=dict(_listed("--grid", each) for each in grid or []),
+            random=dict(_ranged(each) for each in random or []),
+            trials=trials,
+            sampler=sampler,  # type: ignore[arg-type]
+            sampler_seed=sampler_seed,
+            seeds=_seeds(seeds),
+            metric=metric,
+            last=last,
+            prune=prune,  # type: ignore[arg-type]
+            parallel=parallel,
+            out=out,
+            progress=not quiet,
+            again=again,
+            **_overrides(settings),
+        )
+        _show(found.folder / "report" / "report.md")
+        typer.echo(f"Best: {found.folder / 'best.toml'}")
+
+
 @app.command("report")
 def report_command(
     folder: Annotated[Path, typer.Argument(help="A run's folder, or one that holds runs.")],
@@ -189,13 +261,31 @@ def _show(report: Path) -> None:
 
 def _overrides(settings: list[str] | None) -> dict[str, Any]:
     """Parse ``key=value`` as the key's type."""
-    overrides: dict[str, Any] = {}
-    for setting in settings or []:
-        key, sign, text = setting.partition("=")
-        if not sign:
-            raise ConfigError(f"--set: expected KEY=VALUE, got {setting!r}")
-        overrides[key.strip().replace("-", "_")] = Config.convert(key.strip(), text.strip())
-    return overrides
+    pairs = [_pair("--set", "KEY=VALUE", setting) for setting in settings or []]
+    return {key.replace("-", "_"): Config.convert(key, text) for key, text in pairs}
+
+
+def _pair(option: str, expected: str, given: str) -> tuple[str, str]:
+    key, sign, text = given.partition("=")
+    if not sign:
+        raise ConfigError(f"{option}: expected {expected}, got {given!r}")
+    return key.strip(), text.strip()
+
+
+def _listed(option: str, given: str) -> tuple[str, list[Any]]:
+    """Parse ``key=v1,v2``; semicolons separate where there are any."""
+    key, text = _pair(option, "KEY=V1,V2,...", given)
+    values = text.split(";" if ";" in text else ",")
+    return key, [Config.convert(key, value.strip()) for value in values]
+
+
+def _ranged(given: str) -> tuple[str, Sequence[Any]]:
+    """Parse ``key=low:high``, with ``:log`` or without; else a list of values."""
+    key, text = _pair("--random", "KEY=LOW:HIGH[:log] or KEY=V1,V2,...", given)
+    low, *rest = text.split(":")
+    if not rest:
+        return _listed("--random", given)
+    return key, (Config.convert(key, low), Config.convert(key, rest[0]), *rest[1:])
 
 
 def _seeds(text: str) -> list[int]:

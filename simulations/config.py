@@ -108,6 +108,12 @@ class Config(Settings):
         0, "training examples kept on the server, which no client gets", at_least=0
     )
     validation_clients: int = setting(0, "clients held out of training by all methods", at_least=0)
+    evaluate_on: Literal["test", "validation"] = setting(
+        "test",
+        "what the server's accuracy and loss are measured on: the test set, or validation-examples "
+        "(the examples of validation-clients, where there are only these); with validation, "
+        "validation-clients, if there are any, are the only clients that evaluate",
+    )
 
     partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
         "dirichlet",
@@ -208,6 +214,13 @@ class Config(Settings):
             raise ConfigError(
                 f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
             )
+        if self.evaluate_on == "validation" and not (
+            self.validation_examples or self.validation_clients
+        ):
+            raise ConfigError(
+                "evaluate-on = validation: nothing is held out of training; set "
+                "validation-examples, such as a tenth of the training set, or validation-clients"
+            )
         if self.min_completed > self.clients_per_round:
             raise ConfigError(
                 f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
@@ -302,11 +315,20 @@ class Config(Settings):
         ConfigError
             If there is no such key, or the text is no such value.
         """
+        home, name = cls.home_of(key)
+        return super().convert(name, text) if home is cls else home.convert(name, text)
+
+    @classmethod
+    def home_of(cls, key: str) -> tuple[type[Settings], str]:
+        """Return whose setting a key is, the common ones' or a method's, and its name there.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such key.
+        """
         table, name = _located(key_of(key))
-        if not table:
-            return super().convert(name, text)
-        settings: type[Settings] = all_methods()[table].settings
-        return settings.convert(name, text)
+        return (all_methods()[table].settings if table else cls), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""

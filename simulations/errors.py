@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["ConfigError", "RunFailed", "errors_in_one_line", "with_extra_named"]
+__all__ = ["ConfigError", "RunFailed", "Stopped", "errors_in_one_line", "with_extra_named"]
 
 
 class ConfigError(ValueError):
@@ -16,6 +16,10 @@ class ConfigError(ValueError):
 
 class RunFailed(RuntimeError):  # noqa: N818
     """A run that ended before its last round; the message says why."""
+
+
+class Stopped(RunFailed):
+    """Raised by a caller's `on_round` to end a run, which may go on later."""
 
 
 def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:

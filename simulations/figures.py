@@ -20,6 +20,7 @@ __all__ = [
     "accuracy_curves",
     "client_accuracies",
     "label_distribution",
+    "tuning_values",
 ]
 
 # Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
@@ -42,8 +43,9 @@ def accuracy_curves(
     title: str = "",
     target: float | None = None,
     bottom: float = 0.0,
+    evaluated_on: str = "test",
 ) -> Figure:
-    """Draw test accuracy against rounds, data sent or time: one curve a run.
+    """Draw accuracy against rounds, data sent or time: one curve a run.
 
     Several seeds of one run become their mean, with a band from the lowest to the highest, as far
     as all have rounds. Data and time are means over the seeds, too, summed from round 0 on.
@@ -60,6 +62,8 @@ def accuracy_curves(
         Accuracy to mark with a line.
     bottom : float
         Accuracy at which the axis begins; rounds under it are cut off.
+    evaluated_on : str
+        The runs' setting of this name.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
@@ -80,7 +84,7 @@ def accuracy_curves(
             )
     if target is not None:
         _mark(axes, 100 * target)
-    axes.set(xlabel=label, ylabel="test accuracy (%)")
+    axes.set(xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
     axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -96,8 +100,9 @@ def accuracy_against_heterogeneity(
     *,
     labels: Mapping[str, str] | None = None,
     title: str = "",
+    evaluated_on: str = "test",
 ) -> Figure:
-    """Draw the best test accuracy against the concentration alpha: one curve a method.
+    """Draw the best accuracy against the concentration alpha: one curve a method.
 
     Parameters
     ----------
@@ -109,6 +114,8 @@ def accuracy_against_heterogeneity(
         To which curve each run belongs; by default, to its method's.
     title : str
         Above the picture.
+    evaluated_on : str
+        The runs' setting of this name.
     """
     figure, axes = _figure(title)
     best = (
@@ -133,7 +140,7 @@ def accuracy_against_heterogeneity(
     axes.set_xticks([], minor=True)
     axes.set(
         xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
-        ylabel="best test accuracy (%)",
+        ylabel=f"best {evaluated_on} accuracy (%)",
     )
     axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
     return figure
@@ -215,6 +222,66 @@ def label_distribution(
     return figure
 
 
+def tuning_values(
+    trials: pd.DataFrame, searched: Mapping[str, str], *, metric: str = "accuracy"
+) -> Figure:
+    """Draw the value of each trial of a search against each setting that was searched.
+
+    Parameters
+    ----------
+    trials : DataFrame
+        See :class:`~fedntk.simulations.Tuning`; the first is the best.
+    searched : dict of str to {"log", "linear", "words"}
+        Settings, and the axis of each.
+    metric : str
+        What the values are.
+    """
+    columns = min(len(searched), 3)
+    rows = -(-len(searched) // columns)
+    figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    kinds = (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x"))
+    for axes, (key, scale) in zip(grid.flat, searched.items(), strict=False):
+        _plain_frame(axes)
+        x = trials[key]
+        if scale == "words":
+            words = sorted(x.astype(str).unique())
+            x = x.astype(str).map(words.index)
+            axes.set_xticks(range(len(words)), words)
+            axes.set_xlim(-0.5, len(words) - 0.5)
+        for state, colour, marker in kinds:
+            own = (trials.state == state) & trials["mean"].notna()
+            axes.errorbar(
+                x[own], trials["mean"][own], trials["std"][own],
+                fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
+            )  # fmt: skip
+        axes.plot(
+            x.iloc[:1],
+            trials["mean"].iloc[:1],
+            "o",
+            ms=13,
+            mfc="none",
+            mec=COLOURS[1],
+            label="best",
+        )
+        if scale == "log":
+            axes.set_xscale("log")
+        shown = sorted(x.unique())
+        if scale != "words" and len(shown) <= 6:
+            axes.set_xticks(shown, [f"{value:g}" for value in shown])
+            axes.set_xticks([], minor=True)
+        axes.set_xlabel(key)
+    for axes in grid.flat[len(searched) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"validation {metric}")
+    bars = ", bars: standard deviation over seeds" if trials["std"].notna().any() else ""
+    figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
 
@@ -228,10 +295,14 @@ def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
     figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
+    _plain_frame(axes)
+    return figure, axes
+
+
+def _plain_frame(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedntk.ntk.predictor import NetworkPredictor, Predictor
 from fedntk.strategies import BaseStrategy
@@ -53,6 +54,17 @@ class Setup:
     def max_examples(self) -> int:
         """Examples that a client may have at most."""
         return self.config.max_examples or len(self.data.y_train)
+
+    def evaluation_set(self) -> tuple[Tensor, Tensor]:
+        """Return the examples that the server evaluates on, standardised, with their labels."""
+        config, split = self.config, self.split
+        if config.evaluate_on == "test":
+            x, y = self.data.test()
+            most = config.test_examples or len(y)
+            return x[:most], y[:most]
+        if len(split.validation):
+            return self.data.train(split.validation)
+        return self.data.train(np.concatenate(split.clients[-config.validation_clients :]))
 
     @cached_property
     def device(self) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,12 +15,13 @@ from .figures import (
     accuracy_curves,
     client_accuracies,
     label_distribution,
+    tuning_values,
 )
 from .partitions import SPLIT_SETTINGS, load_split
 from .results import Run, read_runs
 from .settings import ConfigError
 
-__all__ = ["final_table", "target_table", "write_report"]
+__all__ = ["final_table", "target_table", "write_report", "write_tuning_report"]
 
 logger = logging.getLogger("flwr")
 
@@ -59,22 +60,19 @@ def write_report(
     rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
     clients = pd.concat([run.clients for run in runs], ignore_index=True)
     to_targets = target_table(runs, targets)
-    (out / "targets.tex").write_text(
-        to_targets.style.hide(axis="index")
-        .format(escape="latex")
-        .format_index(escape="latex", axis="columns")
-        .to_latex(hrules=True),
-        encoding="utf-8",
-    )
+    _write_latex(to_targets, out / "targets.tex")
+    judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
     pictures = {
-        f"accuracy-{against}": accuracy_curves(rounds, against=against, title=_setting(runs))
+        f"accuracy-{against}": accuracy_curves(
+            rounds, against=against, title=_setting(runs), evaluated_on=judged
+        )
         for against in AXES
     }
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
     dirichlet = all("dirichlet" in run.config.partition for run in runs)
     if dirichlet and len(set(alphas.values())) > 1:
         pictures["heterogeneity"] = accuracy_against_heterogeneity(
-            rounds, alphas, labels=_without_alpha(runs)
+            rounds, alphas, labels=_without_alpha(runs), evaluated_on=judged
         )
     if len(clients):
         pictures["clients"] = client_accuracies(
@@ -89,6 +87,8 @@ def write_report(
         _setting(runs) or "Runs on several data sets or splits.",
         "",
         "## Accuracy",
+        "",
+        f"Measured on: {judged} examples.",
         "",
         _markdown(final_table(runs)),
         "",
@@ -106,8 +106,54 @@ def write_report(
     return out / "report.md"
 
 
+def write_tuning_report(
+    out: Path,
+    trials: pd.DataFrame,
+    searched: Mapping[str, str],
+    *,
+    metric: str,
+    lines: Sequence[str],
+) -> None:
+    """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
+
+    Parameters
+    ----------
+    out : Path
+        Folder of the report.
+    trials : DataFrame
+        See :class:`~fedntk.simulations.Tuning`.
+    searched : dict of str to {"log", "linear", "words"}
+        Settings, and how they are drawn.
+    metric : str
+        What the values are.
+    lines : sequence of str
+        What is to be said beside it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trials.to_csv(out / "trials.csv", index=False)
+    shown = trials.drop(columns=["mean", "std", *([] if trials.error.any() else ["error"])])
+    values = [
+        "-" if pd.isna(mean) else f"{mean:.4f}" + ("" if pd.isna(std) else f" ± {std:.4f}")
+        for mean, std in zip(trials["mean"], trials["std"], strict=True)
+    ]
+    shown.insert(2, metric, values)
+    for key in [*searched, "seconds"]:
+        if pd.api.types.is_float_dtype(shown[key]):
+            shown[key] = shown[key].map("{:.4g}".format)
+    _write_latex(shown, out / "trials.tex")
+    tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
+    text = ["# Search for settings", *lines, _markdown(shown), "![values](values.png)", ""]
+    (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
+
+
 def _markdown(table: pd.DataFrame) -> str:
     return table.to_markdown(index=False, disable_numparse=True)
+
+
+def _write_latex(table: pd.DataFrame, path: Path) -> None:
+    styled = table.style.hide(axis="index").format(escape="latex")
+    text = styled.format_index(escape="latex", axis="columns").to_latex(hrules=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def final_table(runs: Sequence[Run]) -> pd.DataFrame:

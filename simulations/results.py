@@ -206,7 +206,7 @@ def write_summary(folder: Path, content: dict[str, Any]) -> None:
 
 
 def to_target(records: Iterable[dict[str, float]], target: float) -> dict[str, float] | None:
-    """First round whose test accuracy is at least `target`, and what it took up to there.
+    """First round whose accuracy is at least `target`, and what it took up to there.
 
     Returns
     -------

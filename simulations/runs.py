@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,9 +34,9 @@ from .results import (
 )
 from .server_app import prepare, serve
 from .settings import ConfigError
-from .writers import check_writers, writing
+from .writers import OnRound, check_writers, writing
 
-__all__ = ["Engine", "compare", "run"]
+__all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
 
 Engine = Literal["local", "ray"]
 logger = getLogger("flwr")
@@ -50,6 +50,7 @@ def run(
     progress: bool = True,
     again: bool = False,
     writers: Sequence[str] = (),
+    on_round: OnRound | None = None,
     **overrides: Any,
 ) -> Run:
     """Run a configuration and read its results back.
@@ -74,6 +75,9 @@ def run(
         Remove what is in the folder and run anew.
     writers : sequence of {"tensorboard", "mlflow"}
         Where each round's metrics go besides the run's folder.
+    on_round : callable, optional
+        Is given the metrics of each round that is run. What it raises ends the run; after
+        ``fedntk.simulations.errors.Stopped`` the run counts as interrupted.
     **overrides
         Settings (snake_case) that win over `config`.
 
@@ -100,14 +104,14 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = _settle(config, overrides)
+    config = settled(config, overrides)
     _check_resources(config, engine)
-    with _failing_as_run():
+    with failing_as_run():
         if again or run_state(config) != "finished":
             prepare(config)
     try:
         with _shown([config], progress) as shown:
-            return _run(config, engine, workers, writers, shown, again=again)
+            return _run(config, engine, workers, writers, shown, on_round, again=again)
     except KeyboardInterrupt:
         logger.log(
             WARNING,
@@ -174,7 +178,7 @@ def compare(
     for config in planned:
         with _named(config.name):
             _check_resources(config, engine)
-            with _failing_as_run():
+            with failing_as_run():
                 if again or run_state(config) != "finished":
                     prepare(config)
     failed = []
@@ -182,7 +186,7 @@ def compare(
         with _shown(planned, progress) as shown:
             for config in planned:
                 try:
-                    _run(config, engine, workers, writers, shown, again=again)
+                    _run(config, engine, workers, writers, shown, None, again=again)
                 except Exception as error:  # the other runs' results are worth having
                     failed.append(f"{config.name}, seed {config.seed}: {error}")
                     shown.end("failed")
@@ -228,7 +232,8 @@ def _check_resources(config: Config, engine: str) -> None:
         )
 
 
-def _settle(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+def settled(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration, or that of a file, with overrides."""
     if isinstance(config, Config):
         return config.replace(**overrides)
     return Config.load(config, **overrides)
@@ -260,9 +265,9 @@ def _plan(
     planned = []
     for name, config in configs.items():
         with _named(name):
-            settled = _settle(config, overrides)
+            own = settled(config, overrides)
         planned += [
-            settled.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
+            own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
         ]
     return planned
@@ -278,7 +283,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failing_as_run() -> Iterator[None]:
+def failing_as_run() -> Iterator[None]:
     """Turn an error into a RunFailed that says it in one line, unless a setting is wrong."""
     try:
         yield
@@ -301,6 +306,7 @@ def _run(
     workers: int,
     writers: Sequence[str],
     shown: Progress,
+    told: OnRound | None,
     *,
     again: bool,
 ) -> Run:
@@ -308,7 +314,7 @@ def _run(
     try:
         # what is in the folder is looked at when nobody else works there
         with (
-            _failing_as_run(),
+            failing_as_run(),
             claimed(folder, "run"),
             log_from(WARNING),
         ):  # display and results say the rest
@@ -325,6 +331,8 @@ def _run(
                     if record["round"] > done:
                         shown.on_round(record)
                         write(record)
+                        if told is not None:
+                            told(record)
 
                 if state == "new":
                     clear_run(folder, checkpoints=True)
@@ -372,7 +380,7 @@ def _start(
     engine: Engine,
     workers: int,
     shown: Progress,
-    on_round: Callable[[Mapping[str, Any]], None],
+    on_round: OnRound,
 ) -> None:
     if engine == "ray":
         flwr_run(config, on_round)

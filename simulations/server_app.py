@@ -21,6 +21,7 @@ from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints
 from .config import Config
 from .engines import MeteredGrid
+from .errors import Stopped
 from .files import remove_partial
 from .method import Setup
 from .recorder import OnRound, Recorder
@@ -80,7 +81,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
             stop_spinning(torch.get_num_threads())
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if not stopped:
                 logger.log(ERROR, "%s", reason)
@@ -126,14 +127,13 @@ def _serve(
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
     metered = MeteredGrid(grid)
-    x_test, y_test = setup.data.test()  # standardised and projected once, not in each round
-    most = config.test_examples or len(x_test)
-    x_test, y_test = projected(config, x_test[:most]), y_test[:most]
+    x, y = setup.evaluation_set()
+    x = projected(config, x)  # once, not in each round
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
         method, learned = config.chosen_method, strategy.learned
         predictor = method.predictor(setup, arrays, learned, cache=folder / "cache")
-        return predictor.evaluate(x_test, y_test)
+        return predictor.evaluate(x, y)
 
     recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
     initial = ArrayRecord(dict(setup.network.state_dict()))

@@ -11,7 +11,7 @@ from typing import Any
 from .config import Config
 from .settings import ConfigError
 
-__all__ = ["WRITERS", "check_writers", "writing"]
+__all__ = ["WRITERS", "OnRound", "check_writers", "writing"]
 
 OnRound = Callable[[Mapping[str, Any]], None]
 Records = Sequence[Mapping[str, Any]]

@@ -71,6 +71,8 @@ class BaseStrategy(FedAvg):
         a method asks between training and aggregation.
     held_out : sequence of int
         Partitions never sampled for training.
+    evaluate_without : sequence of int
+        Partitions never sampled for evaluation.
     outlier_factor : float
         With three clients or more, a reply that is so many times larger than the median client's is
         dropped: its change of the weights, or what else a method compares. Raise it where clients
@@ -121,6 +123,7 @@ class BaseStrategy(FedAvg):
         max_examples: int = 10_000_000,
         query_timeout: float = 600,
         held_out: Sequence[int] = (),
+        evaluate_without: Sequence[int] = (),
         outlier_factor: float = OUTLIER_FACTOR,
         key_server: SealsSeeds | None = None,
         run: str = "",
@@ -140,6 +143,7 @@ class BaseStrategy(FedAvg):
         self.max_examples = max_examples
         self.query_timeout = query_timeout
         self.held_out = tuple(held_out)
+        self.evaluate_without = tuple(evaluate_without)
         self.outlier_factor = outlier_factor
         self.run = run
         self.registry = ClientRegistry()
@@ -404,11 +408,12 @@ class BaseStrategy(FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send :meth:`content_for` to a sample of all clients."""
+        """Send :meth:`content_for` to a sample of the clients that may evaluate."""
         if self.fraction_evaluate == 0.0:
             return []
+        fraction, minimum = self.fraction_evaluate, self.min_evaluate_nodes
         nodes = self.sample(
-            grid, server_round, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes
+            grid, server_round, "evaluate", fraction, minimum, self.evaluate_without
         )
         return self.messages(server_round, nodes, MessageType.EVALUATE, arrays, config)
 

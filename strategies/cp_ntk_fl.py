@@ -99,7 +99,7 @@ class CPNTKFL(NTKFL):
             raise ValueError(f"delta: expected 0 < delta < 1, got {delta}")
         if shuffling_server is not None and not self.run:
             raise ValueError("shuffling_server: name the training run with run=...")
-        if noise_multiplier and (self.selection == "clients" or self.held_out):
+        if noise_multiplier and (self.selection == "clients" or self.validation_partitions):
             raise ValueError(
                 "selection='clients' and validation_partitions ask clients for losses of their "
                 "examples, which differential privacy does not cover; use selection='linearised' "

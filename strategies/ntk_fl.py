@@ -139,7 +139,8 @@ class NTKFL(BaseStrategy):
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        super().__init__(held_out=validation_partitions, **options)
+        held_out = (*options.pop("held_out", ()), *validation_partitions)
+        super().__init__(held_out=held_out, **options)
         if steps is None:
             steps = AUTO_STEPS if learning_rate == AUTO else DEFAULT_STEPS
         if allow_no_step and len(steps) and steps[0] > 0:
@@ -163,6 +164,7 @@ class NTKFL(BaseStrategy):
             )
         self.selection: Selection = selection
         self.validation_loss = validation_loss
+        self.validation_partitions = tuple(validation_partitions)
         if (selection == "validation") != (
             validation_loss is not None or len(validation_partitions) > 0
         ):
@@ -336,7 +338,7 @@ class NTKFL(BaseStrategy):
             return [float(self.validation_loss(_record(weights))) for weights in each]
         nodes = [client.node for client in clients]
         if self.selection == "validation":
-            nodes = self.registry.nodes_of(self.held_out)
+            nodes = self.registry.nodes_of(self.validation_partitions)
         count = len(candidates)
         pairs, rejected = self.exchange(
             nodes,

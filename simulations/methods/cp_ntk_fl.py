@@ -56,7 +56,8 @@ class _CPNTKFL(EvolvingMethod[CPNTKFLSettings]):
         if not settings.noise_multiplier:
             return
         noise = f"{settings.key('noise_multiplier')} = {settings.noise_multiplier:g}"
-        if settings.selection == "clients" or config.validation_clients:
+        by_clients = settings.selection == "validation" and config.validation_clients
+        if settings.selection == "clients" or by_clients:
             raise ConfigError(
                 f"{settings.key('selection')} = {settings.selection} asks clients for losses of "
                 f"their examples, which {noise} does not cover; use linearised, or "

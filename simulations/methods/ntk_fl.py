@@ -78,28 +78,34 @@ class EvolvingMethod(Method[S]):
     )
 
     def check(self, config: Config, settings: S) -> None:
-        """Refuse examples held out in vain, and a choice by examples that are not there."""
-        held_out = (config.validation_examples > 0) + (config.validation_clients > 0)
-        if held_out != (settings.selection == "validation"):
+        """Refuse a choice by examples that are not there, or that are to judge the choice."""
+        if settings.selection != "validation":
+            return
+        key = settings.key("selection")
+        if bool(config.validation_examples) == bool(config.validation_clients):
             raise ConfigError(
-                f"{settings.key('selection')} = validation goes with one of validation-examples "
-                "(kept on the server) and validation-clients (held out), got "
-                f"{settings.key('selection')} = {settings.selection}, "
-                f"validation-examples = {config.validation_examples} and "
-                f"validation-clients = {config.validation_clients}"
+                f"{key} = validation goes with one of validation-examples (kept on the server) and "
+                f"validation-clients (held out), got {config.validation_examples} and "
+                f"{config.validation_clients}"
+            )
+        if config.evaluate_on == "validation":
+            raise ConfigError(
+                f"{key} = validation trains on the examples that evaluate-on = validation measures "
+                f"with; set {key} = clients or linearised"
             )
 
     def evolution(self, setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of the strategies that evolve a kernel."""
         config, settings = setup.config, self.own(setup.config)
+        chooses = settings.selection == "validation"  # else what is held out is for others
         return dict(
             learning_rate=AUTO if settings.auto_learning_rate else config.learning_rate,
             steps=None if settings.steps_grid == DEFAULT_STEPS else settings.steps_grid,
             allow_no_step=settings.allow_no_step,
             loss=config.loss,
             selection=settings.selection,
-            validation_partitions=options.pop("held_out"),
-            validation_loss=_validation_loss(setup),
+            validation_partitions=options.pop("held_out") if chooses else (),
+            validation_loss=_validation_loss(setup) if chooses else None,
             kernel=settings.kernel,
             residuals=settings.residuals,
             tolerance=settings.tolerance,

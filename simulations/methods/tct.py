@@ -170,8 +170,7 @@ class _TCT(Method[TCTSettings]):
             memory += 4 * largest * width * (own.local_solver == "loop")
             # all clients' as computed, in float32; one's as normalised beside them; the test
             # set's, which float16 may not hold
-            tests = len(setup.data.y_test)
-            tested = min(config.test_examples or tests, tests)
+            tested = len(setup.evaluation_set()[1])
             rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
             disk = rows * width * (own.keep == "features")
         setting = f"tct.num-features = {width}"

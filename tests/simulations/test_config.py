@@ -51,7 +51,18 @@ DP = {
         ),
         ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
         ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
-        ({"validation-clients": 2}, "ntk-fl.selection = validation goes with one of"),
+        (
+            {"ntk-fl.selection": "validation", "validation-clients": 2, "validation-examples": 9},
+            "validation-clients (held out), got 9 and 2",
+        ),
+        ({"evaluate-on": "validation"}, "nothing is held out of training; set validation-examples"),
+        (
+            {
+                "ntk-fl.selection": "validation", "validation-clients": 2,
+                "evaluate-on": "validation",
+            },
+            "set ntk-fl.selection = clients or linearised",
+        ),
         ({"partition": "natural"}, "partition = natural needs natural-column"),
         ({"sampling-rate": 0.0}, "sampling-rate: expected more than 0, got 0.0"),
         ({"sampling-rate": 1.5}, "sampling-rate: expected at most 1, got 1.5"),

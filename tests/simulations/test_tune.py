@@ -1,0 +1,677 @@
+"""A search chooses on what nobody trains on, runs nothing twice, and never sees the test set."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from logging import WARNING
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+
+from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, run, tune
+from fedntk.simulations.building import load_setup, make_strategy
+from fedntk.simulations.methods import all_methods
+from fedntk.simulations.partitions import load_split
+from fedntk.simulations.results import read_run
+from fedntk.simulations.server_app import serve
+
+from .settings import SETTINGS
+from .test_cli import fedntk
+from .test_runs import bits
+
+SMALL = Config(
+    method="fedavg", num_clients=4, clients_per_round=2, clients_per_evaluation=0, rounds=2,
+    partition="iid", width=10, train_examples=200, validation_examples=100, batch_size=8,
+    learning_rate=0.1,
+)  # fmt: skip
+GRID = {"learning-rate": [0.01, 0.3, 0.1], "local-epochs": [1, 3]}
+CLIENTS = {"validation_examples": 0, "validation_clients": 2, "clients_per_evaluation": 2}
+
+
+def search(folder, config=SMALL, **options):
+    return tune(config, out=folder, progress=False, **{"grid": GRID, **options})
+
+
+def lines(table):
+    """The table without what the machine makes of it."""
+    return table.drop(columns="seconds").to_csv(index=False)
+
+
+def folders(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("trials/*/seed-*"))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The search over the whole grid with two seeds, not interrupted."""
+    return search(tmp_path_factory.mktemp("straight"), seeds=[0, 1])
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Folders of the runs that were begun or gone on with."""
+    ran = []
+
+    def counted(grid, config, on_round):
+        ran.append(f"{config.folder.parent.name}/{config.folder.name}")
+        serve(grid, config, on_round)
+
+    monkeypatch.setattr("fedntk.simulations.runs.serve", counted)
+    return ran
+
+
+def write_data(path, *, shift=0, scale=1.0):
+    """Three classes that a linear model tells apart; test labels and inputs changed as asked."""
+    rng = np.random.default_rng(0)
+    y = np.arange(400) % 3
+    x = rng.normal(size=(400, 6)) + 3 * np.eye(6)[y]
+    values = {"x_train": x[:300], "y_train": y[:300], "x_test": scale * x[300:]}
+    np.savez(path, **values, y_test=(y[300:] + shift) % 3)
+    return f"npz:{path}"
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+@pytest.mark.parametrize("held_out", [{"validation_examples": 50}, CLIENTS])
+def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
+    """Another test set gives the same metrics of all rounds, the same weights and another test.
+
+    The accuracy is that of the learned model on the examples held out, which are not in training.
+    """
+    settings = {**SETTINGS[method], "projection": 0}
+    runs = []
+    for name, changed in (("a", {}), ("b", {"shift": 1, "scale": -50.0})):
+        data = write_data(tmp_path / f"{name}.npz", **changed)
+        config = SMALL.replace(
+            **{"num_clients": 8, "clients_per_round": 5, **settings, **held_out},
+            method=method, dataset=data, rounds=3, evaluate_on="validation", out=tmp_path / name,
+        )  # fmt: skip
+        runs.append(run(config, progress=False))
+    first, second = runs
+    assert bits(first.folder) == bits(second.folder)
+    measured = [r.rounds[~r.rounds.metric.str.contains("seconds|memory")] for r in runs]
+    pd.testing.assert_frame_equal(*measured)
+    setup = load_setup(first.config)
+    split = setup.split
+    indices = split.validation if len(split.validation) else np.concatenate(split.clients[-2:])
+    assert not set(indices) & set(np.concatenate(split.clients[:-2]))
+    on_held_out = load_predictor(first.folder).evaluate(*setup.data.train(indices))
+    assert first.curve()[3] == pytest.approx(on_held_out.accuracy, abs=1e-12)
+    tested = run(first.config, evaluate_on="test", out=tmp_path / "c", progress=False)
+    assert bits(tested.folder) == bits(first.folder)  # the same training set, too
+    assert tested.summary["split"] == first.summary["split"]
+    on_test = load_predictor(tested.folder).evaluate(*setup.data.test())
+    assert tested.curve()[3] == pytest.approx(on_test.accuracy, abs=1e-12)
+
+
+def test_validation_clients_evaluate_and_no_others(tmp_path):
+    """Weighted by their examples, their own accuracies are the server's on all of these."""
+    config = SMALL.replace(**CLIENTS, partition="dirichlet", alpha=1.0, out=tmp_path)
+    result = run(config, evaluate_on="validation", progress=False)
+    assert set(result.clients.partition) == {2, 3}
+    np.testing.assert_allclose(result.curve()[1:], result.curve("client-accuracy"), rtol=1e-6)
+    everyone = run(
+        config, clients_per_evaluation=4, out=tmp_path / "test", progress=False
+    )  # on the test set nothing has changed
+    assert set(everyone.clients.partition) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("method", ["ntk-fl", "cp-ntk-fl"])
+def test_examples_held_out_for_tuning_do_not_choose_t(method):
+    config = SMALL.replace(method=method, **CLIENTS)
+    for held_out in ({}, {"validation_examples": 50}):
+        strategy = make_strategy(load_setup(config.replace(**held_out)))
+        assert strategy.validation_loss is None
+        assert strategy.validation_partitions == ()
+        assert strategy.held_out == (2, 3)
+
+
+def test_the_choice_is_by_validation_where_the_test_set_says_the_opposite(tmp_path):
+    """Test labels are each another class: the better a model is, the worse on the test set."""
+    data = write_data(tmp_path / "d.npz", shift=1)
+    config = SMALL.replace(dataset=data, validation_examples=60, rounds=3)
+    found = search(tmp_path / "s", config, grid={"learning-rate": [1e-5, 0.3]})
+    assert found.best.learning_rate == 0.3
+    assert found.best.evaluate_on == "test"
+    on_test = [
+        run(found.best, learning_rate=rate, out=tmp_path / f"{rate}", progress=False).curve()[3]
+        for rate in (1e-5, 0.3)
+    ]
+    assert on_test[0] > on_test[1] + 0.2
+
+
+def test_a_poisoned_test_set_changes_nothing(tmp_path):
+    tables = []
+    for name, changed in (("a", {}), ("b", {"shift": 2, "scale": 1e6})):
+        config = SMALL.replace(dataset=write_data(tmp_path / f"{name}.npz", **changed))
+        tables.append(lines(search(tmp_path / name, config).trials))
+    assert tables[0] == tables[1]
+
+
+def test_the_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(straight):
+    """Read from the runs' own tables; the best round would be another number."""
+    others = 0
+    for row in straight.trials.itertuples():
+        folder = straight.folder / "trials" / f"{row.trial:03d}"
+        curves = [read_run(folder / f"seed-{seed}").curve()[1:] for seed in (0, 1)]
+        means = [curve.mean() for curve in curves]  # of both rounds
+        assert row.mean == pytest.approx(np.mean(means), abs=1e-12)
+        assert row.std == pytest.approx(np.std(means, ddof=1), abs=1e-12)
+        others += abs(row.mean - np.mean([curve.max() for curve in curves])) > 0.01
+    assert others > 0
+    assert straight.trials["mean"].is_monotonic_decreasing
+
+
+def test_last_rounds_loss_and_clients_metrics(tmp_path):
+    config = SMALL.replace(**CLIENTS, rounds=3)
+    grid = {"learning-rate": [1e-4, 0.1]}
+    for metric in ("loss", "client-accuracy-worst"):
+        found = search(tmp_path / metric, config, grid=grid, metric=metric, last=1)
+        for row in found.trials.itertuples():
+            folder = found.folder / "trials" / f"{row.trial:03d}" / "seed-0"
+            assert row.mean == read_run(folder).curve(metric)[3]
+        rising = metric == "loss"
+        values = found.trials["mean"]
+        assert values.is_monotonic_increasing if rising else values.is_monotonic_decreasing
+        assert found.best.learning_rate == 0.1
+
+
+# -------------------------------------------------------------------- what is tried
+
+
+def test_a_grid_is_its_product_each_once(straight, started):
+    expected = set(itertools.product(*GRID.values()))
+    tried = list(
+        zip(straight.trials["learning-rate"], straight.trials["local-epochs"], strict=True)
+    )
+    assert len(tried) == 6
+    assert set(tried) == expected
+    assert folders(straight.folder) == [
+        f"trials/{i:03d}/seed-{seed}" for i in range(6) for seed in (0, 1)
+    ]
+    again = search(straight.folder, seeds=[0, 1])
+    assert started == []
+    assert lines(again.trials) == lines(straight.trials)
+
+
+def test_draws_depend_on_the_seed_alone(tmp_path):
+    """Not on what was cut off: more trials go on with the same draws."""
+    random = {
+        "learning-rate": (1e-3, 1.0, "log"),
+        "width": (5, 20),
+        "loss": ["mse", "cross-entropy"],
+    }
+    options = {"grid": None, "random": random}
+    whole = search(tmp_path / "a", trials=5, **options)
+    search(tmp_path / "b", trials=2, **options)
+    longer = search(tmp_path / "b", trials=5, **options)
+    assert lines(whole.trials) == lines(longer.trials)
+    other = search(tmp_path / "c", trials=5, sampler_seed=1, **options)
+    keys = list(random)
+    assert whole.trials["learning-rate"].nunique() == 5
+    assert not set(whole.trials["learning-rate"]) & set(other.trials["learning-rate"])
+    assert whole.trials[keys].dtypes.map(str).tolist() == ["float64", "int64", "str"]
+    assert whole.trials["learning-rate"].between(1e-3, 1).all()
+    assert whole.trials["width"].between(5, 20).all()
+
+
+def test_tpe_draws_by_what_came_before(tmp_path):
+    """Its first ten draws are random; by the same seed the next ones differ from random ones.
+
+    They lie nearer the best, and a search that was cut off between goes on with the same.
+    """
+    options = {"grid": None, "random": {"learning-rate": (1e-6, 1.0, "log")}}
+    config = SMALL.replace(rounds=1, train_examples=40, validation_examples=50)
+    tables = {}
+    for sampler in ("random", "tpe"):
+        found = search(tmp_path / sampler, config, trials=14, sampler=sampler, **options)
+        tables[sampler] = found.trials.sort_values("trial")["learning-rate"].to_numpy()
+    assert (tables["random"][10:] != tables["tpe"][10:]).all()
+    assert np.median(tables["tpe"][10:]) > np.median(tables["random"][10:])
+    search(tmp_path / "cut", config, trials=12, sampler="tpe", **options)
+    cut = search(tmp_path / "cut", config, trials=14, sampler="tpe", **options)
+    assert (cut.trials.sort_values("trial")["learning-rate"].to_numpy() == tables["tpe"]).all()
+
+
+def test_values_drawn_that_do_not_go_together_fail_their_trial_alone(tmp_path):
+    """Each value goes with some other, so that it takes the draws to find out."""
+    random = {"clients-per-round": [1, 2, 3, 4], "min-completed": [1, 2, 3, 4]}
+    found = search(tmp_path, grid=None, random=random, trials=8)
+    fits = found.trials["min-completed"] <= found.trials["clients-per-round"]
+    assert 0 < fits.sum() < 8
+    assert ((found.trials["state"] == "finished") == fits).all()
+    assert "min-completed: expected at most" in found.trials["error"].iloc[-1]
+    assert len(folders(tmp_path)) == fits.sum()
+
+
+def test_settings_of_a_method_are_searched(tmp_path):
+    config = SMALL.replace(method="scaffold")
+    found = search(tmp_path, config, grid={"scaffold.server_learning_rate": [1, 0.001]})
+    assert found.best.settings.server_learning_rate == 1.0
+    assert found.trials["scaffold.server-learning-rate"].tolist() == [1.0, 0.001]
+
+
+# ------------------------------------------------------------------ cut off and gone on with
+
+
+@pytest.mark.parametrize("after", [1, 4, 7])
+def test_an_interrupted_search_goes_on_and_runs_nothing_twice(
+    tmp_path, straight, started, monkeypatch, after
+):
+    """Ctrl-C in a round of the run number `after`: that one alone is begun twice."""
+    shown = []
+
+    def stop(self, record):
+        shown.append(record)
+        if len(shown) == 3 * after - 1:  # rounds 0, 1 and 2 of each run
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedntk.simulations.progress.Progress.on_round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path, seeds=[0, 1])
+    before = list(started)
+    assert 0 < len(before) < 12
+    resumed = search(tmp_path, seeds=[0, 1])
+    twice = [name for name in set(started) if started.count(name) > 1]
+    assert twice == before[-1:]
+    assert len(set(started)) == 12
+    assert lines(resumed.trials) == lines(straight.trials)
+
+
+def test_a_grid_that_has_grown_runs_only_what_is_new(tmp_path, straight, started):
+    search(tmp_path, grid={**GRID, "learning-rate": [0.1]}, seeds=[0, 1])
+    assert len(started) == 4
+    grown = search(tmp_path, seeds=[0, 1])
+    assert len(started) == len(set(started)) == 12
+    own, other = (
+        found.trials.sort_values(list(GRID)).drop(columns="trial") for found in (grown, straight)
+    )
+    assert lines(own) == lines(other)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {"grid": {"learning-rate": [0.1]}}, r"learning-rate = .*0.01.* \(now .*0.1.*\)"),
+        ({}, {"grid": {"local-epochs": [1, 3]}}, r"learning-rate = .* \(now None\)"),
+        ({"width": 11}, {}, r"width = 10 \(now 11\)"),
+        ({}, {"seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
+        ({}, {"metric": "loss"}, r"metric = 'accuracy' \(now 'loss'\)"),
+        ({}, {"grid": None, "random": GRID}, r"drawn = 'all' \(now 'random, seed 0'\)"),
+        ({"dataset": "npz"}, {}, r"data = '\w+' \(now '\w+'\)"),
+    ],
+)
+def test_another_search_in_the_folder_is_refused(tmp_path, started, config, options, message):
+    search(tmp_path, SMALL.replace(rounds=1), grid={"learning-rate": [0.01, 0.3]})
+    before = len(started)
+    if "dataset" in config:
+        config = {"dataset": write_data(tmp_path / "d.npz")}
+    grid = {"learning-rate": [0.01, 0.3]}
+    with pytest.raises(ConfigError, match=f"holds another search: .*{message}.*; choose another"):
+        search(tmp_path, SMALL.replace(rounds=1, **config), **{"grid": grid, **options})
+    assert len(started) == before
+    replaced = search(
+        tmp_path, SMALL.replace(rounds=1, **config), again=True, **{"grid": grid, **options}
+    )
+    assert len(replaced.trials) == len(folders(tmp_path)) / len(options.get("seeds", [0]))
+
+
+def start(folder, *options):
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fedntk.simulations.cli import app\n"
+        "if __name__ == '__main__': app()"
+    )
+    program = folder.parent / "program.py"
+    program.write_text(code)
+    SMALL.save(folder.parent / "conf.toml")
+    command = [
+        *(sys.executable, str(program), "tune", str(folder.parent / "conf.toml"), "--out", folder),
+        *("--seeds", "0,1", "--grid", "learning-rate=0.01,0.3,0.1", "--grid", "local-epochs=1,3"),
+        *options,
+    ]
+    return subprocess.Popen(  # noqa: S603
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+    )
+
+
+def until(condition, process=None):
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def test_in_parallel_after_ctrl_c_and_kill_9(tmp_path, straight):
+    """The command with two processes: interrupted, then killed, then gone on with to the end.
+
+    No process outlives it, and the table is that of the serial search.
+    """
+    folder = tmp_path / "s"
+
+    def summaries():
+        return len(list(folder.glob("trials/*/*/summary.json")))
+
+    first = start(folder, "--parallel", "2")
+    until(lambda: summaries() > 1, first)
+    family = psutil.Process(first.pid).children(recursive=True)
+    assert len(family) >= 2
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert "interrupted; go on with the same call" in said
+    assert "Traceback" not in said
+    until(lambda: not any(process.is_running() for process in family))
+    done = summaries()
+    assert done < 12
+    second = start(folder, "--parallel", "2")
+    until(lambda: summaries() > done, second)
+    family = psutil.Process(second.pid).children(recursive=True)
+    second.kill()
+    second.communicate()
+    until(lambda: not any(process.is_running() for process in family))
+    assert summaries() < 12
+    third = start(folder, "--parallel", "2")
+    _, said = third.communicate(timeout=120)
+    assert third.returncode == 0, said
+    assert "Traceback" not in said
+    assert lines(pd.read_csv(folder / "report" / "trials.csv")) == lines(
+        pd.read_csv(straight.folder / "report" / "trials.csv")
+    )
+
+
+PROGRAM = """
+import json, sys, psutil
+from fedntk.simulations import Config, tune
+from fedntk.simulations.progress import Progress
+
+def workers():
+    children = psutil.Process().children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+def search(name, on_round):
+    Progress.on_round = on_round
+    options = {"seeds": [0, 1], "parallel": 2, "out": f"{sys.argv[1]}/{name}", "progress": False}
+    return tune(f"{sys.argv[1]}/conf.toml", grid=json.loads(sys.argv[2]), **options).trials
+
+def kill(shown, record):
+    if not killed:
+        killed.append(workers()[0])
+        killed[0].kill()
+
+def interrupt(shown, record):
+    raise KeyboardInterrupt
+
+killed = []
+if __name__ == "__main__":
+    table = search("a", kill)
+    try:
+        search("b", interrupt)
+    except KeyboardInterrupt:
+        left = len(workers())
+    print(json.dumps([table["state"].tolist(), table["error"].tolist(), left]))
+"""
+
+
+def test_in_a_program_a_process_that_dies_fails_one_trial_and_none_is_left(tmp_path, straight):
+    """Killed, as if there were no memory: the same call runs that trial again.
+
+    After an interrupt, which the program outlives, its processes have ended at once.
+    """
+    SMALL.save(tmp_path / "conf.toml")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, tmp_path / "program.py", tmp_path, json.dumps(GRID)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    states, errors, left = json.loads(done.stdout)
+    assert states == ["finished"] * 5 + ["failed"]
+    assert errors == [""] * 5 + ["its process ended with exit code -9"]
+    assert left == 0
+    assert lines(search(tmp_path / "a", seeds=[0, 1]).trials) == lines(straight.trials)
+
+
+# --------------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize("prune", ["median", "halving"])
+def test_a_bad_trial_ends_early_and_is_marked(tmp_path, started, prune):
+    """Four good ones, then one that learns nothing: it ends before half of its rounds."""
+    config = SMALL.replace(rounds=8)
+    grid = {"learning-rate": [0.1, 0.11, 0.12, 0.13, 1e-7]}
+    found = search(tmp_path, config, grid=grid, prune=prune, seeds=[0, 1])
+    last = found.trials[found.trials["trial"] == 4].iloc[0]
+    assert last["state"] == "pruned"
+    assert 0 < last["rounds"] <= 8
+    summary = json.loads((tmp_path / "trials" / "004" / "seed-0" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert found.trials["state"][0] == "finished"
+    assert (found.trials[found.trials.state == "finished"]["rounds"] == 16).all()
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert "| pruned" in report
+    before = len(started)
+    again = search(tmp_path, config, grid=grid, prune=prune, seeds=[0, 1])
+    assert len(started) == before
+    assert lines(again.trials) == lines(found.trials)
+
+
+def test_nothing_worse_is_pruned_in_its_very_last_round(tmp_path, monkeypatch):
+    """It would save nothing. Of two seeds, the last round of the first is not the last."""
+    monkeypatch.setattr("optuna.trial.Trial.should_prune", lambda trial: True)
+    config = SMALL.replace(rounds=1)
+    one = search(tmp_path / "one", config, prune="median")
+    assert (one.trials["state"] == "finished").all()
+    with pytest.raises(RunFailed, match="no trial was finished"):
+        search(tmp_path / "two", config, prune="median", seeds=[0, 1])
+
+
+def test_nothing_is_pruned_unless_asked(tmp_path):
+    found = search(tmp_path, SMALL.replace(rounds=4), grid={"learning-rate": [0.1, 0.2, 1e-7]})
+    assert (found.trials["state"] == "finished").all()
+
+
+# ------------------------------------------------------------------------ what goes wrong
+
+
+def test_a_trial_that_diverges_is_marked_and_the_best_is_another(tmp_path, caplog):
+    config = SMALL.replace(loss="mse", rounds=5)
+    grid = {"learning-rate": [0.1, 1e20]}
+    found = search(tmp_path, config, grid=grid, metric="loss")
+    assert found.best.learning_rate == 0.1
+    assert found.trials["state"].tolist() == ["finished", "failed"]
+    assert "trial 1 failed: " in (tmp_path / "report" / "report.md").read_text()
+    with pytest.raises(RunFailed, match="no trial was finished; trial 0 failed: "):
+        search(tmp_path / "b", config, grid={"learning-rate": [1e20]}, metric="loss")
+
+
+@pytest.mark.parametrize("spoiled", [{"loss": float("nan")}, {}])
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, spoiled):
+    """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
+
+    def spoil(grid, config, on_round):
+        serve(grid, config, on_round)
+        if config.learning_rate == 0.3:
+            path = config.folder / "rounds.jsonl"
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            kept = [{k: v for k, v in r.items() if k != "loss"} | spoiled for r in records]
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    monkeypatch.setattr("fedntk.simulations.runs.serve", spoil)
+    found = search(tmp_path, grid={"learning-rate": [0.3, 0.01]}, metric="loss")
+    assert found.trials["state"].tolist() == ["finished", "failed"]
+    assert found.trials["error"][1] == "loss is missing or not finite"
+    assert found.best.learning_rate == 0.01
+
+
+def test_a_failed_trial_is_tried_again(tmp_path, monkeypatch, straight):
+    """A full disk in one run of the third trial; its other runs are not run again."""
+
+    def full(grid, config, on_round):
+        if config.folder.parent.name == "002" and config.seed == 1:
+            raise OSError("No space left on device")
+        serve(grid, config, on_round)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedntk.simulations.runs.serve", full)
+        found = search(tmp_path, seeds=[0, 1])
+    failed = found.trials.iloc[-1]
+    assert (failed["trial"], failed["state"]) == (2, "failed")
+    assert failed["error"] == "seed 1: OSError: No space left on device"
+    assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
+
+
+def test_the_best_at_the_edge_of_a_grid_is_said(tmp_path, caplog):
+    """Not where the setting itself ends, nor of a value between others."""
+    with caplog.at_level(WARNING):
+        search(
+            tmp_path / "a", grid={"learning-rate": [0.01, 0.1], "fedavg.proximal-mu": [0.0, 1e6]}
+        )
+    said = [message for message in caplog.messages if "tried" in message]
+    assert said == ["learning-rate = 0.1 is the best and the largest tried: add values beyond it"]
+    assert said[0] in (tmp_path / "a" / "report" / "report.md").read_text()
+    caplog.clear()
+    with caplog.at_level(WARNING):
+        search(tmp_path / "b", grid={"learning-rate": [1e-6, 0.1, 1e6]})
+    assert not [message for message in caplog.messages if "tried" in message]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"validation_examples": 0}, {}, "nothing is held out of training; set validation"),
+        ({}, {"grid": None}, "as grid or as random, and not as both"),
+        ({}, {"random": {"width": (5, 10)}}, "as grid or as random, and not as both"),
+        ({}, {"grid": {"learning-rat": [1.0]}}, "unknown key 'learning-rat'; did you mean"),
+        ({}, {"grid": {"learning-rate": [0.1, -1.0]}}, "learning-rate: expected more than 0, got"),
+        ({}, {"grid": {"learning-rate": ["a"]}}, "learning-rate: expected float, got str 'a'"),
+        ({}, {"grid": {"learning-rate": 0.1}}, "learning-rate: expected a list of values, got 0.1"),
+        ({}, {"grid": {"learning-rate": []}}, "expected at least one value, each once, got []"),
+        ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
+        ({}, {"grid": {"seed": [0, 1]}}, "seed cannot be searched"),
+        ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
+        (
+            {},
+            {"grid": {"clients-per-round": [2, 9]}},
+            "expected at most the 4 clients that train, got 9 (with clients-per-round = 9)",
+        ),
+        ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
+        ({}, {"grid": {"rounds": [0]}}, "rounds: expected at least 1, got 0"),
+        ({}, {"grid": None, "random": {"width": (10, 5)}}, "width: expected low and high"),
+        ({}, {"grid": None, "random": {"momentum": (0, 0.9, "log")}}, "above 0 for log"),
+        ({}, {"grid": None, "random": {"width": (5, 10, "lg")}}, "width: expected low and high"),
+        ({}, {"grid": None, "random": {"loss": ("mse", "mse")}}, "loss: expected low and high"),
+        ({}, {"grid": None, "random": {"momentum": (0.5, 1.5)}}, "momentum: expected less than 1"),
+        ({}, {"metric": "acuracy"}, "metric: expected one of accuracy, loss, client-accuracy-mean"),
+        ({}, {"metric": "client-loss-mean"}, "got validation-clients = 0 and clients-per-eval"),
+        ({}, {"seeds": [0, 0]}, "seeds: expected at least one, each once, got [0, 0]"),
+        ({}, {"last": 0}, "last: expected at least 1, got 0"),
+        ({}, {"parallel": 0}, "parallel: expected at least 1, got 0"),
+        ({}, {"prune": "often"}, "prune: expected one of none, median, halving, got 'often'"),
+        ({}, {"sampler": "best"}, "sampler: expected one of random, tpe, got 'best'"),
+        (
+            {"method": "ntk-fl", "ntk_fl": {"selection": "validation"}},
+            {},
+            "set ntk-fl.selection = clients or linearised",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_any_run(tmp_path, started, config, options, message):
+    with pytest.raises(ConfigError) as caught:
+        search(tmp_path / "s", SMALL.replace(**config), **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert started == []
+    assert not (tmp_path / "s").exists()
+
+
+def test_two_searches_in_one_folder_at_a_time_are_refused(tmp_path, monkeypatch):
+    def again(grid, config, on_round):
+        with pytest.raises(ConfigError, match="another process is at work in"):
+            search(tmp_path)
+        serve(grid, config, on_round)
+
+    monkeypatch.setattr("fedntk.simulations.runs.serve", again)
+    search(tmp_path, grid={"learning-rate": [0.1]})
+
+
+# ----------------------------------------------------------------------- what is written
+
+
+def test_best_toml_is_run_on_the_test_set_after_the_same_training(straight, tmp_path):
+    fedntk("run", straight.folder / "best.toml", "--out", tmp_path / "r", "--quiet")
+    final = read_run(tmp_path / "r")
+    assert final.config == straight.best.replace(out=str(tmp_path / "r"))
+    assert final.config.evaluate_on == "test"
+    first = straight.trials.iloc[0]
+    tried = read_run(straight.folder / "trials" / f"{first['trial']:03d}" / "seed-0")
+    assert (final.config.learning_rate, final.config.local_epochs) == (
+        first["learning-rate"],
+        first["local-epochs"],
+    )
+    assert final.summary["split"] == tried.summary["split"]
+    assert bits(final.folder) == bits(tried.folder)
+    assert len(load_split(final.config).validation) == 100
+
+
+def test_the_report_is_whole(straight):
+    names = {path.name for path in (straight.folder / "report").iterdir()}
+    assert names == {"report.md", "trials.csv", "trials.tex", "values.png"}
+    saved = pd.read_csv(straight.folder / "report" / "trials.csv", keep_default_na=False)
+    assert saved["mean"].tolist() == straight.trials["mean"].tolist()
+    report = (straight.folder / "report" / "report.md").read_text()
+    best = straight.trials.iloc[0]
+    assert f"{best['mean']:.4f} ± {best['std']:.4f}" in report
+
+
+def test_the_command(tmp_path):
+    SMALL.save(tmp_path / "conf.toml")
+    said = fedntk(
+        "tune", tmp_path / "conf.toml", "--grid", "learning-rate=0.3,1e-6", "--out", tmp_path / "a",
+        "--quiet", "--set", "rounds=1", "--last", 1,
+    )  # fmt: skip
+    assert f"{tmp_path}/a/best.toml" in said.replace("\n", "")
+    best = Config.load(tmp_path / "a" / "best.toml")
+    assert (best.learning_rate, best.rounds, best.evaluate_on) == (0.3, 1, "test")
+    fedntk(
+        "tune", tmp_path / "conf.toml", "--random", "learning-rate=0.001:1:log", "--random",
+        "loss=mse,cross-entropy", "--trials", 3, "--out", tmp_path / "b", "--quiet",
+    )  # fmt: skip
+    assert len(folders(tmp_path / "b")) == 3
+    ntk = SMALL.replace(method="ntk-fl")
+    ntk.save(tmp_path / "ntk.toml")
+    fedntk(
+        "tune", tmp_path / "ntk.toml", "--grid", "ntk-fl.steps=10;100,200", "--out", tmp_path / "c",
+        "--quiet",
+    )  # fmt: skip
+    table = pd.read_csv(tmp_path / "c" / "report" / "trials.csv", dtype=str)
+    assert set(table["ntk-fl.steps"]) == {"10", "100,200"}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--grid=learning-rate", "--grid: expected KEY=V1,V2,..., got 'learning-rate'"),
+        ("--grid=learning-rate=a,b", "learning-rate: expected float, got 'a'"),
+        ("--grid=rounds=1.5", "rounds: expected int, got '1.5'"),
+        ("--random=width", "--random: expected KEY=LOW:HIGH[:log] or KEY=V1,V2,..., got 'width'"),
+        ("--random=width=1:2:3", "width: expected low and high"),
+    ],
+)
+def test_what_the_command_refuses(tmp_path, option, message):
+    SMALL.save(tmp_path / "conf.toml")
+    said = fedntk("tune", tmp_path / "conf.toml", option, "--out", tmp_path / "a", fails=2)
+    assert said.startswith("fedntk: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "a").exists()
