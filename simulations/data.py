@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.files import whole
 
 from .config import Config
+from .kept_examples import Own
 from .settings import ConfigError, nearest
 
 if TYPE_CHECKING:
     from .method import Setup
 
-__all__ = ["Data", "Own", "load_data", "load_own"]
+__all__ = ["Data", "load_data", "load_own"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,20 +140,6 @@ class Data:
         mean, std = self.__dict__["_mean"], self.__dict__["_std"]
         standardised = (x.astype(np.float32) - mean.astype(np.float32)) / std.astype(np.float32)
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
-
-
-class Own(NamedTuple):
-    """Examples that a node holds itself.
-
-    Attributes
-    ----------
-    train, test : tuple of Tensor
-        Examples (n, ...) and labels (n,), for training and for its own evaluations; n may be 0
-        for these.
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
 
 
 def load_own(path: str, setup: "Setup") -> Own:
