@@ -1,12 +1,13 @@
 """Rounds of FedAvg beside a bare torch loop over the same batches and beside other frameworks.
 
     python benchmarks/engine.py --data-dir DATA [--repeats 11] [--networks mlp-100,simple-cnn]
-        [--workers 1,2] [--peers PYTHON] [--pfllib FOLDER] [--start-up 3]
+        [--workers 1,2] [--peers PYTHON] [--pfllib FOLDER] [--start-up 3] [--before PYTHON]
 
 Fashion-MNIST, 100 clients x 600 images, 10 clients a round, one epoch in batches of 10, one torch
 thread in each worker, no evaluation. Each contender is a process of its own that waits for its
 turn: they take turns round by round, so that what else happens on the machine meets all of them.
-What is compared are medians over the rounds, and medians of the ratios of neighbouring rounds.
+What is compared are medians over the rounds, and medians of the ratios of neighbouring rounds. On a
+busy machine, seconds of the CPU ("cpu") tell more than those of the clock; Ray's are not counted.
 
 "bare" is a loop over clients and batches with torch's SGD, and the mean of the weights. "fedntk" is
 ``fedntk.simulations.run`` on the local engine with its records and checkpoints ("seconds"), and the
@@ -17,7 +18,8 @@ from a checkout of it, if `--pfllib` names one, with as many torch threads as th
 it trains one client after another. A peer that cannot be had is named and left out.
 
 "start-up": seconds until the first round begins and until it has ended, in turns: of ``fedntk run
---engine ray``, and of stock_app by ``flwr run`` on a SuperLink that is started for it.
+--engine ray``, of stock_app by ``flwr run`` on a SuperLink that is started for it, and of another
+version of fedntk, in whose environment `--before` is the Python.
 
 Writes results/engine.csv and .json. Needs fedntk installed.
 """
@@ -54,11 +56,12 @@ def turn(**more: float) -> None:
     """Say how long the round took, and wait until the next one is wanted."""
     if hasattr(turn, "start"):
         more["seconds"] = time.perf_counter() - turn.start
+        more["cpu-seconds"] = time.process_time() - turn.cpu_start
     _out.write(json.dumps(more) + "\n")
     _out.flush()
     if not sys.stdin.readline():
         os._exit(0)
-    turn.start = time.perf_counter()
+    turn.start, turn.cpu_start = time.perf_counter(), time.process_time()
 
 
 def examples(folder: str) -> tuple[Tensor, Tensor, np.ndarray]:
@@ -320,6 +323,7 @@ class Contender:
             self._process.wait(30)
         self._process.kill()
         self._process.wait()
+        self._process.stdout.close()
 
 
 def pythons(interpreter: str, pfllib_folder: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -408,10 +412,17 @@ def compared(rows: Rows) -> dict[str, Any]:
             for name in dict.fromkeys(row["contender"] for row in own)
         }
         seconds["fedntk, in-round"] = [r["in-round"] for r in own if r["contender"] == "fedntk"]
+        cpu = {
+            name: [row["cpu-seconds"] for row in own if row["contender"] == name]
+            for name in seconds.keys() - {"fedntk, in-round", "flower-ray"}
+        }
         found["{}, {} workers".format(*case)] = {
             "median-seconds": {k: round(statistics.median(v), 4) for k, v in seconds.items()},
             "over-bare": {k: _ratio(v, seconds["bare"]) for k, v in seconds.items()},
             "over-fedntk": {k: _ratio(v, seconds["fedntk"]) for k, v in seconds.items()},
+            "cpu-over-bare": {k: _ratio(v, cpu["bare"]) for k, v in sorted(cpu.items())},
+            "cpu-over-fedntk": {k: _ratio(v, cpu["fedntk"]) for k, v in sorted(cpu.items())},
+            "load": round(statistics.median(row["load"] for row in own), 1),
         }
     return found
 
@@ -423,11 +434,17 @@ def _ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
 # ------------------------------------------------------------------ start-up on Ray
 
 
-def start_up(times: int, base: Mapping[str, Any]) -> Rows:
+def start_up(times: int, before: str, base: Mapping[str, Any]) -> Rows:
     """Seconds from the start of a run on Ray until its first round begins, and ends."""
+    ways: dict[str, Callable[[Mapping[str, Any], Path], list[float]]] = {
+        "fedntk": lambda case, out: fedntk_on_ray(case, out, sys.executable),
+        "flower": flower_by_flwr_run,
+    }
+    if before:
+        ways["fedntk-before"] = lambda case, out: fedntk_on_ray(case, out, before)
     rows = []
     for repeat in range(times):
-        for name, begin in (("fedntk", fedntk_on_ray), ("flower", flower_by_flwr_run)):
+        for name, begin in ways.items():
             with tempfile.TemporaryDirectory() as out:
                 case = {"network": "mlp-100", "rounds": 1, **base}
                 start = time.time()
@@ -443,10 +460,10 @@ def start_up(times: int, base: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def fedntk_on_ray(case: Mapping[str, Any], out: Path) -> list[float]:
+def fedntk_on_ray(case: Mapping[str, Any], out: Path, python: str) -> list[float]:
     """Return the times of day when the first round began and ended, by the command."""
     ours(case, str(out / "run")).save(out / "config.toml")
-    command = [sys.executable, "-m", "fedntk.simulations.cli", "run", str(out / "config.toml")]
+    command = [python, "-m", "fedntk.simulations.cli", "run", str(out / "config.toml")]
     records, times = out / "run" / "rounds.jsonl", list[float]()
     with subprocess.Popen([*command, "--engine", "ray", "--quiet"]) as process:  # noqa: S603
         while process.poll() is None:
@@ -487,6 +504,7 @@ def main() -> None:
     parser.add_argument("--pfllib", default="", help="checkout of PFLlib")
     parser.add_argument("--only", default="", help="contenders, by commas; writes nothing")
     parser.add_argument("--start-up", type=int, default=3, help="repeats; 0: none")
+    parser.add_argument("--before", default="", help="Python that has another fedntk installed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
@@ -508,7 +526,7 @@ def main() -> None:
             for workers in map(int, chosen.workers.split(",")):
                 rows += measure(network, workers, found, missing, chosen.repeats, base)
         if chosen.start_up:
-            started = start_up(chosen.start_up, base)
+            started = start_up(chosen.start_up, chosen.before, base)
     summary = {
         "machine": machine("cpu") | {"load-before": before, "load-after": os.getloadavg()},
         "left-out": missing,
