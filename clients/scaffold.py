@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import loss_value
-
 from .named_arrays import NamedArrays, records_of
 from .randomness import own_randomness
 from .sgd import SGDClient
+from .sgd_steps import Gradients
 from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["SCAFFOLDClient"]
@@ -86,7 +85,7 @@ class SCAFFOLDClient(SGDClient):
         -------
         tuple of NamedArrays, int, dict
             The records ``arrays`` of the new weights and ``controls`` of the c_i+, the number of
-            examples, ``{"train-loss": ...}`` at the received weights.
+            examples, ``{"train-loss": ...}`` as of :meth:`SGDClient.descend`.
 
         Raises
         ------
@@ -99,12 +98,11 @@ class SCAFFOLDClient(SGDClient):
         weights, corrections = list(received.values()), self._checked(own)
         set_weights(self.model, weights)
         x, targets = self.training_examples(config)
-        train_loss = loss_value(self.outputs(x), targets, self.loss)
-        steps = _CorrectedSteps(self.trainable, corrections, self.weight_decay)
-        self.descend(weights, x, targets, config, steps)
+        corrected = _Corrected(self.trainable, corrections, self.weight_decay)
+        train_loss = self.descend(weights, x, targets, config, corrected)
         trained = get_weights(self.model)
         if self.option == "II":
-            control = steps.mean_gradients()
+            control = corrected.mean_gradients()
         else:
             control = self._gradient(weights, x, targets, config)
         controls = {
@@ -145,20 +143,20 @@ class SCAFFOLDClient(SGDClient):
         config: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         """Option I: gradient of the mean loss of all examples, in the mini-batches' mode."""
-        trainable = self.trainable
+        trainable, targets = self.trainable, self._compact(targets)
         with own_randomness(self.model, x[:2].to(self.device), self._draws(config)):
             set_weights(self.model, weights)
             self.model.train()
             self.model.zero_grad()
             for batch in self._batches(torch.arange(len(x))):
-                outputs = self.model(x[batch].to(self.device))
-                loss = self._batch_loss(outputs, targets[batch].to(self.device))
+                loss = self._batch_loss(x, targets, batch)
                 (loss * (len(batch) / len(x))).backward()
-        return {n: _gradient_of(p, self.weight_decay).clone() for n, p in trainable.items()}
+        own = {n: p.grad for n, p in trainable.items() if p.grad is not None}
+        return _decayed(_all(own, trainable), trainable, self.weight_decay)
 
 
-class _CorrectedSteps:
-    """Called in each step: adds up the gradients, then corrects them in place by c - c_i."""
+class _Corrected:
+    """Given each step's gradients: adds them up, and returns them corrected by c - c_i."""
 
     def __init__(
         self,
@@ -167,30 +165,40 @@ class _CorrectedSteps:
         weight_decay: float,
     ) -> None:
         self._trainable = trainable
-        self._corrections = corrections
+        self._corrections = [corrections[name] for name in trainable]
         self._weight_decay = weight_decay
-        self._sums = {name: torch.zeros_like(p) for name, p in trainable.items()}
+        self._sums = {name: torch.zeros_like(p.detach()) for name, p in trainable.items()}
         self._steps = 0
 
-    @torch.no_grad()
-    def __call__(self) -> None:
+    def __call__(self, gradients: Gradients) -> Gradients:
+        whole = _all(gradients, self._trainable)
+        decayed = _decayed(whole, self._trainable, self._weight_decay)
+        torch._foreach_add_(list(self._sums.values()), list(decayed.values()))
         self._steps += 1
-        for name, parameter in self._trainable.items():
-            self._sums[name] += _gradient_of(parameter, self._weight_decay)
-            if parameter.grad is None:
-                parameter.grad = self._corrections[name].clone()
-            else:
-                parameter.grad += self._corrections[name]
+        corrected = torch._foreach_add(list(whole.values()), self._corrections)
+        return dict(zip(whole, corrected, strict=True))
 
-    def mean_gradients(self) -> dict[str, Tensor]:
-        return {name: total.detach() / self._steps for name, total in self._sums.items()}
+    def mean_gradients(self) -> Gradients:
+        return {name: total / self._steps for name, total in self._sums.items()}
 
 
-@torch.no_grad()
-def _gradient_of(parameter: nn.Parameter, weight_decay: float) -> Tensor:
-    """Of the loss with weight decay; of one that the loss does not know, weight decay alone."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return gradient.add(parameter, alpha=weight_decay) if weight_decay else gradient
+def _all(gradients: Gradients, trainable: Mapping[str, nn.Parameter]) -> Gradients:
+    """Return the gradients of all parameters: zero for one that the loss does not know."""
+    return {
+        name: gradients[name] if name in gradients else torch.zeros_like(parameter.detach())
+        for name, parameter in trainable.items()
+    }
+
+
+def _decayed(
+    gradients: Gradients, trainable: Mapping[str, nn.Parameter], weight_decay: float
+) -> Gradients:
+    """Return the gradients of the loss with weight decay."""
+    if not weight_decay:
+        return gradients
+    weights = [parameter.detach() for parameter in trainable.values()]
+    decayed = torch._foreach_add(list(gradients.values()), weights, alpha=weight_decay)
+    return dict(zip(gradients, decayed, strict=True))
 
 
 def _parted(

@@ -8,7 +8,7 @@ Networks*, MLSys 2020, eq. (2):
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from fedntk.ntk import loss_value
 
 from .base import WEIGHTS, ModelClient
 from .randomness import own_randomness, round_seed
+from .sgd_steps import Adjust, SGDSteps, gradients_of, proximal_term
 from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["SGDClient"]
@@ -100,7 +101,7 @@ class SGDClient(ModelClient):
         Returns
         -------
         tuple of list of ndarray, int, dict
-            New weights, number of examples, ``{"train-loss": ...}`` at the received weights.
+            New weights, number of examples, ``{"train-loss": ...}``: see :meth:`descend`.
 
         Raises
         ------
@@ -111,9 +112,8 @@ class SGDClient(ModelClient):
         mu = _checked_mu("proximal-mu", config.get("proximal-mu", self.proximal_mu))
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
-        train_loss = loss_value(self.outputs(x), targets, self.loss)
-        adjust = _proximal_term(list(self.trainable.values()), mu) if mu else None
-        self.descend(parameters, x, targets, config, adjust)
+        adjust = proximal_term(self.trainable, mu) if mu else None
+        train_loss = self.descend(parameters, x, targets, config, adjust)
         return get_weights(self.model), len(x), {"train-loss": train_loss}
 
     @property
@@ -127,8 +127,8 @@ class SGDClient(ModelClient):
         x: torch.Tensor,
         targets: torch.Tensor,
         config: Mapping[str, Any],
-        adjust: Callable[[], None] | None = None,
-    ) -> None:
+        adjust: Adjust | None = None,
+    ) -> float:
         """Run E epochs of mini-batch SGD; the model holds the new weights then.
 
         Parameters
@@ -140,15 +140,24 @@ class SGDClient(ModelClient):
         config : dict
             ``"server-round"`` seeds the shuffling; ``"lr"`` counts instead of the client's own.
         adjust : callable, optional
-            Called in each step once the gradients are there, to change them in place.
+            Is given each step's gradients, by their parameters' names, and returns those along
+            which the step is to go. It changes none in place.
+
+        Returns
+        -------
+        float
+            Mean loss of the examples as the steps met them, each counting once in each epoch: in
+            training mode, and at weights that move on. Without epochs: in evaluation mode, at the
+            weights where they would begin.
         """
         rate = config.get("lr", self.learning_rate)
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
             raise ValueError(f"lr: expected a finite number above 0, got {rate!r}")
-        if self.local_epochs:
-            with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
-                set_weights(self.model, weights)  # the probe may have moved statistics
-                self._train(x, targets, rate, drawn, adjust)
+        if not self.local_epochs:
+            return loss_value(self.outputs(x), targets, self.loss)
+        with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
+            set_weights(self.model, weights)  # the probe may have moved statistics
+            return self._train(x, targets, rate, drawn, adjust)
 
     def _draws(self, config: Mapping[str, Any]) -> int:
         entropy = np.random.SeedSequence(round_seed(self.seed, config))
@@ -160,18 +169,27 @@ class SGDClient(ModelClient):
         targets: torch.Tensor,
         learning_rate: float,
         generator: torch.Generator,
-        adjust: Callable[[], None] | None = None,
-    ) -> None:
-        step = _sgd(list(self.trainable.values()), learning_rate, self.momentum, self.weight_decay)
+        adjust: Adjust | None = None,
+    ) -> float:
+        trainable, targets = self.trainable, self._compact(targets)
+        steps = SGDSteps(
+            trainable,
+            learning_rate=learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+        losses, sizes = list[torch.Tensor](), list[int]()
         self.model.train()
         for _ in range(self.local_epochs):
             for batch in self._batches(torch.randperm(len(x), generator=generator)):
-                self.model.zero_grad()
-                outputs = self.model(x[batch].to(self.device))
-                self._batch_loss(outputs, targets[batch].to(self.device)).backward()
-                if adjust is not None:
-                    adjust()
-                step()
+                loss = self._batch_loss(x, targets, batch)
+                gradients = gradients_of(loss, trainable)
+                steps.take(gradients if adjust is None else adjust(gradients))
+                losses.append(loss.detach())
+                sizes.append(len(batch))
+        self.model.zero_grad()
+        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        return float(torch.stack(losses).cpu().double() @ shares)
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
         batches = list(order.split(self.batch_size))
@@ -183,51 +201,22 @@ class SGDClient(ModelClient):
     def _normalises_batches(self) -> bool:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
 
-    def _batch_loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _compact(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return class numbers for one-hot targets, where the loss takes them: that is faster."""
         if self.loss == "mse":
-            return torch.nn.functional.mse_loss(outputs, targets) / 2
-        return torch.nn.functional.cross_entropy(outputs, targets)
+            return targets
+        one_hot = (targets.amax(1) == 1) & (targets.count_nonzero(1) == 1)
+        return targets.argmax(1) if bool(one_hot.all()) else targets
 
-
-def _sgd(
-    parameters: Sequence[nn.Parameter], learning_rate: float, momentum: float, weight_decay: float
-) -> Callable[[], None]:
-    """Return one step of ``torch.optim.SGD``, with its bits.
-
-    A first optimizer of torch's imports its compiler: 0.6 s in each of the processes that Flower
-    starts, one for each message to a client.
-    """
-    velocities: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step() -> None:
-        for i, parameter in enumerate(parameters):
-            if (gradient := parameter.grad) is None:
-                continue
-            if weight_decay:
-                gradient = gradient.add(parameter, alpha=weight_decay)
-            if momentum:
-                before = velocities.get(i)
-                gradient = (
-                    gradient.clone() if before is None else before.mul_(momentum).add_(gradient)
-                )
-                velocities[i] = gradient
-            parameter.add_(gradient, alpha=-learning_rate)
-
-    return step
-
-
-def _proximal_term(parameters: Sequence[nn.Parameter], mu: float) -> Callable[[], None]:
-    """Return what adds mu (w - w_t) to the gradients; w_t are the weights of now."""
-    received = [p.detach().clone() for p in parameters]
-
-    @torch.no_grad()
-    def adjust() -> None:
-        for parameter, start in zip(parameters, received, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter - start, alpha=mu)
-
-    return adjust
+    def _batch_loss(
+        self, x: torch.Tensor, targets: torch.Tensor, batch: torch.Tensor
+    ) -> torch.Tensor:
+        """Mean loss of the examples at these positions."""
+        outputs = self.model(x.index_select(0, batch).to(self.device))
+        own = targets.index_select(0, batch).to(self.device)
+        if self.loss == "mse":
+            return torch.nn.functional.mse_loss(outputs, own) / 2
+        return torch.nn.functional.cross_entropy(outputs, own)
 
 
 def _checked_mu(name: str, mu: Any) -> float:

@@ -13,7 +13,8 @@ from fedntk.strategies import BaseStrategy
 
 from ._flower import log_from
 from .config import Config
-from .data import Own, load_data
+from .data import load_data
+from .kept_examples import Own
 from .method import Need, Setup
 from .models import build_model
 from .partitions import load_split
@@ -117,14 +118,13 @@ def make_client(
                 f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so "
                 "they protect nothing; write a client with keys of its own for data-path"
             )
-        (x, y), (x_test, y_test) = own.train, own.test
     else:
         if not 0 <= partition < len(setup.split.clients):
             raise ConfigError(
                 f"partition-id: expected 0 ... {len(setup.split.clients) - 1}, got {partition}"
             )
-        train, test = setup.split.train_and_test(partition, config)
-        (x, y), (x_test, y_test) = setup.data.train(train), setup.data.train(test)
+        own = setup.examples(partition)
+    (x, y), (x_test, y_test) = own.train, own.test
     options: dict[str, Any] = {
         "model": setup.network,
         "x": x,

@@ -17,6 +17,7 @@ from fedntk.clients import client_app
 from .building import load_setup, make_client
 from .config import Config
 from .data import load_own
+from .kept_examples import KeptExamples
 from .meter import meter
 from .method import Setup
 from .settings import ConfigError
@@ -50,7 +51,10 @@ def client_fn(context: Context) -> NumPyClient:
 
 
 class _Thread(threading.local):
-    """What the clients of one run share in a thread: every message overwrites the weights."""
+    """What the clients of one run share in a thread: every message overwrites the weights.
+
+    Examples are kept for one thread, too, as a network may change in place what it is given.
+    """
 
     run_id: int | None = None
     run_config: Mapping[str, Any] = MappingProxyType({})
@@ -59,7 +63,8 @@ class _Thread(threading.local):
     def prepare(self, context: Context) -> None:
         config = Config.parse(context.run_config)
         template = _template(config)  # client_app makes one client at a time
-        self.setup = replace(template, network=copy.deepcopy(template.network))
+        network = copy.deepcopy(template.network)
+        self.setup = replace(template, network=network, kept=KeptExamples())
         self.run_id, self.run_config = context.run_id, dict(context.run_config)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,13 +18,18 @@ from fedntk.clients import cache_dir
 from fedntk.ntk.files import whole
 
 from .config import Config
+from .kept_examples import Own
 from .leaf import load_leaf
 from .settings import ConfigError, nearest
 
 if TYPE_CHECKING:
     from .method import Setup
 
-__all__ = ["Data", "Own", "load_data", "load_own"]
+__all__ = ["Data", "load_data", "load_own"]
+
+IDX_FILES = tuple(
+    f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,20 +154,6 @@ class Data:
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
 
 
-class Own(NamedTuple):
-    """Examples that a node holds itself.
-
-    Attributes
-    ----------
-    train, test : tuple of Tensor
-        Examples (n, ...) and labels (n,), for training and for its own evaluations; n may be 0
-        for these.
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-
-
 def load_own(path: str, setup: "Setup") -> Own:
     """Load a node's own examples; they are of the run's data set's kind, and standardised by it.
 
@@ -272,10 +263,12 @@ def _digits(_: Path) -> Data:
 
 def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
     def load(data_dir: Path) -> Data:
+        root = _unpacked(data_dir, folder) if folder else data_dir
+        if folder and all((root / folder / "raw" / name).is_file() for name in IDX_FILES):
+            return _idx_set(root / folder / "raw")
         import torchvision
 
         kind = getattr(torchvision.datasets, class_name)
-        root = _unpacked(data_dir, folder) if folder else data_dir
         try:
             parts = [kind(root=str(root), train=train, download=False) for train in (True, False)]
         except RuntimeError:
@@ -293,6 +286,22 @@ def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
         return Data(x_train, y_train, x_test, y_test, num_classes=len(parts[0].classes))
 
     return load
+
+
+def _idx_set(folder: Path) -> Data:
+    """Read the unpacked files of MNIST and its like; importing torchvision takes a second."""
+    x_train, y_train, x_test, y_test = (_idx(folder / name) for name in IDX_FILES)
+    y_train, y_test = y_train.astype(np.int64), y_test.astype(np.int64)
+    return Data(_channels_first(x_train), y_train, _channels_first(x_test), y_test, num_classes=10)
+
+
+def _idx(path: Path) -> NDArray[np.uint8]:
+    """Read unsigned bytes after a header: two zeros, type, dimensions, and the size of each."""
+    raw = np.fromfile(path, np.uint8)
+    if raw[:3].tolist() != [0, 0, 8]:
+        raise ValueError(f"{path} is no file of unsigned bytes in the format IDX")
+    start = 4 + 4 * int(raw[3])
+    return raw[start:].reshape(raw[4:start].view(">u4").tolist())
 
 
 def _unpacked(data_dir: Path, folder: str) -> Path:

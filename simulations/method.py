@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedntk.ntk.predictor import NetworkPredictor, Predictor
 from fedntk.strategies import BaseStrategy
 
+from .kept_examples import KeptExamples, Own
 from .settings import ConfigError, Settings
 
 if TYPE_CHECKING:  # which look for the methods themselves
@@ -43,12 +44,15 @@ class Setup:
         Which client has which training examples.
     network : nn.Module
         With the weights that the run starts from. Clients overwrite them.
+    kept : KeptExamples
+        Of the clients that are made from this setup, in one thread.
     """
 
     config: "Config"
     data: "Data"
     split: "Split"
     network: nn.Module
+    kept: KeptExamples = field(default_factory=KeptExamples)
 
     @property
     def max_examples(self) -> int:
@@ -65,6 +69,15 @@ class Setup:
         if len(split.validation):
             return self.data.train(split.validation)
         return self.data.train(np.concatenate(split.clients[-config.validation_clients :]))
+
+    def examples(self, partition: int) -> Own:
+        """Return a partition's examples for training and for its own evaluation, standardised."""
+
+        def make() -> Own:
+            train, test = self.split.train_and_test(partition, self.config)
+            return Own(self.data.train(train), self.data.train(test))
+
+        return self.kept.of(partition, make)
 
     @cached_property
     def device(self) -> str:

@@ -41,6 +41,35 @@ def test_networks_are_those_of_the_simulations(network, ours):
     assert model(x).shape == (2, 10)
 
 
+@pytest.mark.parametrize(
+    ("network", "ours"),
+    [("mlp-100", lambda: MLP((1, 28, 28), 10)), ("simple-cnn", lambda: SimpleCNN((1, 28, 28), 10))],
+)
+def test_networks_of_the_stock_app_are_those_of_the_simulations(network, ours, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS / "stock_app")
+    stock = importlib.import_module("stock")
+    assert sizes(stock.network(network)) == sizes(ours())
+
+
+def test_contenders_wait_for_their_turn_and_train(monkeypatch, shared_data, tmp_path):
+    """A bare loop and fedntk; both have the same clients' examples."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    engine = importlib.import_module("engine")
+    base = {"examples": str(tmp_path), "data-dir": str(shared_data)}
+    engine.prepare(base)
+    x, y, clients = engine.examples(str(tmp_path))
+    assert (len(x), len(y), clients.shape) == (60_000, 60_000, (100, 600))
+    case = {"network": "mlp-100", "workers": 1, "rounds": 2, **base}
+    contenders = [engine.Contender(n, sys.executable, case, tmp_path) for n in ("bare", "fedntk")]
+    try:
+        (times,) = engine.in_turns(contenders, 1)
+    finally:
+        for contender in contenders:
+            contender.end()
+    assert times["bare"]["seconds"] > 0
+    assert times["fedntk"]["seconds"] >= times["fedntk"]["in-round"] > 0
+
+
 def test_rounds_without_training_take_time_and_every_client_answers(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS / "idle_app")
     idle = importlib.import_module("idle")

@@ -63,6 +63,72 @@ def test_no_epochs_send_the_weights_back():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_train_loss_is_the_mean_of_what_the_steps_met(loss):
+    """Two epochs of batches of 6, 6, 6 and 2 in float64, each example counting once: 1e-12.
+
+    The mean of the batches' losses, and the loss at either end, are other numbers.
+    """
+    model = nn.Linear(4, 3).double()
+    own = SGDClient(model, X.double(), Y, loss=loss, learning_rate=0.5, batch_size=6)
+    own.local_epochs, own.targets = 2, own.targets.double()
+    start = get_weights(model)
+    exact = copy.deepcopy(model)
+    drawn = torch.Generator().manual_seed(own._draws({}))
+    targets, losses, sizes = nn.functional.one_hot(Y, 3).double(), [], []
+
+    def value(rows: torch.Tensor) -> torch.Tensor:
+        outputs = exact(X.double()[rows])
+        if loss == "mse":
+            return (outputs - targets[rows]).square().mean() / 2
+        return -(targets[rows] * outputs.log_softmax(1)).sum(1).mean()
+
+    ends = [value(torch.arange(20)).item()]
+    for _ in range(2):
+        for rows in torch.randperm(20, generator=drawn).split(6):
+            losses.append(value(rows))
+            sizes.append(len(rows))
+            gradients = torch.autograd.grad(losses[-1], list(exact.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(exact.parameters(), gradients, strict=True):
+                    parameter -= 0.5 * gradient
+    ends.append(value(torch.arange(20)).item())
+    values = np.array([one.item() for one in losses])
+    expected = float(values @ np.array(sizes)) / 40
+    arrays, _, metrics = own.fit(start, {})
+    assert metrics["train-loss"] == pytest.approx(expected, rel=1e-12)
+    for other in (values.mean(), *ends):
+        assert abs(other - expected) > 1e-4
+    for actual, wanted in zip(arrays, exact.parameters(), strict=True):
+        np.testing.assert_allclose(actual, wanted.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_train_loss_without_epochs_is_that_of_the_received_weights():
+    """In evaluation mode: dropout plays no part. Sums of 9 products in float64: 1e-12."""
+    model = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.9), nn.Linear(9, 3)).double()
+    own = SGDClient(model, X.double(), Y, local_epochs=0)
+    _, _, metrics = own.fit(get_weights(model), {})
+    expected = nn.functional.cross_entropy(model[2](model[0](X.double())), Y)
+    assert metrics["train-loss"] == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_soft_targets_of_a_client_of_ones_own_are_not_taken_for_classes():
+    """Mixed labels: the gradient is sum_i (p_i - y_i) x_i / n, in float64 to 1e-12."""
+    mixed = torch.rand(20, 3, generator=torch.Generator().manual_seed(1)).double()
+    mixed /= mixed.sum(1, keepdim=True)
+
+    class Mixing(SGDClient):
+        def training_examples(self, config):  # type: ignore[no-untyped-def]
+            return X.double(), mixed
+
+    model = nn.Linear(4, 3, bias=False).double()
+    start = get_weights(model)
+    (after,), _, _ = Mixing(model, X.double(), Y, learning_rate=0.5, batch_size=20).fit(start, {})
+    p = (X.double() @ torch.from_numpy(start[0]).T).softmax(1)
+    expected = start[0] - 0.5 * ((p - mixed).T @ X.double() / 20).numpy()
+    np.testing.assert_allclose(after, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "model", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 9), nn.Dropout(), nn.Linear(9, 3))]
 )

@@ -3,6 +3,8 @@
 import gzip
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,45 @@ def test_original_gzip_files_are_unpacked_into_the_cache(name, shared_data):
     with gzip.open(shared_data / folder / "raw" / "t10k-images-idx3-ubyte.gz") as file:
         pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28)
     np.testing.assert_array_equal(data.x_test[:, 0], pixels)
+
+
+def test_unpacked_files_are_read_as_torchvision_reads_them(tmp_path):
+    """And without importing it, which takes as long as importing torch."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 7), ("t10k", 3)):
+        pixels = generator.integers(0, 256, (count, 5, 4), dtype=np.uint8)
+        labels = generator.integers(0, 10, count, dtype=np.uint8)
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
+    data = load_data(Config(dataset="mnist", data_dir=str(tmp_path)))
+    for train, x, y in ((True, data.x_train, data.y_train), (False, data.x_test, data.y_test)):
+        theirs = torchvision.datasets.MNIST(str(tmp_path), train=train)
+        np.testing.assert_array_equal(x[:, 0], theirs.data.numpy())
+        np.testing.assert_array_equal(y, theirs.targets.numpy())
+        assert (x.dtype, y.dtype) == (np.uint8, np.int64)
+    assert data.num_classes == len(theirs.classes)
+    code = (
+        "import sys; from fedntk.simulations.data import load_data; "
+        "from fedntk.simulations import Config; "
+        f"load_data(Config(dataset='mnist', data_dir={str(tmp_path)!r})); "
+        "assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: b"1" + raw[1:]])
+def test_a_damaged_file_of_pictures_is_refused(damage, tmp_path, shared_data):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (shared_data / "MNIST" / "raw").glob("*.gz"):
+        (raw / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+    file = raw / "train-images-idx3-ubyte"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match="dataset = mnist: cannot be read: ValueError"):
+        load_data(Config(dataset="mnist", data_dir=str(tmp_path)))
 
 
 def _cifar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:

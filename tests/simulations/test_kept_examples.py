@@ -1,0 +1,132 @@
+"""Kept examples are those that would be made anew, and no more than fit."""
+
+import textwrap
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+
+from fedntk.simulations import Config
+from fedntk.simulations.building import load_setup, make_client
+from fedntk.simulations.client_app import app
+from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.kept_examples import KeptExamples, Own
+
+CONFIG = Config(
+    method="fedavg", num_clients=6, clients_per_round=6, batch_size=16, local_test_fraction=0.2,
+    min_partition_size=5,
+)  # fmt: skip
+
+
+def examples(size: int, fill: float = 0.0) -> Own:
+    """Of 4 `size` bytes, the labels not counted, which are empty."""
+    empty = torch.zeros(0)
+    return Own((torch.full((size,), fill), empty), (empty, empty))
+
+
+def test_they_are_made_once_and_again_when_they_were_changed_in_place():
+    """Through a view, too, and with nobody following gradients."""
+    kept, made = KeptExamples(), []
+
+    def make() -> Own:
+        made.append(examples(3))
+        return made[-1]
+
+    first = kept.of(0, make)
+    assert kept.of(0, make) is first
+    assert kept.of(1, make) is not first
+    assert len(made) == 2
+    with torch.no_grad():
+        first.train[0].split(2)[1].add_(1.0)
+    again = kept.of(0, make)
+    assert len(made) == 3
+    assert not again.train[0].any()
+    assert kept.of(0, make) is again
+
+
+def test_no_more_is_kept_than_fits_and_the_oldest_goes_first():
+    kept, made = KeptExamples(most_bytes=100), []
+
+    def of(partition: int, size: int) -> None:
+        kept.of(partition, lambda: made.append(partition) or examples(size))
+        assert kept.nbytes <= 100
+        assert kept.nbytes == sum(own.nbytes for own, _ in kept._kept.values())
+
+    for partition in (0, 1, 0):
+        of(partition, 10)  # 40 bytes each
+    of(2, 10)  # the third: 1 was asked for longest ago
+    of(0, 10)
+    assert made == [0, 1, 2]
+    of(1, 10)
+    assert made == [0, 1, 2, 1]
+    of(3, 26)  # 104 bytes
+    assert kept.nbytes == 0
+    of(3, 26)
+    assert made == [0, 1, 2, 1, 3, 3]
+
+
+def replies(config: Config, order: list[int], workers: int = 1) -> dict[tuple[int, int], bytes]:
+    """What partitions reply in rounds 1, 2, ... to the first weights, asked in this order.
+
+    Round 0 is an evaluation after all of these.
+    """
+    weights = ArrayRecord(dict(load_setup(config).network.state_dict()))
+    answers: dict[tuple[int, int], bytes] = {}
+    with LocalGrid(app, config.num_clients, config.run_config(), workers=workers) as grid:
+
+        def ask(kind: str, asked: list[tuple[int, int]]) -> None:
+            contents = [
+                RecordDict({"arrays": weights, "config": ConfigRecord({"server-round": number})})
+                for _, number in asked
+            ]
+            messages = [
+                Message(content, partition + 1, kind)
+                for content, (partition, _) in zip(contents, asked, strict=True)
+            ]
+            for reply, key in zip(grid.send_and_receive(messages), asked, strict=True):
+                arrays = reply.content.array_records.get("arrays", {})
+                told = {k: v for k, v in reply.content["metrics"].items() if k != "seconds"}
+                answers[key] = b"".join(a.data for a in arrays.values()) + repr(told).encode()
+
+        ask("train", [(own, order[: i + 1].count(own)) for i, own in enumerate(order)])
+        ask("evaluate", [(partition, 0) for partition in dict.fromkeys(order)])
+    return answers
+
+
+IN_PLACE = """
+    from torch import nn
+    class Halved(nn.Module):
+        def forward(self, x):
+            return x.mul_(0.5)
+    def make(input_shape, num_classes):
+        return nn.Sequential(Halved(), nn.Flatten(), nn.Linear(64, num_classes))
+"""
+
+
+@pytest.mark.parametrize("kind", ["mlp", "in-place"])
+def test_kept_examples_make_the_bits_of_new_ones_in_any_order(kind, tmp_path, monkeypatch):
+    """Every partition is asked three times, in two orders, by one thread and by two.
+
+    The network that halves what it is given would train on quarters the second time.
+    """
+    (tmp_path / "halving_network.py").write_text(textwrap.dedent(IN_PLACE))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = replace(CONFIG, model="halving_network:make") if kind == "in-place" else CONFIG
+    order = [partition for _ in range(3) for partition in range(6)]
+    other = np.random.default_rng(0).permutation(order).tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptExamples, "of", lambda self, partition, make: make())
+        expected = replies(config, order)
+    assert len(set(expected.values())) == len(expected)
+    for asked, workers in ((order, 1), (other, 1), (other, 2)):
+        assert replies(config, asked, workers) == expected
+
+
+def test_each_thread_keeps_its_own_and_a_client_of_the_next_message_finds_it():
+    setup = load_setup(CONFIG)
+    first, second = (make_client(setup, 1, {}) for _ in range(2))
+    assert second.x.data_ptr() == first.x.data_ptr()
+    assert setup.kept.nbytes > 0
+    assert load_setup(CONFIG).kept.nbytes == 0
