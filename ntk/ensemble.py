@@ -77,8 +77,8 @@ class EnsemblePredictor(Predictor):
         At least one.
     batched : bool
         Run networks in one pass over their stacked weights (``torch.func.vmap``) instead of one
-        after another. They have to be of one architecture. On a CPU this took 0.8 to 1.7 times as
-        long for 32 examples or more.
+        after another. They have to be of one architecture. On a CPU this was slower for each
+        network that was tried (``benchmarks/ensemble_prediction.py``).
 
     Attributes
     ----------

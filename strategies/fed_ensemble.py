@@ -359,6 +359,19 @@ class FedEnsemble(BaseStrategy):
 
     # ------------------------------------------------------------- aggregation
 
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the metrics of the accepted replies; say what to do where there are none."""
+        metrics = super().aggregate_evaluate(server_round, replies)
+        if metrics is None and server_round in self.evaluate_metrics:
+            logger.log(
+                WARNING,
+                "no client could evaluate the ensemble: wrap each in FedEnsembleClient, or set "
+                "fraction_evaluate=0.0",
+            )
+        return metrics
+
     def forget_sent(self, client: int) -> None:
         """Have a client sent all parts of all models again."""
         for member in self.members:

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections import Counter
+from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -366,9 +367,11 @@ def test_clients_evaluate_the_mean_of_the_models_probabilities():
     assert evaluated.loss == pytest.approx(found["loss"], rel=1e-5)
 
 
-def test_a_client_of_one_model_cannot_evaluate_the_ensemble_and_the_run_goes_on():
+def test_a_client_of_one_model_cannot_evaluate_the_ensemble_and_the_run_goes_on(caplog):
     strategy = FedEnsemble(num_models=2, min_evaluate_nodes=6)
-    start(strategy, Grid(CLIENTS), rounds=1)
+    with caplog.at_level(WARNING, "flwr"):
+        start(strategy, Grid(CLIENTS), rounds=1)
+    assert "wrap each in FedEnsembleClient" in caplog.text
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     assert strategy.evaluate_metrics[1]["rejected-error"] == 6
 
