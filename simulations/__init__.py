@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from .report import write_report
     from .results import Run, load_model, load_results, read_runs
     from .runs import compare, run
+    from .uncertainty import Assessment, assess
 
 _HOMES = {
+    "Assessment": "uncertainty",
     "Config": "config",
     "ConfigError": "config",
     "Federation": "federation",
     "Run": "results",
     "RunFailed": "errors",
+    "assess": "uncertainty",
     "compare": "runs",
     "load_model": "results",
     "load_predictor": "building",
@@ -36,11 +39,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Assessment",
     "Config",
     "ConfigError",
     "Federation",
     "Run",
     "RunFailed",
+    "assess",
     "compare",
     "load_model",
     "load_predictor",

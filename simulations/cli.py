@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, report."""
+"""The command ``fedntk``: run, compare, report, assess."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from .errors import ConfigError, errors_in_one_line
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Federated learning with Jacobians and tangent kernels: run, compare, report.",
+    help="Federated learning with Jacobians and tangent kernels: run, compare, report, assess.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -167,6 +167,56 @@ def report_command(
 
         wanted = Config(targets=targets).target_accuracies if targets else None
         _show(write_report(folder, out, targets=wanted))
+
+
+@app.command("assess")
+def assess_command(
+    folder: Annotated[Path, typer.Argument(help="A finished run's folder.")],
+    *,
+    unfamiliar: Annotated[
+        str,
+        typer.Option(
+            metavar="DATASET",
+            help="Another data set, as of the setting dataset: is the model uncertain of it?",
+        ),
+    ] = "",
+    coverage: Annotated[
+        float | None,
+        typer.Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
+    ] = None,
+    score: Annotated[
+        str, typer.Option(help="Of these sets: threshold (the smallest) or adaptive.")
+    ] = "threshold",
+    which: Annotated[str, typer.Option(help="The last [b]model[/], or the [b]best[/] one.")] = (
+        "model"
+    ),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; FOLDER/uncertainty by default.")
+    ] = None,
+) -> None:
+    """Say how far a run's predictions can be trusted, on its test examples.
+
+    Calibration (NLL, Brier score, ECE), accuracy when uncertain examples are rejected, and as
+    options unfamiliar data and prediction sets. For models whose loss is cross-entropy. Sets are
+    calibrated on the run's validation-clients or validation-examples.
+
+    [b]Examples[/]
+
+      fedntk assess runs/a
+
+      fedntk assess runs/a --unfamiliar mnist --coverage 0.9
+    """
+    with errors_in_one_line("fedntk"):
+        from .uncertainty import assess
+
+        found = assess(
+            folder,
+            unfamiliar=unfamiliar or None,
+            coverage=coverage,
+            score=score,  # type: ignore[arg-type]
+            which=which,  # type: ignore[arg-type]
+        )
+        _show(found.write(out))
 
 
 @app.command("settings")

@@ -20,7 +20,7 @@ from .partitions import SPLIT_SETTINGS, load_split
 from .results import Run, read_runs
 from .settings import ConfigError
 
-__all__ = ["final_table", "target_table", "write_report"]
+__all__ = ["final_table", "markdown", "setting_in_words", "target_table", "write_report"]
 
 logger = logging.getLogger("flwr")
 
@@ -66,8 +66,11 @@ def write_report(
         .to_latex(hrules=True),
         encoding="utf-8",
     )
+    described = setting_in_words(runs)
     pictures = {
-        f"accuracy-{against}": accuracy_curves(rounds, against=against, title=_setting(runs))
+        f"accuracy-{against}": accuracy_curves(
+            rounds, against=against, title=setting_in_words(runs)
+        )
         for against in AXES
     }
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
@@ -86,18 +89,18 @@ def write_report(
     lines = [
         "# Report",
         "",
-        _setting(runs) or "Runs on several data sets or splits.",
+        described or "Runs on several data sets or splits.",
         "",
         "## Accuracy",
         "",
-        _markdown(final_table(runs)),
+        markdown(final_table(runs)),
         "",
         "## Rounds, data and time to each accuracy",
         "",
         "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
         "clients send for training.",
         "",
-        _markdown(to_targets),
+        markdown(to_targets),
         "",
         *(f"![{name}]({name}.png)" for name in pictures),
         "",
@@ -106,7 +109,8 @@ def write_report(
     return out / "report.md"
 
 
-def _markdown(table: pd.DataFrame) -> str:
+def markdown(table: pd.DataFrame) -> str:
+    """Return a table as Markdown, its texts as they are."""
     return table.to_markdown(index=False, disable_numparse=True)
 
 
@@ -178,7 +182,7 @@ def _range(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _setting(runs: Sequence[Run]) -> str:
+def setting_in_words(runs: Sequence[Run]) -> str:
     """Say in words what all runs share; empty where they do not share it."""
     described = {
         f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
@@ -218,7 +222,7 @@ def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)
             continue
-        title = f"{_setting([run])}: seed {config.seed}"
+        title = f"{setting_in_words([run])}: seed {config.seed}"
         name = "labels" if not pictures else f"labels-{len(pictures) + 1}"
         pictures[name] = label_distribution(labels, clients, title=title)
     return pictures
