@@ -187,6 +187,14 @@ def assess_command(
     score: Annotated[
         str, typer.Option(help="Of these sets: threshold (the smallest) or adaptive.")
     ] = "threshold",
+    calibrate_on: Annotated[
+        str,
+        typer.Option(
+            metavar="[clients|examples]",
+            help="The run's validation-clients or its validation-examples; clients by default, "
+            "where it held some out.",
+        ),
+    ] = "",
     which: Annotated[str, typer.Option(help="The last [b]model[/], or the [b]best[/] one.")] = (
         "model"
     ),
@@ -214,6 +222,7 @@ def assess_command(
             unfamiliar=unfamiliar or None,
             coverage=coverage,
             score=score,  # type: ignore[arg-type]
+            calibrate_on=calibrate_on or None,  # type: ignore[arg-type]
             which=which,  # type: ignore[arg-type]
         )
         _show(found.write(out))

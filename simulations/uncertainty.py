@@ -155,7 +155,7 @@ class Assessment:
                         self.unfamiliar_name: self.unfamiliar[measure].to_numpy(),
                     },
                     label=f"{MEASURES[measure]}{'' if measure == 'doubt' else ' (nats)'}",
-                    title=f"{self.table.index[0]} of {title}",
+                    title=f"{self.table.index[0]}: {title}",
                 )
         return pictures
 
@@ -306,6 +306,7 @@ def assess(
     unfamiliar: str | None = None,
     coverage: float | None = None,
     score: Score = "threshold",
+    calibrate_on: Literal["clients", "examples"] | None = None,
     which: Literal["model", "best"] = "model",
 ) -> Assessment:
     """Say how far the predictions of a finished run can be trusted, on its test examples.
@@ -319,12 +320,15 @@ def assess(
         takes. Its test set is what the model should be uncertain of. It is standardised by the
         run's own training set.
     coverage : float, optional
-        Make conformal prediction sets of this coverage, between 0 and 1. They are calibrated on
-        the run's ``validation-clients`` where it held some out, otherwise on its
-        ``validation-examples``; never on test examples.
+        Make conformal prediction sets of this coverage, between 0 and 1. What their guarantee
+        needs is said in :mod:`fedntk.ntk.conformal`.
     score : {"threshold", "adaptive"}
         Of these sets, as of :func:`fedntk.ntk.conformal_scores`. The adaptive score's draws come
         from the run's seed.
+    calibrate_on : {"clients", "examples"}, optional
+        On what the sets are calibrated: the examples of the run's ``validation-clients``, or its
+        ``validation-examples``. By default the clients, where the run held some out. Test examples
+        are never used.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
 
@@ -352,7 +356,7 @@ def assess(
             "are no probabilities; run it with cross-entropy, by the setting loss or by the "
             "method's own"
         )
-    held_out = None if coverage is None else _held_out(config, which)
+    held_out = None if coverage is None else _held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _unfamiliar(config, unfamiliar)
     x, labels = (part[: config.test_examples or None] for part in load_data(config).test())
 
@@ -477,7 +481,7 @@ class _HeldOut(NamedTuple):
     note: str
 
 
-def _held_out(config: Config, which: str) -> _HeldOut:
+def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     """Return the examples that a run held out, those of whole clients first.
 
     Raises
@@ -485,21 +489,25 @@ def _held_out(config: Config, which: str) -> _HeldOut:
     ConfigError
         If there are none.
     """
+    counts = {"clients": config.validation_clients, "examples": config.validation_examples}
+    on = on or next((name for name, count in counts.items() if count), "clients or examples")
+    if on not in (*counts, "clients or examples"):
+        raise ConfigError(f"calibrate-on: expected clients or examples, got {on!r}")
+    if not counts.get(on):
+        keys = " or ".join(f"validation-{name}" for name in on.split(" or "))
+        raise ConfigError(
+            f"coverage: the run held out no {on} to calibrate on; run it with {keys} (test "
+            "examples are never used for that)"
+        )
     split = load_split(config)
     chosen = "they chose part of the model" if config.chosen_method.validates(config) else ""
-    if config.validation_clients:
+    if on == "clients":
         indices = np.concatenate(split.clients[-config.validation_clients :])
         whose = f"the {len(indices)} examples of {config.validation_clients} held-out clients"
         if which == "best" and config.monitor.startswith("client-"):
             chosen = chosen or "they may have chosen the best model"
-    elif config.validation_examples:
-        indices = split.validation
-        whose = f"{len(indices)} held-out examples"
     else:
-        raise ConfigError(
-            "coverage: the run held out no examples to calibrate on; run it with "
-            "validation-clients or validation-examples (test examples are never used for that)"
-        )
+        indices, whose = split.validation, f"{len(split.validation)} held-out examples"
     note = f"In the run {chosen}, so the stated coverage holds only approximately."
     return _HeldOut(*load_data(config).train(indices), whose, note if chosen else "")
 
