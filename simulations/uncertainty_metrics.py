@@ -48,7 +48,7 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     from torchmetrics.functional.classification import multiclass_calibration_error
 
     log_p = log_probabilities.double()
-    p = log_p.exp()
+    p = log_p.exp().clamp(max=1.0)
     classes = p.shape[1]
     # at a confidence of exactly 1, torchmetrics would make a bin more
     below_one = p.clamp(max=1 - 2.0**-24)
@@ -81,7 +81,8 @@ def reliability(probabilities: Tensor, labels: Tensor) -> pd.DataFrame:
         ``accuracy``. The last bin includes a confidence of 1.
     """
     confidence, prediction = probabilities.double().max(1)
-    number = (confidence.float() * BINS).long().clamp(max=BINS - 1)
+    edges = torch.linspace(0, 1, BINS + 1)  # in float32, as torchmetrics has them
+    number = (torch.bucketize(confidence.float(), edges, right=True) - 1).clamp(max=BINS - 1)
     table = pd.DataFrame(
         {
             "bin": number.numpy(),
