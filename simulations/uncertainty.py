@@ -427,7 +427,7 @@ def _by_model(log_p: Tensor) -> dict[str, Tensor]:
 
 def _together(log_p: Tensor) -> Tensor:
     """Log of the mean probabilities (n, C), given those of each model (k, n, C)."""
-    return (log_p.logsumexp(0) - math.log(len(log_p))).clamp(max=0.0)  # a rounding may be above
+    return log_p.logsumexp(0) - math.log(len(log_p))
 
 
 def _measures(log_p: Tensor) -> list[str]:

@@ -48,7 +48,7 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     from torchmetrics.functional.classification import multiclass_calibration_error
 
     log_p = log_probabilities.double()
-    p = log_p.exp().clamp(max=1.0)
+    p = log_p.exp().clamp(max=1.0)  # scikit-learn refuses what is a rounding above 1
     classes = p.shape[1]
     # at a confidence of exactly 1, torchmetrics would make a bin more
     below_one = p.clamp(max=1 - 2.0**-24)
