@@ -185,7 +185,11 @@ def assess_command(
         typer.Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
     ] = None,
     score: Annotated[
-        str, typer.Option(help="Of these sets: threshold (the smallest) or adaptive.")
+        str,
+        typer.Option(
+            metavar="[threshold|adaptive]",
+            help="Of these sets: the smallest ones, or larger ones for hard examples.",
+        ),
     ] = "threshold",
     calibrate_on: Annotated[
         str,
@@ -195,9 +199,9 @@ def assess_command(
             "where it held some out.",
         ),
     ] = "",
-    which: Annotated[str, typer.Option(help="The last [b]model[/], or the [b]best[/] one.")] = (
-        "model"
-    ),
+    which: Annotated[
+        str, typer.Option(metavar="[model|best]", help="The last model, or the best one.")
+    ] = "model",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; FOLDER/uncertainty by default.")
     ] = None,
@@ -207,6 +211,8 @@ def assess_command(
     Calibration (NLL, Brier score, ECE), accuracy when uncertain examples are rejected, and as
     options unfamiliar data and prediction sets. For models whose loss is cross-entropy. Sets are
     calibrated on the run's validation-clients or validation-examples.
+
+    FOLDER is a finished run's folder.
 
     [b]Examples[/]
 

@@ -544,7 +544,7 @@ def _conformal(
         threshold = calibrate(held, held_out.y, coverage, score=score, draws=draws[0])
         sets = prediction_sets(p, threshold, score=score, draws=draws[1])
     except ValueError as error:
-        raise ConfigError(f"coverage: {error}") from error
+        raise ConfigError(str(error)) from error
     sizes: NDArray[np.int64] = sets.sum(1).numpy()
     k = rank(len(held), coverage)
     low, high = betabinom(len(p), k, len(held) + 1 - k).interval(0.95)
