@@ -68,9 +68,7 @@ def write_report(
     )
     described = setting_in_words(runs)
     pictures = {
-        f"accuracy-{against}": accuracy_curves(
-            rounds, against=against, title=setting_in_words(runs)
-        )
+        f"accuracy-{against}": accuracy_curves(rounds, against=against, title=described)
         for against in AXES
     }
     alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
