@@ -5,8 +5,9 @@ The names that most programs need are here; each room (``jacobian``, ``evolution
 """
 
 from . import threads  # noqa: F401 - before torch: it says how torch's threads wait
+from .conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .convex import TCTModel, ridge_regression
-from .ensemble import EnsemblePredictor
+from .ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
 from .features import FeatureMap, Moments, Normaliser, entk_features, random_projection
@@ -31,18 +32,25 @@ __all__ = [
     "NotEnoughMemory",
     "Predictor",
     "TCTModel",
+    "Uncertainty",
     "UploadLimits",
     "available_memory",
+    "calibrate",
     "compress",
+    "conformal_scores",
     "entk_features",
+    "entropy",
     "evolve",
+    "examples_needed",
     "jacobian",
     "loss_value",
     "one_hot",
+    "prediction_sets",
     "privatise",
     "random_projection",
     "require_disk",
     "require_memory",
     "residual",
     "ridge_regression",
+    "uncertainty_of",
 ]

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from .results import Run, load_model, load_results, read_runs
     from .runs import compare, run
     from .tuning import Tuning, tune
+    from .uncertainty import Assessment, assess
 
 _HOMES = {
+    "Assessment": "uncertainty",
     "Config": "config",
     "ConfigError": "config",
     "Federation": "federation",
     "Run": "results",
     "RunFailed": "errors",
     "Tuning": "tuning",
+    "assess": "uncertainty",
     "compare": "runs",
     "load_model": "results",
     "load_predictor": "building",
@@ -39,12 +42,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "Assessment",
     "Config",
     "ConfigError",
     "Federation",
     "Run",
     "RunFailed",
     "Tuning",
+    "assess",
     "compare",
     "load_model",
     "load_predictor",

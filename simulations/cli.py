@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, tune, report."""
+"""The command ``fedntk``: run, compare, tune, report, assess."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,8 @@ from .errors import ConfigError, errors_in_one_line
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Federated learning with Jacobians and tangent kernels: run, compare, tune, report.",
+    help="Federated learning with Jacobians and tangent kernels: run, compare, tune, report, "
+    "assess.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -239,6 +240,71 @@ def report_command(
 
         wanted = Config(targets=targets).target_accuracies if targets else None
         _show(write_report(folder, out, targets=wanted))
+
+
+@app.command("assess")
+def assess_command(
+    folder: Annotated[Path, typer.Argument(help="A finished run's folder.")],
+    *,
+    unfamiliar: Annotated[
+        str,
+        typer.Option(
+            metavar="DATASET",
+            help="Another data set, as of the setting dataset: is the model uncertain of it?",
+        ),
+    ] = "",
+    coverage: Annotated[
+        float | None,
+        typer.Option(help="Make prediction sets that hold the true class so often, such as 0.9."),
+    ] = None,
+    score: Annotated[
+        str,
+        typer.Option(
+            metavar="[threshold|adaptive]",
+            help="Of these sets: the smallest ones, or larger ones for hard examples.",
+        ),
+    ] = "threshold",
+    calibrate_on: Annotated[
+        str,
+        typer.Option(
+            metavar="[clients|examples]",
+            help="The run's validation-clients or its validation-examples; clients by default, "
+            "where it held some out.",
+        ),
+    ] = "",
+    which: Annotated[
+        str, typer.Option(metavar="[model|best]", help="The last model, or the best one.")
+    ] = "model",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; FOLDER/uncertainty by default.")
+    ] = None,
+) -> None:
+    """Say how far a run's predictions can be trusted, on its test examples.
+
+    Calibration (NLL, Brier score, ECE), accuracy when uncertain examples are rejected, and as
+    options unfamiliar data and prediction sets. For models whose loss is cross-entropy. Sets are
+    calibrated on the run's validation-clients or validation-examples.
+
+    FOLDER is a finished run's folder.
+
+    [b]Examples[/]
+
+      fedntk assess runs/a
+
+      fedntk assess runs/a --unfamiliar mnist --coverage 0.9
+    """
+    with errors_in_one_line("fedntk"):
+        from .uncertainty import assess
+
+        found = assess(
+            folder,
+            unfamiliar=unfamiliar or None,
+            coverage=coverage,
+            score=score,  # type: ignore[arg-type]
+            calibrate_on=calibrate_on or None,  # type: ignore[arg-type]
+            which=which,  # type: ignore[arg-type]
+        )
+        _show(found.write(out))
 
 
 @app.command("settings")

@@ -20,7 +20,10 @@ __all__ = [
     "accuracy_curves",
     "client_accuracies",
     "label_distribution",
+    "rejection_curves",
+    "reliability_diagram",
     "tuning_values",
+    "uncertainty_histogram",
 ]
 
 # Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
@@ -279,6 +282,99 @@ def tuning_values(
     figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def reliability_diagram(
+    tables: Mapping[str, pd.DataFrame], *, title: str = "", least: int = 10
+) -> Figure:
+    """Draw accuracy against confidence: on the diagonal where a model is as right as it is certain.
+
+    Parameters
+    ----------
+    tables : dict of str to DataFrame
+        Accuracy in bins of confidence, as
+        :attr:`fedntk.simulations.Assessment.reliability` has them by name. The first is drawn
+        with markers, and the others, an ensemble's single models, as thin lines.
+    title : str
+        Above the picture.
+    least : int
+        Bins with fewer examples are left out.
+    """
+    figure, axes = _figure(title)
+    axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
+    for number, (name, table) in enumerate(tables.items()):
+        shown = table[table.examples >= least]
+        values = (100 * shown.confidence, 100 * shown.accuracy)
+        if number == 0:
+            axes.plot(*values, color=COLOURS[0], marker=MARKERS[0], ms=4, label=name, zorder=3)
+        else:
+            label = "its single models" if number == 1 else None
+            axes.plot(*values, color=COLOURS[1], lw=0.8, alpha=0.7, label=label)
+    axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw the accuracy of what is left when the most uncertain examples are rejected.
+
+    Parameters
+    ----------
+    rejection : DataFrame
+        As :attr:`fedntk.simulations.Assessment.rejection`. All measures of the first model are
+        drawn, and of the others, an ensemble's single models, the entropy as thin lines.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    first = rejection.model.iloc[0]
+    own = rejection[rejection.model == first]
+    for name, rows, style in _each(own, "measure"):
+        words = "1 - confidence" if name == "doubt" else name.replace("_", " ")
+        x = 100 * rows.rejected
+        axes.plot(x, 100 * rows.accuracy, ms=4, markevery=10, label=f"{first}: {words}", **style)
+    others = rejection[(rejection.model != first) & (rejection.measure == "entropy")]
+    for number, (_, rows) in enumerate(others.groupby("model", sort=False)):
+        label = "its single models: entropy" if number == 0 else None
+        axes.plot(100 * rows.rejected, 100 * rows.accuracy, color="0.5", lw=0.8, label=label)
+    axes.set(
+        xlabel="most uncertain examples that are rejected (%)",
+        ylabel="accuracy of the others (%)",
+        xlim=(0, 99),
+    )
+    axes.set_ylim(top=100.5)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def uncertainty_histogram(
+    values: Mapping[str, NDArray[np.float64]], *, label: str, title: str = "", bins: int = 40
+) -> Figure:
+    """Draw how an uncertainty is spread over the examples of several data sets.
+
+    Parameters
+    ----------
+    values : dict of str to ndarray, shape (n,)
+        Uncertainties of the examples, by the data set's name.
+    label : str
+        What the uncertainty is, with its unit.
+    title : str
+        Above the picture.
+    bins : int
+        Of equal width, from 0 to the largest value.
+    """
+    figure, axes = _figure(title)
+    edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
+    for number, (name, own) in enumerate(values.items()):
+        shares = 100 * np.histogram(own, edges)[0] / len(own)
+        colour = COLOURS[number % len(COLOURS)]
+        axes.stairs(shares, edges, color=colour, lw=1.5, label=name)
+        axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
+    axes.set(xlabel=label, ylabel="share of the examples (%)")
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", frameon=False)
     return figure
 
 

@@ -219,6 +219,11 @@ class Method(ABC, Generic[S]):
         del setup
         return ()
 
+    def validates(self, config: "Config") -> bool:
+        """Say whether a run chooses part of its model by examples that are held out."""
+        del config
+        return False
+
     def seeded_protection(self, config: "Config") -> list[str]:
         """Name the settings whose keys or noise the app derives from the run's seed.
 

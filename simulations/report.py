@@ -21,7 +21,14 @@ from .partitions import SPLIT_SETTINGS, load_split
 from .results import Run, read_runs
 from .settings import ConfigError
 
-__all__ = ["final_table", "target_table", "write_report", "write_tuning_report"]
+__all__ = [
+    "final_table",
+    "markdown",
+    "setting_in_words",
+    "target_table",
+    "write_report",
+    "write_tuning_report",
+]
 
 logger = logging.getLogger("flwr")
 
@@ -64,7 +71,7 @@ def write_report(
     judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
     pictures = {
         f"accuracy-{against}": accuracy_curves(
-            rounds, against=against, title=_setting(runs), evaluated_on=judged
+            rounds, against=against, title=setting_in_words(runs), evaluated_on=judged
         )
         for against in AXES
     }
@@ -84,20 +91,20 @@ def write_report(
     lines = [
         "# Report",
         "",
-        _setting(runs) or "Runs on several data sets or splits.",
+        setting_in_words(runs) or "Runs on several data sets or splits.",
         "",
         "## Accuracy",
         "",
         f"Measured on: {judged} examples.",
         "",
-        _markdown(final_table(runs)),
+        markdown(final_table(runs)),
         "",
         "## Rounds, data and time to each accuracy",
         "",
         "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
         "clients send for training.",
         "",
-        _markdown(to_targets),
+        markdown(to_targets),
         "",
         *(f"![{name}]({name}.png)" for name in pictures),
         "",
@@ -142,11 +149,12 @@ def write_tuning_report(
             shown[key] = shown[key].map("{:.4g}".format)
     _write_latex(shown, out / "trials.tex")
     tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
-    text = ["# Search for settings", *lines, _markdown(shown), "![values](values.png)", ""]
+    text = ["# Search for settings", *lines, markdown(shown), "![values](values.png)", ""]
     (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
 
 
-def _markdown(table: pd.DataFrame) -> str:
+def markdown(table: pd.DataFrame) -> str:
+    """Return a table as Markdown, its texts as they are."""
     return table.to_markdown(index=False, disable_numparse=True)
 
 
@@ -224,7 +232,7 @@ def _range(values: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _setting(runs: Sequence[Run]) -> str:
+def setting_in_words(runs: Sequence[Run]) -> str:
     """Say in words what all runs share; empty where they do not share it."""
     described = {
         f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
@@ -264,7 +272,7 @@ def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
         except (ConfigError, OSError) as error:
             logger.warning("no picture of the split: %s", error)
             continue
-        title = f"{_setting([run])}: seed {config.seed}"
+        title = f"{setting_in_words([run])}: seed {config.seed}"
         name = "labels" if not pictures else f"labels-{len(pictures) + 1}"
         pictures[name] = label_distribution(labels, clients, title=title)
     return pictures

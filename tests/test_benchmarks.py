@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -112,6 +113,39 @@ def test_measurement_runs_from_the_checkout_and_is_right(program, options):
     for row in [measured, *measured.get("rows", [])]:
         others = options.get("method") == "torch.func"
         assert row.get("relative-difference", 0) < (79_510 * 2**-24 if others else 1e-5)
+
+
+def test_the_page_on_uncertainty_quotes_what_was_measured():
+    """Each row of its two tables of results is a mean of the committed measurements."""
+    page = (ROOT / "docs" / "uncertainty.md").read_text(encoding="utf-8")
+    results = BENCHMARKS / "results"
+    table = pd.read_csv(results / "uncertainty.csv")
+    kind = table.model.str.replace(r"model \d+", "single", regex=True)
+    means = table.assign(model=kind).groupby(["rounds", "run", "model"]).mean(numeric_only=True)
+    assert len(means) == 6
+    for (rounds, run, model), row in means.iterrows():
+        name = "its single models, mean" if model == "single" else run
+        figures = [f"{value:.3f}" for value in row[["nll", "brier", "ece", "auroc_entropy"]]]
+        mutual = row.auroc_mutual_information
+        cells = [
+            f"{100 * row.accuracy:.1f}",
+            *figures,
+            "-" if np.isnan(mutual) else f"{mutual:.3f}",
+        ]
+        assert f"| {rounds} | {name} | {' | '.join(cells)} |" in page
+    sets = pd.read_csv(results / "uncertainty_sets.csv")
+    whose = {"clients": "5 held-out clients", "examples": "500 held-out images"}
+    for (on, score), rows in sets[sets.rounds == 150].groupby(["calibrated", "score"]):
+        cells = []
+        for run in ("Fed-ensemble", "FedAvg"):
+            own = rows[rows.run == run]
+            covered = 100 * own.test_coverage
+            cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
+            cells.append(f"{own.mean_size.mean():.2f}")
+        assert f"| {whose[on]} | {score} | {' | '.join(cells)} |" in page
+    below = sets[sets.test_coverage < sets.expected_low].calibrated.value_counts().to_dict()
+    above = sets[sets.test_coverage > sets.expected_high].calibrated.value_counts().to_dict()
+    assert (below, above, len(sets)) == ({"clients": 10}, {"examples": 1}, 48)
 
 
 def test_exchanges_without_work_say_when_each_process_did_what(monkeypatch):

@@ -108,6 +108,9 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
         for need in self.inner(setup.config).needs(setup):
             yield need if need.folder is None else replace(need, num_bytes=count * need.num_bytes)
 
+    def validates(self, config: Config) -> bool:
+        return self.inner(config).validates(config)
+
     def seeded_protection(self, config: Config) -> list[str]:
         return self.inner(config).seeded_protection(config)
 

@@ -94,6 +94,10 @@ class EvolvingMethod(Method[S]):
                 f"with; set {key} = clients or linearised"
             )
 
+    def validates(self, config: Config) -> bool:
+        """Say whether t is chosen by held-out examples."""
+        return bool(self.own(config).selection == "validation")
+
     def evolution(self, setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of the strategies that evolve a kernel."""
         config, settings = setup.config, self.own(setup.config)

@@ -82,6 +82,7 @@ def test_compare_and_report(tmp_path):
         (["compare", str(CONF / "ntk_fl_digits.toml"), "--seeds", "a"], "--seeds: expected whole"),
         (["compare", *[str(CONF / "ntk_fl_digits.toml")] * 2], "files of different names"),
         (["report", "nowhere"], "no finished run in nowhere"),
+        (["assess", "nowhere"], "no finished run in nowhere: summary.json is missing"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeypatch):
@@ -93,7 +94,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "report"])
+@pytest.mark.parametrize("command", ["run", "compare", "report", "assess"])
 def test_help_has_examples(command):
     said = fedntk(command, "--help")
     assert "Examples" in said

@@ -1,0 +1,211 @@
+"""Split-conformal prediction sets: sets of classes that hold the true one with a stated coverage.
+
+Sources: Vovk et al., *Algorithmic Learning in a Random World*, 2005; Angelopoulos and Bates, *A
+Gentle Introduction to Conformal Prediction*, 2021, section 1 (score 1 - p_y) and appendix D
+(coverage given the calibration examples); Romano et al., *Classification with Valid and Adaptive
+Coverage*, NeurIPS 2020, section 2 (adaptive sets).
+
+With n calibration examples of scores s_1 ... s_n and the coverage 1 - alpha, the threshold q is the
+k-th smallest score, k = ceil((n + 1)(1 - alpha)). The set of a new example holds each class whose
+score is at most q.
+
+**What the guarantee needs.** The calibration examples and the new one are exchangeable: drawn
+independently from one distribution, say, and none of them had a part in training or in choosing the
+model. Then the set holds the true class with probability at least 1 - alpha, for any model, and at
+most 1 - alpha + 1 / (n + 1) where no two scores are the same. The probability is over the
+calibration examples *and* the new example. It is neither a coverage for each class nor one for each
+client. Clients whose data differ are not exchangeable with each other: the examples of a client
+that is new, or that has another mix of classes than the calibration examples, can be covered less
+often than stated, and no setting here mends that.
+
+**Given the calibration examples**, the coverage of new ones is a number of its own. Where no two
+scores are the same it follows Beta(k, n + 1 - k): with the scores' distribution function F, it is
+F(q), and F(s_i) are n uniform numbers, of which F(q) is the k-th smallest. Of m new examples the
+number that is covered then follows BetaBinomial(m, k, n + 1 - k).
+"""
+
+import math
+from fractions import Fraction
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["Score", "calibrate", "conformal_scores", "examples_needed", "prediction_sets", "rank"]
+
+Score = Literal["threshold", "adaptive"]
+
+
+def rank(num_examples: int, coverage: float) -> int:
+    """Return k = ceil((n + 1) coverage), the rank of the threshold among n scores; n + 1 is none.
+
+    The coverage counts as the decimal number that it is written as, so that 0.7 of 10 is 7.
+
+    Raises
+    ------
+    ValueError
+        If the coverage is not between 0 and 1.
+
+    Examples
+    --------
+    >>> rank(9, 0.7), rank(9, 0.9), rank(8, 0.9)
+    (7, 9, 9)
+    """
+    if not 0 < coverage < 1:
+        raise ValueError(f"coverage: expected a number between 0 and 1, got {coverage}")
+    return math.ceil((num_examples + 1) * Fraction(repr(float(coverage))))
+
+
+def examples_needed(coverage: float) -> int:
+    """Return the fewest calibration examples with which a coverage can be had.
+
+    It is the smallest n with ceil((n + 1) coverage) <= n, or coverage / (1 - coverage) rounded up.
+
+    Examples
+    --------
+    >>> [examples_needed(coverage) for coverage in (0.5, 0.9, 0.99)]
+    [1, 9, 99]
+    """
+    rank(0, coverage)
+    exact = Fraction(repr(float(coverage)))
+    return math.ceil(exact / (1 - exact))
+
+
+def conformal_scores(
+    probabilities: Tensor, *, score: Score = "threshold", draws: Tensor | None = None
+) -> Tensor:
+    """Say how badly each class fits each example: shape (n, C), float64, in 0 ... 1.
+
+    Parameters
+    ----------
+    probabilities : Tensor, shape (n, C)
+        Of the classes; each row adds up to 1.
+    score : {"threshold", "adaptive"}
+        ``"threshold"``: 1 - p_y. Its sets are the smallest on average. ``"adaptive"``: the
+        probability of all classes that are more probable than y, and `draws` times p_y. Its sets
+        are larger where the model is uncertain, and their coverage differs less from one kind of
+        example to another. Of classes of one probability the first counts as the more probable.
+    draws : Tensor, shape (n,), optional
+        Of the adaptive score: a number of its own for each example, drawn uniformly from 0 ... 1.
+        By default all are 1, and a model that is nearly certain of an example may then give an
+        empty set.
+
+    Raises
+    ------
+    ValueError
+        If these are no probabilities, there is no such score, or draws do not go with it.
+    """
+    p = _checked(probabilities)
+    if score not in get_args(Score):
+        raise ValueError(f"score: expected one of {', '.join(get_args(Score))}, got {score!r}")
+    if score == "threshold":
+        if draws is not None:
+            raise ValueError("draws: expected none with the score threshold; leave them out")
+        return 1 - p
+    if draws is None:
+        draws = torch.ones(len(p))
+    if draws.shape != (len(p),) or bool(((draws < 0) | (draws > 1)).any()):
+        raise ValueError(
+            f"draws: expected {len(p)} numbers between 0 and 1, got shape {tuple(draws.shape)}"
+        )
+    ordered, order = p.sort(dim=1, descending=True, stable=True)
+    above = torch.cat([torch.zeros(len(p), 1, dtype=p.dtype), ordered.cumsum(1)[:, :-1]], 1)
+    found = above + draws.double()[:, None] * ordered
+    return torch.empty_like(found).scatter_(1, order, found).clamp(max=1.0)
+
+
+def calibrate(
+    probabilities: Tensor,
+    labels: Tensor,
+    coverage: float,
+    *,
+    score: Score = "threshold",
+    draws: Tensor | None = None,
+) -> float:
+    """Return the threshold q of the sets' scores: see the module for what it guarantees.
+
+    Parameters
+    ----------
+    probabilities : Tensor, shape (n, C)
+        Of examples that had no part in training.
+    labels : Tensor of integers, shape (n,)
+        Their classes.
+    coverage : float
+        1 - alpha, between 0 and 1.
+    score, draws
+        As of :func:`conformal_scores`.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer examples than the coverage needs, labels do not fit, or as of
+        :func:`conformal_scores`.
+
+    Examples
+    --------
+    >>> p = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7], [0.2, 0.8]])
+    >>> q = calibrate(p, torch.tensor([0, 0, 0, 1]), 0.6)  # the third of 0.1, 0.2, 0.4, 0.7
+    >>> round(q, 6)
+    0.4
+    >>> prediction_sets(torch.tensor([[0.55, 0.45], [0.35, 0.65]]), q)
+    tensor([[False, False],
+            [False,  True]])
+    """
+    k = rank(len(labels), coverage)
+    if k > len(labels):
+        raise ValueError(
+            f"a coverage of {coverage:g} needs at least {examples_needed(coverage)} calibration "
+            f"examples, got {len(labels)}; hold out more, or lower the coverage"
+        )
+    found = conformal_scores(probabilities, score=score, draws=draws)
+    if labels.shape != (len(found),) or labels.is_floating_point():
+        raise ValueError(
+            f"labels: expected {len(found)} whole numbers, one for each example, got "
+            f"{labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < found.shape[1]:
+        raise ValueError(
+            f"labels: expected 0 ... {found.shape[1] - 1}, "
+            f"got {int(labels.min())} ... {int(labels.max())}"
+        )
+    own = found.gather(1, labels.long()[:, None])[:, 0]
+    return float(own.kthvalue(k).values)
+
+
+def prediction_sets(
+    probabilities: Tensor,
+    threshold: float,
+    *,
+    score: Score = "threshold",
+    draws: Tensor | None = None,
+) -> Tensor:
+    """Return which classes are in the set of each example: bool, shape (n, C).
+
+    A set can be empty: no class fits the example as well as the calibration examples' own did.
+
+    Parameters
+    ----------
+    probabilities : Tensor, shape (n, C)
+        Of new examples.
+    threshold : float
+        Of :func:`calibrate`, with the same score.
+    score, draws
+        As of :func:`conformal_scores`.
+    """
+    return conformal_scores(probabilities, score=score, draws=draws) <= threshold
+
+
+def _checked(probabilities: Tensor) -> Tensor:
+    """Return probabilities in float64; rows of float32 add up to 1 to within C roundings."""
+    p = probabilities.double()
+    if p.ndim != 2 or p.shape[1] < 2:
+        raise ValueError(
+            f"probabilities: expected shape (n, C), C at least 2, got {tuple(p.shape)}"
+        )
+    off = (p.sum(1) - 1).abs() > 1e-6 * p.shape[1]
+    if not bool(torch.isfinite(p).all()) or bool((p < 0).any()) or bool(off.any()):
+        raise ValueError(
+            "probabilities: expected rows of numbers from 0 that add up to 1; take the softmax of "
+            "a network's outputs first"
+        )
+    return p

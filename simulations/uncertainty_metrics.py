@@ -1,0 +1,147 @@
+"""How good predicted probabilities are, and how good a measure of their uncertainty is.
+
+Sources: Guo et al., *On Calibration of Modern Neural Networks*, ICML 2017, section 2 (expected
+calibration error, reliability diagram); Lakshminarayanan et al., *Simple and Scalable Predictive
+Uncertainty Estimation using Deep Ensembles*, NeurIPS 2017, section 3 (Brier score; another data set
+as unfamiliar examples; accuracy of the examples that the model is certain of).
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["BINS", "SHARES", "auroc", "calibration", "rejection_curve", "reliability"]
+
+BINS = 15  # of confidence, of equal width, as by Guo et al. 2017
+SHARES = np.arange(100) / 100  # of the examples that are rejected
+
+
+def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return accuracy, NLL, Brier score and ECE of predictions.
+
+    Parameters
+    ----------
+    log_probabilities : Tensor, shape (n, C)
+        Of the classes, in nats. Logarithms, since a probability of 1e-400 is 0 in float64.
+    labels : Tensor of int64, shape (n,)
+        The true classes.
+
+    Returns
+    -------
+    dict of str to float
+        ``accuracy``; ``nll``, the negative log-likelihood of the true classes, averaged over the
+        examples, in nats; ``brier``, the squared distance between probabilities and one-hot label,
+        summed over the classes and averaged over the examples, in 0 ... 2; ``ece``, the expected
+        calibration error: the distance between accuracy and mean confidence in 15 bins of
+        confidence of equal width, averaged over the examples.
+
+    Examples
+    --------
+    >>> p = torch.tensor([[0.8, 0.2], [0.8, 0.2]])
+    >>> found = calibration(p.log(), torch.tensor([0, 1]))
+    >>> {name: round(value, 6) for name, value in found.items()}
+    {'accuracy': 0.5, 'nll': 0.916291, 'brier': 0.68, 'ece': 0.3}
+    """
+    from sklearn.metrics import accuracy_score, brier_score_loss
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    log_p = log_probabilities.double()
+    p = log_p.exp().clamp(max=1.0)  # scikit-learn refuses what is a rounding above 1
+    classes = p.shape[1]
+    # at a confidence of exactly 1, torchmetrics would make a bin more
+    below_one = p.clamp(max=1 - 2.0**-24)
+    error = multiclass_calibration_error(below_one, labels, num_classes=classes, n_bins=BINS)
+    brier = brier_score_loss(
+        labels.numpy(), p.numpy(), labels=np.arange(classes), scale_by_half=False
+    )
+    return {
+        "accuracy": float(accuracy_score(labels.numpy(), log_p.argmax(1).numpy())),
+        "nll": float(torch.nn.functional.nll_loss(log_p, labels)),
+        "brier": float(brier),
+        "ece": float(error),
+    }
+
+
+def reliability(probabilities: Tensor, labels: Tensor) -> pd.DataFrame:
+    """Return accuracy and mean confidence in 15 bins of confidence of equal width.
+
+    Parameters
+    ----------
+    probabilities : Tensor, shape (n, C)
+        Of the classes.
+    labels : Tensor of int64, shape (n,)
+        The true classes.
+
+    Returns
+    -------
+    DataFrame
+        One row a bin that has examples: ``bin`` (its number), ``examples``, ``confidence``,
+        ``accuracy``. The last bin includes a confidence of 1.
+    """
+    confidence, prediction = probabilities.double().max(1)
+    edges = torch.linspace(0, 1, BINS + 1)  # in float32, as torchmetrics has them
+    number = (torch.bucketize(confidence.float(), edges, right=True) - 1).clamp(max=BINS - 1)
+    table = pd.DataFrame(
+        {
+            "bin": number.numpy(),
+            "confidence": confidence.numpy(),
+            "accuracy": (prediction == labels).double().numpy(),
+        }
+    )
+    grouped = table.groupby("bin")
+    means = grouped[["confidence", "accuracy"]].mean()
+    means.insert(0, "examples", grouped.size())
+    return means.reset_index()
+
+
+def rejection_curve(
+    uncertainty: NDArray[np.float64], correct: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return the accuracy of what is left when the most uncertain examples are rejected.
+
+    Parameters
+    ----------
+    uncertainty : ndarray, shape (n,)
+        Larger is more uncertain. Of examples that are equally uncertain any may be rejected first;
+        the mean over their orders is returned.
+    correct : ndarray of bool, shape (n,)
+        Whether the prediction is right.
+
+    Returns
+    -------
+    ndarray of float64, shape (100,)
+        With 0, 1, ... 99 % of the examples rejected. A share of an example that is not whole is
+        not rejected.
+
+    Examples
+    --------
+    >>> doubt, correct = np.array([0.1, 0.2, 0.3, 0.4]), np.array([True, True, True, False])
+    >>> rejection_curve(doubt, correct)[[0, 25, 50]]
+    array([0.75, 1.  , 1.  ])
+    """
+    values, group = np.unique(uncertainty, return_inverse=True)
+    sizes = np.bincount(group, minlength=len(values))
+    right = np.bincount(group, weights=correct, minlength=len(values))
+    expected = np.repeat(right / sizes, sizes)  # from the most certain example on
+    kept = len(correct) - np.arange(100) * len(correct) // 100
+    accuracy: NDArray[np.float64] = (np.cumsum(expected) / np.arange(1, len(correct) + 1))[kept - 1]
+    return accuracy
+
+
+def auroc(familiar: NDArray[np.float64], unfamiliar: NDArray[np.float64]) -> float:
+    """Return how well an uncertainty tells unfamiliar examples from familiar ones.
+
+    It is the probability that a random unfamiliar example is more uncertain than a random familiar
+    one, the half of it where they are equally uncertain: 0.5 for a measure that tells nothing.
+
+    Examples
+    --------
+    >>> auroc(np.array([0.1, 0.4]), np.array([0.3, 0.8]))
+    0.75
+    """
+    from sklearn.metrics import roc_auc_score
+
+    truth = np.repeat([0, 1], [len(familiar), len(unfamiliar)])
+    return float(roc_auc_score(truth, np.concatenate([familiar, unfamiliar])))

@@ -1,0 +1,205 @@
+"""Split-conformal sets: the coverage that theory gives, small cases by hand, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta, betabinom
+
+from fedntk.ntk import calibrate, conformal_scores, examples_needed, prediction_sets
+from fedntk.ntk.conformal import rank
+
+SCORES = ["threshold", "adaptive"]
+
+
+def exchangeable(n, seed, *, sharpness=1.0, classes=5):
+    """Independent examples: probabilities of a model, and labels drawn from other probabilities.
+
+    The model is wrong on purpose: its logits are `sharpness` times those that the labels come
+    from, and noise. All scores differ with probability 1.
+    """
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=(n, classes))
+    truth = np.exp(2 * logits)
+    truth /= truth.sum(1, keepdims=True)
+    labels = (generator.random(n)[:, None] > truth.cumsum(1)).sum(1).clip(max=classes - 1)
+    model = torch.from_numpy(sharpness * logits + generator.normal(size=(n, classes)))
+    return model.softmax(1), torch.from_numpy(labels), torch.from_numpy(generator.random(n))
+
+
+def covered(score, coverage, n, m, seed, **options):
+    """Number of m new examples whose set holds their class, with n to calibrate on."""
+    p, labels, draws = exchangeable(n + m, seed, **options)
+    draws = draws if score == "adaptive" else None
+    parts = [None, None] if draws is None else [draws[:n], draws[n:]]
+    q = calibrate(p[:n], labels[:n], coverage, score=score, draws=parts[0])
+    sets = prediction_sets(p[n:], q, score=score, draws=parts[1])
+    return int(sets.gather(1, labels[n:, None]).sum())
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("coverage", "n"), [(0.9, 40), (0.6, 25)])
+@pytest.mark.parametrize("sharpness", [1.0, -3.0])
+def test_coverage_is_that_of_theory_whatever_the_model(score, coverage, n, sharpness):
+    """Of m = 50 new examples BetaBinomial(m, k, n + 1 - k) are covered: see the module.
+
+    400 independent draws. Their mean is within 5 standard errors of m k / (n + 1), which fails by
+    chance once in 1.7 million normal draws. And their distribution function is within 0.1 of that
+    of theory everywhere: by the inequality of Dvoretzky, Kiefer and Wolfowitz it is further off
+    with probability at most 2 exp(-2 400 0.1^2) = 7e-4; the seeds are fixed.
+    """
+    m, draws = 50, 400
+    k = rank(n, coverage)
+    found = np.array([covered(score, coverage, n, m, s, sharpness=sharpness) for s in range(draws)])
+    theory = betabinom(m, k, n + 1 - k)
+    assert abs(found.mean() - m * k / (n + 1)) < 5 * theory.std() / np.sqrt(draws)
+    steps = np.arange(m + 1)
+    empirical = (found[:, None] <= steps).mean(0)
+    assert np.abs(empirical - theory.cdf(steps)).max() < 0.1
+    assert coverage <= k / (n + 1) <= coverage + 1 / (n + 1)
+
+
+def test_coverage_given_the_calibration_examples_is_a_beta_variable():
+    """With scores uniform in 0 ... 1 the coverage of new ones is q itself: Beta(k, n + 1 - k)."""
+    n, coverage = 19, 0.8
+    k = rank(n, coverage)
+    generator = np.random.default_rng(0)
+    found = []
+    for _ in range(1000):
+        s = torch.from_numpy(generator.random(n))
+        found.append(calibrate(torch.stack([1 - s, s], 1), torch.zeros(n).long(), coverage))
+    empirical = np.searchsorted(np.sort(found), grid := np.linspace(0, 1, 101)) / 1000
+    # by the same inequality, more than 0.07 off with probability at most 2 exp(-9.8) = 1e-4
+    assert np.abs(empirical - beta(k, n + 1 - k).cdf(grid)).max() < 0.07
+
+
+def test_examples_that_are_not_exchangeable_are_covered_less_often():
+    """Calibrated where the model is right, and asked where it is sure of the wrong class.
+
+    Class 0 is always predicted with more than 0.9, so q < 0.1, and no set holds class 1, whose
+    score is above 0.9.
+    """
+    first = 0.9 + 0.1 * torch.rand(100, generator=torch.Generator().manual_seed(0))
+    p = torch.stack([first, 1 - first], 1)
+    q = calibrate(p, torch.zeros(100).long(), 0.9)
+    sets = prediction_sets(p, q)
+    assert sets[:, 0].double().mean() >= 0.9
+    assert not sets[:, 1].any()
+
+
+def test_the_threshold_by_hand():
+    """Scores of the labels: 0.1, 0.2, 0.3 ... 0.9; of rank ceil(10 c), the tenth being none."""
+    scores = torch.arange(1, 10).double() / 10
+    p = torch.stack([1 - scores, scores], 1)
+    labels = torch.zeros(9, dtype=torch.int64)
+    shuffled = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    for k in range(1, 10):
+        found = calibrate(p[shuffled], labels, k / 10)
+        assert found == float(1 - p[k - 1, 0])
+        assert calibrate(p, labels, k / 10 - 0.05) == found
+    # exactly the classes whose score is at most q, the threshold itself included
+    assert prediction_sets(p, float(1 - p[3, 0])).sum(0).tolist() == [4, 4]
+
+
+def test_the_adaptive_score_by_hand():
+    """Sorted 0.5, 0.3, 0.2: what is before the class, and the draw's share of its own."""
+    p = torch.tensor([[0.3, 0.5, 0.2]], dtype=torch.float64)
+    full = conformal_scores(p, score="adaptive")
+    torch.testing.assert_close(full, torch.tensor([[0.8, 0.5, 1.0]]).double())
+    half = conformal_scores(p, score="adaptive", draws=torch.tensor([0.5]))
+    torch.testing.assert_close(half, torch.tensor([[0.65, 0.25, 0.9]]).double())
+    none = conformal_scores(p, score="adaptive", draws=torch.tensor([0.0]))
+    torch.testing.assert_close(none, torch.tensor([[0.5, 0.0, 0.8]]).double())
+    assert prediction_sets(p, 0.81, score="adaptive").tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_fast_is_a_loop_in_float64(score):
+    """Sums of at most 6 numbers below 1, in two orders: 6 roundings of 1.1e-16 each way."""
+    p, labels, draws = exchangeable(60, 3, classes=6)
+    p = p.float()
+    draws = draws if score == "adaptive" else None
+    expected = np.empty((60, 6))
+    for i, row in enumerate(p.double().numpy()):
+        for y in range(6):
+            if score == "threshold":
+                expected[i, y] = 1 - row[y]
+            else:
+                above = sum(row[c] for c in range(6) if row[c] > row[y])
+                expected[i, y] = above + float(draws[i]) * row[y]
+    found = conformal_scores(p, score=score, draws=draws)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-15)
+    own = np.sort(expected[np.arange(60), labels.numpy()])
+    for coverage in (0.1, 0.5, 0.77, 0.9, 0.98):
+        k = int(np.ceil(61 * coverage))
+        assert calibrate(p, labels, coverage, score=score, draws=draws) == pytest.approx(
+            own[k - 1], abs=2e-15
+        )
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_more_coverage_means_larger_sets(score):
+    p, labels, draws = exchangeable(500, 1)
+    draws = draws if score == "adaptive" else None
+    previous = None
+    for coverage in np.linspace(0.02, 0.99, 40):
+        q = calibrate(p, labels, coverage, score=score, draws=draws)
+        sets = prediction_sets(p, q, score=score, draws=draws)
+        assert previous is None or bool((sets | ~previous).all())  # each holds the one before
+        previous = sets
+
+
+def test_ties_are_covered_more_often_and_never_less():
+    """A model that gives all the same: each score is 1 - 1/C, and each set holds all classes."""
+    p = torch.full((20, 4), 0.25)
+    q = calibrate(p, torch.arange(20) % 4, 0.5)
+    assert q == 0.75
+    assert prediction_sets(p, q).all()
+
+
+def test_a_coverage_counts_as_the_decimal_number_that_it_is():
+    """0.07 x 100 is 7.000000000000001 in float64, whose ceiling is 8."""
+    assert np.ceil(0.07 * 100) == 8
+    assert [rank(9, c / 10) for c in range(1, 10)] == list(range(1, 10))
+    assert [rank(99, c / 100) for c in range(1, 100)] == list(range(1, 100))
+
+
+@pytest.mark.parametrize("coverage", [0.01, 0.5, 0.7, 0.9, 0.95, 0.99, 0.999])
+def test_too_few_examples_say_how_many_are_needed(coverage):
+    """The fewest are enough, and one less is refused."""
+    needed = examples_needed(coverage)
+    p, labels = torch.full((needed, 2), 0.5), torch.zeros(needed, dtype=torch.int64)
+    calibrate(p, labels, coverage)
+    with pytest.raises(
+        ValueError,
+        match=rf"a coverage of {coverage} needs at least {needed} calibration examples, "
+        rf"got {needed - 1}; hold out more, or lower the coverage",
+    ):
+        calibrate(p[1:], labels[1:], coverage)
+
+
+P, LABELS = torch.full((20, 4), 0.25), torch.arange(20) % 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: calibrate(P, LABELS, 1.0), "coverage: expected a number between 0 and 1, got 1.0"),
+        (lambda: calibrate(P, LABELS, 0.0), "coverage: expected a number between 0 and 1, got 0.0"),
+        (lambda: calibrate(4 * P, LABELS, 0.5), "take the softmax"),
+        (lambda: calibrate(P * float("nan"), LABELS, 0.5), "take the softmax"),
+        (lambda: calibrate(P[0], LABELS, 0.5), r"expected shape \(n, C\)"),
+        (lambda: calibrate(P, LABELS[:9], 0.5), "labels: expected 20 whole numbers"),
+        (lambda: calibrate(P, LABELS / 2, 0.5), "labels: expected 20 whole numbers"),
+        (lambda: calibrate(P, LABELS + 1, 0.5), r"labels: expected 0 ... 3, got 1 ... 4"),
+        (lambda: prediction_sets(P, 0.5, score="best"), "score: expected one of threshold, adapt"),
+        (lambda: prediction_sets(P, 0.5, draws=torch.ones(20)), "draws: expected none"),
+        (
+            lambda: prediction_sets(P, 0.5, score="adaptive", draws=torch.ones(3)),
+            r"draws: expected 20 numbers between 0 and 1, got shape \(3,\)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

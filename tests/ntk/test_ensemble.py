@@ -1,0 +1,299 @@
+"""An ensemble's probabilities and its uncertainty: identities that hold for any models."""
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedntk.ntk import (
+    EnsemblePredictor,
+    FeatureMap,
+    NetworkPredictor,
+    Normaliser,
+    TCTModel,
+    entropy,
+    uncertainty_of,
+)
+
+K, C, N = 5, 4, 40
+EPS = 2.0**-24  # half a unit in the last place of float32, relative
+
+
+def drawn(seed, *shape, scale=2.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, C))
+
+
+def cnn():
+    """With BatchNorm, whose running statistics are other than 0 and 1."""
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.5),
+        nn.Flatten(), nn.Linear(16, C),
+    )  # fmt: skip
+    network[1].running_mean.normal_()
+    network[1].running_var.uniform_(0.5, 2)
+    return network
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn}
+X = drawn(0, N, 1, 6, 6)
+
+
+def members(make=mlp, count=K):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return [NetworkPredictor(make()) for _ in range(count)]
+
+
+def probabilities(seed=0, k=K, n=N, c=C):
+    """Random rows in float64 that add up to 1: some nearly certain, some of exact zeros."""
+    p = drawn(seed, k, n, c, scale=4.0).double().softmax(-1)
+    p[0, 0] = torch.eye(c, dtype=torch.float64)[0]
+    return p
+
+
+# ------------------------------------------------------------------- probabilities
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_probabilities_are_the_mean_of_the_models(make):
+    """Against a pass of each model in float64 through NumPy.
+
+    The ensemble's float32 is off by the roundings of the outputs, sums of at most 36 products of
+    numbers below 20, and of exp and log: within 36 x 20 x EPS of the logarithms, twice for the
+    sum of the exponentials.
+    """
+    ensemble = EnsemblePredictor(members(make))
+    expected = np.zeros((N, C))
+    for member in ensemble.models:
+        exact = copy.deepcopy(member.network).double().eval()
+        logits = exact(X.double()).detach().numpy()
+        assert np.abs(logits).max() < 20
+        raised = np.exp(logits - logits.max(1, keepdims=True))
+        expected += raised / raised.sum(1, keepdims=True) / K
+    found = ensemble.predict(X)
+    bound = 2 * 36 * 20 * EPS
+    np.testing.assert_allclose(found.numpy(), np.log(expected), rtol=0, atol=bound)
+    # adding C numbers of at most 1, each with the relative error of its logarithm
+    assert (found.exp().double().sum(1) - 1).abs().max() < bound
+    own = ensemble.probabilities(X)
+    assert own.shape == (K, N, C)
+    assert (own.double().sum(-1) - 1).abs().max() < C * 4 * EPS
+    np.testing.assert_allclose(own.double().mean(0), expected, rtol=0, atol=bound)
+
+
+def test_certain_models_have_finite_scores():
+    """Outputs of 1e4: probabilities of 0 in float32, and a mean of logarithms would be -5e3."""
+    scores = torch.tensor([[[1e4, 0.0]], [[0.0, 1e4]]])
+    found = EnsemblePredictor(members(count=2)).together(scores)
+    torch.testing.assert_close(found, torch.full((1, 2), 0.5).log(), rtol=0, atol=2 * EPS)
+
+
+def test_one_model_is_itself():
+    (one,) = members(count=1)
+    ensemble = EnsemblePredictor([one])
+    torch.testing.assert_close(ensemble.predict(X), one.predict(X).log_softmax(1), rtol=0, atol=0)
+    assert torch.equal(ensemble.uncertainty(X).mutual_information, torch.zeros(N))
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_one_batched_pass_is_the_passes_one_by_one(make):
+    """In float64 both add the same products: 200 of them, of size below 20, in another order."""
+    models = members(make)
+    for model in models:
+        model.double()
+    looped = EnsemblePredictor(models).scores(X.double())
+    batched = EnsemblePredictor(models, batched=True).scores(X.double())
+    assert looped.dtype == batched.dtype == torch.float64
+    assert looped.shape == (K, N, C)
+    torch.testing.assert_close(batched, looped, rtol=0, atol=200 * 20 * 2.0**-53)
+    assert not batched.requires_grad
+    # and in evaluation mode: another batch changes nothing
+    alone = EnsemblePredictor(models, batched=True).scores(X[:1].double())
+    torch.testing.assert_close(alone, batched[:, :1], rtol=0, atol=200 * 20 * 2.0**-53)
+
+
+# --------------------------------------------------------------------- uncertainty
+
+
+def test_entropy_is_split_into_expected_entropy_and_mutual_information():
+    """Mutual information by its own definition: the mean divergence of a model from the mean."""
+    p = probabilities()
+    found = uncertainty_of(p)
+    mean = p.numpy().mean(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = p.numpy() * (np.log(p.numpy()) - np.log(mean))
+    divergence = np.nan_to_num(terms).sum(-1).mean(0)
+    np.testing.assert_allclose(found.mutual_information, divergence, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        found.entropy, found.expected_entropy + found.mutual_information, rtol=0, atol=1e-14
+    )
+    assert (found.mutual_information >= 0).all()
+    assert (found.mutual_information <= math.log(K)).all()
+
+
+def test_the_variance_of_a_label_is_that_within_the_models_and_that_between_them():
+    """Law of total variance, for the one-hot label of a model drawn at random.
+
+    The label's variance, added over the classes, is 1 - sum of the squares of the mean. Within a
+    model it is 1 - sum p_k^2, and between them it is what `variance` holds.
+    """
+    p = probabilities(2)
+    total = 1 - p.mean(0).square().sum(-1)
+    within = (1 - p.square().sum(-1)).mean(0)
+    torch.testing.assert_close(total, within + uncertainty_of(p).variance, rtol=0, atol=1e-14)
+
+
+def test_models_that_agree_have_no_mutual_information_and_no_variance():
+    p = probabilities()[:1].expand(K, N, C)
+    found = uncertainty_of(p)
+    # the mean of K equal numbers may be a rounding off, in each of C terms of size below 1
+    assert found.mutual_information.max() <= C * 4 * 2.0**-53
+    assert found.variance.max() < 1e-30
+    torch.testing.assert_close(found.entropy, entropy(p[0]), rtol=0, atol=1e-14)
+
+
+def test_models_certain_of_different_classes_disagree_most():
+    """C models, one for each class: log C nats, no entropy of their own, variance 1 - 1/C."""
+    p = torch.eye(C, dtype=torch.float64)[:, None].expand(C, N, C)
+    found = uncertainty_of(p)
+    assert torch.equal(found.expected_entropy, torch.zeros(N, dtype=torch.float64))
+    for value, expected in (
+        (found.entropy, math.log(C)),
+        (found.mutual_information, math.log(C)),
+        (found.variance, 1 - 1 / C),
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-14)
+    for seed in range(20):  # and no models disagree more
+        other = uncertainty_of(probabilities(seed, k=C))
+        assert other.mutual_information.max() <= math.log(C)
+
+
+def test_entropy_at_its_limits():
+    assert float(entropy(torch.tensor([1.0, 0.0, 0.0]))) == 0
+    uniform = entropy(torch.full((7,), 1 / 7, dtype=torch.float64))
+    assert float(uniform) == pytest.approx(math.log(7), rel=1e-15)
+
+
+def test_uncertainty_is_of_the_models_predictions():
+    ensemble = EnsemblePredictor(members())
+    found, expected = ensemble.uncertainty(X), uncertainty_of(ensemble.probabilities(X))
+    for name, value in vars(found).items():
+        assert torch.equal(value, getattr(expected, name)), name
+        assert value.shape == (N,)
+
+
+# ----------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
+    """NLL by hand in float64; float32 scores are off as in the test of the probabilities."""
+    ensemble = EnsemblePredictor(members())
+    y = torch.arange(N) % C
+    found = ensemble.evaluate(X, y)
+    p = np.stack([m.predict(X).double().softmax(1).numpy() for m in ensemble.models])
+    own = (p.argmax(2) == y.numpy()).mean(1)
+    mean = p.mean(0)
+    assert found.loss == pytest.approx(-np.log(mean[np.arange(N), y]).mean(), abs=8 * 20 * EPS)
+    assert found.accuracy == (mean.argmax(1) == y.numpy()).mean()
+    uncertain = uncertainty_of(torch.from_numpy(p))
+    assert found.more == pytest.approx(
+        {
+            "model-accuracy-max": own.max(),
+            "model-accuracy-mean": own.mean(),
+            "model-accuracy-min": own.min(),
+            "model-entropy-mean": float(uncertain.expected_entropy.mean()),
+            "mutual-information": float(uncertain.mutual_information.mean()),
+        },
+        rel=1e-12,
+    )
+    # by Jensen's inequality the mean's NLL is at most the models' mean NLL
+    assert found.loss < np.mean([m.evaluate(X, y).loss for m in ensemble.models])
+
+
+# ------------------------------------------------------------------- kinds and files
+
+
+def tct(loss="mse", seed=2):
+    width = FeatureMap().width(mlp())
+    linear = drawn(seed, width, C, scale=1.0) / width
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = mlp()
+    return TCTModel(network, FeatureMap(), Normaliser.identity(width), linear.numpy(), loss=loss)
+
+
+def test_models_of_both_losses_count_as_of_cross_entropy():
+    """The softmax of all scores, those of least squares too; one loss alone stays itself."""
+    mixed = EnsemblePredictor([*members(count=1), tct("mse")])
+    assert mixed.loss == "cross-entropy"
+    expected = torch.stack([m.predict(X).softmax(1) for m in mixed.models]).mean(0).log()
+    torch.testing.assert_close(mixed.predict(X), expected, rtol=0, atol=8 * EPS * 4)
+    assert EnsemblePredictor([tct("mse"), tct("mse", 3)]).loss == "mse"
+
+
+def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
+    ensemble = EnsemblePredictor([tct("mse"), tct("mse", 3)])
+    expected = (ensemble.models[0].predict(X) + ensemble.models[1].predict(X)) / 2
+    torch.testing.assert_close(ensemble.predict(X), expected, rtol=0, atol=0)
+    for call in (ensemble.probabilities, ensemble.uncertainty):
+        with pytest.raises(ValueError, match="expected models with cross-entropy, got mse"):
+            call(X)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EnsemblePredictor(members(cnn)),
+        lambda: EnsemblePredictor(members(cnn), batched=True),
+    ],
+    ids=["looped", "batched"],
+)
+def test_what_is_saved_is_loaded_with_the_same_bits(make, tmp_path):
+    one = make()
+    one.save(tmp_path)
+    loaded = EnsemblePredictor.load(tmp_path, cnn())
+    assert (len(loaded), loaded.batched, loaded.loss) == (K, one.batched, one.loss)
+    assert torch.equal(loaded.predict(X), one.predict(X))
+    for ours, theirs in zip(one.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+
+
+def test_models_of_several_kinds_are_saved_together(tmp_path):
+    one = EnsemblePredictor([*members(count=2), tct("mse"), tct("cross-entropy", 3)])
+    one.save(tmp_path)
+    loaded = EnsemblePredictor.load(tmp_path, mlp())
+    assert [type(m) for m in loaded.models] == [type(m) for m in one.models]
+    assert [m.loss for m in loaded.models] == [m.loss for m in one.models]
+    assert torch.equal(loaded.scores(X), one.scores(X))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"kinds": ["Other"], "batched": false}', '{"kinds": 3, "batched": true}']
+)
+def test_a_damaged_file_is_refused(tmp_path, text):
+    EnsemblePredictor(members()).save(tmp_path)
+    described = json.loads((tmp_path / "ensemble.json").read_text())
+    assert described == {"format": 1, "kinds": ["NetworkPredictor"] * K, "batched": False}
+    (tmp_path / "ensemble.json").write_text(text)
+    with pytest.raises(ValueError, match="describes no ensemble"):
+        EnsemblePredictor.load(tmp_path, mlp())
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="members: expected at least one model"):
+        EnsemblePredictor([])
+    with pytest.raises(ValueError, match="batched: expected networks alone"):
+        EnsemblePredictor([*members(count=1), tct()], batched=True)
+    with pytest.raises(FileNotFoundError):
+        EnsemblePredictor.load(tmp_path / "nowhere", mlp())
+    with pytest.raises(ValueError, match="at least one example and as many labels"):
+        EnsemblePredictor(members()).evaluate(X, torch.zeros(3).long())
