@@ -278,9 +278,14 @@ def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
 
 def _idx_set(folder: Path) -> Data:
     """Read the unpacked files of MNIST and its like; importing torchvision takes a second."""
-    x_train, y_train, x_test, y_test = (_idx(folder / name) for name in IDX_FILES)
-    y_train, y_test = y_train.astype(np.int64), y_test.astype(np.int64)
-    return Data(_channels_first(x_train), y_train, _channels_first(x_test), y_test, num_classes=10)
+    pictures, labels, test_pictures, test_labels = (_idx(folder / name) for name in IDX_FILES)
+    return Data(
+        _channels_first(pictures),
+        labels.astype(np.int64),
+        _channels_first(test_pictures),
+        test_labels.astype(np.int64),
+        num_classes=10,
+    )
 
 
 def _idx(path: Path) -> NDArray[np.uint8]:
