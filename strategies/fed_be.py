@@ -19,7 +19,15 @@ from logging import INFO, WARNING
 from typing import Any, get_args
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from numpy.typing import NDArray
 from torch import nn
 

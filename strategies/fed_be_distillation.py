@@ -9,6 +9,7 @@ and the mean of the weights at the ends of the cycles).
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ class Distillation:
         """Refuse a network that cannot be trained on the examples."""
         student = copy.deepcopy(self.network).train()
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with _own_state(self.device), torch.no_grad():
                 outputs = student(self.examples[:2].to(self.device))
         except Exception as error:
             raise ValueError(
@@ -134,6 +135,12 @@ class Distillation:
         """Whether the weights after a step count in their mean."""
         ends = step % self.cycle == 0 and step > self.swa_start * num_steps
         return ends or step == num_steps
+
+
+def _own_state(device: str) -> AbstractContextManager[None]:
+    """Restore torch's global state afterwards."""
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
 
 
 def _cast_like(x: Tensor, network: nn.Module) -> Tensor:
@@ -205,7 +212,7 @@ def descend(
             group["lr"] = options.rate(step)
         optimizer.zero_grad()
         outputs = student(x[batch].to(device))
-        soft_cross_entropy(outputs, labels[batch].to(device)).backward()  # type: ignore[no-untyped-call]
+        soft_cross_entropy(outputs, labels[batch].to(device)).backward()
         optimizer.step()
         yield step, len(batches)
 
@@ -239,8 +246,7 @@ def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int)
     nn.Module
         The student, or the network of the mean weights.
     """
-    devices = [options.device] if torch.device(options.device).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _own_state(options.device):
         torch.manual_seed(seed)
         average = AveragedModel(student)
         generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,6 @@ ICLR 2021. With n_i the examples of client i, n their sum and w_i its model, a m
 and the prediction is the mean of the models' probabilities.
 """
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -178,7 +177,7 @@ def mean_probabilities(
     Tensor, shape (n, C)
         Float64, on the CPU.
     """
-    predictor = NetworkPredictor(copy.deepcopy(network), device=device)
+    predictor = NetworkPredictor(network, device=device)
     total, count = torch.zeros(()), 0
     for model in models:
         load_arrays(predictor.network, model)
