@@ -364,6 +364,27 @@ def test_statistics_of_batchnorm_are_those_of_the_server_examples_under_the_aver
     assert (student[1].running_var > 0).all()
 
 
+def test_steps_are_those_of_sgd_at_the_cycles_rates():
+    """On a linear model in float64, with the gradient (p - q) x^T / n written out; full batches."""
+    x = server_examples().double()
+    options = Distillation(
+        nn.Linear(4, 3).double(), x, epochs=7, batch_size=30, cycle=3, momentum=0.5,
+        weight_decay=0.01, learning_rate=0.9, final_learning_rate=0.3,
+    )  # fmt: skip
+    labels, student = teachers_labels(), nn.Linear(4, 3).double()
+    w, b = (p.detach().clone() for p in student.parameters())
+    velocities = [torch.zeros_like(w), torch.zeros_like(b)]
+    for step, _ in descend(student, labels, options, torch.Generator()):
+        rate = (0.7, 0.5, 0.3)[(step - 1) % 3]
+        errors = ((x @ w.T + b).softmax(1) - labels) / len(x)
+        gradients = errors.T @ x + 0.01 * w, errors.sum(0) + 0.01 * b
+        velocities = [0.5 * v + g for v, g in zip(velocities, gradients, strict=True)]
+        w, b = w - rate * velocities[0], b - rate * velocities[1]
+        torch.testing.assert_close(student.weight.detach(), w, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(student.bias.detach(), b, rtol=1e-12, atol=1e-12)
+    assert step == 7
+
+
 def test_a_last_batch_of_one_joins_the_one_before():
     """25 examples in batches of 8: BatchNorm cannot normalise one."""
     options = Distillation(network(), server_examples(25), epochs=2, batch_size=8)
