@@ -33,7 +33,7 @@ from fedntk.strategies.fed_be_models import (
     standard_deviation,
 )
 
-from .federation import Contract, Grid, app, bits, examples, network, start
+from .federation import Contract, Grid, app, bits, examples, network, start, with_arrays
 
 OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
@@ -477,19 +477,35 @@ def test_the_ensemble_holds_the_clients_models_by_client():
         assert [array.tobytes() for array in model.values()] == [array.tobytes() for array in own]
 
 
+def always(partition: int) -> Any:
+    """Have a client reply with the same weights in each round."""
+    generator = np.random.default_rng(partition)
+    weights = {
+        name: (array + 0.1 * generator.random(array.shape)).astype(array.dtype)
+        for name, array in arrays_of(network()).items()
+    }
+    return with_arrays(lambda _: {n: np.asarray(a) for n, a in weights.items()})
+
+
 def test_models_are_drawn_by_seed_round_and_number():
-    """Model k is the same whatever M; another seed, round or number draws another."""
+    """Of clients whose replies never change: model k is the same whatever M, and another with
+    another seed, round or number.
+    """
 
-    def drawn(rounds: int = 1, **options: Any) -> list[dict[str, bytes]]:
-        still = app(SGDClient, learning_rate=1e-8, batch_size=4)  # nearly the same in all rounds
+    def drawn(rounds: int = 1, **options: Any) -> list[bytes]:
+        grid = Grid(CLIENTS, changes={partition: always(partition) for partition in range(6)})
         strategy = FedBE(client_models=False, **options, **OPTIONS)
-        models = EnsembleArrays.from_arrays(start(strategy, Grid(still), rounds)).models
-        return [bits({"w": model["0.weight"]}) for model in models[1:]]
+        mean, *models = EnsembleArrays.from_arrays(start(strategy, grid, rounds)).models
+        assert strategy.train_metrics[rounds]["replies-accepted"] == 6
+        means.add(mean["0.weight"].tobytes())
+        return [model["0.weight"].tobytes() for model in models]
 
+    means: set[bytes] = set()
     two, five = drawn(num_samples=2), drawn(num_samples=5)
     assert five[:2] == two
     different = [*five, *drawn(num_samples=2, seed=1), *drawn(rounds=2, num_samples=2)]
-    assert len({model["w"] for model in different}) == len(different)
+    assert len(set(different)) == len(different) == 9
+    assert len(means) == 1
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "distilled"])
@@ -511,6 +527,15 @@ def test_the_server_distils_towards_the_ensemble():
         assert metrics["distilled"] == 1
         assert metrics["distillation-loss"] < metrics["distillation-loss-before"]
         assert metrics["ensemble-size"] == 17
+
+
+def test_the_student_begins_with_the_mean():
+    """A rate of 1e-9 moves no weight by 1e-6."""
+    options = distillation(learning_rate=1e-9, final_learning_rate=1e-9)
+    after = start(FedBE(distill=options, **OPTIONS), Grid(CLIENTS))
+    mean = start(SeededFedAvg(**OPTIONS), Grid(CLIENTS))
+    for name, _ in network().named_parameters():
+        np.testing.assert_allclose(after[name], mean[name], rtol=0, atol=1e-6)
 
 
 def test_a_distillation_that_diverges_leaves_the_mean(caplog):
