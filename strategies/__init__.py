@@ -4,6 +4,8 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
 from .base import BaseStrategy
 from .cp_ntk_fl import CPNTKFL
+from .fed_be import FedBE
+from .fed_be_distillation import Distillation
 from .fed_ensemble import FedEnsemble
 from .fedavg import SeededFedAvg
 from .inner import CheckedStrategy
@@ -21,6 +23,8 @@ __all__ = [
     "BaseStrategy",
     "CheckedStrategy",
     "ConvexOptimizer",
+    "Distillation",
+    "FedBE",
     "FedEnsemble",
     "NoUsableReply",
     "SeededFedAvg",

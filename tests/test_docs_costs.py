@@ -26,7 +26,16 @@ from fedntk.clients import (
 from fedntk.ntk import jacobian
 from fedntk.ntk.payloads import compress
 from fedntk.simulations.engines import LocalGrid
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
+from fedntk.strategies import (
+    CPNTKFL,
+    NTKFL,
+    SCAFFOLD,
+    TCT,
+    Distillation,
+    FedBE,
+    FedEnsemble,
+    SeededFedAvg,
+)
 
 from .conftest import ROOT
 
@@ -367,6 +376,22 @@ def test_what_fedavg_sends():
     assert grid.down["train"] == [evaluated(costs["down"], P=P)]
     assert grid.up["train"] == [evaluated(costs["up"], P=P)]
     assert grid.down["evaluate"] == [evaluated(costs["down, to evaluate"], P=P)]
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_what_fed_be_sends_and_what_is_learned(distilled):
+    """Two clients, M = 3: one model each way, and six models or one on the server."""
+    costs, x = rows("fed_be", 1), torch.randn(8, INPUTS)
+    distill = Distillation(network(), x, epochs=1) if distilled else None
+    strategy = FedBE(num_samples=3, distill=distill, **OPTIONS | {"min_train_nodes": 2})
+    client = lambda _: SGDClient(network(), *examples(0))  # noqa: E731
+    grid, result = start(strategy, client, rounds=2, clients=2)
+    assert grid.down["train"] == [evaluated(costs["down"], P=P)] * 4
+    assert grid.up["train"] == [evaluated(costs["up"], P=P)] * 4
+    assert set(grid.down["evaluate"]) == {evaluated(costs["down, to evaluate"], P=P)}
+    learned = costs["server, what is learned"].split(", or ")[distilled].split(" distilled")[0]
+    found = size([array.numpy() for array in result.arrays.values()])
+    assert found == evaluated(learned, P=P, M=3, N=2)
 
 
 def test_what_scaffold_sends_and_keeps():

@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Strategy
 import fedntk
 from fedntk.simulations.config import Config
 from fedntk.simulations.methods import own_methods
+from fedntk.strategies import BaseStrategy
 
 from .conftest import ROOT
 
@@ -27,6 +28,13 @@ def stem(method):
     return method.replace("-", "_")
 
 
+def has_a_client_of_its_own(method):
+    """Whether its clients are others than FedAvg's, which are named for what they do: SGD."""
+    module = importlib.import_module(f"fedntk.strategies.{stem(method)}")
+    own = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, BaseStrategy))
+    return any(v.client != BaseStrategy.client for v in own if v.__module__ == module.__name__)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_method_has_its_file_in_every_room(method):
     own = stem(method)
@@ -36,7 +44,7 @@ def test_method_has_its_file_in_every_room(method):
         f"docs/methods/{own}.md",
         f"tests/strategies/test_{own}.py",
     ]
-    if method != "fedavg":  # its client, of local SGD, is other methods' base and named for that
+    if has_a_client_of_its_own(method):
         paths += [f"clients/{own}.py", f"tests/clients/test_{own}.py"]
     if not METHODS[method].baseline:
         paths.append(f"notebooks/{own}.ipynb")

@@ -30,6 +30,7 @@ class Contract(NamedTuple):
     strategy: Callable[..., BaseStrategy]  # of the options of all strategies
     clients: ClientApp
     sends_queries: bool = False
+    grows: bool = False  # what is learned has more arrays after the first round than before it
 
 
 T = TypeVar("T", bound=BaseStrategy)

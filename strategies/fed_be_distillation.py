@@ -1,0 +1,263 @@
+"""Distilling an ensemble into one network on unlabelled examples, with averaged weights.
+
+Sources: Chen and Chao, *FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning*,
+ICLR 2021 (sharpened labels; the student's weights are averaged); Izmailov et al., *Averaging
+Weights Leads to Wider Optima and Better Generalization*, UAI 2018, section 3.1 (the cyclical rate,
+and the mean of the weights at the ends of the cycles).
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+__all__ = ["Distillation", "descend", "distil", "sharpened", "soft_cross_entropy"]
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """How the server of :class:`~fedntk.strategies.FedBE` makes one network of an ensemble.
+
+    Attributes
+    ----------
+    network : nn.Module
+        Of the clients' architecture, with C >= 2 outputs. It is copied; its weights do not matter.
+    examples : Tensor, shape (n, ...)
+        The server's unlabelled examples, at least two, as the network takes them.
+    temperature : float
+        T of :func:`sharpened`.
+    epochs : int
+        Passes over the examples.
+    batch_size : int
+        Examples a step, at least two. A last batch of one joins the batch before it.
+    learning_rate : float
+        Of SGD at the beginning of each cycle. The loss is the mean over the examples of
+        -sum_c q_c log p_c; a program that averages over the C classes, too, has C times this rate.
+    final_learning_rate : float
+        At the end of each cycle; at most `learning_rate`.
+    cycle : int
+        Steps of a cycle, in which the rate falls linearly.
+    momentum, weight_decay : float
+        Of SGD.
+    swa : bool
+        Take the mean of the weights at the ends of cycles, and after the last step; else the
+        weights after the last step.
+    swa_start : float
+        Share of the steps after which weights are averaged.
+    device : str
+        Where the networks run.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or the network does not take the examples.
+    """
+
+    network: nn.Module = field(repr=False)
+    examples: Tensor = field(repr=False)
+    temperature: float = 0.5
+    epochs: int = 20
+    batch_size: int = 128
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 4e-4
+    cycle: int = 25
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    swa: bool = True
+    swa_start: float = 0.3
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, fewest in (("epochs", 1), ("batch_size", 2), ("cycle", 1)):
+            if getattr(self, name) < fewest:
+                raise ValueError(f"{name}: expected at least {fewest}, got {getattr(self, name)}")
+        for name in ("temperature", "learning_rate", "final_learning_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}: expected a finite number above 0, got {getattr(self, name)}"
+                )
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate: expected at most learning_rate = {self.learning_rate}, got "
+                f"{self.final_learning_rate}"
+            )
+        for name, most in (("momentum", 1.0), ("swa_start", 1.0), ("weight_decay", math.inf)):
+            if not 0 <= getattr(self, name) < most:
+                raise ValueError(
+                    f"{name}: expected 0 <= {name} < {most:g}, got {getattr(self, name)}"
+                )
+        if not isinstance(self.examples, Tensor) or len(self.examples) < 2:
+            got = len(self.examples) if isinstance(self.examples, Tensor) else type(self.examples)
+            raise ValueError(
+                f"examples: expected a Tensor of at least 2 unlabelled examples, got {got}"
+            )
+        if self.examples.is_floating_point() and not bool(self.examples.isfinite().all()):
+            raise ValueError("examples: expected finite numbers, got NaN or infinity")
+        object.__setattr__(self, "network", copy.deepcopy(self.network).to(self.device))
+        object.__setattr__(self, "examples", _cast_like(self.examples, self.network))
+        self._probe()
+
+    def _probe(self) -> None:
+        """Refuse a network that cannot be trained on the examples."""
+        student = copy.deepcopy(self.network).train()
+        try:
+            with _own_state(self.device), torch.no_grad():
+                outputs = student(self.examples[:2].to(self.device))
+        except Exception as error:
+            raise ValueError(
+                f"examples: the network does not take two of them, of shape "
+                f"{tuple(self.examples.shape[1:])}: {str(error).splitlines()[0]}"
+            ) from error
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ValueError(
+                f"network: expected outputs of shape (n, C) with C >= 2, got {tuple(outputs.shape)}"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the numbers, and how many examples there are."""
+        shallow = Distillation.__dataclass_fields__.keys() - {"network", "examples", "device"}
+        return {name: getattr(self, name) for name in sorted(shallow)} | {
+            "examples": len(self.examples)
+        }
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, 1 for the first (Izmailov et al. 2018, 3.1)."""
+        done = ((step - 1) % self.cycle + 1) / self.cycle
+        return (1 - done) * self.learning_rate + done * self.final_learning_rate
+
+    def is_averaged(self, step: int, num_steps: int) -> bool:
+        """Whether the weights after a step count in their mean."""
+        ends = step % self.cycle == 0 and step > self.swa_start * num_steps
+        return ends or step == num_steps
+
+
+def _own_state(device: str) -> AbstractContextManager[None]:
+    """Restore torch's global state afterwards."""
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
+
+
+def _cast_like(x: Tensor, network: nn.Module) -> Tensor:
+    """Return examples in the dtype of a network's parameters, if they are of floating point."""
+    dtypes = [p.dtype for p in network.parameters() if p.is_floating_point()]
+    return x.detach().to(dtypes[0]) if dtypes and x.is_floating_point() else x.detach()
+
+
+def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
+    """Return p^(1/T) / sum p^(1/T) over the last axis.
+
+    T = 1 leaves p as it is; towards T = 0 all goes to the most likely class.
+
+    Parameters
+    ----------
+    probabilities : Tensor, shape (n, C)
+        p, rows of sum 1.
+    temperature : float
+        T > 0.
+
+    Examples
+    --------
+    >>> sharpened(torch.tensor([[0.75, 0.25]]), 0.5)
+    tensor([[0.9000, 0.1000]])
+    """
+    return (probabilities.log() / temperature).softmax(-1)
+
+
+def soft_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return -sum_c q_c log softmax(f)_c, averaged over the examples.
+
+    Parameters
+    ----------
+    outputs, labels : Tensor, shape (n, C)
+        f, and rows q of sum 1.
+    """
+    return -(labels * outputs.log_softmax(1)).sum(1).mean()
+
+
+def descend(
+    student: nn.Module, labels: Tensor, options: Distillation, generator: torch.Generator
+) -> Iterator[tuple[int, int]]:
+    """Train a network towards labels by SGD, and yield (step, steps in all) after each step.
+
+    Parameters
+    ----------
+    student : nn.Module
+        On the options' device; it changes, in training mode.
+    labels : Tensor, shape (n, C)
+        Of the options' examples.
+    options : Distillation
+        Examples and rates.
+    generator : torch.Generator
+        Shuffles.
+    """
+    x, device = options.examples, options.device
+    optimizer = torch.optim.SGD(
+        [p for p in student.parameters() if p.requires_grad],
+        lr=options.learning_rate,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+    )
+    orders = (torch.randperm(len(x), generator=generator) for _ in range(options.epochs))
+    batches = [batch for order in orders for batch in _batches(order, options.batch_size)]
+    labels = labels.to(x.dtype if x.is_floating_point() else torch.float32)
+    student.train()
+    for step, batch in enumerate(batches, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate(step)
+        optimizer.zero_grad()
+        outputs = student(x[batch].to(device))
+        soft_cross_entropy(outputs, labels[batch].to(device)).backward()
+        optimizer.step()
+        yield step, len(batches)
+
+
+def _batches(order: Tensor, batch_size: int) -> list[Tensor]:
+    """Split an order into batches of at least two."""
+    batches = list(order.split(batch_size))
+    if len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches
+
+
+def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int) -> nn.Module:
+    """Train a network towards labels; with `swa`, return the mean of its weights on the way.
+
+    The statistics of BatchNorm are then those of the server's examples under the mean weights.
+
+    Parameters
+    ----------
+    student : nn.Module
+        On the options' device, at the weights to begin with; it changes.
+    labels : Tensor, shape (n, C)
+        Of the options' examples.
+    options : Distillation
+        How.
+    seed : int
+        Of the shuffling and of what the network draws. Torch's global state is the same afterwards.
+
+    Returns
+    -------
+    nn.Module
+        The student, or the network of the mean weights.
+    """
+    with _own_state(options.device):
+        torch.manual_seed(seed)
+        average = AveragedModel(student)
+        generator = torch.Generator().manual_seed(seed)
+        for step, num_steps in descend(student, labels, options, generator):
+            if options.swa and options.is_averaged(step, num_steps):
+                average.update_parameters(student)
+        if not options.swa:
+            return student
+        order = torch.randperm(len(options.examples), generator=generator)
+        batches = _batches(order, options.batch_size)
+        with torch.no_grad():
+            update_bn((options.examples[b].to(options.device) for b in batches), average)
+    module: nn.Module = average.module
+    return module
