@@ -198,6 +198,28 @@ def distances(width: int, runs: int, rounds: int, *, compared: bool = False) -> 
     }
 
 
+def draw(rows: list[dict[str, float]], path: Path) -> None:
+    """Draw all distances against the width."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.6), layout="constrained")
+    widths = [row["width"] for row in rows]
+    for i, (key, label) in enumerate(
+        (
+            ("own-limit", "trained models from their own limits"),
+            ("own-limit-central", "the same, trained on all points together"),
+            ("kernel", "kernel from its limit (relative)"),
+            ("mean", "mean of the models from the process's"),
+            ("std", "their standard deviation from the process's"),
+        )
+    ):
+        style = "x--" if key == "own-limit-central" else "o-"
+        axes.loglog(widths, [row[key] for row in rows], style, color=COLOURS[i], label=label)
+    axes.loglog(widths, [2 / w**0.5 for w in widths], ":", color="0.5", label="2 / sqrt(width)")
+    axes.set(xlabel="width", ylabel="distance", title="Fed-ensemble and its Gaussian process")
+    figure.legend(fontsize=8, ncols=2, loc="outside lower center", frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=25)
@@ -208,22 +230,8 @@ def main() -> None:
     for width in WIDTHS:
         rows.append(distances(width, options.runs, options.rounds, compared=True))
         print(rows[-1], flush=True)
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for i, (key, label) in enumerate(
-        (
-            ("own-limit", "trained model from its own limit"),
-            ("own-limit-central", "the same, trained on all points together"),
-            ("kernel", "kernel from its limit (relative)"),
-            ("mean", "mean of the models from the process's"),
-            ("std", "their standard deviation from the process's"),
-        )
-    ):
-        axes.loglog(WIDTHS, [row[key] for row in rows], "o-", color=COLOURS[i], label=label)
-    axes.loglog(WIDTHS, [2 / w**0.5 for w in WIDTHS], ":", color="0.5", label="1 / sqrt(width)")
-    axes.set(xlabel="width", ylabel="distance", title="Fed-ensemble and its Gaussian process")
-    axes.legend(fontsize=8)
     results = Path(__file__).parent / "results"
-    figure.savefig(results / "fed_ensemble_limit.png", dpi=120)
+    draw(rows, results / "fed_ensemble_limit.png")
     text = json.dumps({"machine": machine(), "settings": vars(options), "rows": rows}, indent=2)
     (results / "fed_ensemble_limit.json").write_text(text + "\n", encoding="utf-8")
 
