@@ -621,6 +621,10 @@ def test_a_state_of_another_distillation_is_refused():
             {"validation_examples": 50, "loss": "mse"},
             "loss: expected cross-entropy with fed-be.distill, .*, got mse; set fed-be.distill =",
         ),
+        (
+            {"validation_examples": 50, "evaluate_on": "validation"},
+            "evaluate-on: expected test with fed-be.distill, .* got validation; set evaluate-on =",
+        ),
         ({"validation_examples": 50, "projection": 20}, "projection: expected 0 with fed-be.dist"),
         (
             {"validation_examples": 50, "fed_be.final_learning_rate": 0.1},
@@ -639,6 +643,9 @@ def test_the_server_gets_no_labels_and_no_clients_examples():
     distill = make_strategy(setup).distill
     x, _ = setup.data.train(setup.split.validation)
     assert torch.equal(distill.examples, x)
+    assert config.chosen_method.validates(config)
+    without = config.replace(fed_be={"distill": False})
+    assert not without.chosen_method.validates(without)
     held = set(setup.split.validation.tolist())
     assert all(held.isdisjoint(own.tolist()) for own in setup.split.clients)
 
