@@ -14,7 +14,7 @@ from fedntk.clients import SGDClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, loss_value
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictor import arrays_of
-from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations import Config, load_model, load_predictor, run
 from fedntk.simulations.building import load_setup, make_strategy
 from fedntk.simulations.errors import ConfigError
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
@@ -648,6 +648,18 @@ def test_the_server_gets_no_labels_and_no_clients_examples():
     assert not without.chosen_method.validates(without)
     held = set(setup.split.validation.tolist())
     assert all(held.isdisjoint(own.tolist()) for own in setup.split.clients)
+
+
+def test_a_run_that_distils_and_is_made_longer_goes_on_to_the_same_bits(tmp_path):
+    config = Config(
+        method="fed-be", num_clients=6, clients_per_round=4, learning_rate=0.1,
+        validation_examples=50, **{"fed_be.distill": True, "fed_be.learning_rate": 0.05},
+    )  # fmt: skip
+    run(config, rounds=4, out=tmp_path / "straight", progress=False)
+    for rounds in (2, 4):
+        run(config, rounds=rounds, out=tmp_path / "longer", progress=False)
+    straight, longer = (bits(load_model(tmp_path / name)) for name in ("straight", "longer"))
+    assert straight == longer
 
 
 @pytest.mark.parametrize(
