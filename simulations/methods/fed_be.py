@@ -77,6 +77,11 @@ class _FedBE(Method[FedBESettings]):
                 f"validation-examples: expected at least 2 for the server to distil on, got "
                 f"{config.validation_examples}; set it, or {key} = false"
             )
+        if config.evaluate_on == "validation":
+            raise ConfigError(
+                f"evaluate-on: expected test with {key}, which trains on the validation-examples, "
+                f"got validation; set evaluate-on = test, or {key} = false"
+            )
         if config.loss != "cross-entropy":
             raise ConfigError(
                 f"loss: expected cross-entropy with {key}, which needs probabilities, got "
@@ -87,6 +92,10 @@ class _FedBE(Method[FedBESettings]):
                 f"projection: expected 0 with {key}, as the server does not know the projection "
                 f"of the clients' examples, got {config.projection}; set {key} = false"
             )
+
+    def validates(self, config: Config) -> bool:
+        """Say whether the server distils on the held-out examples."""
+        return self.own(config).distill
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)

@@ -15,9 +15,6 @@ SETTINGS |= {
         },
     },
     "fedavg": {**PROJECTED, "local_epochs": 3},
-    "fed-be": {
-        "local_epochs": 3, "validation_examples": 100,
-        "fed_be": {"num_samples": 3, "distill": True, "epochs": 2, "learning_rate": 0.01},
-    },
+    "fed-be": {"local_epochs": 3, "fed_be": {"num_samples": 3}},
     "scaffold": {**PROJECTED, "local_epochs": 3, "scaffold": {"server_learning_rate": 1.5}},
 }  # fmt: skip

@@ -14,7 +14,7 @@ from fedntk.clients import SGDClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, loss_value
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictor import arrays_of
-from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations import Config, load_model, load_predictor, run
 from fedntk.simulations.building import load_setup, make_strategy
 from fedntk.simulations.errors import ConfigError
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
@@ -621,6 +621,10 @@ def test_a_state_of_another_distillation_is_refused():
             {"validation_examples": 50, "loss": "mse"},
             "loss: expected cross-entropy with fed-be.distill, .*, got mse; set fed-be.distill =",
         ),
+        (
+            {"validation_examples": 50, "evaluate_on": "validation"},
+            "evaluate-on: expected test with fed-be.distill, .* got validation; set evaluate-on =",
+        ),
         ({"validation_examples": 50, "projection": 20}, "projection: expected 0 with fed-be.dist"),
         (
             {"validation_examples": 50, "fed_be.final_learning_rate": 0.1},
@@ -639,8 +643,23 @@ def test_the_server_gets_no_labels_and_no_clients_examples():
     distill = make_strategy(setup).distill
     x, _ = setup.data.train(setup.split.validation)
     assert torch.equal(distill.examples, x)
+    assert config.chosen_method.validates(config)
+    without = config.replace(fed_be={"distill": False})
+    assert not without.chosen_method.validates(without)
     held = set(setup.split.validation.tolist())
     assert all(held.isdisjoint(own.tolist()) for own in setup.split.clients)
+
+
+def test_a_run_that_distils_and_is_made_longer_goes_on_to_the_same_bits(tmp_path):
+    config = Config(
+        method="fed-be", num_clients=6, clients_per_round=4, learning_rate=0.1,
+        validation_examples=50, **{"fed_be.distill": True, "fed_be.learning_rate": 0.05},
+    )  # fmt: skip
+    run(config, rounds=4, out=tmp_path / "straight", progress=False)
+    for rounds in (2, 4):
+        run(config, rounds=rounds, out=tmp_path / "longer", progress=False)
+    straight, longer = (bits(load_model(tmp_path / name)) for name in ("straight", "longer"))
+    assert straight == longer
 
 
 @pytest.mark.parametrize(
