@@ -198,6 +198,9 @@ def _holds_arrays(value: Any) -> bool:
 class CheckedStrategy(BaseStrategy):
     """One of Flower's strategies, with the sampling, the checks and the state of those here.
 
+    Same seed, same bits; a bad reply is dropped, logged and counted; moments and momenta are saved.
+    (Flower: Beutel et al., *Flower: A Friendly Federated Learning Research Framework*, 2020.)
+
     Parameters
     ----------
     strategy : Strategy

@@ -54,7 +54,7 @@ def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
 CONTRACT = {
     "FedEnsemble": Contract(
         lambda **options: FedEnsemble(num_models=2, schedule="balanced", **options),
-        ensemble_app(learning_rate=0.1, batch_size=4),
+        ensemble_app(learning_rate=0.1),  # one step a round: two models have half of the rounds
     ),
     "FedEnsemble of NTKFL": Contract(
         lambda **options: FedEnsemble(
