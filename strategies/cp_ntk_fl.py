@@ -19,7 +19,7 @@ from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits,
 from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_privacy
 
 from .accounting import epsilon_after
-from .base import logger
+from .base import BaseStrategy, logger
 from .ntk_fl import NTKFL, Gathered, matching
 from .replies import Reply
 from .trust_protocols import Shuffles
@@ -120,6 +120,21 @@ class CPNTKFL(NTKFL):
         }
         words = ", ".join(tool for tool, used in tools.items() if used) or "no tool"
         logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
+
+    def work_within(self, owner: BaseStrategy) -> None:
+        """Share another strategy's clients, without differential privacy.
+
+        Raises
+        ------
+        ValueError
+            With noise: epsilon counts the uploads of one model, and clients would send to several.
+        """
+        if self.noise_multiplier:
+            raise ValueError(
+                "noise_multiplier: epsilon is reckoned for the uploads of one model, so expected 0 "
+                f"within a {type(owner).__name__}, got {self.noise_multiplier:g}"
+            )
+        super().work_within(owner)
 
     @property
     def uploads_asked(self) -> Counter[int]:

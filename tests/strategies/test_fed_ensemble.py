@@ -22,7 +22,7 @@ from fedntk.clients import (
     client_app,
 )
 from fedntk.ntk.payloads import EnsembleArrays
-from fedntk.strategies import NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
 from fedntk.strategies.fed_ensemble_strata import Strata, permutations
 
 from .federation import (
@@ -450,6 +450,19 @@ def test_too_few_clients_for_the_strata_are_refused_before_any_work(options, mes
     with pytest.raises(ValueError, match=message):
         start(FedEnsemble(num_models=5, **OPTIONS | options), grid)
     assert grid.trained == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of Opacus' imports
+def test_differential_privacy_of_several_models_is_refused_before_any_work():
+    """Each member would count the uploads to its own model alone."""
+    noise = {"noise_multiplier": 1.0, "selection": "linearised", "steps": (5,)}
+    strategy = FedEnsemble(
+        inner=lambda: CPNTKFL(learning_rate=0.5, **noise), num_models=2, **OPTIONS
+    )
+    grid = Grid(CLIENTS)
+    with pytest.raises(ValueError, match="expected 0 within a FedEnsemble, got 1"):
+        start(strategy, grid)
+    assert grid.exchanges == []
 
 
 def test_clients_that_leave_later_end_no_run():
