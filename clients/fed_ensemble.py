@@ -87,7 +87,7 @@ class FedEnsembleClient(NumPyClient):
         records = parameters.records if isinstance(parameters, NamedArrays) else {}
         if not EnsembleArrays.are_in(records):
             raise ValueError(
-                f"expected the records of several models, such as models.0.arrays, from the "
+                f"expected the records of several models, such as model-0.arrays, from the "
                 f"strategy FedEnsemble, got {', '.join(records) or 'none'}"
             )
         models = EnsembleArrays.from_arrays(records).models
@@ -99,6 +99,6 @@ class FedEnsembleClient(NumPyClient):
 
 def _config_of(model: int, config: dict[str, Scalar]) -> dict[str, Scalar]:
     """Return the configuration of one model: what is shared, and what is its own."""
-    prefix = f"models.{model}."
+    prefix = f"model-{model}."
     own = {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}
     return {**config, **own}

@@ -233,7 +233,8 @@ class EnsemblePredictor(Predictor):
         path = Path(folder) / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
-            kinds = [cls.KINDS[name] for name in described["kinds"]]
+            known: dict[str, type[Predictor]] = {**cls.KINDS, cls.__name__: cls}
+            kinds = [known[name] for name in described["kinds"]]
             batched = bool(described["batched"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no ensemble: {error!r}") from error

@@ -160,6 +160,7 @@ class BaseStrategy(FedAvg):
         self._owner: BaseStrategy | None = None
         self._rounds_loaded = 0
         self.last_refusal = ""
+        self.last_failure = ""  # of a strategy that works within this one
         self._timeout: float = 3600
 
     def summary(self) -> None:
@@ -274,6 +275,8 @@ class BaseStrategy(FedAvg):
             If the first checkpoint cannot be written.
         NoUsableReply
             At the end, if in none of the rounds a reply to a training message could be used.
+        RuntimeError
+            At the end, if a strategy within this one failed and no round changed the model.
         """
         stop_spinning(torch.get_num_threads())
         options |= {
@@ -327,6 +330,10 @@ class BaseStrategy(FedAvg):
         )
         if not len(result.arrays):
             result.arrays = initial_arrays
+            if self.last_failure and done == 0:
+                raise RuntimeError(
+                    f"in {num_rounds} rounds the model never changed: {self.last_failure}"
+                )
         if self.server_round > done == 0:
             self._require_success()
         return result
@@ -451,12 +458,29 @@ class BaseStrategy(FedAvg):
         ]
         return self.addressed(nodes, contents, stage)
 
-    def work_within(self, owner: "BaseStrategy") -> None:
+    def work_within(self, owner: "BaseStrategy", *, everyone: bool) -> None:
         """Share the clients of another strategy, which samples them.
 
-        Then :meth:`sample` returns all nodes of the grid that the owner shows.
+        Then :meth:`sample` returns all nodes of the grid that the owner shows. Clients held out,
+        sealed seeds and the names of records and weights are the owner's.
+
+        Parameters
+        ----------
+        owner : BaseStrategy
+            The other strategy.
+        everyone : bool
+            Whether it shows all clients that it samples, and not some of them.
+
+        Raises
+        ------
+        ValueError
+            If the method cannot work so.
         """
-        self._owner, self.registry, self._timeout = owner, owner.registry, owner._timeout
+        del everyone
+        self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out
+        self._seeds = owner._seeds
+        for name in ("weighted_by_key", "arrayrecord_key", "configrecord_key"):
+            setattr(self, name, getattr(owner, name))
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add what all messages of a round tell: its number, and what must agree."""
@@ -515,7 +539,7 @@ class BaseStrategy(FedAvg):
         config = self._configs.get(stage, ConfigRecord())
         messages = self.messages(self.server_round, nodes, stage, arrays, config)
         asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
-        timeout = self._timeout if asked_again else self.query_timeout
+        timeout = (self._owner or self)._timeout if asked_again else self.query_timeout
         answers = self._grid.send_and_receive(messages, timeout=timeout)
         return self.accepted(answers, parse, stage)
 

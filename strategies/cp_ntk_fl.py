@@ -121,7 +121,7 @@ class CPNTKFL(NTKFL):
         words = ", ".join(tool for tool, used in tools.items() if used) or "no tool"
         logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
 
-    def work_within(self, owner: BaseStrategy) -> None:
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Share another strategy's clients, without differential privacy.
 
         Raises
@@ -134,7 +134,7 @@ class CPNTKFL(NTKFL):
                 "noise_multiplier: epsilon is reckoned for the uploads of one model, so expected 0 "
                 f"within a {type(owner).__name__}, got {self.noise_multiplier:g}"
             )
-        super().work_within(owner)
+        super().work_within(owner, everyone=everyone)
 
     @property
     def uploads_asked(self) -> Counter[int]:

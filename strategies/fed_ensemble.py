@@ -68,8 +68,10 @@ class FedEnsemble(BaseStrategy):
     inner : callable
         Makes the strategy of one model, a new one at each call: one of Flower's whose replies are
         weights (FedAvg, FedProx, FedAdam, FedMedian, Krum, ...), or one of those here (NTKFL, TCT,
-        SCAFFOLD, ...). What it samples by is not heeded. `max_examples` and `outlier_factor` of
-        this strategy hold for Flower's; those here have their own.
+        SCAFFOLD, ...). They have to be alike but for their seeds. What they sample by is not
+        heeded; clients that they hold out are held out of the ensemble. `max_examples` and
+        `outlier_factor` of this strategy hold for Flower's; those here have their own. Outliers
+        are looked for among the replies of one model, and only where these are three or more.
     num_models : int
         K.
     num_strata : int, optional
@@ -80,10 +82,11 @@ class FedEnsemble(BaseStrategy):
         are drawn together, so that in each round the models have the same number of strata, or one
         more.
     init : {"he", "xavier"} or callable
-        Model 0 begins with the weights that :meth:`start` is given. The others draw their matrices
-        and filters anew (He et al. 2015, eq. (10); Glorot and Bengio 2010, eq. (16)) and share all
-        other arrays, such as biases. Or a function that makes the module of model k, for
-        k = 1 ... K - 1.
+        Model 0 begins with the weights that :meth:`start` is given. The others draw all arrays of
+        floating point with two axes or more anew, (outputs, inputs, ...) (He et al. 2015, eq. (10);
+        Glorot and Bengio 2010, eq. (16)), and share the others, such as biases. Or a function that
+        makes the module of model k, for k = 1 ... K - 1: for networks with other matrices, such as
+        buffers, frozen layers or transposed convolutions.
     **options
         Of :class:`~fedntk.strategies.base.BaseStrategy` and of Flower's FedAvg: seed (of strata,
         permutations, sampling and first weights), fraction_train, ...
@@ -98,7 +101,8 @@ class FedEnsemble(BaseStrategy):
     Raises
     ------
     ValueError
-        If an argument is out of range, or `inner` returns the same object twice.
+        If an argument is out of range, if `inner` returns the same object twice or strategies that
+        differ, or makes one that cannot work with some of the clients.
 
     Examples
     --------
@@ -135,10 +139,26 @@ class FedEnsemble(BaseStrategy):
         self.members = tuple(self._member(strategy) for strategy in made)
         self.schedule, self.init = schedule, init
         self.strata = Strata(num_strata, self.seed)
+        self._share()
         self._model_of: dict[int, int] = {}  # node -> model that it trains in the round at work
         self._reported: list[RecordDict] = []  # metrics of the clients of the round, all models'
         for member in self.members:
             member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
+
+    def _share(self) -> None:
+        """Give all members what the ensemble has, and the ensemble what they were made with."""
+        first, *others = [{**member.settings(), "seed": 0} for member in self.members]
+        for k, own in enumerate(others, 1):
+            if odd := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
+                raise ValueError(
+                    "inner: expected strategies that differ in nothing but their seeds, and model "
+                    f"{k}'s differs in {', '.join(odd)}"
+                )
+        if self._seeds is None:
+            self._seeds = self.members[0]._seeds
+        self.held_out = tuple(sorted({*self.held_out, *self.members[0].held_out}))
+        for member in self.members:
+            member.work_within(self, everyone=self.num_models == 1)
 
     def _member(self, strategy: Strategy) -> BaseStrategy:
         if isinstance(strategy, FedEnsemble):
@@ -205,7 +225,7 @@ class FedEnsemble(BaseStrategy):
         super().load_state_dict(state)
         self.strata.load_state_dict(state["strata"])
         for k, member in enumerate(self.members):
-            member.load_state_dict(under(f"models.{k}.", state))
+            member.load_state_dict(under(f"model-{k}.", state))
 
     @property
     def learned(self) -> str:
@@ -258,7 +278,6 @@ class FedEnsemble(BaseStrategy):
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
             )
         for k, member in enumerate(self.members):
-            member.work_within(self)
             models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
         return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
 
@@ -266,9 +285,12 @@ class FedEnsemble(BaseStrategy):
         """Return the first weights of model k > 0."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
-            shapes = [{name: a.shape for name, a in own.items()} for own in (made, first)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"init: the module of model {k} is another than model 0's")
+            own, given = ({n: a.shape for n, a in arrays.items()} for arrays in (made, first))
+            if odd := [n for n in {**own, **given} if own.get(n) != given.get(n)]:
+                raise ValueError(
+                    f"init: the module of model {k} has other names or shapes than model 0: "
+                    f"{odd[:5]}"
+                )
             return made
         generator = np.random.default_rng([self.seed, k, *b"weights"])
         return {
@@ -367,8 +389,9 @@ class FedEnsemble(BaseStrategy):
         if metrics is None and server_round in self.evaluate_metrics:
             logger.log(
                 WARNING,
-                "no client could evaluate the ensemble: wrap each in FedEnsembleClient, or set "
-                "fraction_evaluate=0.0",
+                "no client could evaluate the ensemble (%s); each has to be wrapped in "
+                "FedEnsembleClient, or set fraction_evaluate=0.0",
+                self.last_refusal,
             )
         return metrics
 
@@ -391,7 +414,8 @@ class FedEnsemble(BaseStrategy):
             else:
                 of_model[self._model_of[node]].append(reply)
         models = EnsembleArrays.from_arrays(self.global_arrays)
-        before = [member.state_dict() for member in self.members]
+        may_go_back = self.min_completed > 1
+        before = [member.state_dict() for member in self.members] if may_go_back else []
         new: list[dict[str, Array] | None] = [None] * self.num_models
         told: list[MetricRecord] = []
         self._reported = []
@@ -400,11 +424,12 @@ class FedEnsemble(BaseStrategy):
             new[k] = None if found is None else dict(found)
             told += [] if metrics is None else [metrics]
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
+            self.last_failure = self.members[k].last_failure or self.last_failure
         record = self._merged(told, rejected)
         accepted = sum(count for own in told if isinstance(count := own["replies-accepted"], int))
         if not self.enough(accepted):
             new = [None] * self.num_models
-            for member, state in zip(self.members, before, strict=True):
+            for member, state in zip(self.members, before, strict=may_go_back):
                 member.load_state_dict(state)
         record["models-updated"] = sum(model is not None for model in new)
         self.train_metrics[server_round] = record

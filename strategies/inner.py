@@ -57,6 +57,18 @@ class InnerStrategy:
         self.argument, self.strategy, self.owner = argument, strategy, owner
         self._fresh = dict(vars(strategy))
 
+    def ask_whoever_is_shown(self) -> None:
+        """Have the strategy neither sample nor wait: another one does."""
+        everyone = {"fraction_train": 1.0, "min_train_nodes": 0, "min_available_nodes": 0}
+        for name in everyone.keys() & vars(self.strategy).keys():
+            setattr(self.strategy, name, everyone[name])
+
+    def reset(self) -> None:
+        """Have the strategy forget what it has kept in attributes since it was given."""
+        for name, fresh in self._fresh.items():
+            if _holds_arrays(getattr(self.strategy, name)):
+                setattr(self.strategy, name, fresh)
+
     @property
     def waits_for(self) -> int:
         """Nodes that it waits for before it begins a round; 0 if it does not say."""
@@ -123,6 +135,7 @@ class InnerStrategy:
         except Exception as error:  # another's code must not end the run
             name = type(self.strategy).__name__
             logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
+            self.owner.last_failure = f"{name} failed: {error!r}"
             return None, metrics
         extra = {name: value for name, value in (own or {}).items() if name not in names}
         metrics = MetricRecord({**extra, **metrics})
@@ -174,9 +187,7 @@ class InnerStrategy:
         if (load := getattr(self.strategy, "load_state_dict", None)) is not None:
             load(state)
             return
-        for name, fresh in self._fresh.items():
-            if _holds_arrays(getattr(self.strategy, name)):
-                setattr(self.strategy, name, fresh)
+        self.reset()
         for name, kind in state["kept"].items():
             arrays = under(f"{name}.", state)
             value: Any = arrays
@@ -210,14 +221,23 @@ class CheckedStrategy(BaseStrategy):
         Name under which the strategy was given, for errors.
     **options
         Of :class:`~fedntk.strategies.base.BaseStrategy`.
+
+    Raises
+    ------
+    ValueError
+        If its replies are more than weights, or it wraps another strategy, as those of differential
+        privacy do.
     """
 
     def __init__(self, strategy: Strategy, *, argument: str = "strategy", **options: Any) -> None:
         super().__init__(**options)
-        everyone = {"fraction_train": 1.0, "min_train_nodes": 0, "min_available_nodes": 0}
-        for name in everyone.keys() & vars(strategy).keys():
-            setattr(strategy, name, everyone[name])
+        if isinstance(getattr(strategy, "strategy", None), Strategy):
+            raise ValueError(
+                f"{argument}: expected a strategy that aggregates itself, got the wrapper "
+                f"{type(strategy).__name__}, which samples by another one"
+            )
         self.inner = InnerStrategy(argument, strategy, self)
+        self.inner.ask_whoever_is_shown()
 
     def agreement(self) -> Agreement:
         """Return what clients must agree with: the strategy's name is that of Flower's."""
@@ -236,6 +256,12 @@ class CheckedStrategy(BaseStrategy):
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.inner.load_state_dict(under("inner.", state))
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Forget what the strategy kept of an earlier run, unless a state was loaded."""
+        if not done:
+            self.inner.reset()
+        return super().begin(initial_arrays, num_rounds, done)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

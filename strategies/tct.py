@@ -289,6 +289,24 @@ class TCT(BaseStrategy):
         named = named_arrays(arrays)
         return TCTModel.from_arrays(network, self.feature_map, named, loss=self.task.loss)
 
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
+        """Share another strategy's clients; its bootstrap asks whoever is shown.
+
+        Raises
+        ------
+        ValueError
+            If stage 2 begins with one exchange with all clients, and some are not shown.
+        """
+        if not everyone and (self.normalise or self.solve == "server"):
+            raise ValueError(
+                f"normalise, solve: within a {type(owner).__name__} one round shows some of the "
+                "clients alone, and moments of features, or a solution, would be theirs; expected "
+                f"normalise = False and solve = 'clients', got {self.normalise} and {self.solve!r}"
+            )
+        super().work_within(owner, everyone=everyone)
+        if self.bootstrap is not None:
+            self.bootstrap.ask_whoever_is_shown()
+
     # ------------------------------------------------------------------- state
 
     def settings(self) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Generic, Self, TypeVar
 __all__ = ["EnsembleArrays"]
 
 A = TypeVar("A")
-NAME = re.compile(r"models\.(\d+)\.(.+)", re.DOTALL)
+NAME = re.compile(r"model-(\d+)\.(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class EnsembleArrays(Generic[A]):
-    """The arrays of K models, each by name; those of model k travel as ``models.<k>.<name>``.
+    """The arrays of K models, each by name; those of model k travel as ``model-<k>.<name>``.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class EnsembleArrays(Generic[A]):
     >>> import numpy as np
     >>> both = EnsembleArrays(({"weight": np.zeros(2)}, {"weight": np.ones(2)}))
     >>> list(both.to_arrays())
-    ['models.0.weight', 'models.1.weight']
+    ['model-0.weight', 'model-1.weight']
     >>> len(EnsembleArrays.from_arrays(both.to_arrays()).models)
     2
     """
@@ -41,7 +41,7 @@ class EnsembleArrays(Generic[A]):
     def to_arrays(self) -> dict[str, A]:
         """Return all arrays by the names under which they travel."""
         return {
-            f"models.{k}.{name}": array
+            f"model-{k}.{name}": array
             for k, model in enumerate(self.models)
             for name, array in model.items()
         }
@@ -59,7 +59,7 @@ class EnsembleArrays(Generic[A]):
         for full, array in arrays.items():
             parts = NAME.fullmatch(full)
             if parts is None:
-                raise ValueError(f"expected names such as models.0.weight, got {full!r}")
+                raise ValueError(f"expected names such as model-0.weight, got {full!r}")
             found.setdefault(int(parts[1]), {})[parts[2]] = array
         if sorted(found) != list(range(len(found))) or not found:
             raise ValueError(f"expected the models 0, 1, ..., got {sorted(found)}")

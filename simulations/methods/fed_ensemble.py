@@ -1,5 +1,6 @@
 """Fed-ensemble: several models, each by another of the methods here."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from ..settings import ConfigError, Settings, setting
 from . import all_methods
 
 __all__ = ["METHOD"]
+
+FAR = 1_000_003  # between the seeds of two models, so that no other run has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +74,15 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, inner = self.own(setup.config), self.inner(setup.config)
-        of_ensemble = {k: v for k, v in options.items() if k not in ("key_server", "run")}
-        of_inner = {k: v for k, v in options.items() if k not in ("min_completed",)}
+        seeds = itertools.count(setup.config.seed, step=FAR)
+        of_inner = {**options, "key_server": None, "min_completed": 1}
         return FedEnsemble(
-            inner=lambda: inner.strategy(setup, dict(of_inner)),
+            inner=lambda: inner.strategy(setup, {**of_inner, "seed": next(seeds)}),
             num_models=own.num_models,
             num_strata=own.strata,
             schedule=own.schedule,
             init=own.init,
-            **of_ensemble,
+            **options,
         )
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:

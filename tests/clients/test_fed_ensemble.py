@@ -25,7 +25,7 @@ def wrapped(**options: object) -> FedEnsembleClient:
 def sent(*models: nn.Module) -> NamedArrays:
     return NamedArrays(
         {
-            f"models.{k}.arrays": {n: t.numpy() for n, t in model.state_dict().items()}
+            f"model-{k}.arrays": {n: t.numpy() for n, t in model.state_dict().items()}
             for k, model in enumerate(models)
         }
     )
@@ -65,7 +65,7 @@ def test_it_evaluates_the_mean_of_probabilities_or_outputs(loss):
 
 
 def test_one_model_alone_is_refused_with_what_was_expected():
-    with pytest.raises(ValueError, match=r"models\.0\.arrays, from the strategy FedEnsemble, got"):
+    with pytest.raises(ValueError, match=r"model-0\.arrays, from the strategy FedEnsemble, got"):
         wrapped().evaluate(NamedArrays({"arrays": {}}), {})
     with pytest.raises(ValueError, match="got none"):
         wrapped().evaluate(get_weights(network(0)), {})
@@ -79,7 +79,7 @@ def test_configuration_of_one_model_reaches_that_model_alone():
 
     seen: list[tuple[object, object]] = []
     client = FedEnsembleClient(Watching(network(0), X, Y))
-    config = {"shared": 1, "models.1.own": "b"}
+    config = {"shared": 1, "model-1.own": "b"}
     client.evaluate(sent(network(0), network(1)), config)
     assert seen == [(1, None), (1, "b")]
 

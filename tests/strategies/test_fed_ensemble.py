@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    Strategy,
+)
 from torch import nn
 
 from fedntk.clients import (
@@ -22,6 +30,7 @@ from fedntk.clients import (
     client_app,
 )
 from fedntk.ntk.payloads import EnsembleArrays
+from fedntk.simulations import Config, run
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
 from fedntk.strategies.fed_ensemble_strata import Strata, permutations
 
@@ -279,7 +288,7 @@ def test_a_function_can_make_the_first_weights():
         expected = {n: t.numpy() for n, t in network(k).state_dict().items()}
         assert bits({n: a.numpy() for n, a in drawn[k].items()}) == bits(expected)
     other = FedEnsemble(num_models=2, init=lambda k: nn.Linear(4, 3), **OPTIONS)
-    with pytest.raises(ValueError, match="the module of model 1 is another than model 0's"):
+    with pytest.raises(ValueError, match="model 1 has other names or shapes than model 0"):
         other.begin(initial, 1, 0)
 
 
@@ -360,7 +369,7 @@ def test_clients_evaluate_the_mean_of_the_models_probabilities():
     assert found["accuracy"] == pytest.approx(hits / count)
     assert found["loss"] == pytest.approx(losses / count, rel=1e-5)
     assert found["mutual-information"] > 0
-    weights = {f"models.{k}.{n}": a for k, own in enumerate(weights) for n, a in own.items()}
+    weights = {f"model-{k}.{n}": a for k, own in enumerate(weights) for n, a in own.items()}
     x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
     evaluated = strategy.predictor(weights, network()).evaluate(x, y)
     assert evaluated.accuracy == pytest.approx(found["accuracy"])
@@ -371,7 +380,7 @@ def test_a_client_of_one_model_cannot_evaluate_the_ensemble_and_the_run_goes_on(
     strategy = FedEnsemble(num_models=2, min_evaluate_nodes=6)
     with caplog.at_level(WARNING, "flwr"):
         start(strategy, Grid(CLIENTS), rounds=1)
-    assert "wrap each in FedEnsembleClient" in caplog.text
+    assert "each has to be wrapped in FedEnsembleClient" in caplog.text
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     assert strategy.evaluate_metrics[1]["rejected-error"] == 6
 
@@ -456,13 +465,122 @@ def test_too_few_clients_for_the_strata_are_refused_before_any_work(options, mes
 def test_differential_privacy_of_several_models_is_refused_before_any_work():
     """Each member would count the uploads to its own model alone."""
     noise = {"noise_multiplier": 1.0, "selection": "linearised", "steps": (5,)}
-    strategy = FedEnsemble(
-        inner=lambda: CPNTKFL(learning_rate=0.5, **noise), num_models=2, **OPTIONS
-    )
-    grid = Grid(CLIENTS)
     with pytest.raises(ValueError, match="expected 0 within a FedEnsemble, got 1"):
-        start(strategy, grid)
-    assert grid.exchanges == []
+        FedEnsemble(inner=lambda: CPNTKFL(learning_rate=0.5, **noise), num_models=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalise": False, "solve": "server"}])
+def test_an_exchange_with_all_clients_is_refused_where_only_some_are_shown(options):
+    def make() -> TCT:
+        return TCT(network=network(), **options)
+
+    with pytest.raises(ValueError, match="one round shows some of the clients alone"):
+        FedEnsemble(inner=make, num_models=2)
+    FedEnsemble(inner=make, num_models=1)
+
+
+def test_a_wrapper_of_another_strategy_is_refused():
+    def private() -> Strategy:
+        return DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 6)
+
+    with pytest.raises(ValueError, match="inner: expected a strategy that aggregates itself, got"):
+        FedEnsemble(inner=private)
+
+
+def test_strategies_that_differ_are_refused():
+    made = iter([FedAdam(), FedAdam(eta=0.5)])
+    with pytest.raises(ValueError, match=r"model 1's differs in inner"):
+        FedEnsemble(inner=lambda: next(made), num_models=2)
+
+
+def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
+    class Failing(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            raise KeyError("moments")
+
+    with pytest.raises(RuntimeError, match=r"the model never changed: Failing failed: KeyError"):
+        start(FedEnsemble(inner=Failing, num_models=2, **OPTIONS), Grid(CLIENTS), rounds=2)
+
+
+# ------------------------------------------------------------------ what is shared
+
+
+def test_clients_that_the_inner_strategy_holds_out_never_train():
+    def validating() -> NTKFL:
+        return NTKFL(
+            learning_rate=0.5, steps=(0, 5), selection="validation", validation_partitions=[5]
+        )
+
+    grid = Grid(app(NTKFLClient))
+    strategy = FedEnsemble(inner=validating, num_models=2, schedule="balanced", **OPTIONS)
+    start(strategy, grid, rounds=4)
+    assert set(grid.trained) == {0, 1, 2, 3, 4}
+    assert strategy.train_metrics[1]["losses-accepted"] == 1
+
+
+def test_the_inner_strategy_knows_who_is_held_out():
+    """SCAFFOLD's c is a mean over all clients that are not."""
+    clients, options = app(SCAFFOLDClient), OPTIONS | {"held_out": [5]}
+    one = FedEnsemble(inner=SCAFFOLD, num_models=1, **options)
+    (own,) = models(start(one, Grid(clients), rounds=3))
+    assert bits(own) == bits(start(SCAFFOLD(**options), Grid(clients), rounds=3))
+
+
+def test_all_models_use_the_seeds_sealed_for_a_client_once(tmp_path):
+    """No reply is lost in training, further exchanges or evaluations."""
+    result = run(
+        Config(
+            method="fed-ensemble", num_clients=8, clients_per_round=8, clients_per_evaluation=8,
+            train_examples=320, projection=32, rounds=6, width=8, out=tmp_path / "run",
+            fed_ensemble={"num_models": 3, "schedule": "balanced", "inner": "ntk-fl"},
+        ),
+        progress=False,
+    )  # fmt: skip
+    for name in ("replies-accepted", "client-replies-accepted"):
+        assert set(result.curve(name).dropna()) == {8}
+
+
+def test_a_bootstrap_asks_the_few_clients_that_are_shown():
+    def make() -> TCT:
+        return TCT(network=network(), bootstrap=FedAvg(), bootstrap_rounds=2, normalise=False)
+
+    strategy = FedEnsemble(inner=make, num_models=5, **OPTIONS)
+    start(strategy, Grid(app(TCTClient, cache=CACHE.name)), rounds=2)
+    assert strategy.train_metrics[2]["replies-accepted"] == 6
+
+
+def test_names_of_records_are_shared():
+    names = {"arrayrecord_key": "weights", "configrecord_key": "settings"}
+    strategy = FedEnsemble(num_models=2, min_evaluate_nodes=6, **names)
+    start(strategy, Grid(ensemble_app()), rounds=2)
+    assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
+
+
+def test_a_second_run_begins_without_the_moments_of_the_first():
+    strategy = FedEnsemble(inner=FedAdam, num_models=2, **OPTIONS)
+    first = start(strategy, Grid(CLIENTS), rounds=2)
+    assert bits(start(strategy, Grid(CLIENTS), rounds=2)) == bits(first)
+
+
+def test_a_network_whose_parts_are_called_models_is_one_network():
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.models[0](x) + self.models[1](x)
+
+    def client_fn(context: Context) -> SGDClient:
+        return SGDClient(Twins(), *examples(int(context.node_config["partition-id"])))
+
+    strategy = FedEnsemble(num_models=2, **OPTIONS)
+    initial = ArrayRecord(dict(Twins().state_dict()))
+    result = strategy.start(Grid(client_app(client_fn)), initial, num_rounds=2)
+    assert [len(own) for own in EnsembleArrays.from_arrays(result.arrays).models] == [4, 4]
+
+
+# ------------------------------------------------------------------- who is there
 
 
 def test_clients_that_leave_later_end_no_run():
