@@ -143,6 +143,8 @@ class Method(ABC, Generic[S]):
     metrics : tuple of str
         Names of what the strategy reports of a training round besides what all report. Others are
         recorded, too, but only some of them, as clients may choose names.
+    evaluation_metrics : tuple of str
+        Names of what clients report of an evaluation besides loss and accuracy.
     """
 
     name: ClassVar[str]
@@ -150,6 +152,7 @@ class Method(ABC, Generic[S]):
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):

@@ -141,8 +141,9 @@ class Recorder:
         self._start = time.perf_counter()
         known = (*OF_TRAINING, *config.chosen_method.metrics)
         self._of_training = AdmittedMetrics(known, _of_the_recorder, "training")
-        self._of_evaluation = AdmittedMetrics(OF_EVALUATION, _of_the_statistics, "evaluation")
-        self._of_clients = AdmittedMetrics(OF_EVALUATION, lambda _: False, "clients' evaluations")
+        of_clients = (*OF_EVALUATION, *config.chosen_method.evaluation_metrics)
+        self._of_evaluation = AdmittedMetrics(of_clients, _of_the_statistics, "evaluation")
+        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
         self._checkpoints = checkpoints
         self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
         reset_peak_memory()

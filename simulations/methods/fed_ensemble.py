@@ -52,6 +52,13 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
     name = "fed-ensemble"
     settings = FedEnsembleSettings
     metrics = ("models-updated",)
+    evaluation_metrics = (
+        "model-accuracy-max",
+        "model-accuracy-mean",
+        "model-accuracy-min",
+        "model-entropy-mean",
+        "mutual-information",
+    )
 
     def inner(self, config: Config) -> Method[Any]:
         """Return the method of each model."""

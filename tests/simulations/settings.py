@@ -15,6 +15,9 @@ SETTINGS |= {
         },
     },
     "fedavg": {**PROJECTED, "local_epochs": 3},
+    "fed-ensemble": {
+        **PROJECTED, "local_epochs": 3, "fed_ensemble": {"num_models": 2, "schedule": "balanced"},
+    },
     "fed-be": {"local_epochs": 3, "fed_be": {"num_samples": 3}},
     "scaffold": {**PROJECTED, "local_epochs": 3, "scaffold": {"server_learning_rate": 1.5}},
 }  # fmt: skip

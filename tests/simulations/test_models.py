@@ -98,7 +98,11 @@ def test_a_projection_gives_the_network_its_features():
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [
-        ("vgg", (3, 32, 32), "model: expected mlp, simple-cnn, lenet, resnet18 or <module>"),
+        (
+            "vgg",
+            (3, 32, 32),
+            "model: expected mlp, simple-cnn, lenet, resnet18, char-lstm or <module>",
+        ),
         ("no.such:thing", (4,), "cannot be imported"),
         (":thing", (4,), "cannot be imported"),
         ("math:gcd", (4,), "fails for examples of shape .*TypeError"),
