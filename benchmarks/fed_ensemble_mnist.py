@@ -22,7 +22,7 @@ from fedntk.simulations import Config, compare, tune
 from fedntk.simulations.results import machine
 
 SEEDS = (0, 1, 2)
-RATES = [0.03, 0.1, 0.3]
+RATES = [0.01, 0.03, 0.1, 0.3]
 SPLITS: dict[str, dict[str, Any]] = {
     "IID": {"partition": "iid"},
     "two classes a client": {"partition": "pathological", "classes_per_client": 2},
