@@ -410,6 +410,18 @@ class BaseStrategy(FedAvg):
         nodes = self.sample(
             grid, server_round, "train", self.fraction_train, minimum, self.held_out
         )
+        return self.instruct(server_round, nodes, arrays, config, grid)
+
+    def instruct(
+        self,
+        server_round: int,
+        nodes: list[int],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> Iterable[Message]:
+        """Make the training messages for the nodes that were sampled."""
+        del grid
         return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
     def configure_evaluate(
@@ -570,19 +582,37 @@ class BaseStrategy(FedAvg):
         if self._owner is not None:
             self._grid = grid
             return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
+        candidates, size = self._candidates(grid, stage, fraction, minimum, excluded)
+        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
+        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
+        return [candidates[i][1] for i in chosen]
+
+    def _candidates(
+        self,
+        grid: Grid,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Collection[int],
+        *,
+        sent_alike: bool = True,
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return (client, node) of all that may be sampled, in order, and how many are to be.
+
+        `sent_alike`: in the first round it does not matter who is who, if all are sampled.
+        """
         nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
         everyone = max(int(fraction * len(nodes)), minimum) >= len(nodes) and not excluded
-        live = self._identified(nodes, with_reply=everyone and self._is_first_sample)
+        told = everyone and sent_alike and self._is_first_sample
+        live = self._identified(nodes, with_reply=told)
         candidates = sorted(
             (self.registry.client(node), node)
             for node in live
             if self.registry.partitions[node] not in excluded
         )
         size = min(max(int(fraction * len(live)), minimum), len(candidates))
-        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
-        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
         logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(live))
-        return [candidates[i][1] for i in chosen]
+        return candidates, size
 
     def _wait_for_nodes(self, grid: Grid, minimum: int) -> list[int]:
         self._grid = grid

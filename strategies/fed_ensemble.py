@@ -330,23 +330,21 @@ class FedEnsemble(BaseStrategy):
     def _assigned(self, grid: Grid, server_round: int) -> dict[int, int]:
         """Node -> model of a sample of the clients, in the order of the clients."""
         minimum = max(self.min_train_nodes, self.min_completed)
-        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
-        everyone = max(int(self.fraction_train * len(nodes)), minimum) >= len(nodes)
-        all_alike = everyone and self.strata.count == 1 and not self.held_out
-        live = self._identified(nodes, with_reply=all_alike and self._is_first_sample)
-        node_of = {
-            self.registry.client(node): node
-            for node in live
-            if self.registry.partitions[node] not in self.held_out
-        }
-        size = min(max(int(self.fraction_train * len(live)), minimum), len(node_of))
+        candidates, size = self._candidates(
+            grid,
+            MessageType.TRAIN,
+            self.fraction_train,
+            minimum,
+            self.held_out,
+            sent_alike=self.strata.count == 1,
+        )
+        node_of = dict(candidates)
         self._require_clients(len(node_of), size, server_round)
         age, r = divmod(server_round - 1, self.num_models)
         self.strata.update(node_of, server_round, new_age=r == 0)
         order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
         generator = np.random.default_rng([self.seed, server_round, *MessageType.TRAIN.encode()])
         chosen = self.strata.sample(size, generator)
-        logger.log(INFO, "configure_train: sampled %d of %d nodes", len(chosen), len(live))
         return {node_of[client]: int(order[self.strata.of[client], r]) for client in chosen}
 
     def _require_clients(self, num_clients: int, size: int, server_round: int) -> None:

@@ -263,17 +263,15 @@ class CheckedStrategy(BaseStrategy):
             self.inner.reset()
         return super().begin(initial_arrays, num_rounds, done)
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    def instruct(
+        self,
+        server_round: int,
+        nodes: list[int],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> Iterable[Message]:
-        """Have the strategy instruct a sample of the clients."""
-        self.global_arrays, self.server_round = arrays, server_round
-        if self.fraction_train == 0.0:
-            return []
-        minimum = max(self.min_train_nodes, self.min_completed)
-        nodes = self.sample(
-            grid, server_round, "train", self.fraction_train, minimum, self.held_out
-        )
+        """Have the strategy instruct the nodes that were sampled."""
         return self.inner.messages(server_round, arrays, config, grid, nodes)
 
     def aggregate_train(
