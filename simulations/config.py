@@ -182,6 +182,11 @@ class Config(Settings):
     weights: str = setting(
         "", "safetensors file of the network to start from, such as another run's model.safetensors"
     )
+    init: Literal["default", "he", "xavier"] = setting(
+        "default",
+        "first weights: those that the network's layers draw; or he or xavier, all trained matrices "
+        "and filters drawn anew by that rule",
+    )
     norm: Literal["batch", "group"] = setting("batch", "of resnet18")
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "of all methods")
     learning_rate: float = setting(0.01, "eta", above=0)
@@ -235,6 +240,11 @@ class Config(Settings):
         if self.weights:  # the same file for every process
             path = str(Path(self.weights).expanduser().absolute())
             object.__setattr__(self, "weights", path)
+            if self.init != "default":
+                raise ConfigError(
+                    f"init = {self.init} draws first weights, and weights = {path} gives them; "
+                    "leave one of the two out"
+                )
         if any(not 0 < target < 1 for target in self.target_accuracies):
             raise ConfigError(f"targets: expected numbers between 0 and 1, got {self.targets!r}")
         trainable = self.num_clients - self.validation_clients

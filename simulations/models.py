@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedntk.ntk.feature_learning import initial_std
+from fedntk.ntk.first_weights import Initialisation, drawn_weights
 
 from .config import Config
 from .settings import ConfigError, nearest
@@ -293,6 +295,8 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: fails for examples of shape {input_shape}: "
             f"{type(error).__name__}: {lines[0]}"
         ) from error
+    if config.init != "default":
+        _draw_weights(model, config.init, config.seed)
     if config.weights:
         _load_weights(model, Path(config.weights).expanduser())
     if shape != (1, num_classes):
@@ -301,6 +305,16 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"class, got {('n', *shape[1:])}"
         )
     return model
+
+
+def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
+    """Draw the trained matrices and filters anew, by a rule that does not depend on the layers."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    arrays = {name: p.detach().numpy() for name, p in trained.items()}
+    generator = np.random.default_rng([seed, *b"first weights"])
+    with torch.no_grad():
+        for name, array in drawn_weights(arrays, init, generator).items():
+            trained[name].copy_(torch.from_numpy(array))
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -113,6 +113,41 @@ def test_first_weights_follow_the_seed_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("init", ["he", "xavier"])
+def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
+    model = build_model(Config(model="lenet", init=init), (1, 28, 28), 10)
+    plain = build_model(Config(model="lenet"), (1, 28, 28), 10).state_dict()
+    for name, array in model.state_dict().items():
+        if array.ndim < 2:
+            assert torch.equal(array, plain[name])
+            continue
+        fan_out, fan_in = (array.shape[i] * array[0, 0].numel() for i in (0, 1))
+        variance = 2 / fan_in if init == "he" else 2 / (fan_in + fan_out)
+        # four standard deviations of the sample variance of normal draws, which uniform ones
+        # vary less than
+        assert float(array.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / array.numel()))
+    same = build_model(Config(model="lenet", init=init), (1, 28, 28), 10).state_dict()
+    other = build_model(Config(model="lenet", init=init, seed=1), (1, 28, 28), 10).state_dict()
+    assert all(torch.equal(array, same[name]) for name, array in model.state_dict().items())
+    assert not torch.equal(other["0.weight"], same["0.weight"])
+
+
+def test_rules_leave_fixed_layers_alone():
+    drawn = build_model(Config(model="two-patch-cnn", width=3, init="he"), (2, 20), 2)
+    plain = build_model(Config(model="two-patch-cnn", width=3), (2, 20), 2)
+    fixed = {name for name, p in plain.named_parameters() if not p.requires_grad}
+    changed = {
+        n for n, a in drawn.state_dict().items() if not torch.equal(a, plain.state_dict()[n])
+    }
+    assert changed
+    assert not changed & (fixed | dict(plain.named_buffers()).keys())
+
+
+def test_weights_and_a_rule_for_first_weights_do_not_go_together():
+    with pytest.raises(ConfigError, match="init = he draws first weights, and weights = "):
+        Config(init="he", weights="model.safetensors")
+
+
 def wrong_outputs(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes + 1))
 
