@@ -184,8 +184,8 @@ class Config(Settings):
     )
     init: Literal["default", "he", "xavier"] = setting(
         "default",
-        "first weights: those that the network's layers draw; or he or xavier, all trained matrices "
-        "and filters drawn anew by that rule",
+        "first weights: those that the network's layers draw; or he or xavier, all trained "
+        "matrices and filters drawn anew by that rule",
     )
     norm: Literal["batch", "group"] = setting("batch", "of resnet18")
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "of all methods")
