@@ -116,6 +116,9 @@ class BaseStrategy(FedAvg):
 
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
+    # how metrics of several such strategies in one round are put together, by the name's beginning;
+    # means, weighted by examples, are the rule
+    combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from torch import nn
 
 from fedntk.ntk import BadReply, EnsemblePredictor
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
-from fedntk.ntk.payloads import Agreement, EnsembleArrays
+from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
 
 from .array_archive import under
 from .averaging import named_arrays
@@ -41,6 +41,7 @@ from .base import BaseStrategy, logger
 from .fed_ensemble_strata import Schedule, Strata, permutations
 from .inner import CheckedStrategy, Shown
 from .registry import Exchange
+from .replies import checked_weights, read_arrays
 
 __all__ = ["FedEnsemble", "Initialisation"]
 
@@ -69,8 +70,9 @@ class FedEnsemble(BaseStrategy):
         weights (FedAvg, FedProx, FedAdam, FedMedian, Krum, ...), or one of those here (NTKFL, TCT,
         SCAFFOLD, ...). They have to be alike but for their seeds. What they sample by is not
         heeded; clients that they hold out are held out of the ensemble. `max_examples` and
-        `outlier_factor` of this strategy hold for Flower's; those here have their own. Outliers
-        are looked for among the replies of one model, and only where these are three or more.
+        `outlier_factor` of this strategy hold for Flower's; those here have their own. Where a
+        model has fewer than three replies of weights, the changes of all models' clients are
+        compared by the `outlier_factor` of this strategy.
     num_models : int
         K.
     num_strata : int, optional
@@ -408,6 +410,7 @@ class FedEnsemble(BaseStrategy):
                 self.drop(reply.metadata.src_node_id, bad, rejected)
             else:
                 of_model[self._model_of[node]].append(reply)
+        self._drop_outliers(of_model, rejected)
         models = EnsembleArrays.from_arrays(self.global_arrays)
         may_go_back = self.min_completed > 1
         before = [member.state_dict() for member in self.members] if may_go_back else []
@@ -432,8 +435,34 @@ class FedEnsemble(BaseStrategy):
             return None, record
         return ArrayRecord(models.replaced(new).to_arrays()), record
 
+    def _drop_outliers(self, of_model: dict[int, list[Message]], rejected: Counter[str]) -> None:
+        """Compare the changes of weights over all models, where one has too few replies by itself.
+
+        The models have one architecture and one way of training, so their clients' changes are of
+        one order of size. What cannot be read is left to the model's own strategy to refuse.
+        """
+        if not self.members[0].takes_weights or all(len(own) >= 3 for own in of_model.values()):
+            return
+        models = EnsembleArrays.from_arrays(named_arrays(self.global_arrays)).models
+        sizes: list[tuple[int, Message, float]] = []
+        for k, replies in of_model.items():
+            for reply in replies:
+                if (size := _change(reply, models[k])) is not None:
+                    sizes.append((k, reply, size))
+        verdicts = screen_sizes([size for _, _, size in sizes], self.outlier_factor)
+        bad_replies = [
+            (k, reply, bad)
+            for (k, reply, _), bad in zip(sizes, verdicts, strict=True)
+            if bad is not None
+        ]
+        self._identify([reply for _, reply, _ in bad_replies], self._exchanges[MessageType.TRAIN])
+        for k, reply, bad in bad_replies:
+            of_model[k] = [other for other in of_model[k] if other is not reply]
+            self.drop(reply.metadata.src_node_id, bad, rejected)
+
     def _merged(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
-        """Aggregate the clients' metrics over all models, and add up or average the others."""
+        """Aggregate the clients' metrics over all models, and combine the strategies' own."""
+        means: dict[str, Any] = {}
         counts = Counter({"num-examples": 0, "replies-accepted": 0, "replies-rejected": 0})
         counts["replies-rejected"] += rejected.total()
         counts.update({f"rejected-{reason}": count for reason, count in rejected.items()})
@@ -445,15 +474,29 @@ class FedEnsemble(BaseStrategy):
                     counts[name] += int(value)
                 else:
                     values.setdefault(name, []).append((value, numbers["num-examples"]))
-        of_clients = {name for content in self._reported for name in content["metrics"]}
-        means: dict[str, Any] = {}
-        for name in values.keys() - of_clients:
-            own_values, examples = zip(*values[name], strict=True)
-            if any(examples):
+        combined: dict[str, Any] = {}
+        rules = self.members[0].combined_by
+        for name, pairs in values.items():
+            own_values, examples = zip(*pairs, strict=True)
+            rule = next((rules[key] for key in rules if name.startswith(key)), None)
+            if rule is not None:
+                combined[name] = rule(own_values)
+            elif any(examples):
                 means[name] = float(np.average(own_values, weights=examples))
         alike = Counter(frozenset(content["metrics"]) for content in self._reported)
         if alike:
             most = max(alike, key=lambda names: (alike[names], sorted(names)))
             contents = [c for c in self._reported if frozenset(c["metrics"]) == most]
             means |= self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        return MetricRecord({**means, **counts})
+        return MetricRecord({**means, **combined, **counts})
+
+
+def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:
+    """Return how far a reply's weights are from what was sent; None if they cannot be read."""
+    if not reply.has_content() or len(reply.content.array_records) != 1:
+        return None
+    (record,) = reply.content.array_records.values()
+    try:
+        return change_size(model, checked_weights(read_arrays(record), model))
+    except BadReply:
+        return None

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from logging import INFO, WARNING
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -121,6 +121,12 @@ class NTKFL(BaseStrategy):
 
     client = "NTKFLClient"
     replies = "Jacobians"
+    combined_by: ClassVar = {
+        "kernel-products": sum,
+        "solver-steps": sum,
+        "solver-error-estimate": max,
+        "losses-": sum,  # accepted, rejected
+    }
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ __all__ = [
     "checked_weights",
     "is_like",
     "largest_group",
+    "read_arrays",
     "require_like",
     "screen_accuracies",
 ]
@@ -132,7 +133,7 @@ class Reply:
         if len(records) != 1:
             raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
         (record,) = records.values()
-        return _arrays(record)
+        return read_arrays(record)
 
     def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
         """Name -> array of each of several ArrayRecords, which come by name.
@@ -146,7 +147,7 @@ class Reply:
         if records.keys() != set(names):
             found = ", ".join(sorted(records))[:80] or "none"
             raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
-        return [_arrays(records[name]) for name in names]
+        return [read_arrays(records[name]) for name in names]
 
 
 def _can_be_kept(name: str) -> bool:
@@ -155,7 +156,14 @@ def _can_be_kept(name: str) -> bool:
     return text and len(name) <= LONGEST_NAME and not name.startswith(COUNTS)
 
 
-def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+def read_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Name -> array of a client's record, which may hold anything.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"arrays"``, if some of its bytes are no array.
+    """
     arrays = {}
     for name, array in record.items():
         try:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -158,6 +158,7 @@ class TCT(ResendingStrategy):
 
     client = "TCTClient"
     replies = "weights, then linear models"
+    combined_by: ClassVar = {"rate-times-lambda": max}
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from .prototypes import GLOBAL_PROTOTYPES, Prototypes
 from .screening import (
     OUTLIER_FACTOR,
     MemoryBudget,
+    change_size,
     screen_changes,
     screen_losses,
     screen_sizes,
@@ -37,6 +38,7 @@ __all__ = [
     "MemoryBudget",
     "Prototypes",
     "UploadLimits",
+    "change_size",
     "check_compression",
     "check_privacy",
     "compress",

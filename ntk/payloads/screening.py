@@ -19,7 +19,14 @@ from ..errors import BadReply, NotEnoughMemory
 from ..memory import require_memory
 from .jacobian_upload import JacobianUpload
 
-__all__ = ["MemoryBudget", "screen_changes", "screen_losses", "screen_sizes", "screen_uploads"]
+__all__ = [
+    "MemoryBudget",
+    "change_size",
+    "screen_changes",
+    "screen_losses",
+    "screen_sizes",
+    "screen_uploads",
+]
 
 OUTLIER_FACTOR = 100.0  # times the median client's
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
@@ -85,12 +92,13 @@ def screen_changes(
     list of BadReply or None
         With the reason ``"scale"``.
     """
+    return screen_sizes([change_size(before, own) for own in clients], factor)
+
+
+def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
+    """Euclidean norm of the change, over all arrays of floating point of `before`."""
     floating = {name: a for name, a in before.items() if a.dtype.kind == "f"}
-    sizes = [
-        math.sqrt(sum(_squared_distance(own[name], a) for name, a in floating.items()))
-        for own in clients
-    ]
-    return screen_sizes(sizes, factor)
+    return math.sqrt(sum(_squared_distance(after[name], a) for name, a in floating.items()))
 
 
 def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list[BadReply | None]:

@@ -39,6 +39,7 @@ from .federation import (
     Grid,
     app,
     bits,
+    damaged,
     examples,
     failed,
     lost,
@@ -312,6 +313,42 @@ def test_a_model_whose_clients_all_fail_stays_as_it_was_and_the_others_do_not(ch
     assert again.train_metrics[3]["replies-accepted"] == 3
 
 
+@pytest.mark.parametrize("num_models", [2, 3, 6])
+def test_one_hostile_reply_is_told_by_those_for_the_other_models(num_models):
+    """Six clients: a model has three replies, two or one, the last two too few by themselves."""
+
+    def ensemble() -> FedEnsemble:
+        return FedEnsemble(
+            num_models=num_models, schedule="balanced", min_train_nodes=6, seed=1, **OPTIONS
+        )
+
+    attacked, without = ensemble(), ensemble()
+    far = damaged(0, lambda a: a + 1e4)
+    after = start(attacked, Grid(CLIENTS, changes={2: far}), rounds=2)
+    for server_round in (1, 2):
+        assert attacked.train_metrics[server_round]["rejected-scale"] == 1
+        assert attacked.train_metrics[server_round]["replies-accepted"] == 5
+    assert bits(after) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
+
+
+def test_metrics_of_the_inner_strategies_are_combined_as_these_say():
+    """Kernel products of two models add up; the step count is their mean."""
+    strategy = FedEnsemble(
+        inner=lambda: NTKFL(learning_rate=0.5, steps=(0, 5, 10), selection="clients"),
+        num_models=2,
+        schedule="balanced",
+        min_train_nodes=6,
+        **OPTIONS,
+    )
+    start(strategy, Grid(app(NTKFLClient)), rounds=1)
+    whole, own = strategy.train_metrics[1], [m.train_metrics[1] for m in strategy.members]
+    assert whole["losses-accepted"] == 6 == sum(each["losses-accepted"] for each in own)
+    assert whole["kernel-products"] == sum(each["kernel-products"] for each in own) > 0
+    assert whole["solver-error-estimate"] == max(each["solver-error-estimate"] for each in own)
+    shares = np.average([each["t"] for each in own], weights=[e["num-examples"] for e in own])
+    assert whole["t"] == pytest.approx(shares)
+
+
 class Watched(Grid):
     """Keeps what each node is sent and replies, in bytes of its arrays."""
 
@@ -515,7 +552,7 @@ def test_clients_that_the_inner_strategy_holds_out_never_train():
     strategy = FedEnsemble(inner=validating, num_models=2, schedule="balanced", **OPTIONS)
     start(strategy, grid, rounds=4)
     assert set(grid.trained) == {0, 1, 2, 3, 4}
-    assert strategy.train_metrics[1]["losses-accepted"] == 1
+    assert strategy.train_metrics[1]["losses-accepted"] == 2  # of client 5, for each model
 
 
 def test_the_inner_strategy_knows_who_is_held_out():
