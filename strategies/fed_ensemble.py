@@ -474,6 +474,7 @@ class FedEnsemble(BaseStrategy):
                     counts[name] += int(value)
                 else:
                     values.setdefault(name, []).append((value, numbers["num-examples"]))
+        of_clients = {name for content in self._reported for name in content["metrics"]}
         combined: dict[str, Any] = {}
         rules = self.members[0].combined_by
         for name, pairs in values.items():
@@ -481,7 +482,7 @@ class FedEnsemble(BaseStrategy):
             rule = next((rules[key] for key in rules if name.startswith(key)), None)
             if rule is not None:
                 combined[name] = rule(own_values)
-            elif any(examples):
+            elif name not in of_clients and any(examples):
                 means[name] = float(np.average(own_values, weights=examples))
         alike = Counter(frozenset(content["metrics"]) for content in self._reported)
         if alike:
