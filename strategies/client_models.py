@@ -4,7 +4,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from logging import INFO, getLogger
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ __all__ = ["ClientModels", "mixtures"]
 
 logger = getLogger("flwr")
 COLUMNS = 2**18  # of all clients' numbers that are mixed at a time, in float64
+ROWS = 16  # mixtures formed at a time
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -52,7 +53,17 @@ class ClientModels(MutableMapping[int, Arrays]):
         self._models[client] = {name: _fixed(array) for name, array in arrays.items()}
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
         while self._in_memory and sum(self._in_memory.values()) > self.budget:
-            self._write(next(iter(self._in_memory)))
+            oldest = next(iter(self._in_memory))
+            try:
+                self._write(oldest)
+            except OSError as error:  # such as a full disk, which must not end a run
+                logger.log(
+                    WARNING,
+                    "clients' models cannot be kept on disk (%s): they stay in memory, beyond the "
+                    "budget; make room, or set another TMPDIR",
+                    error,
+                )
+                self.budget = np.inf
 
     def __delitem__(self, client: int) -> None:
         del self._models[client]
@@ -101,6 +112,8 @@ def mixtures(
 ) -> Iterator[dict[str, NDArray[Any]]]:
     """Form weighted sums of models, in float64 and cast to the models' dtypes.
 
+    A few are formed at a time, so that what is done with them bounds the memory that they take.
+
     Parameters
     ----------
     weights : ndarray of float64, shape (K, L)
@@ -113,6 +126,11 @@ def mixtures(
     dict of str to ndarray
         K sums: of integers, rounded.
     """
+    for row in range(0, len(weights), ROWS):
+        yield from _mixed(weights[row : row + ROWS], models)
+
+
+def _mixed(weights: NDArray[np.float64], models: list[Arrays]) -> Iterator[dict[str, NDArray[Any]]]:
     mixed: dict[str, NDArray[Any]] = {}
     for name, first in models[0].items():
         flat = [np.asarray(model[name]).reshape(-1) for model in models]

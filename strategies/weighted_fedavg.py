@@ -104,7 +104,8 @@ class WeightedFedAvg(PersonalisedStrategy):
     personal_batch_norm : bool
         Whether BatchNorm stays with the clients, as in :class:`FedBN`.
     memory_budget : float
-        Bytes of clients' models in the server's memory; those beyond it are kept on disk.
+        Bytes of clients' models in the server's memory, beside the replies of the round at work;
+        models beyond it are kept on disk.
     **options
         Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
         FedAvg.
@@ -165,7 +166,9 @@ class WeightedFedAvg(PersonalisedStrategy):
         self.similarity, self.temperature, self.absent = similarity, temperature, absent
         self.over, self.by_examples = over, by_examples
         self.mixing: Mixing | None = None
-        self._models = ClientModels(memory_budget)  # W_k; with over="all", what each last sent
+        # W_k; with over="all", what each last sent, and the mixtures of it that were asked for
+        self.memory_budget = memory_budget
+        self._models, self._mixed = self._empty(), self._empty()
         self._known: dict[int, Prototypes] = {}
         self._examples: dict[int, int] = {}
 
@@ -216,8 +219,11 @@ class WeightedFedAvg(PersonalisedStrategy):
             if own := under(f"{KNOWN}.{client}.", state):
                 self._known[client] = Prototypes(own["means"], own["counts"])
 
+    def _empty(self) -> ClientModels:
+        return ClientModels(self.memory_budget / (2 if self.over == "all" else 1))
+
     def _forget(self) -> None:
-        self._models = ClientModels(self._models.budget)
+        self._models, self._mixed = self._empty(), self._empty()
         self._known, self._examples, self.mixing = {}, {}, None
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
@@ -256,9 +262,11 @@ class WeightedFedAvg(PersonalisedStrategy):
             return None
         if self.over == "round":
             return self._models[client]
-        known = sorted(self._known)
-        _, weights = self._compared([client], known)
-        return next(mixtures(weights, [self._models[k] for k in known]))
+        if client not in self._mixed:
+            known = sorted(self._known)
+            _, weights = self._compared([client], known)
+            self._mixed[client] = next(mixtures(weights, [self._models[k] for k in known]))
+        return self._mixed[client]
 
     # ------------------------------------------------------------- aggregation
 
@@ -302,6 +310,7 @@ class WeightedFedAvg(PersonalisedStrategy):
             self._known[reply.client] = own.prototypes
             self._examples[reply.client] = reply.num_examples
         if self.over == "all":
+            self._mixed = self._empty()
             for reply, own in pairs:
                 self._models[reply.client] = own.weights
             clients = sorted(self._known)

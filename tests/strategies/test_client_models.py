@@ -1,5 +1,7 @@
 """A model for each client: in memory or on disk, and mixed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -72,9 +74,24 @@ def test_files_end_with_the_object():
     assert not folder.exists()
 
 
+def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", full)
+    models = ClientModels(0)
+    for client in (1, 2):
+        models[client] = model(client)
+    assert models.bytes_in_memory == 2 * SIZE
+    for client in (1, 2):
+        np.testing.assert_array_equal(models[client]["weight"], model(client)["weight"])
+    assert [r.message for r in caplog.records if "No space left" in r.message]
+
+
 def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
-    """Against loops in float64; whole numbers are rounded. A chunk has two numbers here."""
+    """Against loops in float64; whole numbers are rounded. A chunk is two numbers of two sums."""
     monkeypatch.setattr("fedntk.strategies.client_models.COLUMNS", 2)
+    monkeypatch.setattr("fedntk.strategies.client_models.ROWS", 2)
     weights = np.random.default_rng(0).dirichlet(np.ones(4), size=3)
     models = [model(seed) for seed in range(4)]
     found = list(mixtures(weights, models))

@@ -13,6 +13,7 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
 from fedntk.strategies import FedBN, LocalTraining, SeededFedAvg, WeightedFedAvg
+from fedntk.strategies.client_models import mixtures
 
 from .federation import (
     Contract,
@@ -261,6 +262,7 @@ def test_a_state_has_all_that_models_are_mixed_from_but_for_placeholders(over):
     if over == "all":  # without the placeholder, which was mixed, too
         for own in (strategy._known, strategy._models):
             del own[-10]
+        strategy._mixed.clear()
     for client in range(5):
         expected, found = strategy.model_of(client), again.model_of(client)
         assert expected is not None
@@ -282,6 +284,27 @@ def test_a_client_with_no_feature_is_like_itself_alone():
     weights = np.array([1, 1, np.e]) / (2 + np.e)
     expected = sum(w * came[k]["arrays"]["0.weight"] for k, w in enumerate(weights))
     np.testing.assert_allclose(mixed["0.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_over_all_each_mixture_is_formed_once_a_round(monkeypatch):
+    """Three of six train, and six evaluate what the next round begins with."""
+    formed: list[int] = []
+
+    def counted(weights: np.ndarray, models: list[Any]) -> Any:
+        formed.append(len(weights))
+        return mixtures(weights, models)
+
+    monkeypatch.setattr("fedntk.strategies.weighted_fedavg.mixtures", counted)
+    options = HALF | {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
+    strategy = weighted(over="all", **options)
+    grid = Uploads(CLIENTS)
+    start(strategy, grid, rounds=3)
+    heard: set[int] = set()
+    expected = 0
+    for came in grid.came:
+        heard |= came.keys()
+        expected += len(heard)
+    assert len(formed) == expected
 
 
 @pytest.mark.parametrize("over", ["round", "all"])
