@@ -1,0 +1,154 @@
+"""NTK-DFL and its rivals on Fashion-MNIST: rounds to 85 %, as in Thompson et al. 2025, figure 2.
+
+300 clients in a regular random graph of degree 5 that is drawn anew in each round, MLP with 100
+hidden units, 200 images a client: disjoint for IID, else drawn for each client by its own Dirichlet
+shares, so that clients overlap, as in the authors' program. Settings of each method are those of
+the paper's appendix C.2; nothing is searched for here. Measured is the equal mean of all clients'
+models on the test set. The seed changes the split, the first weights and the graphs; all methods
+share all three.
+
+    python benchmarks/ntk_dfl_fmnist.py --data-dir FOLDER [--methods "NTK-DFL;DFedAvg"]
+        [--splits "IID;Dirichlet 0.5;Dirichlet 0.1"] [--seeds 0,1,2] [--rounds 20] [--workers 1]
+
+FOLDER is in torchvision's layout. Each combination's run goes into runs/ntk_dfl_fmnist and is not
+repeated if it is there; of runs of different lengths the longest counts. Writes beside this file
+results/ntk_dfl_fmnist.csv (all rounds of all runs that are there), .json (machine, rounds to 85 %)
+and .png (the curves).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from fedntk.simulations import Config, Run, read_runs, run
+from fedntk.simulations.results import machine
+
+CONF = Path(__file__).parent.parent / "simulations" / "conf"
+FOLDER = Path("runs/ntk_dfl_fmnist")
+TARGET = 0.85
+KEPT = (
+    "accuracy", "loss", "inter-client-deviation", "model-accuracy-mean", "model-accuracy-std",
+    "model-accuracy-min", "model-accuracy-max", "bytes-up", "bytes-down", "seconds",
+    "seconds-clients",
+)  # fmt: skip
+# name -> configuration, what differs from it, and in which rounds models are evaluated
+METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "NTK-DFL": ("ntk_dfl_fmnist", {}, 1),
+    "NTK-DFL, rate decay 0.07": ("ntk_dfl_fmnist", {"ntk-dfl.learning-rate-decay": 0.07}, 1),
+    "NTK-DFL, batches m_1 = 5": ("ntk_dfl_fmnist", {"ntk-dfl.batches": 5}, 1),
+    "NTK-DFL, no averaging": ("ntk_dfl_fmnist", {"ntk-dfl.average": False}, 1),
+    "DFedAvg": ("dfedavg_fmnist", {}, 2),
+    "DFedAvgM": ("dfedavg_momentum_fmnist", {}, 2),
+    "D-PSGD": ("d_psgd_fmnist", {}, 5),
+    "DFedSAM": ("dfedsam_fmnist", {}, 5),
+    "DisPFL": ("dispfl_fmnist", {}, 5),
+}
+SPLITS: dict[str, dict[str, Any]] = {
+    "IID": {"partition": "iid", "train_examples": 60_000},
+    "Dirichlet 0.5": {"alpha": 0.5},
+    "Dirichlet 0.1": {"alpha": 0.1},
+}
+
+
+def reached(curve: pd.DataFrame) -> int | None:
+    """Return the first evaluated round at or above the target."""
+    good = curve[curve.value >= TARGET]["round"]
+    return int(good.min()) if len(good) else None
+
+
+def write(results: Path) -> None:
+    """Write what all runs in the folder came to."""
+    longest: dict[tuple[str, int], Run] = {}
+    for finished in read_runs(FOLDER):
+        key, rounds = (finished.config.name, finished.config.seed), finished.config.rounds
+        if key not in longest or rounds > longest[key].config.rounds:
+            longest[key] = finished
+    found, rows = [], []
+    for finished in longest.values():
+        method, split = finished.config.name.split(" on ")
+        own = finished.rounds[finished.rounds.metric.isin(KEPT)]
+        found.append(own.assign(method=method, split=split))
+        accuracy = own[own.metric == "accuracy"].sort_values("round")
+        seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
+        rows.append(
+            {
+                "method": method,
+                "split": split,
+                "seed": finished.summary["seed"],
+                "rounds": int(accuracy["round"].max()),
+                "rounds-to-85": reached(accuracy),
+                "last": round(float(accuracy.value.iloc[-1]), 4),
+                "best": round(float(accuracy.value.max()), 4),
+                "seconds-a-round": round(float(seconds.median()), 1),
+            }
+        )
+    table = pd.DataFrame(rows).sort_values(["split", "method", "seed"])
+    print(table.to_string(index=False), flush=True)
+    columns = ["method", "split", "seed", "round", "metric", "value"]
+    rounds = pd.concat(found)[columns].sort_values(columns[:-1])
+    stem = results / "ntk_dfl_fmnist"
+    rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
+    summary = {"machine": machine(), "target": TARGET, "rows": table.to_dict("records")}
+    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    draw(rounds[rounds.metric == "accuracy"], stem.with_suffix(".png"))
+
+
+def draw(accuracy: pd.DataFrame, path: Path) -> None:
+    """Draw a panel for each split: the mean over the seeds, and their range."""
+    splits = [split for split in SPLITS if split in set(accuracy.split)]
+    figure, axes = plt.subplots(
+        1, len(splits), figsize=(4 * len(splits), 3.4), sharey=True, squeeze=False
+    )
+    for axis, split in zip(axes[0], splits, strict=True):
+        for i, method in enumerate(METHODS):
+            own = accuracy[(accuracy.split == split) & (accuracy.method == method)]
+            if len(own):
+                curves = own.groupby("round").value.agg(["mean", "min", "max"])
+                axis.plot(curves.index, curves["mean"], label=method, color=f"C{i}", marker=".")
+                axis.fill_between(
+                    curves.index, curves["min"], curves["max"], color=f"C{i}", alpha=0.2, lw=0
+                )
+        axis.axhline(TARGET, color="0.6", lw=0.8, ls=":")
+        axis.set(title=split, xlabel="round", ylim=(0.4, 0.9))
+    axes[0][0].set_ylabel("test accuracy of the mean model")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--methods", default=";".join(METHODS), help="names, by semicolons")
+    parser.add_argument("--splits", default=";".join(SPLITS), help="names, by semicolons")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    for seed in map(int, options.seeds.split(",")):
+        for split in options.splits.split(";"):
+            for method in options.methods.split(";"):
+                stem, changes, every = METHODS[method]
+                name = f"{method} on {split}"
+                config = Config.load(
+                    CONF / f"{stem}.toml",
+                    **{**changes, **SPLITS[split]},
+                    name=name,
+                    seed=seed,
+                    rounds=options.rounds,
+                    evaluate_every=every,
+                    data_dir=options.data_dir,
+                    out=str(FOLDER / f"{name}, {options.rounds} rounds" / str(seed)),
+                )
+                run(config, workers=options.workers)
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    write(results)
+
+
+if __name__ == "__main__":
+    main()

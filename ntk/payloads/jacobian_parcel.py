@@ -1,0 +1,101 @@
+"""What a client of NTK-DFL sends a neighbour: Thompson et al., *NTK-DFL*, ICML 2025, eq. (2)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arrays import require_array
+from ..errors import BadReply
+from .compressed_upload import CompressedUpload
+from .compression import UNQUANTISED
+from .jacobian_upload import JacobianUpload
+from .limits import UploadLimits
+
+__all__ = ["JacobianParcel"]
+
+INPUTS = "inputs"  # name of an array beside a Jacobian's
+HEAD = ("outputs", "targets", "layout")  # names of the arrays before the blocks
+COMPRESSED_HEAD = ("outputs", "labels", "layout")
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianParcel:
+    """Rows of one client's examples at a neighbour's weights.
+
+    Attributes
+    ----------
+    upload : JacobianUpload
+        J_{i,j}, f(X_i; w_j) and Y_i.
+    inputs : Tensor, shape (n, ...), or None
+        X_i, where the receiver compares losses of the network itself.
+    """
+
+    upload: JacobianUpload
+    inputs: Tensor | None = None
+
+    def to_arrays(
+        self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
+    ) -> dict[str, NDArray[Any]]:
+        """Wire format by names: the upload's arrays, compressed if asked for, and the inputs.
+
+        Outputs, labels and inputs stay exact.
+        """
+        if _compresses(sparsity, bits):
+            upload = CompressedUpload.compress(self.upload, sparsity=sparsity, bits=bits)
+            head, arrays = COMPRESSED_HEAD, upload.to_arrays()
+        else:
+            head, arrays = HEAD, self.upload.to_arrays()
+        named = dict(zip(head, arrays, strict=False))
+        named |= {f"block-{k:03}": a for k, a in enumerate(arrays[len(head) :])}
+        return named if self.inputs is None else {**named, INPUTS: self.inputs.cpu().numpy()}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], *, limits: UploadLimits, own: "JacobianParcel"
+    ) -> Self:
+        """Check what :meth:`to_arrays` made, in a message of a neighbour.
+
+        Parameters
+        ----------
+        arrays : mapping of str to ndarray
+            As received.
+        limits : UploadLimits
+            The network's shapes, and how far the rows are to be compressed.
+        own : JacobianParcel
+            The receiver's: rows must have the form of its rows, and inputs, if it has some, the
+            shape and dtype of its inputs.
+
+        Raises
+        ------
+        BadReply
+            If they are not what was asked for.
+        """
+        head = COMPRESSED_HEAD if _compresses(limits.sparsity, limits.bits) else HEAD
+        blocks = [f"block-{k:03}" for k in range(len(arrays.keys() - {INPUTS, *head}))]
+        expected = {*head, *blocks} | ({INPUTS} if own.inputs is not None else set())
+        if arrays.keys() != expected:
+            odd = sorted(arrays.keys() ^ expected)
+            raise BadReply("arrays", f"names differ from those of a Jacobian's in {odd[:5]}")
+        listed = [arrays[name] for name in (*head, *blocks)]
+        upload = (
+            CompressedUpload.from_arrays(listed, limits)
+            if head is COMPRESSED_HEAD
+            else JacobianUpload.from_arrays(listed, parameters=limits.parameters)
+        )
+        if upload.jacobian.form != own.upload.jacobian.form:
+            raise BadReply("layout", "its Jacobian has another form than one's own")
+        if own.inputs is None:
+            return cls(upload)
+        inputs, x = arrays[INPUTS], own.inputs
+        shape = (upload.jacobian.num_examples, *x.shape[1:])
+        require_array(INPUTS, inputs, shape=shape, dtype=x.cpu().numpy().dtype)
+        return cls(upload, torch.from_numpy(np.require(inputs, requirements=["C", "W"])))
+
+
+def _compresses(sparsity: float, bits: int) -> bool:
+    return sparsity > 0 or bits != UNQUANTISED
