@@ -19,6 +19,7 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, jacobian, loss_value
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
+from fedntk.ntk.jacobian import Plans
 from fedntk.ntk.payloads import EvolutionTask
 
 from .randomness import round_seed
@@ -68,6 +69,7 @@ class NTKDFLClient(RelayClient):
     def __init__(self, *args: Any, chunk_size: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.chunk_size = chunk_size
+        self._plans: Plans = {}
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
         """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
@@ -174,7 +176,8 @@ class NTKDFLClient(RelayClient):
     def _rows(self, weights: Arrays, x: Tensor, targets: Tensor) -> JacobianUpload:
         """Return Jacobian, outputs and targets at some weights: eq. (2)."""
         self.load_weights(weights)
-        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
+        examples = x.to(self.device)
+        rows = jacobian(self.model, examples, chunk_size=self.chunk_size, plans=self._plans)
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
