@@ -58,6 +58,8 @@ class NTKDFL(RelayStrategy):
         m_1 of appendix E.1: clients divide their examples, and evolve once for each part.
     average : bool
         Whether clients average their weights with their neighbours' first: eq. (1).
+    tolerance : float
+        Of the clients' solver, as in :class:`~fedntk.ntk.evolution.GradientFlow`.
     same_weights : bool
         Whether all clients begin with the initial arrays, or each with weights of its own, drawn
         as He et al. 2015.
@@ -89,6 +91,7 @@ class NTKDFL(RelayStrategy):
         selection: str = "last",
         batches: int = 1,
         average: bool = True,
+        tolerance: float = 1e-3,
         same_weights: bool = True,
         **options: Any,
     ) -> None:
@@ -101,6 +104,7 @@ class NTKDFL(RelayStrategy):
             selection=selection,  # type: ignore[arg-type]
             batches=batches,
             average=average,
+            tolerance=tolerance,
         )
         if not 0 <= learning_rate_decay < math.inf:
             raise ValueError(

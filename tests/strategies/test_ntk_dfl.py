@@ -19,7 +19,7 @@ from fedntk.strategies.relay import deviation
 from .federation import Contract, Grid, app, bits, examples, failed
 
 STEPS = (2.0, 5.0, 10.0)
-FLOW = {"learning_rate": 0.1, "steps": STEPS}
+FLOW = {"learning_rate": 0.1, "steps": STEPS, "tolerance": 1e-4}
 CLIENTS = app(NTKDFLClient)
 ALL = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 
@@ -403,6 +403,7 @@ def test_deviation_is_eq_12_and_grows_with_the_root_of_the_number_of_clients():
         ({"batches": 0}, "batches: expected at least 1, got 0"),
         ({"steps": ()}, "steps: expected increasing times"),
         ({"learning_rate": 0}, "learning_rate: expected a positive number"),
+        ({"tolerance": 1}, "tolerance: expected a number between 0 and 1, got 1"),
         ({"learning_rate_decay": -1}, "learning_rate_decay: expected a finite number"),
         ({"loss": "hinge"}, "hinge"),
     ],
