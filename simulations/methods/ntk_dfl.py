@@ -39,6 +39,9 @@ class NTKDFLSettings(GraphSettings):
     )
     average: bool = setting(True, "weights are averaged with the neighbours' first")
     tolerance: float = setting(1e-3, "of the solver", above=0, below=1)
+    evolve_once: bool = setting(
+        False, "with topology = clustered: one client of each cluster evolves for all"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +66,7 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
             batches=own.batches,
             average=own.average,
             tolerance=own.tolerance,
+            evolve_once=own.evolve_once,
             same_weights=own.same_weights,
             **options,
         )
