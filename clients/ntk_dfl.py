@@ -19,6 +19,7 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, jacobian, loss_value
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
+from fedntk.ntk.jacobian import Plans
 from fedntk.ntk.payloads import EvolutionTask
 
 from .randomness import round_seed
@@ -39,6 +40,9 @@ __all__ = ["NTKDFLClient"]
 INPUTS = "inputs"  # name of an array beside a Jacobian's
 HEAD = ("outputs", "targets", "layout")  # names of the arrays before the blocks
 AVERAGE = "-average"  # what is kept within a round, beside the weights
+NOTES = "-notes"  # the same, where a hub evolves for others
+HUB = "hub"  # in a message's configuration: whether the client is one; where there are none: absent
+LOSS, T, HEARD = "train-loss", "t", "neighbours-heard"  # metrics
 
 
 class _Rows(NamedTuple):
@@ -48,8 +52,33 @@ class _Rows(NamedTuple):
     inputs: Tensor | None
 
 
+class EvolvedParcel(NamedTuple):
+    """What a hub's cluster takes from it."""
+
+    new: WeightsParcel
+    t: float
+    heard: int
+
+    def to_arrays(self) -> Arrays:
+        """Wire format: that of the weights, with ``t`` and ``neighbours-heard``."""
+        return {**self.new.to_arrays(), T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, expected: Arrays) -> "EvolvedParcel":
+        """Check what :meth:`to_arrays` made; raises BadReply as that of the weights."""
+        if not {T, HEARD} <= arrays.keys():
+            raise BadReply("arrays", f"expected {T!r} and {HEARD!r}, got {sorted(arrays)[:5]}")
+        require_array(T, arrays[T], shape=(), dtype=np.float64, low=0)
+        require_array(HEARD, arrays[HEARD], shape=(), dtype=np.int64, low=0, high=2**31)
+        rest = {name: array for name, array in arrays.items() if name not in (T, HEARD)}
+        new = WeightsParcel.from_arrays(rest, expected)
+        return cls(new, float(arrays[T]), int(arrays[HEARD]))
+
+
 class NTKDFLClient(RelayClient):
     """Answers the steps of NTK-DFL: ``weights``, ``average``, ``jacobians`` and ``evolve``.
+
+    Where one member of a cluster evolves for all, there is a last step, ``adopt``.
 
     Parameters
     ----------
@@ -62,12 +91,13 @@ class NTKDFLClient(RelayClient):
     """
 
     strategy = "NTKDFL"
-    config_keys = RelayClient.config_keys
+    config_keys = RelayClient.config_keys | {HUB}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
     def __init__(self, *args: Any, chunk_size: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.chunk_size = chunk_size
+        self._plans: Plans = {}
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
         """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
@@ -87,6 +117,7 @@ class NTKDFLClient(RelayClient):
             "average": lambda own: self._average(own, task),
             "jacobians": lambda own: self._send_jacobians(own, task),
             "evolve": lambda own: self._evolve(own, task),
+            "adopt": self._adopt,
         }
 
     # ------------------------------------------------------------------ steps
@@ -101,6 +132,8 @@ class NTKDFLClient(RelayClient):
     def _average(self, message: Message, task: EvolutionTask) -> Answer:
         """Average with the neighbours' weights, and send the average (lines 3 to 5)."""
         del task
+        if message.config.get(HUB) is False:
+            return {}, len(self._training), {}
         own, lost = self.current(message.config)
         others = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
@@ -118,7 +151,11 @@ class NTKDFLClient(RelayClient):
         x, targets = self._part(message, task)
         outgoing = {}
         for sender, parcel in others:
-            arrays = _named(self._rows(parcel.weights, x, targets))
+            rows = self._rows(parcel.weights, x, targets)
+            if HUB in message.config:
+                loss = loss_value(rows.outputs, rows.targets, self.loss)
+                self._note(message, {LOSS: np.array(loss)})
+            arrays = _named(rows)
             if task.selection == "true-loss":
                 arrays[INPUTS] = x.numpy()
             outgoing[f"{TO}{sender}"] = arrays
@@ -126,6 +163,8 @@ class NTKDFLClient(RelayClient):
 
     def _evolve(self, message: Message, task: EvolutionTask) -> Answer:
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
+        if message.config.get(HUB) is False:
+            return {}, len(self._training), {}
         average = self._kept_average(message)
         x, targets = self._part(message, task)
         own = _Rows(self._rows(average, x, targets), x)
@@ -144,17 +183,43 @@ class NTKDFLClient(RelayClient):
         weights = average if best is None else candidates.weights_at(best)
         if not all(np.isfinite(array).all() for array in weights.values()):
             weights, best = average, None
-        last = message.batch == task.batches - 1
-        if last:
-            self.keep(weights, message.config)
-        else:
-            self._keep_average(weights, message)
-        sent = WeightsParcel(weights, len(self._training)).to_arrays()
         metrics: dict[str, Scalar] = {
-            "train-loss": loss_value(own.upload.outputs, own.upload.targets, self.loss),
-            "t": 0.0 if best is None else float(task.flow.steps[best]),
-            "neighbours-heard": len(others),
+            LOSS: loss_value(own.upload.outputs, own.upload.targets, self.loss),
+            T: 0.0 if best is None else float(task.flow.steps[best]),
+            HEARD: len(others),
         }
+        new = WeightsParcel(weights, len(self._training))
+        sent = new.to_arrays()
+        if message.batch < task.batches - 1:
+            self._keep_average(weights, message)
+        elif HUB in message.config:
+            self._note(message, {**weights, **{k: np.array(v) for k, v in metrics.items()}})
+            sent = EvolvedParcel(new, float(metrics[T]), len(others)).to_arrays()
+        else:
+            self.keep(weights, message.config)
+        return {ALL: sent}, len(self._training), metrics
+
+    def _adopt(self, message: Message) -> Answer:
+        """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
+        noted = self._noted(message)
+        if message.config[HUB]:
+            weights = {name: noted[name] for name in self.model.state_dict()}
+            t, heard = float(noted[T]), int(noted[HEARD])
+        else:
+            expected, _ = self.current(message.config)
+            others = self.opened(
+                message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected)
+            )
+            if not others:
+                raise ValueError(
+                    "no weights came from the cluster's hub; the client keeps its own, and goes on "
+                    "with the next round"
+                )
+            (new, t, heard) = others[0][1]
+            weights = new.weights
+        self.keep(weights, message.config)
+        metrics: dict[str, Scalar] = {LOSS: float(noted[LOSS]), T: t, HEARD: heard}
+        sent = WeightsParcel(weights, len(self._training)).to_arrays()
         return {ALL: sent}, len(self._training), metrics
 
     # --------------------------------------------------------------- the rows
@@ -174,7 +239,8 @@ class NTKDFLClient(RelayClient):
     def _rows(self, weights: Arrays, x: Tensor, targets: Tensor) -> JacobianUpload:
         """Return Jacobian, outputs and targets at some weights: eq. (2)."""
         self.load_weights(weights)
-        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
+        examples = x.to(self.device)
+        rows = jacobian(self.model, examples, chunk_size=self.chunk_size, plans=self._plans)
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
@@ -230,6 +296,20 @@ class NTKDFLClient(RelayClient):
                 "the client goes on with the next round"
             )
         return {name: kept[name] for name in self.model.state_dict()}
+
+    def _note(self, message: Message, arrays: Arrays) -> None:
+        number = int(message.config.get("server-round", 0))
+        self.store(message.config, NOTES).save(number, arrays)
+
+    def _noted(self, message: Message) -> Arrays:
+        store = self.store(message.config, NOTES)
+        noted = store.load(int(message.config.get("server-round", 0)))
+        if noted is None or LOSS not in noted:
+            raise ValueError(
+                f"{store.folder}: this round has no Jacobian of the client; the client keeps its "
+                "weights, and goes on with the next round"
+            )
+        return noted
 
 
 def _named(upload: JacobianUpload) -> dict[str, NDArray[Any]]:

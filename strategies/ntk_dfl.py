@@ -10,6 +10,10 @@ the neighbours N_i of round k:
 
 Three exchanges a round: the averages, the Jacobians, and the new weights that the next round begins
 with. With m_1 batches (appendix E.1) two more for each further batch.
+
+All members of a cluster have the same average. So one of them, the hub, can form it and evolve for
+all (appendix E.2): each member sends one Jacobian, and takes the hub's new weights, in a fourth
+exchange.
 """
 
 import math
@@ -18,7 +22,7 @@ from dataclasses import replace
 from logging import INFO
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 
@@ -27,7 +31,7 @@ from fedntk.ntk.payloads import Agreement, EvolutionTask
 
 from .averaging import named_arrays
 from .base import logger
-from .relay import RelayStrategy, Step
+from .relay import FROM, RelayStrategy, Step
 
 __all__ = ["NTKDFL"]
 
@@ -58,6 +62,11 @@ class NTKDFL(RelayStrategy):
         m_1 of appendix E.1: clients divide their examples, and evolve once for each part.
     average : bool
         Whether clients average their weights with their neighbours' first: eq. (1).
+    tolerance : float
+        Of the clients' solver, as in :class:`~fedntk.ntk.evolution.GradientFlow`.
+    evolve_once : bool
+        With clusters: whether one member, drawn anew in each round, averages and evolves for its
+        cluster, as in appendix E.2. With ``"own"`` t is that of its own examples.
     same_weights : bool
         Whether all clients begin with the initial arrays, or each with weights of its own, drawn
         as He et al. 2015.
@@ -89,6 +98,8 @@ class NTKDFL(RelayStrategy):
         selection: str = "last",
         batches: int = 1,
         average: bool = True,
+        tolerance: float = 1e-3,
+        evolve_once: bool = False,
         same_weights: bool = True,
         **options: Any,
     ) -> None:
@@ -101,13 +112,21 @@ class NTKDFL(RelayStrategy):
             selection=selection,  # type: ignore[arg-type]
             batches=batches,
             average=average,
+            tolerance=tolerance,
         )
         if not 0 <= learning_rate_decay < math.inf:
             raise ValueError(
                 "learning_rate_decay: expected a finite number of at least 0, got "
                 f"{learning_rate_decay}"
             )
+        if evolve_once and (self.topology.kind != "clustered" or not average):
+            raise ValueError(
+                "evolve_once: expected clusters whose members average their weights; set "
+                "topology = 'clustered' and average = True, or leave it out"
+            )
         self.learning_rate_decay = learning_rate_decay
+        self.evolve_once = evolve_once
+        self._hubs: frozenset[int] = frozenset()
         self.same_weights = same_weights
 
     def summary(self) -> None:
@@ -134,6 +153,7 @@ class NTKDFL(RelayStrategy):
             **self.task.to_config(),
             "learning_rate_decay": self.learning_rate_decay,
             "same_weights": self.same_weights,
+            "evolve_once": self.evolve_once,
         }
 
     def predictor(
@@ -149,7 +169,27 @@ class NTKDFL(RelayStrategy):
             planned.append(Step("average"))
         for batch in range(self.task.batches):
             planned += [Step("jacobians", batch), Step("evolve", batch)]
-        return planned
+        return [*planned, Step("adopt")] if self.evolve_once else planned
+
+    def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return who exchanges parcels with whom; where hubs evolve, members do with them alone."""
+        if not self.evolve_once:
+            return super().graph(server_round, clients)
+        stars = self.topology.hubs(server_round, clients)
+        self._hubs = frozenset(stars)
+        return stars | {member: (hub,) for hub, members in stars.items() for member in members}
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Add whether the client is a hub; who is none has nothing to average."""
+        content = super().content_for(client, stage, arrays, config)
+        if self.evolve_once and stage == MessageType.TRAIN:
+            content.config_records[self.configrecord_key]["hub"] = client in self._hubs
+            if client not in self._hubs and self._step.name == "average":
+                for name in [n for n in content.array_records if n.startswith(FROM)]:
+                    del content[name]
+        return content
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add how clients evolve in this round."""

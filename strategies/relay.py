@@ -147,13 +147,17 @@ class RelayStrategy(KeepingStrategy):
         """Draw the graph, and make the messages of the round's first step."""
         del grid
         clients = [self.registry.client(node) for node in nodes]
-        self.neighbours = self.topology.neighbours(server_round, clients)
+        self.neighbours = self.graph(server_round, clients)
         held = self._sent_last
         first = any(client not in held for client in clients)
         self._planned = list(self.steps(first=first))
         self._parcels = {} if first else self._addressed(held)
         self._step, self._nodes = self._planned[0], nodes
         return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+
+    def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return who exchanges parcels with whom in a round."""
+        return self.topology.neighbours(server_round, clients)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""

@@ -107,6 +107,37 @@ class Topology:
             self._report(server_round, graph)
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
 
+    def hubs(self, server_round: int, clients: Iterable[int]) -> Neighbours:
+        """Return the clusters of a round as stars: all are joined to one member, drawn at random.
+
+        Parameters
+        ----------
+        server_round, clients
+            As for :meth:`neighbours`.
+
+        Returns
+        -------
+        dict of int to tuple of int
+            Hub -> ids of its cluster's other members, sorted.
+
+        Raises
+        ------
+        ValueError
+            If the kind is not ``"clustered"``.
+
+        Examples
+        --------
+        >>> Topology("clustered", degree=2).hubs(1, range(5))
+        {1: (0,), 2: (3, 4)}
+        """
+        if self.kind != "clustered":
+            raise ValueError(f"hubs: expected the topology 'clustered', got {self.kind!r}")
+        neighbours = self.neighbours(server_round, clients)
+        clusters = sorted({tuple(sorted((k, *others))) for k, others in neighbours.items()})
+        generator = np.random.default_rng([self.seed, server_round, *b"hubs"])
+        chosen = [(c[int(generator.integers(len(c)))], c) for c in clusters]
+        return {hub: tuple(k for k in members if k != hub) for hub, members in chosen}
+
     def settings(self) -> Mapping[str, object]:
         """Return what a run depends on, as JSON holds it."""
         return {

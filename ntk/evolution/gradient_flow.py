@@ -260,7 +260,7 @@ def _products(
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     """Return the kernel's matrix, None if it is not to be built, and the product with it."""
     if isinstance(operator, Tensor):
-        return operator, operator.__matmul__
+        return operator, _matrix_product(operator)
     if kernel == "full":
         return None, operator.full_product
     needed = operator.gram_bytes() + (_eigen_bytes(operator.num_examples) if loss == "mse" else 0)
@@ -268,7 +268,12 @@ def _products(
     if needed > budget:
         return None, operator.mean_product
     matrix = operator.gram()
-    return matrix, matrix.__matmul__
+    return matrix, _matrix_product(matrix)
+
+
+def _matrix_product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the product with a matrix, transposed: with few columns BLAS is faster so."""
+    return lambda columns: (columns.T @ matrix.T).T
 
 
 def _eigen_bytes(n: int) -> int:

@@ -4,6 +4,7 @@ Source: Sommeijer, Shampine and Verwer, *RKC: an explicit solver for parabolic P
 Appl. Math. 88, 1998: coefficients, damping, number of stages, error estimate, dense output.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -40,16 +41,38 @@ class SolverStep(NamedTuple):
 
 
 OnStep = Callable[[SolverStep], None]
+State = tuple[Tensor, Tensor]  # f and R
+
+
+class _Point(NamedTuple):
+    """State of the flow at one t, and its slope.
+
+    Attributes
+    ----------
+    outputs, integral : Tensor, shape (n, C)
+        f and R.
+    slope, rate : Tensor, shape (n, C)
+        df/dt = H G(f) and dR/dt = G(f).
+    """
+
+    outputs: Tensor
+    integral: Tensor
+    slope: Tensor
+    rate: Tensor
 
 
 class RungeKuttaChebyshev:
     """RKC of second order for df/dt = H G(f), with R = integral of G(f) carried along.
 
-    The state is (f, R), one kernel product serves a stage of both. The number of stages s follows
-    the step: its stability interval grows with s squared, and so does the weight of rounding
-    errors. The state is therefore kept in float64; the kernel product, which is the cost, stays in
-    the outputs' dtype. The spectral radius of the flow's own Jacobian, -H dG/df, is followed by
-    power iteration, one product a step: with cross-entropy it lies far under that of H.
+    The state is (f, R). G depends on f alone, so the stages are those of f; R takes their sum of
+    G, weighted as the method weighs it over a whole step. The number of stages s follows the step:
+    its stability interval grows with s squared, and so does the weight of rounding errors. The
+    state is therefore kept in float64; the kernel product, which is the cost, stays in the outputs'
+    dtype. The spectral radius of the flow's own Jacobian, -H dG/df, is followed by power iteration,
+    one product a step: with cross-entropy it lies far under that of H.
+
+    All matrices (n, C) are kept column by column in memory: with few columns, products with H and
+    the softmax are several times faster so than row by row.
 
     Parameters
     ----------
@@ -93,19 +116,22 @@ class RungeKuttaChebyshev:
         self._dtype = outputs.dtype
         self._tolerance = tolerance
         self._floor = math.sqrt(outputs.numel())  # logits of size 1
-        outputs = outputs.double()
-        self._state = torch.stack([outputs, torch.zeros_like(outputs)])
-        generator = torch.Generator().manual_seed(0)
-        self._vector = torch.randn(outputs.shape, generator=generator).to(outputs)
+        self._outputs = _by_column(outputs.double())
+        self._vector = self._random_vector(0)
         self._radius = 0.0
+
+    def _random_vector(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(self._outputs.shape, generator=generator)
+        return _by_column(drawn.to(self._outputs))
 
     def _apply(self, rate: Tensor) -> Tensor:
         self.products += 1
         return self._kernel(rate.to(self._dtype)).double()
 
-    def _derivative(self, state: Tensor) -> Tensor:
-        rate = self._rate(state[0])
-        return torch.stack([self._apply(rate), rate])
+    def _point(self, outputs: Tensor, integral: Tensor) -> _Point:
+        rate = self._rate(outputs)
+        return _Point(outputs, integral, self._apply(rate), rate)
 
     def solve(
         self, times: Sequence[float], *, whole_steps: bool = False
@@ -122,7 +148,7 @@ class RungeKuttaChebyshev:
             If the tolerance cannot be met, or not within 20,000 kernel products.
         """
         reported = 0
-        total, passed = torch.zeros_like(self._state[1]), 0
+        total, passed = torch.zeros_like(self._outputs), 0
         for end, at in self._steps_until(times[-1]):
             while reported < len(times) and times[reported] <= end:
                 t = times[reported]
@@ -136,16 +162,16 @@ class RungeKuttaChebyshev:
                 total += sum(self._rate(at(u)[0]) for u in range(passed, math.ceil(end)))
                 passed = max(passed, math.ceil(end))
 
-    def _steps_until(self, end: float) -> Iterator[tuple[float, Callable[[float], Tensor]]]:
+    def _steps_until(self, end: float) -> Iterator[tuple[float, Callable[[float], State]]]:
         """Yield each accepted step's end, and the state within the step as a function of time."""
-        time, state, derivative = 0.0, self._state, self._derivative(self._state)
+        time, now = 0.0, self._point(self._outputs, torch.zeros_like(self._outputs))
         if end == 0:
-            yield 0.0, lambda _: state
+            yield 0.0, lambda _: (now.outputs, now.integral)
             return
-        self._follow_radius(state[0], iterations=30)
+        self._follow_radius(now.outputs, iterations=30)
         self._expected = self.products + _products_for(end * self._radius)
         self._tell(time, end)
-        step, grown = self._first_step(state, derivative, end), 1.0
+        step, grown = self._first_step(now, end), 1.0
         while time < end:
             if self.products > MAX_PRODUCTS:
                 raise FloatingPointError(
@@ -156,9 +182,8 @@ class RungeKuttaChebyshev:
                 step = (MAX_STAGES / 2) ** 2 / self._radius
             last = step >= end - time
             step = min(step, end - time)
-            new = self._stages(step, state, derivative)
-            slope = self._derivative(new)
-            error = self._error(step, state[0], new[0], derivative[0], slope[0])
+            new = self._point(*self._stages(step, now))
+            error = self._error(step, now, new)
             factor = min(5.0, max(0.1, 0.8 * error ** (-1 / 3))) if error > 0 else 5.0
             if error > 1:
                 if step * factor < 1e-12 * max(end, 1.0):
@@ -168,18 +193,19 @@ class RungeKuttaChebyshev:
                     )
                 step, grown = step * factor, 1.0
                 # far off: the radius may be much larger than it seemed
-                self._follow_radius(state[0], iterations=2 if factor > 0.2 else 20)
+                self._follow_radius(now.outputs, iterations=2 if factor > 0.2 else 20)
                 continue
             self.steps += 1
             self.error_estimate += error * self._tolerance
             start, time = time, end if last else time + step
-            yield time, _dense(start, step, state, new, derivative, slope)
-            observed = float((slope - derivative)[0].norm() / (new - state)[0].norm().clamp(1e-300))
-            state, derivative = new, slope
+            yield time, _dense(start, step, now, new)
+            moved = (new.outputs - now.outputs).norm().clamp(1e-300)
+            observed = float((new.slope - now.slope).norm() / moved)
+            now = new
             self._tell(time, end)
             step, grown = step * min(5.0, factor * max(1.0, grown)), factor
             if not last:
-                self._watch_radius(step, observed, state[0])
+                self._watch_radius(step, observed, now.outputs)
 
     def _tell(self, time: float, end: float) -> None:
         if self._on_step is not None:
@@ -210,53 +236,59 @@ class RungeKuttaChebyshev:
         if not math.isfinite(radius):
             raise ValueError(NOT_FINITE)
         if radius == 0:
-            generator = torch.Generator().manual_seed(self.products)
-            self._vector = torch.randn(outputs.shape, generator=generator).to(outputs)
+            self._vector = self._random_vector(self.products)
         self._radius = max(SAFETY * radius, 0.9 * self._radius)
 
-    def _first_step(self, state: Tensor, derivative: Tensor, longest: float) -> float:
+    def _first_step(self, start: _Point, longest: float) -> float:
         """Such that the linear change of the outputs is within the tolerance's order."""
-        size = max(self._floor, float(state[0].norm()))
-        curvature = self._radius * float(derivative[0].norm())
+        size = max(self._floor, float(start.outputs.norm()))
+        curvature = self._radius * float(start.slope.norm())
         return min(longest, math.sqrt(self._tolerance * size / curvature) if curvature else longest)
 
-    def _error(self, step: float, f: Tensor, new: Tensor, slope: Tensor, end: Tensor) -> float:
-        estimate = 0.8 * (f - new) + 0.4 * step * (slope + end)
-        size = max(self._floor, float(f.norm()), float(new.norm()))
+    def _error(self, step: float, now: _Point, new: _Point) -> float:
+        change = (now.outputs - new.outputs).mul_(0.8)
+        estimate = change.add_(now.slope, alpha=0.4 * step).add_(new.slope, alpha=0.4 * step)
+        size = max(self._floor, float(now.outputs.norm()), float(new.outputs.norm()))
         error = float(estimate.norm()) / (self._tolerance * size)
         return error if math.isfinite(error) else math.inf
 
-    def _stages(self, step: float, state: Tensor, derivative: Tensor) -> Tensor:
-        s = _stages_for(step * self._radius)
-        w0 = 1 + 2 / (13 * s**2)
-        values, first, second = _chebyshev(w0, s)
-        w1 = first[s] / second[s]
-        b = [0.0, 0.0] + [second[j] / first[j] ** 2 for j in range(2, s + 1)]
-        b[0] = b[1] = b[2]
-        before, now = state, state.add(derivative, alpha=b[1] * w1 * step)
-        for j in range(2, s + 1):
-            mu, nu = 2 * b[j] * w0 / b[j - 1], -b[j] / b[j - 2]
-            mu_t = 2 * b[j] * w1 / b[j - 1]
-            gamma_t = -(1 - b[j - 1] * values[j - 1]) * mu_t
-            following = (1 - mu - nu) * state
-            following.add_(now, alpha=mu).add_(before, alpha=nu)
-            following.add_(self._derivative(now), alpha=step * mu_t)
-            before, now = now, following.add_(derivative, alpha=step * gamma_t)
-        return now
+    def _stages(self, step: float, now: _Point) -> tuple[Tensor, Tensor]:
+        """Return f and R a step later."""
+        first, stages, weights = _coefficients(_stages_for(step * self._radius))
+        before, at = now.outputs, now.outputs.add(now.slope, alpha=first * step)
+        integral = now.integral.add(now.rate, alpha=weights[0] * step)
+        for own, weight in zip(stages, weights[1:], strict=True):
+            rate = self._rate(at)
+            integral.add_(rate, alpha=weight * step)
+            following = now.outputs * (1 - own.mu - own.nu)
+            following.add_(at, alpha=own.mu).add_(before, alpha=own.nu)
+            following.add_(self._apply(rate), alpha=step * own.mu_t)
+            before, at = at, following.add_(now.slope, alpha=step * own.gamma_t)
+        return at, integral
 
 
-def _dense(
-    start: float, step: float, state: Tensor, new: Tensor, slope: Tensor, end: Tensor
-) -> Callable[[float], Tensor]:
+def _by_column(matrix: Tensor) -> Tensor:
+    """Return the matrix, of shape (n, C), with its columns one after the other in memory."""
+    return matrix.T.contiguous().T
+
+
+def _dense(start: float, step: float, now: _Point, new: _Point) -> Callable[[float], State]:
     """Cubic Hermite interpolation between the ends of a step."""
 
-    def at(t: float) -> Tensor:
+    def at(t: float) -> State:
         x = (t - start) / step
+
+        def value(a: Tensor, b: Tensor, slope: Tensor, end: Tensor) -> Tensor:
+            return (
+                ((1 + 2 * x) * (1 - x) ** 2 * a)
+                .add_(slope, alpha=x * (1 - x) ** 2 * step)
+                .add_(b, alpha=x**2 * (3 - 2 * x))
+                .add_(end, alpha=x**2 * (x - 1) * step)
+            )
+
         return (
-            ((1 + 2 * x) * (1 - x) ** 2 * state)
-            .add(slope, alpha=x * (1 - x) ** 2 * step)
-            .add(new, alpha=x**2 * (3 - 2 * x))
-            .add(end, alpha=x**2 * (x - 1) * step)
+            value(now.outputs, new.outputs, now.slope, new.slope),
+            value(now.integral, new.integral, now.rate, new.rate),
         )
 
     return at
@@ -277,6 +309,43 @@ def _products_for(stiffness: float) -> int:
     learned; power and factor are those of trials.
     """
     return round(60 * math.sqrt(math.sqrt(stiffness)))
+
+
+class _Stage(NamedTuple):
+    """Coefficients of one stage, j = 2 ... s."""
+
+    mu: float
+    nu: float
+    mu_t: float
+    gamma_t: float
+
+
+@functools.lru_cache(maxsize=MAX_STAGES)
+def _coefficients(s: int) -> tuple[float, tuple[_Stage, ...], tuple[float, ...]]:
+    """Return the first stage's factor, the other stages, and the weights of all s slopes.
+
+    A step of length h ends at ``y(0) + h * sum over j of weights[j] F_j``, F_j being the slope at
+    stage j: y(0) counts as stage 0. The weights come from the stages' recursion, run backwards.
+    """
+    w0 = 1 + 2 / (13 * s**2)
+    values, first, second = _chebyshev(w0, s)
+    w1 = first[s] / second[s]
+    b = [0.0, 0.0] + [second[j] / first[j] ** 2 for j in range(2, s + 1)]
+    b[0] = b[1] = b[2]
+    stages = []
+    for j in range(2, s + 1):
+        mu_t = 2 * b[j] * w1 / b[j - 1]
+        gamma_t = -(1 - b[j - 1] * values[j - 1]) * mu_t
+        stages.append(_Stage(2 * b[j] * w0 / b[j - 1], -b[j] / b[j - 2], mu_t, gamma_t))
+    weights = [0.0] * s
+    share, following, nu = 1.0, 0.0, 0.0  # of stages j and j + 1 in the last one; nu of stage j + 1
+    for j in range(s, 1, -1):
+        own = stages[j - 2]
+        weights[j - 1] = share * own.mu_t
+        weights[0] += share * own.gamma_t
+        share, following, nu = own.mu * share + nu * following, share, own.nu
+    weights[0] += share * b[1] * w1
+    return b[1] * w1, tuple(stages), tuple(weights)
 
 
 def _chebyshev(x: float, degree: int) -> tuple[list[float], list[float], list[float]]:

@@ -1,7 +1,7 @@
 """Per-example Jacobians: the operator, its blocks, a rule for each kind of layer."""
 
 from .blocks import Block, DenseBlock
-from .differentiate import Structure, jacobian
+from .differentiate import Plans, Structure, jacobian
 from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
 from .operator import Jacobian
 
@@ -13,6 +13,7 @@ __all__ = [
     "FactoredBlock",
     "Jacobian",
     "LinearBlock",
+    "Plans",
     "Structure",
     "jacobian",
 ]

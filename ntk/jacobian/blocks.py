@@ -8,9 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "WORKSPACE", "Block", "DenseBlock", "tiles"]
+__all__ = ["WORKSPACE", "Block", "DenseBlock", "tile_size", "tiles"]
 
 TILE = 1024  # rows and columns of a kernel that are worked on at a time
+CPU_TILE = 256  # the same where a tile and its factors are to stay in the processor's cache
 WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 
@@ -173,6 +174,11 @@ class DenseBlock(Block):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]
+
+
+def tile_size(device: torch.device) -> int:
+    """Rows and columns of a kernel that are worked on at a time, where memory allows it."""
+    return CPU_TILE if device.type == "cpu" else TILE
 
 
 def tiles(n: int, m: int, *, symmetric: bool, size: int = TILE) -> Iterator[tuple[slice, slice]]:

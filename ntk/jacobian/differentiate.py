@@ -30,6 +30,7 @@ def jacobian(
     structure: Structure = "factored",
     chunk_size: int | None = None,
     outputs: Sequence[int] | None = None,
+    plans: Plans | None = None,
 ) -> Jacobian:
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
@@ -62,6 +63,9 @@ def jacobian(
         64 MiB, and no more than 1,024.
     outputs : sequence of int, optional
         Which of the network's outputs to differentiate; all by default.
+    plans : dict, optional
+        Keeps what was found out about the model, for further calls at other weights, with examples
+        of one shape and the same `structure` and `outputs`. Empty at first.
 
     Returns
     -------
@@ -84,7 +88,8 @@ def jacobian(
     """
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
-    with differentiated(model, x, structure, outputs, chunk_size) as (first, parts):
+    found = differentiated(model, x, structure, outputs, chunk_size, plans=plans)
+    with found as (first, parts):
         row = first.nbytes
         require_memory(
             len(x) * row,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from .blocks import WORKSPACE, Block, tiles
+from .blocks import WORKSPACE, Block, tile_size, tiles
 
 __all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
@@ -168,7 +168,8 @@ class FactoredBlock(Block):
 
     def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
         size = max(1, math.isqrt(WORKSPACE // (4 * kernel.element_size())) // self.positions)
-        for rows, cols in tiles(*kernel.shape, symmetric=other is self, size=min(size, 1024)):
+        size = min(size, tile_size(kernel.device))
+        for rows, cols in tiles(*kernel.shape, symmetric=other is self, size=size):
             mine, others = self.rows(rows), other.rows(cols)
             for inner, signals in mine._pairs(others):
                 if self.positions == 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..memory import require_memory
 from ..precision import full_float32
-from .blocks import WORKSPACE, Block, DenseBlock, tiles
+from .blocks import WORKSPACE, Block, DenseBlock, tile_size, tiles
 
 __all__ = ["Jacobian"]
 
@@ -106,7 +106,7 @@ class Jacobian:
         for block, other_block in zip(self.blocks, other.blocks, strict=True):
             block.add_gram(kernel, other_block)
         if other is self:
-            for rows, cols in tiles(n, m, symmetric=True):
+            for rows, cols in tiles(n, m, symmetric=True, size=tile_size(self.device)):
                 upper = kernel[rows, cols] if rows != cols else kernel[rows, cols].triu()
                 kernel[cols, rows] = upper.T if rows != cols else upper + upper.triu(1).T
         return kernel.div_(self.num_outputs)

@@ -1,7 +1,7 @@
 """How a client of a decentralised method evolves its weights; all of it comes from the strategy."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from ..evolution.gradient_flow import GradientFlow
@@ -34,6 +34,8 @@ class EvolutionTask:
         m_1: into how many parts clients divide their examples.
     average : bool
         Whether weights are averaged with the neighbours' first.
+    tolerance : float
+        Of the solver: see :class:`~fedntk.ntk.evolution.GradientFlow`.
 
     Raises
     ------
@@ -48,6 +50,7 @@ class EvolutionTask:
     selection: LocalSelection = "last"
     batches: int = 1
     average: bool = True
+    tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.selection not in get_args(LocalSelection):
@@ -60,15 +63,14 @@ class EvolutionTask:
     @property
     def flow(self) -> GradientFlow:
         """What evolves outputs so; with the last t alone where the others are not compared."""
-        steps = self.steps[-1:] if self.selection == "last" else self.steps
-        checked = GradientFlow(
-            loss=self.loss, learning_rate=self.learning_rate, steps=self.steps, kernel=self.kernel
+        whole = GradientFlow(
+            loss=self.loss,
+            learning_rate=self.learning_rate,
+            steps=self.steps,
+            kernel=self.kernel,
+            tolerance=self.tolerance,
         )
-        if steps == tuple(checked.steps):
-            return checked
-        return GradientFlow(
-            loss=self.loss, learning_rate=self.learning_rate, steps=steps, kernel=self.kernel
-        )
+        return replace(whole, steps=whole.steps[-1:]) if self.selection == "last" else whole
 
     def to_config(self) -> dict[str, Any]:
         """Return keys that begin with ``evolution-`` and their values."""

@@ -38,6 +38,10 @@ class NTKDFLSettings(GraphSettings):
         1, "m_1: parts of a client's examples, each with an evolution", at_least=1
     )
     average: bool = setting(True, "weights are averaged with the neighbours' first")
+    tolerance: float = setting(1e-3, "of the solver", above=0, below=1)
+    evolve_once: bool = setting(
+        False, "with topology = clustered: one client of each cluster evolves for all"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +65,8 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
             selection=own.selection,
             batches=own.batches,
             average=own.average,
+            tolerance=own.tolerance,
+            evolve_once=own.evolve_once,
             same_weights=own.same_weights,
             **options,
         )

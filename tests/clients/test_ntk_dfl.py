@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fedntk.clients import NamedArrays, NTKDFLClient
+from fedntk.clients.ntk_dfl import EvolvedParcel
 from fedntk.clients.relay import WeightsParcel, mean_weights
 from fedntk.ntk import BadReply, jacobian
 from fedntk.ntk.payloads import EvolutionTask, JacobianUpload
@@ -100,6 +101,38 @@ def test_a_bad_parcel_is_dropped_and_counted(damage, tmp_path):
     for name, array in result.records["to-neighbours"].items():
         if name != "num-examples":
             np.testing.assert_allclose(array, (weights()[name] + weights(5)[name]) / 2)
+
+
+@pytest.mark.parametrize("damage", ["no t", "t", "NaN", "heard", "none"])
+def test_weights_of_a_hub_that_cannot_be_used_are_not_adopted(damage, tmp_path):
+    """The client fails in the step, and so keeps the weights that it had."""
+    own = client(tmp_path)
+    parameters, config = message("jacobians", from_2=parcel(2))
+    own.fit(parameters, {**config, "hub": False})
+    sent = EvolvedParcel(WeightsParcel.from_arrays(parcel(2), weights()), 4.0, 2).to_arrays()
+    good, config = message("adopt", from_2=sent)
+    result, _, metrics = client(tmp_path).fit(good, {**config, "hub": False})
+    assert (metrics["t"], metrics["neighbours-heard"]) == (4.0, 2)
+    for name, array in weights(2).items():
+        np.testing.assert_array_equal(result.records["to-neighbours"][name], array)
+    if damage == "no t":
+        del sent["t"]
+    elif damage == "t":
+        sent["t"] = np.array(np.inf)
+    elif damage == "NaN":
+        sent["0.bias"] = np.full_like(sent["0.bias"], np.nan)
+    elif damage == "heard":
+        sent["neighbours-heard"] = np.array(-1)
+    bad, config = message("adopt", **({} if damage == "none" else {"from_2": sent}))
+    with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
+        client(tmp_path).fit(bad, {**config, "hub": False})
+
+
+@pytest.mark.parametrize("hub", [True, False])
+def test_a_client_that_made_no_rows_adopts_nothing(hub, tmp_path):
+    parameters, config = message("adopt")
+    with pytest.raises(ValueError, match="this round has no Jacobian of the client"):
+        client(tmp_path).fit(parameters, {**config, "hub": hub})
 
 
 def test_an_average_that_is_lost_within_a_round_is_an_error(tmp_path):

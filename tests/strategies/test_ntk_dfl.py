@@ -19,7 +19,7 @@ from fedntk.strategies.relay import deviation
 from .federation import Contract, Grid, app, bits, examples, failed
 
 STEPS = (2.0, 5.0, 10.0)
-FLOW = {"learning_rate": 0.1, "steps": STEPS}
+FLOW = {"learning_rate": 0.1, "steps": STEPS, "tolerance": 1e-4}
 CLIENTS = app(NTKDFLClient)
 ALL = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 
@@ -31,6 +31,12 @@ def strategy(**options: Any) -> NTKDFL:
 
 CONTRACT = {
     "NTKDFL": Contract(strategy, CLIENTS, one_exchange=False, sends_arrays=False),
+    "NTKDFL, one evolution a cluster": Contract(
+        lambda **o: strategy(topology=Topology("clustered", degree=2), evolve_once=True, **o),
+        CLIENTS,
+        one_exchange=False,
+        sends_arrays=False,
+    ),
     "NTKDFL, two batches, ring": Contract(
         lambda **o: strategy(topology=Topology("ring"), batches=2, selection="own", **o),
         CLIENTS,
@@ -141,6 +147,76 @@ def test_on_the_complete_graph_it_is_ntk_fl_of_all_clients():
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=1e-7, atol=1e-9)
     assert own.train_metrics[3]["inter-client-deviation"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"batches": 2}, {"same_weights": False}])
+def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, monkeypatch):
+    """Of MSE in float64: the members' own evolutions differ by the order of their examples alone.
+
+    Clusters of three and, as six clients do not divide by four, of four and two.
+    """
+    made = []
+    rows = NTKDFLClient._rows
+    monkeypatch.setattr(
+        NTKDFLClient, "_rows", lambda *args: (made.append(args[0].seed), rows(*args))[1]
+    )
+    for degree in (2, 3):
+        if options.get("batches") == 2 and degree == 3:
+            continue  # their order decides which examples make a part
+        topology = Topology("clustered", degree=degree, seed=5)
+        found = []
+        for once in (True, False):
+            made.clear()
+            own = strategy(topology=topology, loss="mse", evolve_once=once, **options, **ALL)
+            grid = Grid(clients(loss="mse"))
+            run(own, grid, rounds=3)
+            assert own.train_metrics[3]["replies-accepted"] == 6
+            found.append([weights_of(own, k, 3) for k in range(6)])
+            batches = options.get("batches", 1)
+            if once:  # each client's Jacobian, once
+                assert sorted(made) == sorted(3 * batches * [*set(made)])
+                kinds = [kind for kind, _ in grid.exchanges]
+                assert kinds.count("train") == 1 + 3 * (2 + 2 * batches)
+                assert own.train_metrics[3]["t"] == STEPS[-1]
+        for k in range(6):
+            for name, array in found[1][k].items():
+                np.testing.assert_allclose(found[0][k][name], array, rtol=1e-8, atol=1e-10)
+        for hub, members in topology.hubs(3, range(6)).items():
+            assert all(bits(found[0][k]) == bits(found[0][hub]) for k in members)
+
+
+@pytest.mark.parametrize("step", ["average", "jacobians", "evolve", "adopt"])
+def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step):
+    """Its members have nothing to adopt; whatever the step, round 2 has all six again."""
+    topology = Topology("clustered", degree=2, seed=5)
+    hub, members = next(iter(topology.hubs(1, range(6)).items()))
+    own = strategy(topology=topology, loss="mse", evolve_once=True, **ALL)
+
+    def change(reply: Message) -> Message:
+        return failed(reply) if (own._step.name, own.server_round) == (step, 1) else reply
+
+    run(own, Grid(clients(loss="mse"), changes={hub: change}), rounds=2)
+    out = 1 if step == "adopt" else 1 + len(members)
+    assert own.train_metrics[1]["replies-accepted"] == 6 - out
+    assert own.train_metrics[2]["replies-accepted"] == 6
+
+
+def test_a_member_that_fails_is_missing_in_its_hubs_kernel_alone():
+    topology = Topology("clustered", degree=5, seed=5)
+    (members,) = topology.hubs(1, range(6)).values()
+    own = strategy(topology=topology, loss="mse", evolve_once=True, **ALL)
+
+    def change(reply: Message) -> Message:
+        return failed(reply) if own._step.name == "jacobians" else reply
+
+    run(own, Grid(clients(loss="mse"), changes={members[0]: change}), rounds=1)
+    heard = [k for k in range(6) if k != members[0]]
+    start_ = {name: t.numpy() for name, t in net().state_dict().items()}
+    expected = evolved(start_, heard, 1, STEPS[-1], "mse")
+    assert own.train_metrics[1]["neighbours-heard"] == pytest.approx(len(heard) - 1)
+    for k in heard:
+        for name, array in weights_of(own, k, 1).items():
+            np.testing.assert_allclose(array, expected[name], rtol=1e-7, atol=1e-9)
 
 
 def test_without_averaging_clients_evolve_from_their_own_weights():
@@ -403,6 +479,12 @@ def test_deviation_is_eq_12_and_grows_with_the_root_of_the_number_of_clients():
         ({"batches": 0}, "batches: expected at least 1, got 0"),
         ({"steps": ()}, "steps: expected increasing times"),
         ({"learning_rate": 0}, "learning_rate: expected a positive number"),
+        ({"evolve_once": True}, "evolve_once: expected clusters whose members average"),
+        (
+            {"evolve_once": True, "average": False, "topology": Topology("clustered")},
+            "evolve_once: expected clusters whose members average",
+        ),
+        ({"tolerance": 1}, "tolerance: expected a number between 0 and 1, got 1"),
         ({"learning_rate_decay": -1}, "learning_rate_decay: expected a finite number"),
         ({"loss": "hinge"}, "hinge"),
     ],

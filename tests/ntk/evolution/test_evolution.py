@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fedntk.ntk import Jacobian, NotEnoughMemory, evolve, jacobian, loss_value, one_hot, residual
-from fedntk.ntk.evolution.solver import RungeKuttaChebyshev
+from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, _coefficients
 from fedntk.ntk.losses import output_hessian, output_scale
 
 LOSSES = ("mse", "cross-entropy")
@@ -419,6 +419,30 @@ def test_dense_output_costs_no_products_and_is_as_exact(digits):
     errors = [relative(a.double(), b) for a, b in zip(many.outputs, fine.outputs, strict=True)]
     assert max(errors) < many.error_estimate < 2e-2
     assert max(errors) < 1e-3
+
+
+@pytest.mark.parametrize("stages", [2, 3, 7, 60])
+def test_a_step_is_the_weighted_sum_of_its_slopes(stages):
+    """y(h) = y(0) + h * sum of w_j F_j on dy/dt = -x y, and both conditions of order 2.
+
+    The stages are run as they are defined, and their slopes summed by the weights. Of order 2:
+    sum of w_j = 1, and y(h) = 1 - x h + (x h)^2 / 2 + O(h^3) for all x.
+    """
+    first, others, weights = _coefficients(stages)
+    assert sum(weights) == pytest.approx(1)
+    for x in (0.3, 1e-3):
+        values = [1.0, 1.0 - first * x]
+        for own in others:
+            values.append(
+                (1 - own.mu - own.nu)
+                + own.mu * values[-1]
+                + own.nu * values[-2]
+                - own.mu_t * x * values[-1]
+                - own.gamma_t * x
+            )
+        by_weights = 1 - x * sum(w * y for w, y in zip(weights, values, strict=False))
+        assert by_weights == pytest.approx(values[-1], rel=1e-10)
+        assert values[-1] == pytest.approx(1 - x + x**2 / 2, abs=x**3 / 2 + 1e-12)
 
 
 def test_spectral_radius_is_that_of_the_flow_not_of_the_kernel(digits):

@@ -188,6 +188,7 @@ def test_gram_of_several_tiles_is_that_of_one(monkeypatch):
     model, x = make("narrow-maps", num_examples=11)
     expected = jacobian(model, x).gram()
     monkeypatch.setattr(blocks, "TILE", 4)
+    monkeypatch.setattr(blocks, "CPU_TILE", 4)
     monkeypatch.setattr(blocks.tiles, "__kwdefaults__", {"size": 4})
     kernel = jacobian(model, x).gram()
     assert close(kernel, expected)
@@ -204,6 +205,21 @@ def test_products_without_a_matrix_equal_those_with_it(case):
     v = torch.randn(jac.num_examples, jac.num_outputs, dtype=x.dtype, generator=generator)
     assert close(jac.mean_product(v), jac.gram() @ v)
     assert close(jac.full_product(v), torch.einsum("ncp,mdp,md->nc", flat, flat, v))
+
+
+def test_what_was_found_out_at_some_weights_serves_at_others(case):
+    """Plans are about the network: at new weights the Jacobian is the same with and without."""
+    model, x = case
+    plans: dict = {}
+    jacobian(model, x, plans=plans)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.ones_like(parameter))
+    known, anew = jacobian(model, x, plans=plans), jacobian(model, x)
+    assert known.layout == anew.layout
+    for a, b in zip(known.blocks, anew.blocks, strict=True):
+        for mine, expected in zip(a.arrays, b.arrays, strict=True):
+            assert torch.equal(mine, expected)
 
 
 def test_outputs_can_be_differentiated_alone(case):
