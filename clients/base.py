@@ -334,16 +334,20 @@ class ModelClient(NumPyClient):
         return torch.cat([self.model(chunk.to(self.device)).cpu() for chunk in chunks])
 
     def candidate_losses(
-        self, candidates: Sequence[Sequence[NDArray[Any]]], x: Tensor, targets: Tensor
+        self,
+        candidates: Sequence[Sequence[NDArray[Any]]],
+        x: Tensor,
+        targets: Tensor,
+        offset: Tensor | float = 0.0,
     ) -> list[float]:
-        """Loss on the given examples of each of several weights.
+        """Loss on the given examples of each of several weights, the offset added to the outputs.
 
         A loss that is not a number counts as infinite: such weights are never to be chosen.
         """
         losses = []
         for candidate in candidates:
             set_weights(self.model, candidate)
-            losses.append(loss_value(self.outputs(x), targets, self.loss))
+            losses.append(loss_value(self.outputs(x) + offset, targets, self.loss))
         return [value if not np.isnan(value) else float("inf") for value in losses]
 
 

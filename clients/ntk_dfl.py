@@ -13,14 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedntk.ntk import BadReply, JacobianUpload, jacobian, loss_value
+from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.arrays import require_array
+from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian import Plans
-from fedntk.ntk.payloads import EvolutionTask
+from fedntk.ntk.payloads import EvolutionTask, JacobianParcel
 
 from .randomness import round_seed
 from .relay import (
@@ -37,19 +37,10 @@ from .weights import Scalar
 
 __all__ = ["NTKDFLClient"]
 
-INPUTS = "inputs"  # name of an array beside a Jacobian's
-HEAD = ("outputs", "targets", "layout")  # names of the arrays before the blocks
 AVERAGE = "-average"  # what is kept within a round, beside the weights
 NOTES = "-notes"  # the same, where a hub evolves for others
 HUB = "hub"  # in a message's configuration: whether the client is one; where there are none: absent
 LOSS, T, HEARD = "train-loss", "t", "neighbours-heard"  # metrics
-
-
-class _Rows(NamedTuple):
-    """Jacobian, outputs and targets of one client's examples, and their inputs if they came."""
-
-    upload: JacobianUpload
-    inputs: Tensor | None
 
 
 class EvolvedParcel(NamedTuple):
@@ -155,10 +146,8 @@ class NTKDFLClient(RelayClient):
             if HUB in message.config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
                 self._note(message, {LOSS: np.array(loss)})
-            arrays = _named(rows)
-            if task.selection == "true-loss":
-                arrays[INPUTS] = x.numpy()
-            outgoing[f"{TO}{sender}"] = arrays
+            sent = JacobianParcel(rows, x if task.selection == "true-loss" else None)
+            outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=task.sparsity, bits=task.bits)
         return outgoing, len(x), {}
 
     def _evolve(self, message: Message, task: EvolutionTask) -> Answer:
@@ -167,19 +156,25 @@ class NTKDFLClient(RelayClient):
             return {}, len(self._training), {}
         average = self._kept_average(message)
         x, targets = self._part(message, task)
-        own = _Rows(self._rows(average, x, targets), x)
+        upload = self._rows(average, x, targets)
+        own = JacobianParcel(upload, None if task.selection == "last" else x)
+        form = JacobianParcel(upload, x if task.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}
-        others = self.opened(message, lambda arrays: self._checked(arrays, shapes, own, task))
+        limits = UploadLimits(shapes, sparsity=task.sparsity, bits=task.bits)
+        others = self.opened(
+            message, lambda arrays: JacobianParcel.from_arrays(arrays, limits=limits, own=form)
+        )
         rows = [own, *(each for _, each in others)]
         whole = JacobianUpload.concatenate([each.upload for each in rows])
+        offset = log_class_prior(whole.targets) if task.class_prior else torch.zeros(())
         candidates = Candidates.of(
             average,
             whole.jacobian.to(self.device),
-            whole.outputs.to(self.device),
+            (whole.outputs + offset).to(self.device),
             whole.targets.to(self.device),
             task.flow,
         )
-        best = self._chosen(candidates, rows, task)
+        best = self._chosen(candidates, rows, task, offset)
         weights = average if best is None else candidates.weights_at(best)
         if not all(np.isfinite(array).all() for array in weights.values()):
             weights, best = average, None
@@ -244,42 +239,23 @@ class NTKDFLClient(RelayClient):
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
-    def _checked(
-        self, arrays: Arrays, shapes: Mapping[str, Any], own: _Rows, task: EvolutionTask
-    ) -> _Rows:
-        """Check a neighbour's rows, which must have the form of the own ones."""
-        inputs = arrays.get(INPUTS)
-        blocks = [f"block-{k:03}" for k in range(len(arrays.keys() - {INPUTS, *HEAD}))]
-        if arrays.keys() - {INPUTS} != {*HEAD, *blocks}:
-            raise BadReply("arrays", f"expected the arrays of an upload, got {sorted(arrays)[:5]}")
-        upload = JacobianUpload.from_arrays(
-            [arrays[name] for name in (*HEAD, *blocks)], parameters=shapes
-        )
-        if upload.jacobian.form != own.upload.jacobian.form:
-            raise BadReply("layout", "its Jacobian has another form than one's own")
-        if task.selection != "true-loss":
-            return _Rows(upload, None)
-        if inputs is None:
-            raise BadReply("arrays", "expected the inputs, too, by which t is chosen")
-        x = own.inputs
-        assert x is not None  # noqa: S101 - made by ourselves
-        shape = (upload.jacobian.num_examples, *x.shape[1:])
-        require_array(INPUTS, inputs, shape=shape, dtype=x.numpy().dtype)
-        return _Rows(upload, torch.from_numpy(np.require(inputs, requirements=["C", "W"])))
-
-    def _chosen(self, candidates: Candidates, rows: list[_Rows], task: EvolutionTask) -> int | None:
+    def _chosen(
+        self,
+        candidates: Candidates,
+        rows: list[JacobianParcel],
+        task: EvolutionTask,
+        offset: Tensor,
+    ) -> int | None:
         """Return the position of the t that is taken; None if no loss is finite."""
         if task.selection == "last":
             return len(candidates) - 1
-        compared = rows if task.selection == "true-loss" else rows[:1]
         each = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
+        compared = [own for own in rows if own.inputs is not None]
         losses = [
-            np.array(self.candidate_losses(each, own.inputs, own.upload.targets))
+            np.array(self.candidate_losses(each, own.inputs, own.upload.targets, offset))
             for own in compared
-            if own.inputs is not None
         ]
-        counts = [len(own.upload.targets) for own in compared if own.inputs is not None]
-        return lowest_loss(mean_losses(losses, counts))
+        return lowest_loss(mean_losses(losses, [len(own.upload.targets) for own in compared]))
 
     # ------------------------------------------------------- within the round
 
@@ -310,10 +286,3 @@ class NTKDFLClient(RelayClient):
                 "weights, and goes on with the next round"
             )
         return noted
-
-
-def _named(upload: JacobianUpload) -> dict[str, NDArray[Any]]:
-    """Name the arrays of an upload: outputs, targets, layout, and the blocks'."""
-    arrays = upload.to_arrays()
-    named = dict(zip(HEAD, arrays, strict=False))
-    return named | {f"block-{k:03}": a for k, a in enumerate(arrays[len(HEAD) :])}

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import NetworkPredictor, Predictor
-from fedntk.ntk.payloads import Agreement, EvolutionTask
+from fedntk.ntk.payloads import UNQUANTISED, Agreement, EvolutionTask
 
 from .averaging import named_arrays
 from .base import logger
@@ -62,6 +62,14 @@ class NTKDFL(RelayStrategy):
         m_1 of appendix E.1: clients divide their examples, and evolve once for each part.
     average : bool
         Whether clients average their weights with their neighbours' first: eq. (1).
+    class_prior : bool
+        Whether the classes' shares in a neighbourhood are taken out of what its client learns
+        (ours): see :func:`~fedntk.ntk.class_prior.log_class_prior`. For cross-entropy.
+    sparsity : float
+        Share of the numbers of each tensor of a Jacobian that clients drop before they send it
+        (appendix E.3: 0.5), as in :meth:`fedntk.ntk.CompressedUpload.compress`.
+    bits : int
+        Of each number that stays (appendix E.3: 6), 1 ... 16; 32 leaves them as they are.
     tolerance : float
         Of the clients' solver, as in :class:`~fedntk.ntk.evolution.GradientFlow`.
     evolve_once : bool
@@ -98,6 +106,9 @@ class NTKDFL(RelayStrategy):
         selection: str = "last",
         batches: int = 1,
         average: bool = True,
+        class_prior: bool = False,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
         tolerance: float = 1e-3,
         evolve_once: bool = False,
         same_weights: bool = True,
@@ -112,6 +123,9 @@ class NTKDFL(RelayStrategy):
             selection=selection,  # type: ignore[arg-type]
             batches=batches,
             average=average,
+            class_prior=class_prior,
+            sparsity=sparsity,
+            bits=bits,
             tolerance=tolerance,
         )
         if not 0 <= learning_rate_decay < math.inf:

@@ -8,6 +8,7 @@ from .ensemble_arrays import EnsembleArrays
 from .evolution_task import EvolutionTask
 from .feature_upload import FeatureUpload
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
+from .jacobian_parcel import JacobianParcel
 from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits
 from .npy import from_npy, to_npy
@@ -34,6 +35,7 @@ __all__ = [
     "EnsembleArrays",
     "EvolutionTask",
     "FeatureUpload",
+    "JacobianParcel",
     "JacobianUpload",
     "MemoryBudget",
     "Prototypes",

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, get_args
 
 from ..evolution.gradient_flow import GradientFlow
 from ..losses import Loss
+from .compression import UNQUANTISED, check_compression
 
 __all__ = ["EvolutionTask", "LocalSelection"]
 
@@ -34,6 +35,13 @@ class EvolutionTask:
         m_1: into how many parts clients divide their examples.
     average : bool
         Whether weights are averaged with the neighbours' first.
+    class_prior : bool
+        Whether the classes' shares in the neighbourhood are an offset of the outputs while they
+        evolve: see :func:`~fedntk.ntk.class_prior.log_class_prior`. For cross-entropy.
+    sparsity : float
+        Share of the numbers of each tensor of a Jacobian that is dropped before it is sent.
+    bits : int
+        Of each number that stays, 1 ... 16; 32 leaves them as they are.
     tolerance : float
         Of the solver: see :class:`~fedntk.ntk.evolution.GradientFlow`.
 
@@ -50,6 +58,9 @@ class EvolutionTask:
     selection: LocalSelection = "last"
     batches: int = 1
     average: bool = True
+    class_prior: bool = False
+    sparsity: float = 0.0
+    bits: int = UNQUANTISED
     tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -58,6 +69,9 @@ class EvolutionTask:
             raise ValueError(f"selection: expected one of {known}, got {self.selection!r}")
         if self.batches < 1:
             raise ValueError(f"batches: expected at least 1, got {self.batches}")
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
+        check_compression(self.sparsity, self.bits)
         object.__setattr__(self, "steps", tuple(self.flow.steps))
 
     @property

@@ -6,12 +6,14 @@ from typing import Any, Literal
 from flwr.client import NumPyClient
 
 from fedntk.clients import NTKDFLClient
+from fedntk.ntk.payloads import check_compression
 from fedntk.strategies import NTKDFL, BaseStrategy
 
+from ..config import Config
 from ..decentralised import DecentralisedMethod, GraphSettings
 from ..method import Setup
 from ..personal import personal_cache
-from ..settings import numbers, setting
+from ..settings import ConfigError, numbers, setting
 
 __all__ = ["METHOD"]
 
@@ -38,6 +40,18 @@ class NTKDFLSettings(GraphSettings):
         1, "m_1: parts of a client's examples, each with an evolution", at_least=1
     )
     average: bool = setting(True, "weights are averaged with the neighbours' first")
+    class_prior: bool = setting(
+        False, "the classes' shares in a neighbourhood are an offset of the outputs that evolve"
+    )
+    sparsity: float = setting(
+        0.0,
+        "share of the numbers of each tensor of a Jacobian that is not sent",
+        at_least=0,
+        below=1,
+    )
+    bits: int = setting(
+        32, "of each number that is sent, 1 ... 16; 32 leaves them as they are", at_least=1
+    )
     tolerance: float = setting(1e-3, "of the solver", above=0, below=1)
     evolve_once: bool = setting(
         False, "with topology = clustered: one client of each cluster evolves for all"
@@ -47,11 +61,26 @@ class NTKDFLSettings(GraphSettings):
         super().__post_init__()
         numbers(self.key("steps"), self.steps, float)
 
+    def check(self) -> None:
+        """Refuse what cannot be quantised."""
+        super().check()
+        try:
+            check_compression(self.sparsity, self.bits)
+        except ValueError as error:
+            raise ConfigError(f"{self.table}: {error}") from None
+
 
 class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
     name = "ntk-dfl"
     settings = NTKDFLSettings
     metrics = (*DecentralisedMethod.metrics, "t")
+
+    def check(self, config: Config, settings: NTKDFLSettings) -> None:
+        super().check(config, settings)
+        if settings.class_prior and config.loss != "cross-entropy":
+            raise ConfigError(
+                f"{settings.key('class-prior')} goes with loss = cross-entropy, got {config.loss}"
+            )
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, config = self.own(setup.config), setup.config
@@ -65,6 +94,9 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
             selection=own.selection,
             batches=own.batches,
             average=own.average,
+            class_prior=own.class_prior,
+            sparsity=own.sparsity,
+            bits=own.bits,
             tolerance=own.tolerance,
             evolve_once=own.evolve_once,
             same_weights=own.same_weights,

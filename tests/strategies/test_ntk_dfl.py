@@ -37,6 +37,12 @@ CONTRACT = {
         one_exchange=False,
         sends_arrays=False,
     ),
+    "NTKDFL, class prior, compressed": Contract(
+        lambda **o: strategy(class_prior=True, selection="own", sparsity=0.5, bits=6, **o),
+        CLIENTS,
+        one_exchange=False,
+        sends_arrays=False,
+    ),
     "NTKDFL, two batches, ring": Contract(
         lambda **o: strategy(topology=Topology("ring"), batches=2, selection="own", **o),
         CLIENTS,
@@ -76,10 +82,9 @@ def weights_of(strategy: NTKDFL, client: int, server_round: int) -> dict[str, np
 
 
 def evolved(
-    weights: dict[str, np.ndarray], members: list[int], batches: int, t: float, loss: str
+    weights: dict[str, np.ndarray], members: list[int], t: float, loss: str, *, prior: bool = False
 ) -> dict[str, np.ndarray]:
     """One evolution on one machine, of all examples of some clients: eq. (2) to (5)."""
-    assert batches == 1
     network = net()
     network.load_state_dict({name: torch.tensor(a) for name, a in weights.items()})
     x, y = (torch.cat(parts) for parts in zip(*map(examples, members), strict=True))
@@ -88,22 +93,30 @@ def evolved(
     with torch.no_grad():
         outputs = network(x)
     targets = nn.functional.one_hot(y, 3).double()
+    if prior:
+        counts = targets.sum(0)
+        outputs = outputs + (3 * (counts + 1 / 3) / (len(y) + 1)).log()
     flow = GradientFlow(loss=loss, learning_rate=0.1, steps=[t])  # type: ignore[arg-type]
     residuals = flow(rows, outputs, targets).residuals[0]
     update = rows.vjp(residuals)
     return {name: weights[name] + update[name].numpy() for name in weights}
 
 
+@pytest.mark.parametrize("prior", [False, True])
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 @pytest.mark.parametrize("kind", ["regular", "line"])
-def test_three_rounds_are_those_of_the_algorithms_on_one_machine(loss, kind):
+def test_three_rounds_are_those_of_the_algorithms_on_one_machine(loss, kind, prior):
     """Averages, Jacobians of the neighbourhood, evolution to the last t: algorithms 2 to 4.
 
     MSE is solved in closed form in float64; cross-entropy to the solver's tolerance of 1e-4.
     """
+    if prior and loss == "mse":
+        with pytest.raises(ValueError, match="class_prior: expected the loss cross-entropy"):
+            strategy(class_prior=True, loss="mse")
+        return
     bound = 1e-9 if loss == "mse" else 1e-4
     topology = Topology(kind, degree=3, seed=4)
-    own = strategy(topology=topology, loss=loss, **ALL)
+    own = strategy(topology=topology, loss=loss, class_prior=prior, **ALL)
     found = run(own, Grid(clients(loss=loss)), rounds=3)
     start_ = {name: t.numpy() for name, t in net().state_dict().items()}
     weights = dict.fromkeys(range(6), start_)
@@ -118,13 +131,45 @@ def test_three_rounds_are_those_of_the_algorithms_on_one_machine(loss, kind):
             }
             for k in range(6)
         }
-        weights = {k: evolved(average[k], near[k], 1, STEPS[-1], loss) for k in range(6)}
+        weights = {k: evolved(average[k], near[k], STEPS[-1], loss, prior=prior) for k in range(6)}
         for k in range(6):
             for name, array in weights_of(own, k, number).items():
                 np.testing.assert_allclose(array, weights[k][name], rtol=bound, atol=bound)
     for name, array in found.items():
         mean = sum(weights[k][name] for k in range(6)) / 6
         np.testing.assert_allclose(array, mean, rtol=bound, atol=bound)
+
+
+def test_compressed_rows_are_fewer_bytes_and_near_the_exact_ones():
+    """Sixteen bits: weights are off by little; 6 bits of half the numbers: by more, not at random.
+
+    A round's change of the weights is the scale; rounding to 2^-15 of a tensor's range is far below
+    a hundredth of it, and dropping the smaller half of each factor below all of it.
+    """
+    found, sizes = [], []
+    for options in ({}, {"bits": 16}, {"sparsity": 0.5, "bits": 6}):
+        own = strategy(loss="mse", topology=Topology("ring"), **options, **ALL)
+        sizes.append(0)
+
+        def counted(reply: Message, own: NTKDFL = own) -> Message:
+            if own._step.name == "jacobians":
+                records = reply.content.array_records.values()
+                sizes[-1] += sum(len(array.data) for each in records for array in each.values())
+            return reply
+
+        grid = Grid(clients(loss="mse"), changes=dict.fromkeys(range(6), counted))
+        found.append(run(own, grid, rounds=1))
+        assert own.train_metrics[1]["neighbours-heard"] == 2
+        assert own.train_metrics[1]["parcels-rejected"] == 0
+    assert sizes[0] > sizes[1] > sizes[2]
+    start_ = {name: t.numpy() for name, t in net().state_dict().items()}
+
+    def distance(a: Any, b: Any) -> float:
+        return float(np.sqrt(sum(((a[name] - b[name]) ** 2).sum() for name in a)))
+
+    change = distance(found[0], start_)
+    assert 0 < distance(found[1], found[0]) < 0.01 * change
+    assert 0.01 * change < distance(found[2], found[0]) < change
 
 
 def test_on_the_complete_graph_it_is_ntk_fl_of_all_clients():
@@ -212,7 +257,7 @@ def test_a_member_that_fails_is_missing_in_its_hubs_kernel_alone():
     run(own, Grid(clients(loss="mse"), changes={members[0]: change}), rounds=1)
     heard = [k for k in range(6) if k != members[0]]
     start_ = {name: t.numpy() for name, t in net().state_dict().items()}
-    expected = evolved(start_, heard, 1, STEPS[-1], "mse")
+    expected = evolved(start_, heard, STEPS[-1], "mse")
     assert own.train_metrics[1]["neighbours-heard"] == pytest.approx(len(heard) - 1)
     for k in heard:
         for name, array in weights_of(own, k, 1).items():
@@ -229,7 +274,7 @@ def test_without_averaging_clients_evolve_from_their_own_weights():
     weights = {k: {n: t.numpy() for n, t in net().state_dict().items()} for k in range(6)}
     for number in (1, 2):
         near = {k: [k, *j] for k, j in topology.neighbours(number, range(6)).items()}
-        weights = {k: evolved(weights[k], near[k], 1, STEPS[-1], "mse") for k in range(6)}
+        weights = {k: evolved(weights[k], near[k], STEPS[-1], "mse") for k in range(6)}
         for k in range(6):
             for name, array in weights_of(own, k, number).items():
                 np.testing.assert_allclose(array, weights[k][name], rtol=1e-7, atol=1e-9)
@@ -383,7 +428,7 @@ def test_a_client_that_fails_in_a_step_is_out_for_the_round_and_goes_on_with_its
     # in round 1 the others were without it from the exchange on in which it failed
     members = [0, 1, 3, 4, 5] if exchange < 3 else list(range(6))
     start_ = {name: t.numpy() for name, t in net().state_dict().items()}
-    expected = evolved(start_, members, 1, STEPS[-1], "mse")
+    expected = evolved(start_, members, STEPS[-1], "mse")
     for name, array in weights_of(own, 0, 1).items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-7, atol=1e-9)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits
-from fedntk.ntk.payloads.jacobian_parcel import JacobianParcel
+from fedntk.ntk.payloads import JacobianParcel
 
 from .test_uploads import SHAPES, arrays_of, upload
 
