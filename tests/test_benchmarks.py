@@ -115,6 +115,27 @@ def test_measurement_runs_from_the_checkout_and_is_right(program, options):
         assert row.get("relative-difference", 0) < (79_510 * 2**-24 if others else 1e-5)
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data):
+    """Metered bytes against those of the arrays: headers and names come on top, 1 % at this size.
+
+    One cluster of four, 20 examples each.
+    """
+    own = {"topology": "clustered", "evolve_once": True} if once else {}
+    case = {"clients": 4, "kappa": 3, "examples": 20, "data_dir": str(shared_data), **own}
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, BENCHMARKS / "ntk_dfl.py", "--child", json.dumps(case)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["cpu-seconds"] > 0
+    for way in ("up", "down"):
+        exact = measured[f"formula-{way}"]
+        assert exact < measured[f"bytes-{way}"] < 1.02 * exact
+
+
 def test_the_page_on_uncertainty_quotes_what_was_measured():
     """Each row of its two tables of results is a mean of the committed measurements."""
     page = (ROOT / "docs" / "uncertainty.md").read_text(encoding="utf-8")

@@ -540,6 +540,36 @@ def test_what_ntk_dfl_sends():
     assert grid.up["evaluate.model"] == [evaluated(costs[MODEL_ROW], P=P)] * 6
 
 
+def test_what_ntk_dfl_sends_where_one_client_of_a_cluster_evolves():
+    """A cluster of three, two rounds: a hub and two others, whichever they are in each."""
+    costs, d, clients = rows("ntk_dfl", 1), 2, 3
+
+    def client(context):
+        k = context.node_config["partition-id"]
+        return NTKDFLClient(network(), *examples(k), seed=(0, k))
+
+    own = OPTIONS | {"min_train_nodes": clients, "evolve_once": True}
+    strategy = NTKDFL(topology=Topology("clustered", degree=d), **own)
+    grid = Recording(client, clients=clients)
+    strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=2)
+    x, y = examples(0)
+    upload = JacobianUpload(
+        jacobian(network(), x), torch.zeros(EXAMPLES, CLASSES), one_hot(y, CLASSES)
+    )
+    known = {"P": P, "d": d, "U": size(upload.to_arrays())}
+    found = {
+        way: [
+            evaluated(costs[f"with `evolve-once`, {way}, {who}"], **known)
+            for who in ("a hub", "another")
+        ]
+        for way in ("up", "down")
+    }
+    up, down = (found[way][0] + d * found[way][1] for way in ("up", "down"))
+    row = "down, until it has gone through a round, in each message besides"
+    assert sum(grid.up["train"]) == clients * (4 * P + 8) + 2 * up
+    assert sum(grid.down["train"]) == clients * 5 * evaluated(costs[row], P=P) + 2 * down
+
+
 MODEL_ROW = "up, its model, where a round evaluates"
 RELAYED = {
     "dfedavg": (DFedAvg, DFedAvgClient),

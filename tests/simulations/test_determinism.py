@@ -41,9 +41,14 @@ def result(config: Config, folder: Path, kind: type[LocalGrid], workers: int) ->
     return outcome(folder)
 
 
-@pytest.mark.parametrize("method", sorted(all_methods()))
-def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, method):
-    config = replace(SMALL, method=method, learning_rate=0.05, **SETTINGS[method])
+HUBS = {"topology": "clustered", "degree": 2, "evolve_once": True, "steps": "5,10"}
+CASES = {method: {"method": method, **SETTINGS[method]} for method in all_methods()}
+CASES |= {"ntk-dfl, hubs": {"method": "ntk-dfl", "ntk_dfl": HUBS}}
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, case):
+    config = replace(SMALL, learning_rate=0.05, **CASES[case])
     expected = result(config, tmp_path / "serial", LocalGrid, 1)
     for workers in (1, 2, 4):
         assert result(config, tmp_path / str(workers), Shuffled, workers) == expected
