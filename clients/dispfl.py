@@ -168,7 +168,7 @@ class DisPFLClient(GossipClient):
             masks, following = ({n: kept[way + n] for n in names} for way in (SENT, NEXT))
             return SparseWeights(weights, masks, len(self._training)), following, False
         if counted and not lost:  # the masks alone: these weights belong to none
-            weights, lost = self.current({**config, ROUND: 0})[0], True
+            weights, lost = self.first_weights(config), True
         drawn = [int(config["mask-seed"])] if config.get("same-masks", True) else list(self.seed)
         generator = np.random.default_rng([*drawn, *b"first-masks"])
         masks = first_masks(shapes, 1 - float(config["sparsity"]), generator)

@@ -27,10 +27,15 @@ class GraphSettings(Settings):
     degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
     dynamic: bool = setting(True, "the graph is drawn anew in each round")
     same_weights: bool = setting(True, "all clients begin with the same weights")
+    seal: bool = setting(
+        False,
+        "what clients send each other is sealed for its receivers; one exchange more in a round",
+    )
 
-    def drawn(self, seed: int) -> Topology:
-        """Return the graphs of a run."""
-        return Topology(self.topology, degree=self.degree, dynamic=self.dynamic, seed=seed)
+    def of_relay(self, seed: int) -> dict[str, Any]:
+        """Return the options that the strategies of these methods share, with a run's graphs."""
+        graphs = Topology(self.topology, degree=self.degree, dynamic=self.dynamic, seed=seed)
+        return {"topology": graphs, "same_weights": self.same_weights, "seal": self.seal}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +101,9 @@ class GossipMethod(DecentralisedMethod[G]):
         """Return the options that the strategies of these methods share."""
         own = self.own(setup.config)
         return {
-            "topology": own.drawn(setup.config.seed),
+            **own.of_relay(setup.config.seed),
             "mixing": own.mixing,
             "learning_rate_factor": own.learning_rate_factor,
-            "same_weights": own.same_weights,
         }
 
     def of_clients(self, setup: Setup) -> dict[str, Any]:
