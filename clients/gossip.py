@@ -137,7 +137,3 @@ class GossipClient(RelayClient, SGDClient):
     def parcel(self, weights: Arrays) -> Mapping[str, NDArray[Any]]:
         """Return weights as they go to neighbours."""
         return WeightsParcel(weights, len(self._training)).to_arrays()
-
-    def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
-        """Return the neighbours' weights; those that are not like one's own are dropped."""
-        return self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))

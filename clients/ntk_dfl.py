@@ -19,7 +19,7 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, jacobian, loss_value
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
-from fedntk.ntk.payloads import EvolutionTask
+from fedntk.ntk.payloads import EvolutionTask, screen_uploads
 
 from .randomness import round_seed
 from .relay import (
@@ -102,7 +102,7 @@ class NTKDFLClient(RelayClient):
         """Average with the neighbours' weights, and send the average (lines 3 to 5)."""
         del task
         own, lost = self.current(message.config)
-        others = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
+        others = self.weights_heard(message, own)
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         average = mean_weights([*mine, *(parcel for _, parcel in others)])
         self._keep_average(average, message)
@@ -130,7 +130,9 @@ class NTKDFLClient(RelayClient):
         x, targets = self._part(message, task)
         own = _Rows(self._rows(average, x, targets), x)
         shapes = {name: array.shape for name, array in average.items()}
-        others = self.opened(message, lambda arrays: self._checked(arrays, shapes, own, task))
+        heard = self.opened(message, lambda arrays: self._checked(arrays, shapes, own, task))
+        uploads = [own.upload, *(each.upload for _, each in heard)]
+        others = self.screened(heard, lambda factor: screen_uploads(uploads, factor), message)
         rows = [own, *(each for _, each in others)]
         whole = JacobianUpload.concatenate([each.upload for each in rows])
         candidates = Candidates.of(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.first_weights import drawn_weights
+from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
 from fedntk.trust import ParcelKeys
 
 from .adapter import OF_A_CLIENT
@@ -29,7 +30,9 @@ from .weights import Scalar, get_weights, set_weights
 __all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
 
 FROM, TO, ALL = OF_A_CLIENT, "to-", "to-neighbours"  # begin the names of records, or are one
-OF_RELAYS = OF_SEALING | {RUN, ROUND, "step", "batch", "neighbours", "same-weights"}
+OF_RELAYS = OF_SEALING | {
+    RUN, ROUND, "step", "batch", "neighbours", "same-weights", "outlier-factor",
+}  # fmt: skip
 KEYS = "-keys"  # where the own key is kept, beside the weights
 COUNT = "num-examples"  # name of an array beside weights
 LARGEST = 1e12  # of a neighbour's weight
@@ -287,6 +290,39 @@ class RelayClient(ModelClient):
         """Parse the parcels, in the order of the neighbours; those that are bad are dropped."""
         return self._usable(message.parcels, lambda _, arrays: parse(arrays))
 
+    def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
+        """Return the neighbours' weights; those that are not like one's own are dropped.
+
+        So are those whose norm is out of all proportion: see :meth:`screened`.
+        """
+        heard = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
+        norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
+        return self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
+
+    def screened(
+        self,
+        heard: Sequence[tuple[int, T]],
+        screen: Callable[[float], Sequence[BadReply | None]],
+        message: Message,
+    ) -> list[tuple[int, T]]:
+        """Drop the neighbours that a rule over them and the client itself refuses.
+
+        Parameters
+        ----------
+        heard : list of (int, T)
+            Neighbours, and what they sent.
+        screen : callable
+            The strategy's ``outlier_factor`` -> verdicts, the client's own first.
+        message : Message
+            It tells the factor.
+        """
+        verdicts = screen(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
+        for (sender, _), bad in zip(heard, verdicts, strict=True):
+            if bad is not None:
+                self._rejected += 1
+                logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, bad)
+        return [each for each, bad in zip(heard, verdicts, strict=True) if bad is None]
+
     def _usable(
         self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
     ) -> list[tuple[int, T]]:
@@ -299,6 +335,12 @@ class RelayClient(ModelClient):
                 self._rejected += 1
                 logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, error)
         return good
+
+
+def norm_of(weights: Mapping[str, NDArray[Any]]) -> float:
+    """Euclidean norm of all arrays of floating point, in float64."""
+    flat = [np.asarray(a, np.float64).ravel() for a in weights.values() if a.dtype.kind == "f"]
+    return float(np.sqrt(sum(float(own @ own) for own in flat)))
 
 
 def mean_weights(parcels: list[WeightsParcel]) -> Arrays:

@@ -61,7 +61,7 @@ class DecentralisedMethod(Method[D]):
 
     metrics: ClassVar[tuple[str, ...]] = (
         "inter-client-deviation", "models-collected", "neighbours-heard", "parcels-rejected",
-        "restarted",
+        "restarted", "spectral-gap",
     )  # fmt: skip
 
     def check(self, config: Config, settings: D) -> None:

@@ -109,6 +109,7 @@ class NTKDFL(RelayStrategy):
             )
         self.learning_rate_decay = learning_rate_decay
         self.same_weights = same_weights
+        self.mixing = "examples" if average else None
 
     def summary(self) -> None:
         """Log the settings."""

@@ -30,7 +30,7 @@ from .averaging import cast_like, named_arrays
 from .base import logger
 from .kept_rounds import KeepingStrategy
 from .replies import Reply, checked_weights
-from .topology import Topology
+from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
 from .trust_protocols import PublicKeys, VouchesForKeys
 
 __all__ = ["Parcels", "RelayStrategy", "Step"]
@@ -106,6 +106,7 @@ class RelayStrategy(KeepingStrategy):
     """
 
     replies = "parcels"
+    mixing: MixingMatrix | None = "examples"  # how clients average; None: not at all
 
     def __init__(
         self,
@@ -192,6 +193,7 @@ class RelayStrategy(KeepingStrategy):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""
         super().prepare_config(config, server_round)
+        config["outlier-factor"] = self.outlier_factor
         if self._planned:
             config["step"], config["batch"] = self._step
 
@@ -279,6 +281,7 @@ class RelayStrategy(KeepingStrategy):
         """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
         pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
         refused = parcels_refused(pairs)
+        examples = {reply.client: reply.num_examples for reply, _ in pairs}
         for position in range(1, len(self._planned)):
             self._position = position
             self._parcels = self._addressed({reply.client: sent for reply, sent in pairs})
@@ -289,6 +292,9 @@ class RelayStrategy(KeepingStrategy):
         self._parcels = {}
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         metrics[REFUSED] = refused
+        if self.mixing is not None:
+            matrix = mixing_matrix(self.neighbours, examples, self.mixing)
+            metrics["spectral-gap"] = spectral_gap(matrix)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             self._sent_last = {}

@@ -30,6 +30,8 @@ from fedntk.strategies import (
     NoUsableReply,
     RelayStrategy,
     Topology,
+    mixing_matrix,
+    spectral_gap,
 )
 from fedntk.strategies.trust_protocols import PublicKey
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
@@ -406,3 +408,193 @@ def test_a_client_that_lost_the_first_weights_is_sent_them_again(case):
     assert own.train_metrics[1]["replies-accepted"] == 5
     assert own.train_metrics[2]["replies-accepted"] == 6
     assert own.trained[5] == 2
+
+
+# ------------------------------------------------------------------------- mixing
+
+
+@pytest.mark.parametrize("mixing", ["examples", "equal", "metropolis"])
+def test_clients_average_by_the_mixing_matrix_whose_gap_is_reported(mixing):
+    """Each client's row of W, by its number of examples and its neighbours', and no others."""
+    case = CASES["DFedAvg"]
+    own = case.make(mixing=mixing, gossip_steps=1, same_weights=False)
+    clients = app(DFedAvgClient, **{**SGD, "local_epochs": 0})
+    start(own, Grid(clients), rounds=2)
+    near = own.topology.neighbours(2, range(6))
+    matrix = mixing_matrix(near, {k: 5 + k for k in range(6)}, mixing)
+    before, after = (
+        np.stack([weights_of(own, k, number)["3.weight"].ravel() for k in range(6)])
+        for number in (1, 2)
+    )
+    np.testing.assert_allclose(after, matrix @ before, atol=1e-6)  # sums of 4 in float32
+    assert own.train_metrics[2]["spectral-gap"] == pytest.approx(spectral_gap(matrix))
+
+
+def test_every_method_reports_the_gap_and_one_without_averages_none(case):
+    own = case.make(topology=Topology("complete"), fraction_train=0.5, min_train_nodes=3)
+    start(own, Grid(case.app()), rounds=2)
+    assert [own.train_metrics[n]["spectral-gap"] for n in (1, 2)] == pytest.approx([1, 1])
+    alone = CASES["NTKDFL"].make(average=False)
+    start(alone, Grid(CASES["NTKDFL"].app()))
+    assert "spectral-gap" not in alone.train_metrics[1]
+
+
+def test_without_edges_it_is_training_alone(case):
+    """A client's weights are those of a run in which it is the only one."""
+    own = case.make(topology=Topology("own", graph=[]))
+    alone = case.make(topology=Topology("own", graph=[]), min_train_nodes=1, min_available_nodes=1)
+    start(own, Grid(case.app()), rounds=3)
+    start(alone, Grid(case.app(), num_clients=1), rounds=3)
+    assert bits(weights_of(own, 0, 3)) == bits(weights_of(alone, 0, 3))
+    assert bits(weights_of(own, 0, 3)) != bits(weights_of(own, 0, 2))
+    assert own.train_metrics[3]["spectral-gap"] == pytest.approx(0)
+
+
+# ------------------------------------------------------------------------- faults
+
+
+class Cutting(Grid):
+    """Loses on its way what one client sends another, in an exchange of a round."""
+
+    def __init__(self, *args: Any, lost: Callable[[int, str], bool], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lost, self.count = lost, 0
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        messages = list(messages)
+        for message in messages:
+            for name in list(message.content.array_records):
+                if self.lost(message.metadata.dst_node_id - 1, name):
+                    del message.content[name]
+                    self.count += 1
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def test_an_edge_that_drops_out_leaves_both_ends_at_work(case):
+    """Between clients 0 and 2, in round 2 and both ways: as if the graph had not had it.
+
+    Neighbours count by examples or the same, whose shares of a row leave out who was not heard.
+    """
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)]
+    mixing = {} if case.strategy is NTKDFL else {"mixing": "equal"}
+    whole, without = (
+        case.make(topology=Topology("own", graph=[*edges, *more]), **mixing)
+        for more in ([(0, 2)], [])
+    )
+
+    def cut(receiver: int, name: str) -> bool:
+        return (receiver, name) in ((0, "from-2"), (2, "from-0"))
+
+    grid = Cutting(case.app(), lost=cut)
+    start(whole, grid, rounds=2)
+    start(without, Grid(case.app()), rounds=2)
+    assert grid.count >= 4
+    for client in range(6):
+        assert bits(weights_of(whole, client, 2)) == bits(weights_of(without, client, 2))
+    assert whole.train_metrics[2]["replies-accepted"] == 6
+
+
+def test_an_edge_that_drops_out_within_a_round_is_felt_from_then_on():
+    """The Jacobian that client 2 sends client 0 is lost: client 0 evolves without those rows."""
+    case = CASES["NTKDFL"]
+    own = case.make(topology=Topology("complete"))
+
+    def cut(receiver: int, name: str) -> bool:
+        return own._step.name == "evolve" and (receiver, name) == (0, "from-2")
+
+    start(own, Cutting(case.app(), lost=cut))
+    assert own.train_metrics[1]["replies-accepted"] == 6
+    heard = own.train_metrics[1]["neighbours-heard"]
+    assert heard == pytest.approx((4 * 5 + 5 * (45 - 5)) / 45)  # by examples: client 0 has 5
+    mine, others = weights_of(own, 0, 1), [weights_of(own, k, 1) for k in (1, 3)]
+    distance = [np.abs(mine["0.weight"] - other["0.weight"]).max() for other in others]
+    apart = np.abs(others[0]["0.weight"] - others[1]["0.weight"]).max()
+    assert min(distance) > 10 * apart  # all others have one kernel
+
+
+def test_a_client_that_returns_after_rounds_catches_up_by_averaging(case):
+    """Client 5 fails in rounds 2 to 4, and is back in round 5, with its weights of round 1.
+
+    On the complete graph all have one average, so what it ends round 5 with is as near to the
+    others' as theirs are to each other's; what it ended round 1 with was not.
+    """
+
+    def absent(reply: Message) -> Message:
+        return failed(reply) if 2 <= own.server_round <= 4 else reply
+
+    own = case.make(topology=Topology("complete"), **EQUAL.get(case.strategy, {}))
+    start(own, Grid(case.app(), changes={5: absent}), rounds=5)
+    assert [own.train_metrics[n]["replies-accepted"] for n in range(1, 6)] == [6, 5, 5, 5, 6]
+    assert own.trained == dict.fromkeys(range(6), 5)
+    assert own.train_metrics[5].get("restarted", 0) == 0
+
+    def distances(number: int) -> tuple[float, float]:
+        flat = [
+            np.concatenate([a.ravel() for n, a in weights_of(own, k, number).items() if "." in n])
+            for k in (0, 1, 2, 3, 4)
+        ]
+        last = weights_of(own, 5, number if number == 5 else 1)
+        its = np.concatenate([a.ravel() for n, a in last.items() if "." in n])
+        among = [float(np.linalg.norm(a - b)) for a in flat for b in flat]
+        return max(float(np.linalg.norm(its - a)) for a in flat), max(among)
+
+    (stale, before), (back, now) = distances(4), distances(5)
+    assert stale > 1.5 * before
+    assert back < 2 * now + 1e-5
+
+
+EQUAL: dict[Any, dict[str, Any]] = {DisPFL: {"same_masks": True, "prune_share": 0.0}}
+
+
+def enlarged(reply: Message) -> Message:
+    """Multiply all numbers of a client's parcels by a million; they stay finite and well formed."""
+    if reply.has_error():
+        return reply
+    for record in reply.content.array_records:
+        if record == "arrays":  # its own model, for the mean
+            continue
+        arrays = {}
+        for name, array in reply.content[record].items():
+            own = array.numpy()
+            large = own.dtype.kind == "f" and name not in ("targets", "inputs")
+            arrays[name] = Array((own * 1e6).astype(own.dtype) if large else own)
+        reply.content[record] = ArrayRecord(arrays)
+    return reply
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(100.0, True), (float("inf"), False)])
+def test_weights_of_a_huge_norm_are_refused_by_who_gets_them(case, factor, refused):
+    """With three or more to compare, the client itself among them: as if nothing had come.
+
+    With no limit, which `outlier_factor` may say, they carry the average away, or end the round of
+    those who evolve from it.
+    """
+    attacked, without = (case.make(outlier_factor=factor, collect=False) for _ in range(2))
+    start(attacked, Grid(case.app(), changes={2: enlarged}))
+    start(without, Grid(case.app(), changes={2: silent}))
+    same = {0, 1, 3, 4, 5} <= attacked.trained.keys()
+    for client in set(attacked.trained) - {2}:
+        same &= bits(weights_of(attacked, client, 1)) == bits(weights_of(without, client, 1))
+    assert same == refused
+    assert (attacked.train_metrics[1]["parcels-rejected"] >= 3) == refused
+
+
+def test_a_hostile_jacobian_of_a_neighbour_is_refused():
+    """Rows a million times as large. A majority that agrees on them sets the measure itself.
+
+    Of six on the complete graph four attack. The two others have four such rows and two good ones:
+    none of the four is an outlier. Each attacker has three of them, and three good ones.
+    """
+    case = CASES["NTKDFL"]
+    runs = {}
+    for attackers in ((), (2,), (2, 3, 4, 5)):
+        own = case.make(topology=Topology("complete"), collect=False)
+
+        def change(reply: Message, own: Any = own) -> Message:
+            return enlarged(reply) if own._step.name == "jacobians" else reply
+
+        start(own, Grid(case.app(), changes=dict.fromkeys(attackers, change)))
+        runs[attackers] = own.train_metrics[1]
+    rejected = [metrics["parcels-rejected"] for metrics in runs.values()]
+    assert rejected == [0, 5, 4 * 3]
+    assert runs[2,]["replies-accepted"] == 6
