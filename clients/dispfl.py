@@ -141,6 +141,7 @@ class DisPFLClient(GossipClient):
         if lost and others:
             parcels, shares = parcels[1:], shares[1:]
         begun = _in_mask(_averaged(parcels, shares), mask)
+        self.keep_before(begun, config)
         trained, metrics = self.trained_from(begun, config, self._masked(mask))
         following = self._search(trained, mask, config)
         kept = {SENT + name: own for name, own in mask.items()}

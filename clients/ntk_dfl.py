@@ -106,6 +106,7 @@ class NTKDFLClient(RelayClient):
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         average = mean_weights([*mine, *(parcel for _, parcel in others)])
         self._keep_average(average, message)
+        self.keep_before(average, message.config)
         sent = WeightsParcel(average, len(self._training)).to_arrays()
         return {ALL: sent}, len(self._training), {"restarted": int(lost)}
 

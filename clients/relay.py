@@ -32,7 +32,9 @@ __all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
 FROM, TO, ALL = OF_A_CLIENT, "to-", "to-neighbours"  # begin the names of records, or are one
 OF_RELAYS = OF_SEALING | {
     RUN, ROUND, "step", "batch", "neighbours", "same-weights", "outlier-factor",
+    "keep-both",
 }  # fmt: skip
+BEFORE = "-before"  # where weights are kept as they were before the end of a round
 KEYS = "-keys"  # where the own key is kept, beside the weights
 COUNT = "num-examples"  # name of an array beside weights
 LARGEST = 1e12  # of a neighbour's weight
@@ -183,9 +185,16 @@ class RelayClient(ModelClient):
         return NamedArrays(outgoing), num_examples, metrics
 
     def report(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
-        """Return the client's weights, for the mean model that is evaluated."""
-        weights = self.own_weights(parameters, config)
-        return NamedArrays({"arrays": weights}), len(self._training), {}
+        """Return the client's weights, for the mean model that is evaluated.
+
+        With ``keep-both`` a record ``before`` has those of :meth:`keep_before`, if it took part.
+        """
+        records = {"arrays": self.own_weights(parameters, config)}
+        number = int(config.get("server-round", 0))
+        if config.get("keep-both") and int(config.get(ROUND, 0)) == number:
+            before = self._kept_weights(number, config, BEFORE)
+            records |= {} if before is None else {"before": before}
+        return NamedArrays(records), len(self._training), {}
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -260,9 +269,19 @@ class RelayClient(ModelClient):
             first = drawn_weights(first, "he", generator)
         return {name: first[name] for name in self.model.state_dict()}
 
-    def _kept_weights(self, server_round: int, config: Mapping[str, Any]) -> Arrays | None:
+    def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+        """Keep weights within a round, for whoever judges them: averaged ones before training.
+
+        Where averaging ends a round, these are the trained ones.
+        """
+        if config.get("keep-both"):
+            self.store(config, BEFORE).save(int(config.get("server-round", 0)), weights)
+
+    def _kept_weights(
+        self, server_round: int, config: Mapping[str, Any], what: str = ""
+    ) -> Arrays | None:
         """Return the network's arrays that were kept in a round, in its order; None if missing."""
-        kept, names = self.store(config).load(server_round), list(self.model.state_dict())
+        kept, names = self.store(config, what).load(server_round), list(self.model.state_dict())
         if kept is None or kept.keys() != set(names):
             return None
         return {name: kept[name] for name in names}

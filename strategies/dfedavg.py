@@ -54,6 +54,7 @@ class DFedAvg(GossipStrategy):
     """
 
     client = "DFedAvgClient"
+    ends_with = "averaged"
 
     def __init__(self, *, gossip_steps: int = 1, **options: Any) -> None:
         super().__init__(**options)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -78,6 +78,10 @@ class RelayStrategy(KeepingStrategy):
     collect : bool
         Whether clients are asked for their models. Without it the global arrays stay what they
         were, and the clients' own evaluations are all that is known of the models.
+    collect_both : bool
+        Whether clients are then asked, too, for their models as they were before the last thing
+        that they did in the round: as averaged, before they trained; or as trained, before they
+        averaged. Methods can so be compared at one point.
     seal : bool
         Whether parcels are sealed for their receivers. What ends a round is then sent again as the
         next one begins, when it is known for whom it is: one exchange more. Models that are
@@ -96,6 +100,8 @@ class RelayStrategy(KeepingStrategy):
         Client -> the last round that it went through to the end.
     models : dict of int to dict of str to ndarray
         Client -> its weights, as it last sent them for evaluation.
+    models_before : dict of int to dict of str to ndarray
+        The same, with `collect_both`: as they were before the round's last training or average.
     neighbours : dict of int to tuple of int
         Of the newest round.
 
@@ -107,12 +113,14 @@ class RelayStrategy(KeepingStrategy):
 
     replies = "parcels"
     mixing: MixingMatrix | None = "examples"  # how clients average; None: not at all
+    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
 
     def __init__(
         self,
         *,
         topology: Topology | None = None,
         collect: bool = True,
+        collect_both: bool = False,
         seal: bool = False,
         vouching: VouchesForKeys | None = None,
         **options: Any,
@@ -123,10 +131,11 @@ class RelayStrategy(KeepingStrategy):
                 "vouching: expected seal=True and the name of the run, run=..., as clients have it"
             )
         self.topology = Topology() if topology is None else topology
-        self.collect = collect
+        self.collect, self.collect_both = collect, collect and collect_both
         self.seal = seal
         self._keys = PublicKeys(vouching, self.run)
         self.models: dict[int, Arrays] = {}
+        self.models_before: dict[int, Arrays] = {}
         self.neighbours: dict[int, tuple[int, ...]] = {}
         self._parcels: Parcels = {}
         self._sent_last: dict[int, dict[str, ArrayRecord]] = {}  # in the last step of a round
@@ -157,14 +166,14 @@ class RelayStrategy(KeepingStrategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._sent_last, self.models = {}, {}
+        self._sent_last, self.models, self.models_before = {}, {}, {}
         self.sent.load_state_dict(state["sent"])
         self._keys.load_state_dict(state["public-keys"])
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin with the initial arrays for all clients, unless a state was loaded."""
         if not done:
-            self._sent_last, self.models = {}, {}
+            self._sent_last, self.models, self.models_before = {}, {}, {}
             self._keys.forget_all()
             self.sent.forget_all()
         return super().begin(initial_arrays, num_rounds, done)
@@ -194,6 +203,7 @@ class RelayStrategy(KeepingStrategy):
         """Add the step."""
         super().prepare_config(config, server_round)
         config["outlier-factor"] = self.outlier_factor
+        config["keep-both"] = self.collect_both and self.evaluates_in(server_round)
         if self._planned:
             config["step"], config["batch"] = self._step
 
@@ -331,20 +341,31 @@ class RelayStrategy(KeepingStrategy):
         network = named_arrays(self.global_arrays)
         nodes = self.sample(self._require_grid(), self.server_round, MODEL, 1.0, 1, self.held_out)
         pairs, rejected = self.exchange(
-            nodes,
-            MODEL,
-            self.global_arrays,
-            lambda reply: checked_weights(reply.arrays(), network),
+            nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
         )
         metrics["models-collected"] = len(pairs)
         if rejected:
             logger.log(WARNING, "%d clients' models could not be used", rejected.total())
         if not pairs:
             return None
-        self.models = {reply.client: model for reply, model in pairs}
-        mean = self.mean_of([model for _, model in pairs])
-        metrics["inter-client-deviation"] = deviation([model for _, model in pairs])
-        return cast_like(mean, network)
+        self.models = {reply.client: own["arrays"] for reply, own in pairs}
+        self.models_before = {r.client: own["before"] for r, own in pairs if "before" in own}
+        models = list(self.models.values())
+        metrics["inter-client-deviation"] = deviation(models)
+        return cast_like(self.mean_of(models), network)
+
+    def _models_of(self, reply: Reply, network: Arrays) -> dict[str, Arrays]:
+        """Check a client's models, by record."""
+        both = self.collect_both and "before" in reply.message.content.array_records
+        names = ("arrays", "before") if both else ("arrays",)
+        found = zip(names, reply.array_records(*names), strict=True)
+        return {name: checked_weights(arrays, network) for name, arrays in found}
+
+    @property
+    def models_at(self) -> dict[str, dict[int, Arrays]]:
+        """Clients' models by what was done last: ``"averaged"`` and ``"trained"``."""
+        other = "averaged" if self.ends_with == "trained" else "trained"
+        return {self.ends_with: self.models, other: self.models_before}
 
     def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
         """Return the model that stands for all: the equal mean."""

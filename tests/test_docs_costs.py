@@ -536,6 +536,13 @@ def test_what_ntk_dfl_sends():
     assert sum(grid.up["train"]) == clients * (weights + 2 * up)
     assert sum(grid.down["train"]) == clients * (first + 2 * down)
     assert grid.up["evaluate.model"] == [evaluated(costs[MODEL_ROW], P=P)] * 6
+    both = NTKDFL(
+        topology=Topology("complete"), collect_both=True, **OPTIONS | {"min_train_nodes": clients}
+    )
+    grid = Recording(client, clients=clients)
+    both.start(grid, ArrayRecord(network().state_dict()), num_rounds=1)
+    expected = (costs[row] for row in (MODEL_ROW, "up, besides, with `collect_both`"))
+    assert grid.up["evaluate.model"] == [sum(evaluated(f, P=P) for f in expected)] * 3
 
 
 MODEL_ROW = "up, its model, where a round evaluates"

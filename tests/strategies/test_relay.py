@@ -598,3 +598,40 @@ def test_a_hostile_jacobian_of_a_neighbour_is_refused():
     rejected = [metrics["parcels-rejected"] for metrics in runs.values()]
     assert rejected == [0, 5, 4 * 3]
     assert runs[2,]["replies-accepted"] == 6
+
+
+# ------------------------------------------------------------------- both models
+
+
+@pytest.mark.parametrize("name", ["NTKDFL", "DFedAvg", "DPSGD"])
+def test_both_models_of_a_round_are_those_around_its_average(name):
+    """Averaged ones are W times what was sent: the trained ones, or those of the round before.
+
+    W by hand from the counts 5 ... 10, weights in float32: 1e-6.
+    """
+    case = CASES[name]
+    options = {} if name == "NTKDFL" else {"mixing": "examples"}
+    options |= {"gossip_steps": 1} if name == "DFedAvg" else {}
+    own = case.make(collect_both=True, **options)
+    start(own, Grid(case.app()), rounds=2)
+    matrix = mixing_matrix(own.neighbours, {k: 5 + k for k in range(6)}, "examples")
+    averaged, trained = (own.models_at[point] for point in ("averaged", "trained"))
+    sent = trained if name == "DFedAvg" else {k: weights_of(own, k, 1) for k in range(6)}
+    for array in ("0.weight", "3.bias"):
+        before = np.stack([sent[k][array].ravel() for k in range(6)])
+        found = np.stack([averaged[k][array].ravel() for k in range(6)])
+        np.testing.assert_allclose(found, matrix @ before, atol=1e-6)
+        assert np.abs(found - np.stack([trained[k][array].ravel() for k in range(6)])).max() > 1e-4
+    for client, model in own.models.items():
+        assert bits(model) == bits(weights_of(own, client, 2))
+
+
+def test_a_client_that_failed_in_the_round_has_no_models_around_its_average(case):
+    def fails(reply: Message) -> Message:
+        return failed(reply) if own.server_round == 2 else reply
+
+    own = case.make(collect_both=True)
+    start(own, Grid(case.app(), changes={3: fails}), rounds=2)
+    assert sorted(own.models) == [0, 1, 2, 3, 4, 5]
+    assert sorted(own.models_before) == [0, 1, 2, 4, 5]
+    assert own.train_metrics[2]["models-collected"] == 6
