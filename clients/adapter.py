@@ -55,7 +55,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, or -1 where it
     has none. A ``query.partition`` message asks for nothing else and loads no data; a
     ``query.keys`` message asks for ``get_properties({})``, which tells the key server to whom to
-    seal.
+    seal; a ``query.public_key`` message calls ``public_key(config)``.
 
     The configuration that a client is given has ``client-id`` besides what was sent: its partition,
     or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
@@ -198,6 +198,12 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
         return _reply(message, context, client.get_properties(config))
+
+    @app.query("public_key")
+    def public_key(message: Message, context: Context) -> Message:
+        _, config = received(message, context)
+        client: Any = _made(client_fn, context)
+        return _reply(message, context, {"public-key": client.public_key(config)})
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:

@@ -49,10 +49,12 @@ class DPSGDClient(GossipClient):
         own, lost = self.current(message.config)
         others = self.weights_heard(message, own)
         trained, metrics = self.trained_from(own, message.config)
+        average = self.mixed(own, others, message, alone=not lost)
+        self.keep_before(average, message.config)
         if lost and others:
-            new = self.mixed(own, others, message, alone=False)
+            new = average
         else:
-            new = _moved(own, trained, self.mixed(own, others, message))
+            new = _moved(own, trained, average)
             statistics = self.mixed(trained, others, message)
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
         self.keep(new, message.config)

@@ -47,6 +47,7 @@ class DFedAvgClient(GossipClient):
         trained, metrics = self.trained_from(own, message.config)
         told = {LOST: np.array(lost), **{k: np.array(v) for k, v in metrics.items()}}
         self._within(message).save(self._round(message), {**trained, **told})
+        self.keep_before(trained, message.config)
         sent = {} if lost and message.neighbours else {ALL: self.parcel(trained)}
         return sent, len(self._training), {**metrics, LOST: int(lost)}
 

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
+from fedntk.ntk.payloads import screen_sizes
 
 from .dispfl_masks import Masks, first_masks, searched
 from .gossip import GossipClient
 from .personal_store import ROUND
 from .randomness import round_seed
-from .relay import ALL, COUNT, Answer, Arrays, Message, WeightsParcel, weighted_sum
+from .relay import ALL, COUNT, Answer, Arrays, Message, WeightsParcel, norm_of, weighted_sum
 from .sgd_steps import Gradients, gradients_of
 from .weights import Scalar
 
@@ -130,14 +131,17 @@ class DisPFLClient(GossipClient):
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         config = message.config
         own, mask, lost = self._state(message)
-        others = self.opened(
+        heard = self.opened(
             message, lambda arrays: SparseWeights.from_arrays(arrays, own.weights, list(mask))
         )
+        norms = [norm_of(own.weights), *(norm_of(parcel.weights) for _, parcel in heard)]
+        others = self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
-        heard = [own, *(parcel for _, parcel in others)]
+        parcels = [own, *(parcel for _, parcel in others)]
         if lost and others:
-            heard, shares = heard[1:], shares[1:]
-        begun = _in_mask(_averaged(heard, shares), mask)
+            parcels, shares = parcels[1:], shares[1:]
+        begun = _in_mask(_averaged(parcels, shares), mask)
+        self.keep_before(begun, config)
         trained, metrics = self.trained_from(begun, config, self._masked(mask))
         following = self._search(trained, mask, config)
         kept = {SENT + name: own for name, own in mask.items()}
@@ -168,7 +172,7 @@ class DisPFLClient(GossipClient):
             masks, following = ({n: kept[way + n] for n in names} for way in (SENT, NEXT))
             return SparseWeights(weights, masks, len(self._training)), following, False
         if counted and not lost:  # the masks alone: these weights belong to none
-            weights, lost = self.current({**config, ROUND: 0})[0], True
+            weights, lost = self.first_weights(config), True
         drawn = [int(config["mask-seed"])] if config.get("same-masks", True) else list(self.seed)
         generator = np.random.default_rng([*drawn, *b"first-masks"])
         masks = first_masks(shapes, 1 - float(config["sparsity"]), generator)

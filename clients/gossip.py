@@ -73,7 +73,7 @@ class GossipClient(RelayClient, SGDClient):
         rate = config.get("lr", self.learning_rate) * float(config.get("rate-factor", 1.0))
         self.load_weights(weights)
         loss = self.descend(list(weights.values()), x, targets, {**config, "lr": rate}, adjust)
-        trained = self.trained_weights()
+        trained = self.model_weights()
         if not all(np.isfinite(array).all() for array in trained.values()):
             logger.log(WARNING, "local training diverged: the weights stay as they were")
             trained = dict(weights)
@@ -137,7 +137,3 @@ class GossipClient(RelayClient, SGDClient):
     def parcel(self, weights: Arrays) -> Mapping[str, NDArray[Any]]:
         """Return weights as they go to neighbours."""
         return WeightsParcel(weights, len(self._training)).to_arrays()
-
-    def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
-        """Return the neighbours' weights; those that are not like one's own are dropped."""
-        return self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))

@@ -20,7 +20,7 @@ from fedntk.ntk.arrays import require_array
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian import Plans
-from fedntk.ntk.payloads import EvolutionTask, JacobianParcel
+from fedntk.ntk.payloads import EvolutionTask, JacobianParcel, screen_uploads
 
 from .randomness import round_seed
 from .relay import (
@@ -126,10 +126,11 @@ class NTKDFLClient(RelayClient):
         if message.config.get(HUB) is False:
             return {}, len(self._training), {}
         own, lost = self.current(message.config)
-        others = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
+        others = self.weights_heard(message, own)
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         average = mean_weights([*mine, *(parcel for _, parcel in others)])
         self._keep_average(average, message)
+        self.keep_before(average, message.config)
         sent = WeightsParcel(average, len(self._training)).to_arrays()
         return {ALL: sent}, len(self._training), {"restarted": int(lost)}
 
@@ -161,9 +162,11 @@ class NTKDFLClient(RelayClient):
         form = JacobianParcel(upload, x if task.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}
         limits = UploadLimits(shapes, sparsity=task.sparsity, bits=task.bits)
-        others = self.opened(
+        heard = self.opened(
             message, lambda arrays: JacobianParcel.from_arrays(arrays, limits=limits, own=form)
         )
+        uploads = [upload, *(each.upload for _, each in heard)]
+        others = self.screened(heard, lambda factor: screen_uploads(uploads, factor), message)
         rows = [own, *(each for _, each in others)]
         whole = JacobianUpload.concatenate([each.upload for each in rows])
         offset = log_class_prior(whole.targets) if task.class_prior else torch.zeros(())

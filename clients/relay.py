@@ -17,17 +17,25 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.first_weights import drawn_weights
+from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
+from fedntk.trust import ParcelKeys
 
 from .adapter import OF_A_CLIENT
 from .base import ModelClient
 from .named_arrays import NamedArrays
 from .personal_store import ROUND, RUN, PersonalStore
+from .sealed_parcels import OF_SEALING, SealedParcels, kept_key
 from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
 
 FROM, TO, ALL = OF_A_CLIENT, "to-", "to-neighbours"  # begin the names of records, or are one
-OF_RELAYS = frozenset({RUN, ROUND, "step", "batch", "neighbours", "same-weights"})
+OF_RELAYS = OF_SEALING | {
+    RUN, ROUND, "step", "batch", "neighbours", "same-weights", "outlier-factor",
+    "keep-both",
+}  # fmt: skip
+BEFORE = "-before"  # where weights are kept as they were before the end of a round
+KEYS = "-keys"  # where the own key is kept, beside the weights
 COUNT = "num-examples"  # name of an array beside weights
 LARGEST = 1e12  # of a neighbour's weight
 logger = getLogger("flwr")
@@ -106,6 +114,10 @@ class RelayClient(ModelClient):
         Folder for its weights; ``fedntk/personal`` in $XDG_CACHE_HOME or ``~/.cache`` by default:
         see :class:`~fedntk.clients.PersonalisedClient`. A client that finds its weights missing
         begins with the first ones again, and reports ``"restarted"``.
+    parcel_keys : ParcelKeys, optional
+        With which parcels are sealed, and opened. A client that is given them takes part in no run
+        whose strategy does not seal. By default, where the strategy does, the client draws a key
+        for the run, and keeps it in its folder.
     **model_options
         Of :class:`ModelClient`.
     """
@@ -114,10 +126,15 @@ class RelayClient(ModelClient):
     config_keys = OF_RELAYS
 
     def __init__(
-        self, *args: Any, cache: str | os.PathLike[str] | None = None, **model_options: Any
+        self,
+        *args: Any,
+        cache: str | os.PathLike[str] | None = None,
+        parcel_keys: ParcelKeys | None = None,
+        **model_options: Any,
     ) -> None:
         super().__init__(*args, **model_options)
         self.cache = cache
+        self.parcel_keys = parcel_keys
         self._rejected = 0
 
     @abstractmethod
@@ -154,18 +171,30 @@ class RelayClient(ModelClient):
         for name, reason in unreadable.items():
             logger.log(WARNING, "dropped what came %s: it cannot be read: %s", name, reason)
         self._rejected = len(unreadable)
+        sealing = self._sealing(config)
+        if sealing is not None:
+            parcels = dict(self._usable(parcels, sealing.opened))
         neighbours = tuple(int(j) for j in config.get("neighbours", ()))  # type: ignore[union-attr]
         message = Message(
             str(config.get("step", "")), int(config.get("batch", 0)), parcels, neighbours, config
         )
         outgoing, num_examples, metrics = self.answer(message)
+        if sealing is not None:
+            outgoing = sealing.sealed(outgoing)
         metrics["parcels-rejected"] = self._rejected  # always: odd names are left out of the means
         return NamedArrays(outgoing), num_examples, metrics
 
     def report(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
-        """Return the client's weights, for the mean model that is evaluated."""
-        weights = self.own_weights(parameters, config)
-        return NamedArrays({"arrays": weights}), len(self._training), {}
+        """Return the client's weights, for the mean model that is evaluated.
+
+        With ``keep-both`` a record ``before`` has those of :meth:`keep_before`, if it took part.
+        """
+        records = {"arrays": self.own_weights(parameters, config)}
+        number = int(config.get("server-round", 0))
+        if config.get("keep-both") and int(config.get(ROUND, 0)) == number:
+            before = self._kept_weights(number, config, BEFORE)
+            records |= {} if before is None else {"before": before}
+        return NamedArrays(records), len(self._training), {}
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -177,6 +206,28 @@ class RelayClient(ModelClient):
         """Make a module of the client's own weights: see :meth:`ModelClient.predictor`."""
         return super().predictor(list(self.own_weights(parameters, config).values()), config)
 
+    # -------------------------------------------------------------------- keys
+
+    def public_key(self, config: Mapping[str, Any]) -> bytes:
+        """Return the public key for which others are to seal, 32 raw bytes."""
+        return self._keys(config).public_key
+
+    def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
+        if self.parcel_keys is not None:
+            return self.parcel_keys
+        return ParcelKeys(kept_key(self.store(config, KEYS).folder))
+
+    def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
+        """Return what a message's parcels are opened and sealed with; None if they are not."""
+        if "parcel-run" in config:
+            return SealedParcels(self._keys(config), config)
+        if self.parcel_keys is not None:
+            raise ValueError(
+                "parcel_keys: the strategy does not have parcels sealed; give it seal=True, or "
+                "leave parcel_keys out"
+            )
+        return None
+
     # ----------------------------------------------------------------- weights
 
     def own_weights(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
@@ -186,22 +237,54 @@ class RelayClient(ModelClient):
         return weights
 
     def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
-        """Return the client's weights as of the round that counts, and whether they were lost."""
+        """Return the client's weights as of the round that counts, and whether they were lost.
+
+        Raises
+        ------
+        ValueError
+            If none count yet, and the first ones are lost or not the network's.
+        """
         server_round = int(config.get(ROUND, 0))
-        kept = self.store(config).load(server_round) if server_round else None
-        names = list(self.model.state_dict())
-        if kept is not None and kept.keys() == set(names):
-            return {name: kept[name] for name in names}, False
-        lost = server_round > 0
-        if lost:
+        if self._first and not server_round:  # they come once
+            self.store(config).save(0, self._first)
+        kept = self._kept_weights(server_round, config)
+        if server_round:
+            if kept is not None:
+                return kept, False
             logger.log(WARNING, "a client lost its weights, and begins with the first ones again")
-        first = self._first or dict(zip(names, get_weights(self.model), strict=True))
-        if first.keys() != set(names):
-            raise ValueError(f"arrays: expected those of the network, got {sorted(first)[:5]}")
+        elif kept is None:
+            raise ValueError(
+                f"arrays: expected those of the network, got {sorted(self._first)[:5]}"
+                if self._first
+                else f"{self.store(config).folder}: the first weights of this run are lost; the "
+                "strategy sends them again"
+            )
+        return self.first_weights(config), server_round > 0
+
+    def first_weights(self, config: Mapping[str, Any]) -> Arrays:
+        """Return the weights to begin with; of a client that lost them, the model's as it is."""
+        first = self._kept_weights(0, config) or self.model_weights()
         if not config.get("same-weights", True):
             generator = np.random.default_rng([*self.seed, *b"first-weights"])
             first = drawn_weights(first, "he", generator)
-        return {name: first[name] for name in names}, lost
+        return {name: first[name] for name in self.model.state_dict()}
+
+    def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+        """Keep weights within a round, for whoever judges them: averaged ones before training.
+
+        Where averaging ends a round, these are the trained ones.
+        """
+        if config.get("keep-both"):
+            self.store(config, BEFORE).save(int(config.get("server-round", 0)), weights)
+
+    def _kept_weights(
+        self, server_round: int, config: Mapping[str, Any], what: str = ""
+    ) -> Arrays | None:
+        """Return the network's arrays that were kept in a round, in its order; None if missing."""
+        kept, names = self.store(config, what).load(server_round), list(self.model.state_dict())
+        if kept is None or kept.keys() != set(names):
+            return None
+        return {name: kept[name] for name in names}
 
     def keep(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
         """Keep weights as those of the round at work, and those that count until it does."""
@@ -216,22 +299,67 @@ class RelayClient(ModelClient):
         """Put weights into the model."""
         set_weights(self.model, [weights[name] for name in self.model.state_dict()])
 
-    def trained_weights(self) -> Arrays:
-        """Return copies of the model's weights, by name."""
+    def model_weights(self) -> Arrays:
+        """Return copies of the weights that the model has, by name."""
         return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
 
     # ----------------------------------------------------------------- parcels
 
     def opened(self, message: Message, parse: Callable[[Arrays], T]) -> list[tuple[int, T]]:
         """Parse the parcels, in the order of the neighbours; those that are bad are dropped."""
+        return self._usable(message.parcels, lambda _, arrays: parse(arrays))
+
+    def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
+        """Return the neighbours' weights; those that are not like one's own are dropped.
+
+        So are those whose norm is out of all proportion: see :meth:`screened`.
+        """
+        heard = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
+        norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
+        return self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
+
+    def screened(
+        self,
+        heard: Sequence[tuple[int, T]],
+        screen: Callable[[float], Sequence[BadReply | None]],
+        message: Message,
+    ) -> list[tuple[int, T]]:
+        """Drop the neighbours that a rule over them and the client itself refuses.
+
+        Parameters
+        ----------
+        heard : list of (int, T)
+            Neighbours, and what they sent.
+        screen : callable
+            The strategy's ``outlier_factor`` -> verdicts, the client's own first.
+        message : Message
+            It tells the factor.
+        """
+        verdicts = screen(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
+        for (sender, _), bad in zip(heard, verdicts, strict=True):
+            if bad is not None:
+                self._rejected += 1
+                logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, bad)
+        return [each for each, bad in zip(heard, verdicts, strict=True) if bad is None]
+
+    def _usable(
+        self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
+    ) -> list[tuple[int, T]]:
+        """Read the parcels, in the order of the neighbours; those that are bad are dropped."""
         good = []
-        for sender, arrays in sorted(message.parcels.items()):
+        for sender, arrays in sorted(parcels.items()):
             try:
-                good.append((sender, parse(arrays)))
+                good.append((sender, read(sender, arrays)))
             except Exception as error:  # a neighbour may send anything
                 self._rejected += 1
                 logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, error)
         return good
+
+
+def norm_of(weights: Mapping[str, NDArray[Any]]) -> float:
+    """Euclidean norm of all arrays of floating point, in float64."""
+    flat = [np.asarray(a, np.float64).ravel() for a in weights.values() if a.dtype.kind == "f"]
+    return float(np.sqrt(sum(float(own @ own) for own in flat)))
 
 
 def mean_weights(parcels: list[WeightsParcel]) -> Arrays:

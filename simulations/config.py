@@ -36,6 +36,8 @@ WITH_OWNERS = (
     "leaf",
     "digit-domains",
     "digits-five",
+    "femnist",
+    "femnist-digits",
     "two-patch",
 )  # data sets that say whose an example is
 END = "# end of the settings\n"  # of a file that is whole
@@ -105,7 +107,8 @@ class Config(Settings):
 
     dataset: str = setting(
         "digits",
-        "digits, mnist, fashion-mnist, cifar10, digit-domains, digits-five, digits-five:<folder>, "
+        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (its digits alone), either "
+        "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
         "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
     )
     data_dir: str = setting(
@@ -137,7 +140,13 @@ class Config(Settings):
         "dirichlet",
         "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
         "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, LEAF's "
-        "users, domains, or the clients of two-patch",
+        "users, FEMNIST's writers, domains, or the clients of two-patch",
+    )
+    owners: int = setting(
+        0,
+        "of partition = natural: owners drawn from all, whose training examples are used, such as "
+        "some of FEMNIST's writers; 0: all",
+        at_least=0,
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
     min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
@@ -269,6 +278,11 @@ class Config(Settings):
         has_owners = self.natural_column or self.dataset.partition(":")[0] in WITH_OWNERS
         if self.partition == "natural" and not has_owners:
             raise ConfigError("partition = natural needs natural-column, the column of the ids")
+
+        if self.owners and self.partition != "natural":
+            raise ConfigError(
+                f"owners = {self.owners} needs partition = natural, got {self.partition}"
+            )
 
     def _check_validation(self) -> None:
         """Refuse a run on validation examples that has none."""

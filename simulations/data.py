@@ -21,6 +21,7 @@ from .config import Config
 from .digit_domains import digit_domains
 from .digits_five import digits_five
 from .domains import Domain, Joined, Part
+from .femnist import femnist
 from .hugging_face import HuggingFaceSet, channels_first, pictures
 from .kept_examples import Own
 from .leaf import load_leaf
@@ -253,6 +254,12 @@ def _load(
         return _two_patch(rest)
     if name == "hf" and rest:
         return _hugging_face(rest, image_column, label_column, natural_column)
+    if name in ("femnist", "femnist-digits"):
+        own = femnist(rest, digits=name == "femnist-digits")
+        return Data(
+            *own.train, *own.test, own.num_classes, own.writers,
+            natural_ids_test=own.writers_test,
+        )  # fmt: skip
     if name == "digits-five":
         return _of_domains(digits_five(rest, *per_domain))
     if dataset == "digit-domains":
@@ -260,10 +267,10 @@ def _load(
         return _of_domains(digit_domains(mnist, digits, *per_domain))
     if dataset in _BY_NAME:
         return _BY_NAME[dataset](folder)
-    names = (*_BY_NAME, "digit-domains", "digits-five")
+    names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
     raise ConfigError(
-        f"dataset: expected {', '.join(names)}, digits-five:<folder>, hf:<name or folder>, "
-        f"leaf:<folder>, npz:<file> or two-patch:<options>, got {dataset!r}"
+        f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, "
+        f"hf:<name or folder>, leaf:<folder>, npz:<file> or two-patch:<options>, got {dataset!r}"
         f"{nearest(dataset, (*names, 'two-patch'))}"
     )
 

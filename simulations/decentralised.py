@@ -2,19 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
 
+from fedntk.ntk.files import whole
 from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
+from fedntk.strategies.averaging import cast_like, named_arrays
 
 from .config import Config
+from .figures import selection_accuracies
 from .method import Method, Setup
 from .personal import personal_cache
+from .selection import selection_curves
 from .settings import ConfigError, Settings, setting
 from .simulated_trust import projected
 
-__all__ = ["DecentralisedMethod", "GossipMethod", "GossipSettings", "GraphSettings"]
+__all__ = [
+    "DecentralisedMethod",
+    "GossipMethod",
+    "GossipSettings",
+    "GraphSettings",
+    "selection_sets",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +43,32 @@ class GraphSettings(Settings):
     degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
     dynamic: bool = setting(True, "the graph is drawn anew in each round")
     same_weights: bool = setting(True, "all clients begin with the same weights")
+    seal: bool = setting(
+        False,
+        "what clients send each other is sealed for its receivers; one exchange more in a round",
+    )
 
-    def drawn(self, seed: int) -> Topology:
-        """Return the graphs of a run."""
-        return Topology(self.topology, degree=self.degree, dynamic=self.dynamic, seed=seed)
+    both_accuracies: bool = setting(
+        True,
+        "clients' models are judged both after they averaged and after they trained, in rounds "
+        "that evaluate; they then send two",
+    )
+    selection_points: int = setting(
+        20,
+        "numbers of clients at which the mean of a selection of the last models is judged, best to "
+        "worst, at random and worst to best; 0: none",
+        at_least=0,
+    )
+
+    def of_relay(self, seed: int) -> dict[str, Any]:
+        """Return the options that the strategies of these methods share, with a run's graphs."""
+        graphs = Topology(self.topology, degree=self.degree, dynamic=self.dynamic, seed=seed)
+        return {
+            "topology": graphs,
+            "same_weights": self.same_weights,
+            "seal": self.seal,
+            "collect_both": self.both_accuracies,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +94,7 @@ class DecentralisedMethod(Method[D]):
 
     metrics: ClassVar[tuple[str, ...]] = (
         "inter-client-deviation", "models-collected", "neighbours-heard", "parcels-rejected",
-        "restarted",
+        "restarted", "spectral-gap",
     )  # fmt: skip
 
     def check(self, config: Config, settings: D) -> None:
@@ -70,21 +108,70 @@ class DecentralisedMethod(Method[D]):
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""
-        models = cast(RelayStrategy, strategy).models
-        if not models:
-            return {}
+        models_at = cast(RelayStrategy, strategy).models_at
+        measured: dict[str, float] = {}
+        if not any(models_at.values()):
+            return measured
         x, y = setup.evaluation_set()
         x = projected(setup.config, x)
-        values = [
-            self.predictor(setup, model, "network").evaluate(x, y).accuracy
-            for model in models.values()
-        ]
-        return {
-            "model-accuracy-mean": float(np.mean(values)),
-            "model-accuracy-min": float(np.min(values)),
-            "model-accuracy-max": float(np.max(values)),
-            "model-accuracy-std": float(np.std(values)),
-        }
+        for point, models in sorted(models_at.items()):
+            values = [self._accuracy(setup, model, x, y) for model in models.values()]
+            if values:
+                low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+                measured |= {
+                    f"{point}-accuracy-mean": float(np.mean(values)),
+                    f"{point}-accuracy-std": float(np.std(values)),
+                    f"{point}-accuracy-min": min(values),
+                    f"{point}-accuracy-q1": float(low),
+                    f"{point}-accuracy-median": float(middle),
+                    f"{point}-accuracy-q3": float(high),
+                    f"{point}-accuracy-max": max(values),
+                }
+        return measured
+
+    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+        """Write ``selection.parquet``: the accuracy of means of some of the last models."""
+        relay, points = cast(RelayStrategy, strategy), self.own(setup.config).selection_points
+        if not (points and relay.models):
+            return
+        (x, y), held = selection_sets(setup)
+        x, x_held = projected(setup.config, x), projected(setup.config, held[0])
+        expected = next(iter(relay.models.values()))
+        curves = selection_curves(
+            relay.models,
+            lambda model: self._accuracy(setup, model, x_held, held[1]),
+            lambda model: self._accuracy(setup, model, x, y),
+            lambda models: named_arrays(cast_like(relay.mean_of(models), expected)),
+            seed=setup.config.seed,
+            points=points,
+        )
+        with whole(folder / "selection.parquet") as file:
+            curves.to_parquet(file)
+
+    def pictures(self, folder: Path) -> Mapping[str, Figure]:
+        """Draw the accuracy against the number of clients averaged."""
+        path = folder / "selection.parquet"
+        return {"selection": selection_accuracies(pd.read_parquet(path))} if path.exists() else {}
+
+    def _accuracy(
+        self, setup: Setup, model: Mapping[str, NDArray[Any]], x: Tensor, y: Tensor
+    ) -> float:
+        return self.predictor(setup, model, "network").evaluate(x, y).accuracy
+
+
+def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the examples that judge means of models, and those by which models are sorted.
+
+    The latter are the server's validation examples. Where there are none, or what is evaluated on
+    are these, the evaluation set is halved at random, as in the paper.
+    """
+    x, y = setup.evaluation_set()
+    if len(setup.split.validation) and setup.config.evaluate_on == "test":
+        return (x, y), setup.data.train(setup.split.validation)
+    generator = np.random.default_rng([setup.config.seed, *b"selection sets"])
+    order = torch.from_numpy(generator.permutation(len(y)))
+    judging, sorting = order[: len(y) // 2], order[len(y) // 2 :]
+    return (x[judging], y[judging]), (x[sorting], y[sorting])
 
 
 class GossipMethod(DecentralisedMethod[G]):
@@ -96,10 +183,9 @@ class GossipMethod(DecentralisedMethod[G]):
         """Return the options that the strategies of these methods share."""
         own = self.own(setup.config)
         return {
-            "topology": own.drawn(setup.config.seed),
+            **own.of_relay(setup.config.seed),
             "mixing": own.mixing,
             "learning_rate_factor": own.learning_rate_factor,
-            "same_weights": own.same_weights,
         }
 
     def of_clients(self, setup: Setup) -> dict[str, Any]:

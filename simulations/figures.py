@@ -24,6 +24,7 @@ __all__ = [
     "label_distribution",
     "rejection_curves",
     "reliability_diagram",
+    "selection_accuracies",
     "similarity_heat_map",
     "tuning_values",
     "uncertainty_histogram",
@@ -404,6 +405,25 @@ def similarity_heat_map(
     axes.set_xticks(places, names, rotation=90, fontsize=7)
     axes.set_yticks(places, names, fontsize=7)
     axes.set(xlabel="client", ylabel="client", title=title)
+    return figure
+
+
+def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw the accuracy of the mean of some clients' models against how many they are.
+
+    Parameters
+    ----------
+    curves : DataFrame
+        See :func:`~fedntk.simulations.selection.selection_curves`.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    for name, own, style in _each(curves, "order"):
+        axes.plot(own.clients, 100 * own.accuracy, label=name, **style)
+    axes.set(xlabel="clients averaged", ylabel="accuracy of their mean (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
     return figure
 
 

@@ -296,8 +296,21 @@ class Method(ABC, Generic[S]):
             In the run's folder, ``details``. It is not there before something is written.
         """
 
+    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+        """Write what a run showed, when its rounds are over.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        strategy : BaseStrategy
+            After the last round; made anew where a run that was cut off had no round left.
+        folder : Path
+            As of :meth:`after_round`.
+        """
+
     def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
-        """Draw what :meth:`after_round` wrote, for the report: name -> picture."""
+        """Draw what :meth:`after_round` and :meth:`after_run` wrote, for the report, by name."""
         del folder
         return {}
 

@@ -81,6 +81,8 @@ def split_data(config: Config, data: Data) -> Split:
     order = generator.permutation(len(data.y_train))
     validation = np.sort(order[: config.validation_examples])
     rest = order[config.validation_examples :]
+    if config.owners:
+        rest = rest[_of_some_owners(config, data, rest)]
     if config.train_examples > len(rest):
         raise ConfigError(
             f"train-examples: expected at most {len(rest)}, got {config.train_examples}"
@@ -135,6 +137,21 @@ def split_data(config: Config, data: Data) -> Split:
                 "clients or a larger alpha"
             )
     return _with_tests(Split(clients, validation), config, data)
+
+
+def _of_some_owners(config: Config, data: Data, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Say which examples are of the owners that are drawn."""
+    if data.natural_ids is None:
+        raise ConfigError(f"partition = natural: {config.dataset} has no natural ids")
+    ids = data.natural_ids[indices]
+    everyone = np.unique(ids)
+    if config.owners > len(everyone):
+        raise ConfigError(
+            f"owners: expected at most the {len(everyone)} that have training examples, got "
+            f"{config.owners}"
+        )
+    generator = np.random.default_rng([config.seed, *b"owners"])
+    return np.isin(ids, generator.choice(everyone, config.owners, replace=False))
 
 
 def _partitioner(config: Config) -> "Partitioner":
@@ -286,5 +303,6 @@ SPLIT_SETTINGS = (
     "examples_per_client",
     "classes_per_client",
     "class_assignment",
+    "owners",
     "train_examples",
 )

@@ -160,6 +160,7 @@ def _serve(
             recorder.save()
         raise
     recorder.save()
+    config.chosen_method.after_run(setup, strategy, folder / "details")
     sizes = [len(own) for own in setup.split.clients]
     summary = write_run(
         folder,

@@ -16,7 +16,7 @@ from .fed_ensemble import FedEnsemble
 from .fed_per import FedPer
 from .fed_proto import FedProto
 from .fedavg import SeededFedAvg
-from .gossip import GossipStrategy, MixingMatrix
+from .gossip import GossipStrategy
 from .inner import CheckedStrategy
 from .kept_rounds import KeepingStrategy
 from .local_training import LocalTraining
@@ -28,7 +28,7 @@ from .relay import RelayStrategy
 from .replies import NoUsableReply
 from .scaffold import SCAFFOLD
 from .tct import TCT, ConvexOptimizer
-from .topology import Topology
+from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
 from .weighted_fedavg import Mixing, WeightedFedAvg
 
 __all__ = [
@@ -65,4 +65,6 @@ __all__ = [
     "Selection",
     "Topology",
     "WeightedFedAvg",
+    "mixing_matrix",
+    "spectral_gap",
 ]

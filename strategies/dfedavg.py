@@ -18,7 +18,7 @@ step, as of Shi et al., *Improving the Model Consistency of Decentralized Federa
 from collections.abc import Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord
 
 from .gossip import GossipStrategy
 from .relay import Step
@@ -54,6 +54,7 @@ class DFedAvg(GossipStrategy):
     """
 
     client = "DFedAvgClient"
+    ends_with = "averaged"
 
     def __init__(self, *, gossip_steps: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -74,12 +75,3 @@ class DFedAvg(GossipStrategy):
         """Add the number of averages."""
         super().prepare_config(config, server_round)
         config["gossip-steps"] = self.gossip_steps
-
-    def content_for(
-        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
-    ) -> RecordDict:
-        """Leave the first weights out where a client has trained from them by then."""
-        content = super().content_for(client, stage, arrays, config)
-        if stage == "train" and self._step.name == "average":
-            content.pop(self.arrayrecord_key, None)
-        return content

@@ -31,8 +31,9 @@ import numpy as np
 from flwr.app import ConfigRecord
 from numpy.typing import NDArray
 
-from .gossip import GossipStrategy, MixingMatrix
+from .gossip import GossipStrategy
 from .relay import Step
+from .topology import MixingMatrix
 
 __all__ = ["DisPFL"]
 

@@ -8,16 +8,15 @@ Robust Distributed Sensor Fusion Based on Average Consensus*, IPSN 2005, section
 
 import math
 from logging import INFO
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 
 from .base import logger
 from .relay import RelayStrategy
+from .topology import MixingMatrix
 
-__all__ = ["GossipStrategy", "MixingMatrix"]
-
-MixingMatrix = Literal["examples", "equal", "metropolis"]
+__all__ = ["GossipStrategy"]
 
 
 class GossipStrategy(RelayStrategy):
@@ -46,6 +45,8 @@ class GossipStrategy(RelayStrategy):
     ValueError
         If an argument is out of range.
     """
+
+    mixing: MixingMatrix
 
     def __init__(
         self,

@@ -142,6 +142,7 @@ class NTKDFL(RelayStrategy):
         self.evolve_once = evolve_once
         self._hubs: frozenset[int] = frozenset()
         self.same_weights = same_weights
+        self.mixing = "examples" if average else None
 
     def summary(self) -> None:
         """Log the settings."""

@@ -2,13 +2,15 @@
 
 Clients send each other parcels of arrays. A parcel is addressed by a record's name, and handed on
 as it came: the strategy reads neither its arrays nor their names. It knows who is whose neighbour,
-what comes next, and which clients have kept pace.
+what comes next, and which clients have kept pace. With `seal` it could not read them either:
+clients encrypt each parcel for its receivers.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -28,15 +30,18 @@ from .averaging import cast_like, named_arrays
 from .base import logger
 from .kept_rounds import KeepingStrategy
 from .replies import Reply, checked_weights
-from .topology import Topology
+from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
+from .trust_protocols import PublicKeys, VouchesForKeys
 
 __all__ = ["Parcels", "RelayStrategy", "Step"]
 
 TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records
+FIRST = "first-weights"  # the part of what a client is sent that it keeps
 REFUSED = "parcels-rejected"  # a metric: what clients got and could not use
 MODEL = "evaluate.model"  # a message that asks for a client's model
 Parcels = dict[int, dict[int, ArrayRecord]]  # receiver -> sender -> what was sent
 Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -73,6 +78,18 @@ class RelayStrategy(KeepingStrategy):
     collect : bool
         Whether clients are asked for their models. Without it the global arrays stay what they
         were, and the clients' own evaluations are all that is known of the models.
+    collect_both : bool
+        Whether clients are then asked, too, for their models as they were before the last thing
+        that they did in the round: as averaged, before they trained; or as trained, before they
+        averaged. Methods can so be compared at one point.
+    seal : bool
+        Whether parcels are sealed for their receivers. What ends a round is then sent again as the
+        next one begins, when it is known for whom it is: one exchange more. Models that are
+        collected are not sealed, nor are metrics.
+    vouching : VouchesForKeys, optional
+        Vouches for the clients' public keys in the run `run`, such as
+        :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The relay, through whose hands the
+        keys pass, then cannot put others in their place: see :class:`fedntk.trust.ParcelKeys`.
     **options
         Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, evaluate_every, min_completed) and
         of Flower's FedAvg. `fraction_train` is the share of the clients that take part in a round.
@@ -83,6 +100,8 @@ class RelayStrategy(KeepingStrategy):
         Client -> the last round that it went through to the end.
     models : dict of int to dict of str to ndarray
         Client -> its weights, as it last sent them for evaluation.
+    models_before : dict of int to dict of str to ndarray
+        The same, with `collect_both`: as they were before the round's last training or average.
     neighbours : dict of int to tuple of int
         Of the newest round.
 
@@ -93,19 +112,35 @@ class RelayStrategy(KeepingStrategy):
     """
 
     replies = "parcels"
+    mixing: MixingMatrix | None = "examples"  # how clients average; None: not at all
+    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
 
     def __init__(
-        self, *, topology: Topology | None = None, collect: bool = True, **options: Any
+        self,
+        *,
+        topology: Topology | None = None,
+        collect: bool = True,
+        collect_both: bool = False,
+        seal: bool = False,
+        vouching: VouchesForKeys | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
+        if vouching is not None and not (seal and self.run):
+            raise ValueError(
+                "vouching: expected seal=True and the name of the run, run=..., as clients have it"
+            )
         self.topology = Topology() if topology is None else topology
-        self.collect = collect
+        self.collect, self.collect_both = collect, collect and collect_both
+        self.seal = seal
+        self._keys = PublicKeys(vouching, self.run)
         self.models: dict[int, Arrays] = {}
+        self.models_before: dict[int, Arrays] = {}
         self.neighbours: dict[int, tuple[int, ...]] = {}
         self._parcels: Parcels = {}
         self._sent_last: dict[int, dict[str, ArrayRecord]] = {}  # in the last step of a round
-        self._step = Step("")
-        self._nodes: list[int] = []
+        self._planned: list[Step] = []
+        self._position = 0  # in the planned steps
 
     @abstractmethod
     def steps(self, *, first: bool) -> Sequence[Step]:
@@ -120,18 +155,27 @@ class RelayStrategy(KeepingStrategy):
     # ------------------------------------------------------------------- state
 
     def settings(self) -> dict[str, Any]:
-        """Add the topology."""
-        return {**super().settings(), **self.topology.settings()}
+        """Add the topology, and whether parcels are sealed."""
+        return {**super().settings(), **self.topology.settings(), "seal": self.seal}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add who has the first weights, and the clients' public keys."""
+        own = {"sent": self.sent.state_dict(), "public-keys": self._keys.state_dict()}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._sent_last, self.models = {}, {}
+        self._sent_last, self.models, self.models_before = {}, {}, {}
+        self.sent.load_state_dict(state["sent"])
+        self._keys.load_state_dict(state["public-keys"])
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin with the initial arrays for all clients, unless a state was loaded."""
         if not done:
-            self._sent_last, self.models = {}, {}
+            self._sent_last, self.models, self.models_before = {}, {}, {}
+            self._keys.forget_all()
+            self.sent.forget_all()
         return super().begin(initial_arrays, num_rounds, done)
 
     # ----------------------------------------------------------------- sending
@@ -145,14 +189,14 @@ class RelayStrategy(KeepingStrategy):
         grid: Grid,
     ) -> Iterable[Message]:
         """Draw the graph, and make the messages of the round's first step."""
-        del grid
         clients = [self.registry.client(node) for node in nodes]
+        if self.seal:
+            self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
         self.neighbours = self.graph(server_round, clients)
         held = self._sent_last
-        first = any(client not in held for client in clients)
-        self._planned = list(self.steps(first=first))
+        first = self.seal or any(client not in held for client in clients)
+        self._planned, self._position = list(self.steps(first=first)), 0
         self._parcels = {} if first else self._addressed(held)
-        self._step, self._nodes = self._planned[0], nodes
         return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -162,7 +206,15 @@ class RelayStrategy(KeepingStrategy):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""
         super().prepare_config(config, server_round)
-        config["step"], config["batch"] = self._step.name, self._step.batch
+        config["outlier-factor"] = self.outlier_factor
+        config["keep-both"] = self.collect_both and self.evaluates_in(server_round)
+        if self._planned:
+            config["step"], config["batch"] = self._step
+
+    @property
+    def _step(self) -> Step:
+        """The step at work."""
+        return self._planned[self._position]
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
@@ -172,11 +224,63 @@ class RelayStrategy(KeepingStrategy):
         content = RecordDict({self.configrecord_key: own})
         if stage == MessageType.TRAIN:
             own["neighbours"] = list(self.neighbours.get(client, ()))
+            if self.seal:
+                self._add_keys(own, client)
             for sender, parcel in sorted(self._parcels.get(client, {}).items()):
                 content[f"{FROM}{sender}"] = parcel
-        if client not in self.trained:
+        if client not in self.trained and self.sent.lacks(client, FIRST):
             content[self.arrayrecord_key] = arrays
         return content
+
+    def accepted(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> tuple[list[tuple[Reply, T]], Counter[str]]:
+        """Note besides that clients whose replies came have the first weights."""
+        pairs, rejected = super().accepted(replies, parse, stage)
+        for reply, _ in pairs:
+            self.sent.mark(reply.client, FIRST)
+        return pairs, rejected
+
+    def forget_sent(self, client: int) -> None:
+        """Have a client sent all parts again, and asked for its key."""
+        super().forget_sent(client)
+        self._keys.forget(client)
+
+    def _ask_keys(self, grid: Grid, nodes: Mapping[int, int]) -> None:
+        """Ask clients, whose nodes these are, for their public keys, unless they are known."""
+        asked, stage = self._keys.unknown(nodes), "query.public_key"
+        if not asked:
+            return
+        config = ConfigRecord()
+        super().prepare_config(config, self.server_round)
+        contents = [
+            RecordDict({self.configrecord_key: self.config_for(client, config)}) for client in asked
+        ]
+        messages = self.addressed([nodes[client] for client in asked], contents, stage)
+        for reply in grid.send_and_receive(messages, timeout=self.query_timeout):
+            node = reply.metadata.src_node_id
+            try:
+                client = self.registry.client(self._exchanges[stage].take(reply))
+                self._keys.add(client, reply)
+            except Exception as error:  # a reply may hold anything; none may end the run
+                logger.log(WARNING, "node %d has no public key: %s", node, error)
+
+    def _add_keys(self, config: ConfigRecord, client: int) -> None:
+        """Say for whom a client is to seal, and with which keys; in a round's last step for nobody.
+
+        Its parcels of the last step would be for its neighbours of the next round.
+        """
+        last = self._position == len(self._planned) - 1
+        others = () if last else self.neighbours.get(client, ())
+        known = {j: key for j in others if (key := self._keys.of(j)) is not None}
+        own = self._keys.of(client)
+        config["parcel-run"] = self.run_key
+        config["parcel-exchange"] = self._position
+        config["parcel-sender"] = client
+        config["parcel-own-key"] = b"" if own is None else own.key
+        config["parcel-receivers"] = list(known)
+        config["parcel-keys"] = [key.key for key in known.values()]
+        config["parcel-vouchers"] = [key.voucher for key in known.values()]
 
     @property
     def _is_first_sample(self) -> bool:
@@ -191,16 +295,20 @@ class RelayStrategy(KeepingStrategy):
         """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
         pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
         refused = parcels_refused(pairs)
-        for step in self._planned[1:]:
+        examples = {reply.client: reply.num_examples for reply, _ in pairs}
+        for position in range(1, len(self._planned)):
+            self._position = position
             self._parcels = self._addressed({reply.client: sent for reply, sent in pairs})
             nodes = [reply.node for reply, _ in pairs]
-            self._step = step
             pairs, more = self.exchange(nodes, MessageType.TRAIN, self.global_arrays, self._parse)
             rejected += more
             refused += parcels_refused(pairs)
         self._parcels = {}
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         metrics[REFUSED] = refused
+        if self.mixing is not None:
+            matrix = mixing_matrix(self.neighbours, examples, self.mixing)
+            metrics["spectral-gap"] = spectral_gap(matrix)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             self._sent_last = {}
@@ -237,20 +345,31 @@ class RelayStrategy(KeepingStrategy):
         network = named_arrays(self.global_arrays)
         nodes = self.sample(self._require_grid(), self.server_round, MODEL, 1.0, 1, self.held_out)
         pairs, rejected = self.exchange(
-            nodes,
-            MODEL,
-            self.global_arrays,
-            lambda reply: checked_weights(reply.arrays(), network),
+            nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
         )
         metrics["models-collected"] = len(pairs)
         if rejected:
             logger.log(WARNING, "%d clients' models could not be used", rejected.total())
         if not pairs:
             return None
-        self.models = {reply.client: model for reply, model in pairs}
-        mean = self.mean_of([model for _, model in pairs])
-        metrics["inter-client-deviation"] = deviation([model for _, model in pairs])
-        return cast_like(mean, network)
+        self.models = {reply.client: own["arrays"] for reply, own in pairs}
+        self.models_before = {r.client: own["before"] for r, own in pairs if "before" in own}
+        models = list(self.models.values())
+        metrics["inter-client-deviation"] = deviation(models)
+        return cast_like(self.mean_of(models), network)
+
+    def _models_of(self, reply: Reply, network: Arrays) -> dict[str, Arrays]:
+        """Check a client's models, by record."""
+        both = self.collect_both and "before" in reply.message.content.array_records
+        names = ("arrays", "before") if both else ("arrays",)
+        found = zip(names, reply.array_records(*names), strict=True)
+        return {name: checked_weights(arrays, network) for name, arrays in found}
+
+    @property
+    def models_at(self) -> dict[str, dict[int, Arrays]]:
+        """Clients' models by what was done last: ``"averaged"`` and ``"trained"``."""
+        other = "averaged" if self.ends_with == "trained" else "trained"
+        return {self.ends_with: self.models, other: self.models_before}
 
     def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
         """Return the model that stands for all: the equal mean."""

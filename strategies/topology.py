@@ -11,11 +11,13 @@ from typing import Literal, get_args
 
 import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Topology", "TopologyKind"]
+__all__ = ["MixingMatrix", "Topology", "TopologyKind", "mixing_matrix", "spectral_gap"]
 
 logger = getLogger("flwr")
 TopologyKind = Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"]
+MixingMatrix = Literal["examples", "equal", "metropolis"]
 TRIES = 100  # to draw a connected graph
 Neighbours = dict[int, tuple[int, ...]]
 
@@ -190,3 +192,69 @@ class Topology:
                 numbered = nx.random_regular_graph(degree, count + odd, seed=seed)
                 numbered.remove_nodes_from(range(count, count + odd))
         return nx.relabel_nodes(numbered, dict(enumerate(order)))
+
+
+def mixing_matrix(
+    neighbours: Mapping[int, Sequence[int]], examples: Mapping[int, int], mixing: MixingMatrix
+) -> NDArray[np.float64]:
+    """Return W, with which clients average: row i has the shares of i's average.
+
+    Parameters
+    ----------
+    neighbours : mapping of int to sequence of int
+        Client -> its neighbours. Those that have no examples here are left out, and what they
+        would have had is the others' of the row, or in ``"metropolis"`` the client's own.
+    examples : mapping of int to int
+        Client -> how many it has.
+    mixing : {"examples", "equal", "metropolis"}
+        The rule: see :class:`~fedntk.strategies.GossipStrategy`.
+
+    Returns
+    -------
+    ndarray of float64, shape (M, M)
+        Of the M clients with examples, in their order. Rows sum to one.
+
+    Examples
+    --------
+    >>> mixing_matrix({0: [1], 1: [0]}, {0: 30, 1: 10}, "examples")
+    array([[0.75, 0.25],
+           [0.75, 0.25]])
+    """
+    members = sorted(client for client in neighbours if client in examples)
+    place = {client: i for i, client in enumerate(members)}
+    matrix = np.zeros((len(members), len(members)))
+    for i, client in enumerate(members):
+        heard = [other for other in neighbours[client] if other in place]
+        near = [i, *(place[other] for other in heard)]
+        if mixing == "metropolis":
+            degree = len(neighbours[client])
+            matrix[i, near[1:]] = [1 / (1 + max(degree, len(neighbours[j]))) for j in heard]
+            matrix[i, i] = 1 - matrix[i].sum()
+        else:
+            counts = [examples[client], *(examples[j] for j in heard)]
+            shares = np.ones(len(near)) if mixing == "equal" else np.array(counts, np.float64)
+            matrix[i, near] = shares / shares.sum()
+    return matrix
+
+
+def spectral_gap(matrix: NDArray[np.float64]) -> float:
+    """Return 1 - |lambda_2| of a mixing matrix: how fast repeated averaging leads to one model.
+
+    1 where one average does, as on the complete graph; 0 where it never does, as the graph is in
+    parts.
+
+    Parameters
+    ----------
+    matrix : ndarray of float64, shape (M, M)
+        Of :func:`mixing_matrix`. It is reversible, so sqrt(W_ij W_ji) has its eigenvalues, and is
+        symmetric.
+
+    Returns
+    -------
+    float
+        Between 0 and 1, but for rounding; 1 for fewer than two clients.
+    """
+    if len(matrix) < 2:
+        return 1.0
+    sizes = np.sort(np.abs(np.linalg.eigvalsh(np.sqrt(matrix * matrix.T))))
+    return float(1 - sizes[-2])

@@ -1,19 +1,20 @@
-"""What strategies ask of the trusted third parties, which may be here or elsewhere.
+"""What strategies ask of clients' keys and of the trusted third parties, here or elsewhere.
 
-Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2 and
-figure 2. :mod:`fedntk.trust` has both, in this process and over HTTP.
+Source of sealed seeds and of shuffling: Yue et al., *Neural Tangent Kernel Empowered Federated
+Learning*, ICML 2022, section 4.2 and figure 2. :mod:`fedntk.trust` has both servers, in this
+process and over HTTP.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING, getLogger
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flwr.app import Message
 
 from fedntk.ntk import UploadLimits
-from fedntk.trust import Shuffled
+from fedntk.trust import Shuffled, check_public_key
 
-__all__ = ["SealedSeeds", "SealsSeeds", "Shuffles"]
+__all__ = ["PublicKey", "PublicKeys", "SealedSeeds", "SealsSeeds", "Shuffles", "VouchesForKeys"]
 
 LONGEST = 1000  # bytes that are relayed to the key server
 logger = getLogger("flwr")
@@ -24,6 +25,13 @@ class SealsSeeds(Protocol):
 
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
         """Return the projection's seed, sealed for one client."""
+
+
+class VouchesForKeys(Protocol):
+    """A key server that vouches for clients' keys: :class:`fedntk.trust.KeyServer`."""
+
+    def voucher(self, public_key: bytes, run: str) -> bytes:
+        """Return a signature that says that a key is an enrolled client's."""
 
 
 class Shuffles(Protocol):
@@ -112,3 +120,74 @@ class SealedSeeds:
         if max(len(public_key), len(challenge)) > LONGEST:
             raise ValueError(f"expected at most {LONGEST} bytes each of public key and challenge")
         return self._key_server.sealed_seed(public_key, self._run, challenge)
+
+
+class PublicKey(NamedTuple):
+    """A client's public key, 32 raw bytes, and the key server's voucher for it, if there is one."""
+
+    key: bytes
+    voucher: bytes
+
+
+class PublicKeys:
+    """Each client's public key, asked for once.
+
+    Parameters
+    ----------
+    key_server : VouchesForKeys or None
+        Vouches for them.
+    run : str
+        Name of the training run, for the key server.
+    """
+
+    def __init__(self, key_server: VouchesForKeys | None, run: str) -> None:
+        self._key_server, self._run = key_server, run
+        self._known: dict[int, PublicKey] = {}
+
+    def of(self, client: int) -> PublicKey | None:
+        """Return a client's key, if it is known."""
+        return self._known.get(client)
+
+    def unknown(self, clients: Iterable[int]) -> list[int]:
+        """Return those of some clients whose keys are not known."""
+        return [client for client in clients if client not in self._known]
+
+    def forget(self, client: int) -> None:
+        """Have a client asked again: one that was started again may have another key."""
+        self._known.pop(client, None)
+
+    def forget_all(self) -> None:
+        """Have all clients asked again."""
+        self._known = {}
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the keys and vouchers in hexadecimal; placeholders end with their nodes."""
+        known = sorted(self._known.items())
+        return {str(k): [own.key.hex(), own.voucher.hex()] for k, own in known if k >= 0}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._known = {
+            int(client): PublicKey(*map(bytes.fromhex, own)) for client, own in state.items()
+        }
+
+    def add(self, client: int, reply: Message) -> None:
+        """Take a client's key from its reply.
+
+        Raises
+        ------
+        ValueError
+            If the reply is an error or holds no public key, or the key server refuses it.
+        ConnectionError
+            If the key server cannot be reached.
+        """
+        if reply.has_error():
+            raise ValueError(reply.error.reason)
+        found = [own["public-key"] for own in reply.content.config_records.values()
+                 if "public-key" in own]  # fmt: skip
+        if len(found) != 1 or not isinstance(found[0], bytes) or len(found[0]) > LONGEST:
+            raise ValueError("expected its public key, as bytes")
+        key = check_public_key(found[0])
+        server = self._key_server
+        voucher = b"" if server is None else server.voucher(key, self._run)
+        self._known[client] = PublicKey(key, voucher)

@@ -531,13 +531,18 @@ def test_what_ntk_dfl_sends():
     upload = JacobianUpload(rows_, torch.zeros(EXAMPLES, CLASSES), one_hot(y, CLASSES))
     known = {"P": P, "d": d, "U": size(upload.to_arrays())}
     up, down = (evaluated(costs[row], **known) for row in ("up", "down"))
-    first = evaluated(
-        costs["down, until it has gone through a round, in each message besides"], P=P
-    )
+    first = evaluated(costs["down, until a reply of it has been accepted, besides"], P=P)
     weights = 4 * P + 8
     assert sum(grid.up["train"]) == clients * (weights + 2 * up)
-    assert sum(grid.down["train"]) == clients * (4 * first + 2 * down)
+    assert sum(grid.down["train"]) == clients * (first + 2 * down)
     assert grid.up["evaluate.model"] == [evaluated(costs[MODEL_ROW], P=P)] * 6
+    both = NTKDFL(
+        topology=Topology("complete"), collect_both=True, **OPTIONS | {"min_train_nodes": clients}
+    )
+    grid = Recording(client, clients=clients)
+    both.start(grid, ArrayRecord(network().state_dict()), num_rounds=1)
+    expected = (costs[row] for row in (MODEL_ROW, "up, besides, with `collect_both`"))
+    assert grid.up["evaluate.model"] == [sum(evaluated(f, P=P) for f in expected)] * 3
 
 
 def test_what_ntk_dfl_sends_where_one_client_of_a_cluster_evolves():
@@ -605,7 +610,7 @@ def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
     if page in ("dfedavg", "dfedsam"):
         sent, got = [up] * 9, [first] * 3 + [down] * 9
     else:  # one exchange more in round 1, of the first weights
-        sent, got = [up] * 12, [first] * 3 + [down + first] * 3 + [down] * 6
+        sent, got = [up] * 12, [first] * 3 + [down] * 9
     rounded = 5 if page == "dispfl" else 0  # bits to bytes, and K to a whole number
     assert np.abs(np.array(grid.up["train"]) - sent).max() <= rounded
     assert np.abs(np.array(grid.down["train"]) - got).max() <= d * rounded
@@ -618,7 +623,7 @@ def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
     for row, formula in kept.items():
         (pattern,) = (p for name, p in folders.items() if row.startswith(name))
         files = sorted(tmp_path.glob(f"*{pattern}/round-*.npz"))
-        assert len(files) == 9
+        assert len(files) == 9 + 3 * row.startswith("its weights")
         for path in files:
             with np.load(path) as found:
                 count = len(found.files)

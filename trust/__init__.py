@@ -1,6 +1,7 @@
-"""The trusted third parties of CP-NTK-FL: a key server and a shuffling server; without Flower."""
+"""Sealing, and the trusted third parties: a key server, a shuffling server; without Flower."""
 
-from .key_server import SEALED_SEED, ClientKeys, KeyServer, NotEnrolled
+from .key_server import SEALED_SEED, ClientKeys, KeyServer, NotEnrolled, check_voucher
+from .parcels import ParcelKeys, open_parcel, seal_parcel
 from .remote import RemoteKeyServer, RemoteShufflingServer
 from .sealing import (
     SealError,
@@ -21,6 +22,7 @@ __all__ = [
     "ClientKeys",
     "KeyServer",
     "NotEnrolled",
+    "ParcelKeys",
     "RemoteKeyServer",
     "RemoteShufflingServer",
     "SealError",
@@ -28,12 +30,15 @@ __all__ = [
     "ShufflingServer",
     "check_public_key",
     "check_run",
+    "check_voucher",
     "fingerprint",
     "load_key",
     "new_key",
+    "open_parcel",
     "public_bytes",
     "save_key",
     "seal",
+    "seal_parcel",
     "seal_upload",
     "unseal",
 ]

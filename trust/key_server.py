@@ -37,7 +37,15 @@ from .sealing import (
     write_secret,
 )
 
-__all__ = ["SEALED_SEED", "ClientKeys", "KeyServer", "NotEnrolled", "load_secret", "new_secret"]
+__all__ = [
+    "SEALED_SEED",
+    "ClientKeys",
+    "KeyServer",
+    "NotEnrolled",
+    "check_voucher",
+    "load_secret",
+    "new_secret",
+]
 
 SEALED_SEED = "sealed-seed"  # under which it travels in a message
 SEED_BYTES = 32
@@ -48,6 +56,7 @@ _HEAD = struct.Struct(f"<8s{KEY_BYTES}s{CHALLENGE_BYTES}sB")
 _VERSION = b"ntkseed1"
 _AFTER_RUN = SEED_BYTES + OVERHEAD + SIGNATURE_BYTES
 _CHALLENGE = "seed-challenge"
+_VOUCHED = b"ntkpeer1"  # begins what is signed to vouch for a key
 
 
 class NotEnrolled(SealError):  # noqa: N818 - it names the thing refused, as BadReply does
@@ -141,18 +150,74 @@ class KeyServer:
         SealError
             If run or challenge are malformed.
         """
-        if public_key not in self._enrolled:
-            raise NotEnrolled(
-                f"the client with key {fingerprint(public_key)}... is not enrolled with the key "
-                "server; make sure that the key is a client's of yours, and add it to the "
-                "enrolled keys"
-            )
+        self._require_enrolled(public_key)
         if len(challenge) != CHALLENGE_BYTES:
             raise SealError(f"challenge: expected {CHALLENGE_BYTES} bytes, got {len(challenge)}")
         name = check_run(run)
         head = _HEAD.pack(_VERSION, public_key, challenge, len(name)) + name
         signed = head + seal(self.projection_seed(run), public_key, info=head)
         return signed + self._signing_key.sign(signed)
+
+    def voucher(self, public_key: bytes, run: str) -> bytes:
+        """Return a signature that says that a key is an enrolled client's, for one run, 64 bytes.
+
+        Clients that seal for each other check it with :func:`check_voucher`: a relay then cannot
+        name keys of its own.
+
+        Raises
+        ------
+        NotEnrolled
+            If this is no enrolled client's key.
+        SealError
+            If the name of the run is malformed.
+        """
+        self._require_enrolled(public_key)
+        return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
+
+    def _require_enrolled(self, public_key: bytes) -> None:
+        if public_key not in self._enrolled:
+            raise NotEnrolled(
+                f"the client with key {fingerprint(public_key)}... is not enrolled with the key "
+                "server; make sure that the key is a client's of yours, and add it to the "
+                "enrolled keys"
+            )
+
+
+def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes) -> None:
+    """Refuse a public key that a key server does not vouch for.
+
+    Parameters
+    ----------
+    voucher : bytes
+        Of :meth:`KeyServer.voucher`.
+    public_key : bytes
+        For which it is to be, 32 raw bytes.
+    run : str
+        Name of the run, 1 to 255 bytes.
+    verify_key : bytes
+        The key server's, 32 raw bytes, from a source other than who brought the voucher.
+
+    Raises
+    ------
+    SealError
+        If it is not this key server's voucher for this key and run.
+
+    Examples
+    --------
+    >>> from fedntk.trust import new_key
+    >>> key = public_bytes(new_key())
+    >>> server = KeyServer(bytes(32), [key], Ed25519PrivateKey.generate())
+    >>> check_voucher(server.voucher(key, "7"), key, "7", server.verify_key)
+    """
+    name = check_run(run)
+    try:
+        trusted = Ed25519PublicKey.from_public_bytes(verify_key)
+        trusted.verify(voucher, _VOUCHED + public_key + name)
+    except (InvalidSignature, ValueError):
+        raise SealError(
+            f"the key server does not vouch for key {fingerprint(public_key)}... in run {run!r}: "
+            "enrol it with the key server that this client trusts, and name the run alike"
+        ) from None
 
 
 class ClientKeys:

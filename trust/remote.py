@@ -17,9 +17,16 @@ from .key_server import NotEnrolled
 from .sealing import SealError, check_run, frame
 from .shuffling_server import Shuffled
 
-__all__ = ["SEALED_SEED_PATH", "SHUFFLE_PATH", "RemoteKeyServer", "RemoteShufflingServer"]
+__all__ = [
+    "SEALED_SEED_PATH",
+    "SHUFFLE_PATH",
+    "VOUCHER_PATH",
+    "RemoteKeyServer",
+    "RemoteShufflingServer",
+]
 
 SEALED_SEED_PATH = "/sealed-seed"
+VOUCHER_PATH = "/voucher"
 SHUFFLE_PATH = "/shuffle"
 CHUNK_BYTES = 1_000_000
 _ERRORS = {error.__name__: error for error in (SealError, NotEnrolled)}
@@ -92,6 +99,18 @@ class RemoteKeyServer(_Remote):
             If it does not answer.
         """
         return self._post(SEALED_SEED_PATH, frame([public_key, check_run(run), challenge]))
+
+    def voucher(self, public_key: bytes, run: str) -> bytes:
+        """Return a signature that vouches for a key, as :meth:`KeyServer.voucher`.
+
+        Raises
+        ------
+        NotEnrolled, SealError
+            As the key server itself.
+        ConnectionError
+            If it does not answer.
+        """
+        return self._post(VOUCHER_PATH, frame([public_key, check_run(run)]))
 
 
 class RemoteShufflingServer(_Remote):

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from fedntk.ntk import UploadLimits
 
 from .key_server import KeyServer, NotEnrolled
-from .remote import SEALED_SEED_PATH, SHUFFLE_PATH
+from .remote import SEALED_SEED_PATH, SHUFFLE_PATH, VOUCHER_PATH
 from .sealing import KEY_BYTES, SealError, unframe
 from .shuffling_server import ShufflingServer
 
@@ -30,7 +30,7 @@ logger = getLogger("uvicorn.error")
 def key_server_app(
     server: KeyServer, enrolled: Path, *, body_timeout: float = SMALL_BODY_TIMEOUT
 ) -> FastAPI:
-    """Serve sealed seeds; the file of enrolled keys is read anew for each.
+    """Serve sealed seeds and vouchers; the file of enrolled keys is read anew for each.
 
     Parameters
     ----------
@@ -43,17 +43,25 @@ def key_server_app(
     """
     app = _app()
 
-    @app.post(SEALED_SEED_PATH)
-    async def sealed_seed(request: Request) -> Response:
+    async def parts_of(request: Request, *names: str) -> list[bytes]:
         parts = unframe(await _body(request, SMALL_BODY, body_timeout))
-        if len(parts) != 3:
-            raise SealError(f"expected public key, run and challenge, got {len(parts)} parts")
+        if len(parts) != len(names):
+            raise SealError(f"expected {', '.join(names)}, got {len(parts)} parts")
         try:
             server.enrol(read_enrolled(enrolled))
         except (SealError, OSError) as error:
             logger.warning("the keys enrolled before stay: %s", error)
-        public_key, run, challenge = parts
-        return _answer(server.sealed_seed(public_key, run.decode(errors="replace"), challenge))
+        return parts
+
+    @app.post(SEALED_SEED_PATH)
+    async def sealed_seed(request: Request) -> Response:
+        key, run, challenge = await parts_of(request, "public key", "run", "challenge")
+        return _answer(server.sealed_seed(key, run.decode(errors="replace"), challenge))
+
+    @app.post(VOUCHER_PATH)
+    async def voucher(request: Request) -> Response:
+        key, run = await parts_of(request, "public key", "run")
+        return _answer(server.voucher(key, run.decode(errors="replace")))
 
     return app
 

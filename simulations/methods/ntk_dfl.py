@@ -85,7 +85,6 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, config = self.own(setup.config), setup.config
         return NTKDFL(
-            topology=own.drawn(config.seed),
             learning_rate=config.learning_rate,
             learning_rate_decay=own.learning_rate_decay,
             steps=numbers(own.key("steps"), own.steps, float),
@@ -99,7 +98,7 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
             bits=own.bits,
             tolerance=own.tolerance,
             evolve_once=own.evolve_once,
-            same_weights=own.same_weights,
+            **own.of_relay(config.seed),
             **options,
         )
 

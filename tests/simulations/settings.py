@@ -30,10 +30,12 @@ SETTINGS |= {
     "local-training": {**PROJECTED, "local_epochs": 3},
     "ntk-dfl": {
         **PROJECTED,
-        "ntk_dfl": {"degree": 2, "steps": "5,10", "selection": "own", "class_prior": True},
+        "ntk_dfl": {
+            "degree": 2, "steps": "5,10", "selection": "own", "seal": True, "class_prior": True,
+        },
     },
     "dfedavg": {**PROJECTED, "local_epochs": 3, "dfedavg": {"degree": 2, "gossip_steps": 2}},
     "dfedsam": {**PROJECTED, "local_epochs": 3, "dfedsam": {"degree": 2}},
-    "d-psgd": {**PROJECTED, "d_psgd": {"degree": 2, "mixing": "metropolis"}},
+    "d-psgd": {**PROJECTED, "d_psgd": {"degree": 2, "mixing": "metropolis", "seal": True}},
     "dispfl": {**PROJECTED, "local_epochs": 3, "dispfl": {"degree": 2, "same_masks": False}},
 }  # fmt: skip

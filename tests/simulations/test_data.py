@@ -222,7 +222,10 @@ def test_own_arrays_that_do_not_fit_are_refused(tmp_path, changes, message):
     ("dataset", "message"),
     [
         ("npz:/nowhere.npz", "no file at /nowhere.npz"),
-        ("emnist", "digits-five, digits-five:<folder>, hf:<name or folder>, leaf:<folder>, npz"),
+        (
+            "emnist",
+            "digits-five:<folder>, femnist:<folder>, hf:<name or folder>, leaf:<folder>, npz",
+        ),
     ],
 )
 def test_unknown_sets_are_refused(dataset, message):

@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from fedntk.strategies import Topology
+from fedntk.strategies import Topology, mixing_matrix, spectral_gap
 from fedntk.strategies.topology import TopologyKind
 
 KINDS = [kind for kind in get_args(TopologyKind) if kind != "own"]
@@ -178,3 +178,52 @@ def test_settings_tell_one_graph_from_another():
     assert a != b
     assert a == Topology("own", graph=nx.Graph([(1, 0)])).settings()
     assert Topology(dynamic=True).settings() != Topology(dynamic=False).settings()
+
+
+# ------------------------------------------------------------------ mixing matrices
+
+
+def mixing_of(kind: str, rule: Any, count: int = 12) -> np.ndarray:
+    near = Topology(kind, degree=3, seed=2).neighbours(1, range(count))  # type: ignore[arg-type]
+    return mixing_matrix(near, {k: 5 + k * k for k in range(count)}, rule)
+
+
+@pytest.mark.parametrize("rule", ["examples", "equal", "metropolis"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_mixing_matrix_sum_to_one_and_follow_the_graph(kind, rule):
+    matrix = mixing_of(kind, rule)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-15)
+    near = Topology(kind, degree=3, seed=2).neighbours(1, range(12))
+    for i, row in enumerate(matrix):
+        assert set(np.flatnonzero(row)) - {i} == set(near[i])
+    if rule == "metropolis":
+        np.testing.assert_allclose(matrix, matrix.T, atol=1e-16)
+
+
+@pytest.mark.parametrize("rule", ["examples", "equal", "metropolis"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_spectral_gap_is_that_of_the_matrix_itself(kind, rule):
+    """Of the general eigenvalues, in float64; those of a defective zero are off by 1e-8."""
+    matrix = mixing_of(kind, rule)
+    sizes = np.sort(np.abs(np.linalg.eigvals(matrix)))
+    assert spectral_gap(matrix) == pytest.approx(1 - sizes[-2], abs=1e-7)
+
+
+def test_spectral_gaps_that_are_known():
+    """1 on the complete graph, 0 in parts, and of a ring of equals that of a circulant matrix.
+
+    W has 1/3 for oneself and each neighbour: eigenvalues (1 + 2 cos(2 pi k / n)) / 3.
+    """
+    assert spectral_gap(mixing_of("complete", "examples")) == pytest.approx(1)
+    assert spectral_gap(mixing_of("clustered", "examples")) == pytest.approx(0)
+    expected = 1 - (1 + 2 * np.cos(2 * np.pi / 12)) / 3
+    assert spectral_gap(mixing_of("ring", "equal")) == pytest.approx(expected)
+    assert spectral_gap(np.ones((1, 1))) == 1
+
+
+def test_clients_that_are_not_there_leave_their_shares_to_the_others():
+    near = {0: (1, 2), 1: (0, 2), 2: (0, 1)}
+    equal = mixing_matrix(near, {0: 7, 2: 7}, "equal")
+    np.testing.assert_allclose(equal, [[0.5, 0.5], [0.5, 0.5]])
+    rest = mixing_matrix(near, {0: 7, 2: 7}, "metropolis")
+    np.testing.assert_allclose(rest, [[2 / 3, 1 / 3], [1 / 3, 2 / 3]])

@@ -39,6 +39,7 @@ from fedntk.trust import (
     RemoteKeyServer,
     RemoteShufflingServer,
     SealError,
+    check_voucher,
     load_key,
     new_key,
     public_bytes,
@@ -241,6 +242,17 @@ def test_seed_comes_from_another_process_and_stays_secret(servers, key_server):
     for secret in (seed, load_secret(servers.secret)[0]):
         assert secret.hex() not in log.read_text()
         assert repr(secret) not in log.read_text()
+
+
+def test_vouchers_come_from_another_process_for_enrolled_keys_alone(servers, key_server):
+    key = new_key()
+    with pytest.raises(NotEnrolled, match="is not enrolled with the key server"):
+        key_server.voucher(public_bytes(key), RUN)
+    enrol(servers, key)
+    verify_key = bytes.fromhex(servers.logs[0].read_text().splitlines()[0])
+    check_voucher(key_server.voucher(public_bytes(key), RUN), public_bytes(key), RUN, verify_key)
+    with pytest.raises(SealError, match="expected public key, run, got 1 parts"):
+        key_server._post("/voucher", frame([b"one"]))
 
 
 def test_enrolled_keys_may_change_while_it_runs(servers, key_server):

@@ -1,0 +1,88 @@
+"""Which clients' models the final mean is formed of: accuracy against how many are averaged.
+
+Source: Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Heterogeneous
+Settings via Neural Tangent Kernel*, ICML 2025, sections 3.2 and 5: models are sorted by their
+accuracy on validation examples, and the mean of the first k of them is judged on others, for each
+k; beside it in a random order, and from the worst to the best.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+__all__ = ["Order", "model_order", "numbers_averaged", "selection_curves"]
+
+Order = Literal["best to worst", "random", "worst to best"]
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def selection_curves(
+    models: Mapping[int, Arrays],
+    validation: Callable[[Arrays], float],
+    judged: Callable[[Arrays], float],
+    mean_of: Callable[[Sequence[Arrays]], Arrays],
+    *,
+    seed: int = 0,
+    points: int = 20,
+) -> pd.DataFrame:
+    """Average more and more of the clients' last models, in three orders, and judge each mean.
+
+    Parameters
+    ----------
+    models : mapping of int to mapping of str to ndarray
+        Client -> its weights; at least one.
+    validation, judged : callable
+        Weights -> accuracy on the examples that sort the models, and on those that judge the means.
+        Two sets without a common example: else the best models are those of lucky examples.
+    mean_of : callable
+        Several models -> the one that stands for them.
+    seed : int
+        Of the random order.
+    points : int
+        At how many numbers of clients the means are judged: all, if they are no more.
+
+    Returns
+    -------
+    DataFrame
+        Columns order, clients (how many are averaged), client (the last of them), accuracy.
+    """
+    accuracies = {client: validation(own) for client, own in models.items()}
+    rows = []
+    for order in get_args(Order):
+        clients = model_order(accuracies, order, seed)
+        for count in numbers_averaged(len(clients), points):
+            mean = mean_of([models[client] for client in clients[:count]])
+            rows.append((order, count, clients[count - 1], judged(mean)))
+    return pd.DataFrame(rows, columns=["order", "clients", "client", "accuracy"])
+
+
+def model_order(accuracies: Mapping[int, float], order: Order, seed: int = 0) -> list[int]:
+    """Return the clients in an order by accuracy; of equals, the smaller number first.
+
+    Examples
+    --------
+    >>> model_order({0: 0.5, 1: 0.9, 2: 0.5}, "best to worst")
+    [1, 0, 2]
+    """
+    clients = sorted(accuracies)
+    if order == "random":
+        generator = np.random.default_rng([seed, *b"selection"])
+        return [clients[i] for i in generator.permutation(len(clients))]
+    sign = -1 if order == "best to worst" else 1
+    return sorted(clients, key=lambda client: sign * accuracies[client])
+
+
+def numbers_averaged(count: int, points: int) -> list[int]:
+    """Return how many clients to average: 1 ... `count`, or `points` numbers, small ones dense.
+
+    Examples
+    --------
+    >>> numbers_averaged(4, 20), numbers_averaged(300, 6)
+    ([1, 2, 3, 4], [1, 3, 10, 31, 96, 300])
+    """
+    if count <= points:
+        return list(range(1, count + 1))
+    return sorted({*np.rint(np.geomspace(1, count, max(points, 2))).astype(int).tolist()})

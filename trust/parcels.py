@@ -1,0 +1,140 @@
+"""Parcels that clients send each other through a relay, which cannot open them; without Flower.
+
+A parcel's arrays are encrypted once, with a key drawn for it alone (ChaCha20-Poly1305, RFC 8439).
+That key is sealed for each receiver (HPKE, see :mod:`fedntk.trust.sealing`). So a parcel for many
+is as long as one for a single receiver, and 80 bytes for each besides.
+
+What it does not do: say who sent a parcel. Whoever knows a receiver's public key can seal for it.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from numpy.typing import NDArray
+
+from fedntk.ntk.payloads import from_npy, to_npy
+
+from .key_server import check_voucher
+from .sealing import SealError, frame, public_bytes, seal, unframe, unseal
+
+__all__ = ["ParcelKeys", "open_parcel", "seal_parcel"]
+
+CONTENT, KEY = "content", "key-"  # names of arrays: the ciphertext, and its key for one receiver
+NONCE = bytes(12)  # a key encrypts one parcel alone
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class ParcelKeys:
+    """What a client needs to seal for others, and to open what was sealed for it.
+
+    Attributes
+    ----------
+    private_key : X25519PrivateKey
+        Its own.
+    run : str
+        Name of the run, as the key server knows it; needed with `verify_key`.
+    verify_key : bytes or None
+        The key server's, 32 raw bytes, from a source other than the relay. With it the client seals
+        for keys alone for which the key server vouches; without it, for all that the relay names.
+    """
+
+    private_key: X25519PrivateKey
+    run: str = ""
+    verify_key: bytes | None = None
+
+    @property
+    def public_key(self) -> bytes:
+        """Public half of the own key, 32 raw bytes."""
+        return public_bytes(self.private_key)
+
+    def require_vouched(self, public_key: bytes, voucher: bytes) -> None:
+        """Refuse a neighbour's key that the key server does not vouch for, if one is to.
+
+        Raises
+        ------
+        SealError
+            If the voucher is not the key server's for this key and run.
+        """
+        if self.verify_key is not None:
+            check_voucher(voucher, public_key, self.run, self.verify_key)
+
+
+def seal_parcel(
+    arrays: Arrays, receivers: Iterable[bytes], info: bytes
+) -> dict[str, NDArray[np.uint8]]:
+    """Encrypt arrays for the owners of some public keys.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        Less than 2 GiB in all.
+    receivers : iterable of bytes
+        Public keys, 32 raw bytes each.
+    info : bytes
+        What the parcel is for; it opens with the same alone.
+
+    Returns
+    -------
+    dict of str to ndarray of uint8
+        ``"content"``, 16 bytes longer than the framed arrays, and ``"key-<public key>"`` for each
+        receiver, 80 bytes.
+
+    Raises
+    ------
+    SealError
+        If a public key is none, or the arrays are too large.
+
+    Examples
+    --------
+    >>> from fedntk.trust import new_key, public_bytes
+    >>> key = new_key()
+    >>> sealed = seal_parcel({"weight": np.ones(2)}, [public_bytes(key)], b"round 1")
+    >>> open_parcel(sealed, key, b"round 1")
+    {'weight': array([1., 1.])}
+    """
+    plain = frame(part for name, array in arrays.items() for part in (name.encode(), to_npy(array)))
+    key = secrets.token_bytes(32)
+    try:
+        content = ChaCha20Poly1305(key).encrypt(NONCE, plain, info)
+    except OverflowError:
+        raise SealError(
+            f"expected less than 2 GiB to seal, got {len(plain)} bytes; send fewer examples"
+        ) from None
+    sealed = {CONTENT: content}
+    sealed |= {KEY + own.hex(): seal(key, own, info) for own in receivers}
+    return {name: np.frombuffer(data, np.uint8) for name, data in sealed.items()}
+
+
+def open_parcel(
+    sealed: Arrays, private_key: X25519PrivateKey, info: bytes
+) -> dict[str, NDArray[Any]]:
+    """Decrypt what :func:`seal_parcel` made for this key, among others, and the same `info`.
+
+    Raises
+    ------
+    SealError
+        If it is not sealed, or for others, or for another purpose, or was changed.
+    """
+    name = KEY + public_bytes(private_key).hex()
+    if missing := [part for part in (CONTENT, name) if part not in sealed]:
+        raise SealError(
+            f"expected a parcel sealed for this client, got none of {missing[0][:20]}...; have the "
+            "sender seal it with this client's public key"
+        )
+    key = unseal(sealed[name].tobytes(), private_key, info)
+    try:
+        plain = ChaCha20Poly1305(key).decrypt(NONCE, sealed[CONTENT].tobytes(), info)
+        parts = unframe(plain)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return {own.decode(): from_npy(data).copy() for own, data in pairs}
+    except (InvalidTag, ValueError, OverflowError) as error:  # SealError is a ValueError
+        raise SealError(
+            f"the parcel's content does not open: damaged, or no arrays ({error!r:.80})"
+        ) from None
