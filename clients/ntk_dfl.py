@@ -253,12 +253,9 @@ class NTKDFLClient(RelayClient):
         if task.selection == "last":
             return len(candidates) - 1
         each = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
-        compared = [own for own in rows if own.inputs is not None]
-        losses = [
-            np.array(self.candidate_losses(each, own.inputs, own.upload.targets, offset))
-            for own in compared
-        ]
-        return lowest_loss(mean_losses(losses, [len(own.upload.targets) for own in compared]))
+        compared = [(own.inputs, own.upload.targets) for own in rows if own.inputs is not None]
+        losses = [np.array(self.candidate_losses(each, x, y, offset)) for x, y in compared]
+        return lowest_loss(mean_losses(losses, [len(y) for _, y in compared]))
 
     # ------------------------------------------------------- within the round
 
