@@ -5,7 +5,7 @@ Settings via Neural Tangent Kernel*, ICML 2025, algorithms 2 to 4.
 
 What a client gives away: to each neighbour the Jacobian of its examples, which of a first linear
 layer holds the inputs exactly, and their labels: see :class:`~fedntk.clients.NTKFLClient`. They
-pass through the relay's hands.
+pass through the relay's hands, which can read them unless parcels are sealed.
 """
 
 from collections.abc import Callable, Mapping

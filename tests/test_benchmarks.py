@@ -228,3 +228,13 @@ def test_exchanges_without_work_say_when_each_process_did_what(monkeypatch):
             assert moments == sorted(moments)
             assert said["imported-time"] <= said["answered-time"]
             assert 0 < said["loaded-cpu"] <= said["imported-cpu"] <= said["answered-cpu"]
+
+
+def test_two_colluding_neighbours_learn_a_thirds_weights_and_one_does_not(monkeypatch):
+    """Inputs of a linear layer one has exactly. Weights are in float32: 1e-4 of their spread."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("colluding_neighbours")
+    one, two = program.measured("mlp", 20)
+    assert max(own["input-error-mean"] for own in (one, two)) < 1e-5
+    assert one["labels-in-clear"]
+    assert two["third-weights-error"] < 1e-4 < 0.3 < one["third-weights-error"]
