@@ -185,7 +185,7 @@ def accuracy(seed: int, tolerance: float, data_dir: str) -> dict[str, Any]:
             ntk_dfl={"tolerance": tolerance},
         )
         result = run(config, progress=False)
-        curves = {"mean model": "accuracy", "clients' models": "model-accuracy-mean"}
+        curves = {"mean model": "accuracy", "clients' models": "trained-accuracy-mean"}
         return {
             name: [round(float(v), 4) for k, v in result.curve(metric).items() if k]
             for name, metric in curves.items()

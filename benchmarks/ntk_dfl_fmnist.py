@@ -31,9 +31,8 @@ CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")
 TARGET = 0.85
 KEPT = (
-    "accuracy", "loss", "inter-client-deviation", "model-accuracy-mean", "model-accuracy-std",
-    "model-accuracy-min", "model-accuracy-max", "bytes-up", "bytes-down", "seconds",
-    "seconds-clients",
+    "accuracy", "loss", "inter-client-deviation", "averaged-accuracy-mean", "averaged-accuracy-std",
+    "trained-accuracy-mean", "trained-accuracy-std", "bytes-up", "bytes-down", "seconds",
 )  # fmt: skip
 # name -> configuration, what differs from it, and in which rounds models are evaluated
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -73,16 +72,22 @@ def write(results: Path) -> None:
         own = finished.rounds[finished.rounds.metric.isin(KEPT)]
         found.append(own.assign(method=method, split=split))
         accuracy = own[own.metric == "accuracy"].sort_values("round")
+        last = accuracy["round"].max()
         seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
         rows.append(
             {
                 "method": method,
                 "split": split,
                 "seed": finished.summary["seed"],
-                "rounds": int(accuracy["round"].max()),
+                "rounds": int(last),
                 "rounds-to-85": reached(accuracy),
                 "last": round(float(accuracy.value.iloc[-1]), 4),
                 "best": round(float(accuracy.value.max()), 4),
+                **{
+                    f"last-{point}-mean": round(float(at[at["round"] == last].value.iloc[0]), 4)
+                    for point in ("averaged", "trained")
+                    if len(at := own[own.metric == f"{point}-accuracy-mean"])
+                },
                 "seconds-a-round": round(float(seconds.median()), 1),
             }
         )
