@@ -2,16 +2,18 @@
 
 100 clients with 10,000 training images in all, IID or of two classes each, 10 clients a round,
 LeNet, two local epochs, 60 rounds; so every method has the same number of client updates. FedAvg
-and all models of the ensembles begin with weights of one rule, He et al.'s. The
+and all models of the ensembles begin with weights of one rule: He et al.'s, or with
+``--init default`` the one that torch's layers have. The
 learning rate of each method and split is chosen from a grid on 2,000 validation images, which no
 client has, with one seed; what is reported are test accuracies after the last round over three
 seeds. K = 3, 20 and 40 take the rate of K = 5. With more models than sampled clients there are as
 many strata as sampled clients.
 
     python benchmarks/fed_ensemble_mnist.py --data-dir FOLDER [--dataset mnist] [--parallel 2]
+        [--init he] [--without-other-k]
 
 FOLDER is in torchvision's layout. Runs go into runs/fed_ensemble, and are not repeated if they are
-there. Writes beside this file results/fed_ensemble_<dataset>.json.
+there. Writes beside this file results/fed_ensemble_<dataset>.json, or ..._default.json.
 """
 
 import argparse
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="mnist", choices=["mnist", "fashion-mnist"])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--init", default="he", choices=["he", "default"])
     parser.add_argument("--without-other-k", action="store_true")
     options = parser.parse_args()
     common = Config(
@@ -65,12 +68,14 @@ def main() -> None:
         train_examples=10_000,
         validation_examples=2_000,
         model="lenet",
-        init="he",
+        init=options.init,
+        fed_ensemble={"init": "he" if options.init == "he" else "network"},
         local_epochs=2,
         batch_size=32,
         rounds=options.rounds,
     )
-    folder = Path("runs/fed_ensemble") / options.dataset
+    stem = options.dataset + ("_default" if options.init == "default" else "")
+    folder = Path("runs/fed_ensemble") / stem
     rows = []
     for split, partition in SPLITS.items():
         place = folder / partition["partition"]
@@ -108,7 +113,7 @@ def main() -> None:
     settings = {**vars(options), "rates": RATES}
     settings.pop("data_dir")
     text = json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=2)
-    path = Path(__file__).parent / "results" / f"fed_ensemble_{options.dataset}.json"
+    path = Path(__file__).parent / "results" / f"fed_ensemble_{stem}.json"
     path.write_text(text + "\n", encoding="utf-8")
 
 

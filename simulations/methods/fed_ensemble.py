@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
+from torch import nn
 
 from fedntk.clients import FedEnsembleClient, ModelClient
 from fedntk.ntk import EnsemblePredictor, Predictor
@@ -16,6 +17,7 @@ from fedntk.strategies import BaseStrategy, FedEnsemble
 
 from ..config import Config
 from ..method import Method, Need, Setup
+from ..models import build_model
 from ..settings import ConfigError, Settings, setting
 from . import all_methods
 
@@ -38,8 +40,10 @@ class FedEnsembleSettings(Settings):
         "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "
         "balanced: in each round the models have as many strata, or one more",
     )
-    init: Literal["he", "xavier"] = setting(
-        "he", "first weights of models 1 ... K - 1: he or xavier; model 0 has the network's"
+    init: Literal["he", "xavier", "network"] = setting(
+        "he",
+        "first weights of models 1 ... K - 1: he or xavier; or network, drawn as model 0's, which "
+        "are the network's",
     )
 
     @property
@@ -81,6 +85,11 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, inner = self.own(setup.config), self.inner(setup.config)
+
+        def drawn(k: int) -> nn.Module:
+            config = setup.config.replace(seed=setup.config.seed + k * FAR, weights="")
+            return build_model(config, setup.data.input_shape, setup.data.num_classes)
+
         seeds = itertools.count(setup.config.seed, step=FAR)
         of_inner = {**options, "key_server": None, "min_completed": 1}
         return FedEnsemble(
@@ -88,7 +97,7 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
             num_models=own.num_models,
             num_strata=own.strata,
             schedule=own.schedule,
-            init=own.init,
+            init=drawn if own.init == "network" else own.init,
             **options,
         )
 
