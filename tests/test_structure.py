@@ -178,6 +178,13 @@ def test_arrows_point_down_only(room):
                     assert not name.startswith("flwr"), f"{path}: {name}"
 
 
+@pytest.mark.xdist_group("structure")
+def test_tests_of_a_group_stay_in_one_process(request):
+    """By its name's end, pytest-xdist finds a test's group; without it, it distributes them."""
+    grouped = request.config.getoption("loadgroup", False)
+    assert request.node.nodeid.endswith("@structure") == grouped
+
+
 def test_run_config_of_the_flower_app_equals_the_defaults():
     app = tomllib.loads((ROOT / "simulations" / "pyproject.toml").read_text(encoding="utf-8"))
     assert flatten_dict(app["tool"]["flwr"]["app"]["config"]) == Config.default_run_config()
