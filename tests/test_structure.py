@@ -1,6 +1,7 @@
 """One method, one stem, in every room; public names complete; defaults in one place."""
 
 import ast
+import functools
 import importlib
 import itertools
 import subprocess
@@ -99,6 +100,7 @@ def shared_files():
                 yield path
 
 
+@functools.cache
 def names_of_methods():
     """Names, and the classes that the files of one method define."""
     names = set(METHODS)
