@@ -129,6 +129,8 @@ def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
         yield process, environment
     finally:
         stop(process)
+        # Ray's workers, where what started them has just ended: nobody's children
+        end(processes_with("FLWR_HOME", str(home)))
 
 
 def _absolute(path: str) -> str:

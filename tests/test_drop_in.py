@@ -160,7 +160,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     grid = LocalGrid(client, NUM_CLIENTS, settings["config"])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         server(grid, Context(1, 0, {}, RecordDict(), settings["config"]))
 
 

@@ -19,7 +19,7 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
-        timeout=180,
+        timeout=1800,  # seconds of a cell that hangs; a busy machine may take minutes
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
     )

@@ -1,6 +1,7 @@
 """One method, one stem, in every room; public names complete; defaults in one place."""
 
 import ast
+import functools
 import importlib
 import itertools
 import subprocess
@@ -99,6 +100,7 @@ def shared_files():
                 yield path
 
 
+@functools.cache
 def names_of_methods():
     """Names, and the classes that the files of one method define."""
     names = set(METHODS)
@@ -176,6 +178,13 @@ def test_arrows_point_down_only(room):
                     assert name.split(".")[1] in allowed, f"{path}: {name}"
                 if room in ("ntk", "trust"):
                     assert not name.startswith("flwr"), f"{path}: {name}"
+
+
+@pytest.mark.xdist_group("structure")
+def test_tests_of_a_group_stay_in_one_process(request):
+    """By its name's end, pytest-xdist finds a test's group; without it, it distributes them."""
+    grouped = request.config.getoption("loadgroup", False)
+    assert request.node.nodeid.endswith("@structure") == grouped
 
 
 def test_run_config_of_the_flower_app_equals_the_defaults():

@@ -32,7 +32,7 @@ RUN = "a run"
 
 def network(width=6):
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(nn.Flatten(), nn.Linear(width, 5), nn.ReLU(), nn.Linear(5, 3))
 
 

@@ -38,7 +38,7 @@ DEVICES = ("cpu", NAME)
 
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(
             nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
         )
@@ -111,7 +111,7 @@ def test_upload_of_cp_ntk_fl(tools):
 
     def upload(device: str) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3))
         projection = SealedProjection(10, keys)
         client = CPNTKFLClient(model, X, Y, device=device, projection=projection, **tools)

@@ -14,7 +14,7 @@ from ..strategies.federation import examples, network
 
 def linear() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         return nn.Linear(4, 3).double()
 
 

@@ -46,7 +46,7 @@ Y = torch.arange(N) % 3
 
 def network(outputs: int = 3) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(
             nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, outputs)
         )

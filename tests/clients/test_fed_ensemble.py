@@ -14,7 +14,7 @@ X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 
 def network(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Linear(4, 3)
 
 

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 def first_weights() -> ArrayRecord:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return ArrayRecord(dict(Net().state_dict()))
 
 

@@ -20,7 +20,7 @@ TASK = EvolutionTask(learning_rate=0.1, steps=(1.0, 4.0), loss="mse")
 
 def network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 

@@ -15,7 +15,7 @@ X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 

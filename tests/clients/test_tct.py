@@ -38,7 +38,7 @@ MEAN, SCALE = "tct.mean", "tct.scale"
 
 def network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 

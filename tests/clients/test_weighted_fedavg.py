@@ -16,7 +16,7 @@ LOCAL = {"learning_rate": 0.1, "batch_size": 4, "seed": 3}
 
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
 
 

@@ -292,7 +292,7 @@ def make(name: str, num_examples: int = 6) -> tuple[nn.Module, Tensor]:
     """Network and examples of a case, in float64."""
     build, shape = CASES[name]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sum(map(ord, name)))
+        torch.default_generator.manual_seed(sum(map(ord, name)))
         model = build().double()
         x = torch.randn(num_examples, *shape, dtype=torch.float64)
     return model, x

@@ -102,7 +102,7 @@ def test_evolution(loss, kernel, residuals):
                 y.to(jac.device),
                 loss=loss,
                 learning_rate=0.5,
-                steps=[0, 3, 20],
+                steps=[0, 1, 5],
                 kernel="full" if kernel == "full" else "mean",
                 residuals=residuals,
                 memory_budget=0 if kernel == "unbuilt" else None,

@@ -48,7 +48,7 @@ X = drawn(0, N, 1, 6, 6)
 
 def members(make=mlp, count=K):
     with torch.random.fork_rng():
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return [NetworkPredictor(make()) for _ in range(count)]
 
 
@@ -225,7 +225,7 @@ def tct(loss="mse", seed=2):
     width = FeatureMap().width(mlp())
     linear = drawn(seed, width, C, scale=1.0) / width
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         network = mlp()
     return TCTModel(network, FeatureMap(), Normaliser.identity(width), linear.numpy(), loss=loss)
 

@@ -18,7 +18,7 @@ Y = torch.randint(3, (2100,), generator=GENERATOR)
 
 def network(width=8):
     with torch.random.fork_rng():
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return nn.Sequential(
             nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.ReLU(),
             nn.Linear(width, 3),

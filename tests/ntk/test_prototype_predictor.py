@@ -11,7 +11,7 @@ from fedntk.ntk.payloads import Prototypes
 
 def network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 

@@ -25,21 +25,35 @@ def in_new_process(code: str, **variables: str) -> list[object]:
     return json.loads(done.stdout)
 
 
-def test_passive_waiting_is_set_before_torch_is_loaded():
-    """OpenMP reads the variable as it is loaded, by torch: a later setting would do nothing."""
-    too_late = "fedntk.ntk.threads.TOO_LATE"
-    for room in ("ntk", "clients", "strategies", "simulations"):
-        shown = in_new_process(f"import fedntk.{room}; {SHOW.format(too_late)}")
-        assert shown == ["PASSIVE", False]
-    both = "import sys, fedntk.simulations; sys.argv = ['fedntk']; import fedntk.simulations.cli; "
-    assert in_new_process(both + SHOW.format(too_late)) == ["PASSIVE", False]
-    late = f"import torch, fedntk.simulations; {SHOW.format(too_late)}"
-    assert in_new_process(late) == ["PASSIVE", True]  # for the processes that it starts
+BEFORE_TORCH = """
+import json, os, sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            late = sys.modules["fedntk.ntk.threads"].TOO_LATE
+            print(json.dumps([os.environ.get("OMP_WAIT_POLICY"), late]), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Stop())
+"""
+
+
+@pytest.mark.parametrize("room", ["ntk", "clients", "strategies", "simulations", "simulations.cli"])
+def test_passive_waiting_is_set_before_torch_is_loaded(room):
+    """OpenMP reads the variable as it is loaded, by torch: a later setting would do nothing.
+
+    The process ends where it is about to load torch.
+    """
+    assert in_new_process(f"{BEFORE_TORCH}import fedntk.{room}") == ["PASSIVE", False]
+
+
+def test_after_torch_it_is_set_for_the_processes_that_are_started():
+    late = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
+    assert in_new_process(late) == ["PASSIVE", True]
 
 
 @pytest.mark.parametrize("name", threads.OWN_SETTINGS)
 def test_own_settings_win(name):
-    code = f"import torch, fedntk.simulations; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
+    code = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
     expected = "ACTIVE" if name == "OMP_WAIT_POLICY" else None
     value = expected or "100"
     assert in_new_process(code, **{name: value}) == [expected, False]

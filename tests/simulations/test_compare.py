@@ -11,7 +11,9 @@ import pytest
 from fedntk.simulations import Config, ConfigError, RunFailed, compare, load_results, read_runs, run
 from fedntk.simulations.results import run_state
 
-SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2)
+SMALL = Config(
+    num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2, train_examples=300
+)
 PAIR = {"NTK-FL": SMALL, "FedAvg": SMALL.replace(method="fedavg", learning_rate=0.1)}
 
 

@@ -18,7 +18,9 @@ from fedntk.simulations.server_app import serve
 from .settings import SETTINGS
 from .test_resume import outcome
 
-SMALL = Config(num_clients=12, clients_per_round=6, clients_per_evaluation=5, rounds=3)
+SMALL = Config(
+    num_clients=12, clients_per_round=6, clients_per_evaluation=5, rounds=3, train_examples=400
+)
 
 
 class Shuffled(LocalGrid):
@@ -50,7 +52,7 @@ CASES |= {"ntk-dfl, hubs": {"method": "ntk-dfl", "ntk_dfl": HUBS}}
 def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, case):
     config = replace(SMALL, learning_rate=0.05, **CASES[case])
     expected = result(config, tmp_path / "serial", LocalGrid, 1)
-    for workers in (1, 2, 4):
+    for workers in (1, 3):
         assert result(config, tmp_path / str(workers), Shuffled, workers) == expected
 
 

@@ -29,7 +29,9 @@ from fedntk.simulations.tensors import load_tensors, save_tensors
 from .settings import SETTINGS
 
 pytestmark = pytest.mark.xdist_group("resume")  # its tests share the uninterrupted runs
-SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5)
+SMALL = Config(
+    num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5, train_examples=300
+)
 
 
 def outcome(folder: Path, *, sent: bool = True) -> tuple[object, ...]:
@@ -132,7 +134,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 base, first, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=5,
-                method="fedavg", checkpoint_every=2, server_threads=1)
+                train_examples=300, method="fedavg", checkpoint_every=2, server_threads=1)
 prepare(config)
 
 def attempt(folder, fatal):
@@ -264,8 +266,9 @@ def test_data_that_changed_is_refused(tmp_path, finished):
         np.savez(tmp_path / "d.npz", **values)
 
     config = replace(
-        SMALL, dataset=f"npz:{tmp_path}/d.npz", partition="iid", out=str(tmp_path / "run")
-    )
+        SMALL, dataset=f"npz:{tmp_path}/d.npz", train_examples=0, partition="iid",
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
     write(1.0)
     if finished:
         run(config, progress=False)

@@ -40,7 +40,9 @@ from fedntk.simulations.server_app import main, serve
 from ..conftest import ROOT
 from .settings import SETTINGS, TOOLS
 
-SMALL = Config(num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3)
+SMALL = Config(
+    num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3, train_examples=400
+)
 
 
 def bits(folder: Path) -> dict[str, bytes]:
@@ -165,7 +167,7 @@ def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
     "options",
     [
         {"ntk_fl": {"selection": "validation"}, "validation_examples": 50},
-        {"ntk_fl": {"selection": "validation"}, "validation_clients": 2},
+        {"ntk_fl": {"selection": "validation"}, "validation_clients": 2, "train_examples": 0},
         {"ntk_fl": {"selection": "linearised", "steps": "50,100"}},
         {"loss": "mse", "learning_rate": 0.1},
         {"loss": "mse", "method": "fedavg", "learning_rate": 0.1},
@@ -184,7 +186,7 @@ def test_variants_run_end_to_end(tmp_path, options):
 def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch):
     """By the size on the wire, of the largest clients, held and stacked."""
     monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 2 * 10**8)
-    config = replace(SMALL, out=str(tmp_path), rounds=0)
+    config = replace(SMALL, out=str(tmp_path), rounds=0, train_examples=0)
     run(config, progress=False)
     with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
         run(replace(config, ntk_fl={"structure": "dense"}), progress=False, again=True)
@@ -313,7 +315,7 @@ def _grid(config: Config, **changes: object) -> LocalGrid:
     ("options", "message"),
     [
         ({"dataset": "npz:/nowhere.npz"}, "no file at /nowhere.npz"),
-        ({"num_clients": 2000}, "at most one client for each of the 1437"),
+        ({"num_clients": 2000}, "at most one client for each of the 400"),
         ({"model": "lenet"}, "images"),
         ({"device": "banana"}, "device = banana: cannot be used"),
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),

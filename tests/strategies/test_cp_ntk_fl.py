@@ -268,7 +268,7 @@ class Parties:
 
 def small():
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
 
 

@@ -55,7 +55,7 @@ CONTRACT = {
 def net() -> nn.Module:
     """In float64: what one program computes and another agrees to 1e-12."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     return model.double()
 

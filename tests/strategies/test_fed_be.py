@@ -325,7 +325,7 @@ def test_soft_cross_entropy_is_that_of_the_package_in_the_outputs_dtype():
 def iterates(student: nn.Module, labels: torch.Tensor, options: Distillation, seed: int) -> Any:
     """Step -> the state after it, by a second run of the same steps."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         found = {}
         for step, _ in descend(student, labels, options, generator):
@@ -396,7 +396,7 @@ def test_a_last_batch_of_one_joins_the_one_before():
 def test_distillation_of_a_network_that_draws_repeats_itself_and_leaves_torchs_state():
     def drawing() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
 
     options = Distillation(drawing(), server_examples(), epochs=2, batch_size=8, learning_rate=0.1)

@@ -55,7 +55,7 @@ CONTRACT = {
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Without BatchNorm, in float64: what is computed here and there agrees to 1e-9."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
 
 

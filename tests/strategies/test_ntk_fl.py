@@ -239,7 +239,7 @@ def test_the_automatic_rate_suits_networks_of_any_kind(name, scale):
 
     def net() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = NETWORKS[name]()
         with torch.no_grad():
             for parameter in list(model.parameters())[-2:]:

@@ -83,6 +83,7 @@ def pem(key, encryption):
             "expected an X25519 key, got Ed25519PrivateKey",
         ),
     ],
+    ids=["empty", "cut off", "with a password", "of another kind"],  # keys are drawn anew
 )
 def test_file_without_such_a_key_is_refused(tmp_path, data, message):
     path = tmp_path / "client.pem"

@@ -557,5 +557,5 @@ def test_federated_rounds_with_both_servers_elsewhere(servers, key_server, shuff
 
 def narrow() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))

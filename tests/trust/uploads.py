@@ -14,7 +14,7 @@ ROUND = 3
 
 def network() -> nn.Module:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 

@@ -18,7 +18,7 @@ CLASSES = 3
 def network(width=4):
     """With BatchNorm's buffers, one of which counts, moved from their defaults."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(
             nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(),
             nn.Linear(16 * width, CLASSES),

@@ -31,7 +31,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def problem(model: nn.Module, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.5)
         x = torch.randn(n, 4, dtype=torch.float64)
@@ -232,7 +232,7 @@ def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_tim
     """
     width = 2048
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
         nn.init.normal_(model[2].weight, std=1 / math.sqrt(width))
         x = torch.randn(12, 4, dtype=torch.float64)
@@ -264,7 +264,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
     x = torch.from_numpy(raw.data[:150]).float()
     x = (x - x.mean()) / x.std()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     y = one_hot(torch.from_numpy(raw.target[:150]), 10)
     return jacobian(model, x).gram(), model(x).detach(), y
@@ -297,7 +297,7 @@ def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
     """The full kernel of a linear map has equal blocks, so both ways solve the same problem."""
     _, _, y = digits
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Linear(64, 10).double()
     x = torch.from_numpy(load_digits().data[:150])
     x = (x - x.mean()) / x.std()
@@ -490,7 +490,7 @@ def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
     a little too large: by 2 % at most with this network.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 20), nn.ReLU(), nn.Linear(20, 3))
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
     jac, targets = jacobian(model, x), one_hot(torch.arange(12) % 3, 3)

@@ -17,7 +17,7 @@ CLASSES = 10
 def network(name):
     """In float64, with running statistics and norms' weights that are not those it began with."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         if name == "simple-cnn":
             model = SimpleCNN((3, 8, 8), CLASSES)
         elif name == "mlp":
@@ -111,7 +111,7 @@ def test_the_seed_alone_fixes_head_and_coordinates():
     features, heads = [], []
     for seed, global_seed in ((3, 0), (3, 1), (4, 0)):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(global_seed)
+            torch.default_generator.manual_seed(global_seed)
             before = torch.get_rng_state()
             feature_map = FeatureMap(num_features=500, seed=seed)
             features.append(feature_map.extractor(model)(x))

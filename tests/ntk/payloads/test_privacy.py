@@ -16,7 +16,7 @@ CLIP = 2.0
 
 def upload(n=300, scale=1.0, structure="factored"):
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         x = scale * torch.randn(n, 6)
     rows = jacobian(model, x)

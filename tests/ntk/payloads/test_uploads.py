@@ -25,7 +25,7 @@ from fedntk.ntk.payloads import jacobian_to_arrays, screen_uploads, top_k
 
 def network(seed=0):
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
@@ -87,7 +87,7 @@ def test_bytes_fall_as_declared():
 
 def test_embeddings_tokens_travel_as_they_are():
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
     x = torch.arange(30).reshape(10, 3)
     sent = JacobianUpload(jacobian(model, x), model(x).detach(), one_hot(torch.arange(10) % 3, 3))

@@ -38,7 +38,7 @@ WEAK = {"min_completed": 1, "seed": 3}
 
 def network(inputs: int = 4) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
