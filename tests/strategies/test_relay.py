@@ -134,6 +134,19 @@ def test_all_that_clients_send_each_other_is_ciphertext(case):
     assert clear == {False: True, True: False}
 
 
+def test_what_ends_a_sealed_round_is_sealed_for_nobody(case):
+    """Its receivers are the next round's neighbours, who then are sent it as that begins."""
+    own, last = case.make(seal=True), []
+
+    def noted(reply: Message) -> Message:
+        if own._position == len(own._planned) - 1:
+            last.append(len(reply.content.array_records))
+        return reply
+
+    start(own, Grid(case.app(), changes=dict.fromkeys(range(6), noted)), rounds=2)
+    assert last == [0] * 12
+
+
 def test_parcels_open_with_their_receivers_keys_alone():
     """Client 0's key opens what is for it; no key opens what is for others."""
     case, keys = CASES["NTKDFL"], [new_key() for _ in range(6)]
