@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -703,6 +703,24 @@ def test_a_client_that_lost_its_weights_sends_its_neighbours_none(case):
     metrics = runs[0].train_metrics[2]
     assert metrics["replies-accepted"] == 6
     assert metrics["restarted"] == pytest.approx(10 / 45)  # client 5 has 10 of the 45 examples
+
+
+@pytest.mark.parametrize(("said", "counted"), [([1, 2], 0), (-5, 0), (0.5, 0), (10**15, 6), (2, 2)])
+def test_what_a_client_says_of_refused_parcels_counts_within_reason(said, counted):
+    """At most as many as there are clients; in one of the two exchanges it says so."""
+    case = CASES["DPSGD"]
+    own = case.make()
+
+    def change(reply: Message) -> Message:
+        metrics = dict(reply.content["metrics"])
+        if own._position == 1:
+            metrics["parcels-rejected"] = said
+        reply.content["metrics"] = MetricRecord(metrics)
+        return reply
+
+    start(own, Grid(case.app(), changes={2: change}))
+    assert own.train_metrics[1]["parcels-rejected"] == counted
+    assert own.train_metrics[1]["replies-accepted"] == 6
 
 
 def test_a_hostile_jacobian_of_a_neighbour_is_refused():
