@@ -185,10 +185,9 @@ def accuracy(seed: int, tolerance: float, data_dir: str) -> dict[str, Any]:
             ntk_dfl={"tolerance": tolerance},
         )
         result = run(config, progress=False)
-        curves = {"mean model": "accuracy", "clients' models": "trained-accuracy-mean"}
         return {
             name: [round(float(v), 4) for k, v in result.curve(metric).items() if k]
-            for name, metric in curves.items()
+            for name, metric in CURVES.items()
         }
 
 
@@ -224,7 +223,7 @@ def main() -> None:
     write("ntk_dfl", rows, summary)
 
 
-CURVES = ("mean model", "clients' models")
+CURVES = {"mean model": "accuracy", "clients' models": "trained-accuracy-mean"}
 CASE = ("clients", "kappa", "workers", "tolerance", "topology", "evolve_once")
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")
 TARGET = 0.85
 KEPT = (
-    "accuracy", "loss", "inter-client-deviation", "averaged-accuracy-mean", "averaged-accuracy-std",
-    "trained-accuracy-mean", "trained-accuracy-std", "bytes-up", "bytes-down", "seconds",
+    "accuracy", "loss", "inter-client-deviation", "averaged-accuracy-mean",
+    "averaged-accuracy-std", "trained-accuracy-mean", "trained-accuracy-std",
+    "trained-accuracy-min", "trained-accuracy-max", "bytes-up", "bytes-down", "seconds",
+    "seconds-clients",
 )  # fmt: skip
 # name -> configuration, what differs from it, and in which rounds models are evaluated
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {

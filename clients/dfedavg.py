@@ -18,6 +18,7 @@ __all__ = ["DFedAvgClient"]
 
 WITHIN = "-within-round"  # what is kept from one exchange to the next, beside the weights
 LOSS, LOST = "train-loss", "restarted"  # names beside the weights there
+AVERAGED = "holds-an-average"  # the same: whether the weights have a neighbour's part
 
 
 class DFedAvgClient(GossipClient):
@@ -45,7 +46,8 @@ class DFedAvgClient(GossipClient):
         """Train from x_i, and send z_i to the neighbours."""
         own, lost = self.current(message.config)
         trained, metrics = self.trained_from(own, message.config)
-        told = {LOST: np.array(lost), **{k: np.array(v) for k, v in metrics.items()}}
+        told = {LOST: np.array(lost), AVERAGED: np.array(False)}
+        told |= {k: np.array(v) for k, v in metrics.items()}
         self._within(message).save(self._round(message), {**trained, **told})
         self.keep_before(trained, message.config)
         sent = {} if lost and message.neighbours else {ALL: self.parcel(trained)}
@@ -56,15 +58,15 @@ class DFedAvgClient(GossipClient):
         kept = self._kept(message)
         own = {name: kept[name] for name in self.model.state_dict()}
         told = {name: kept[name] for name in (LOST, LOSS) if name in kept}
-        lost = bool(kept[LOST])
+        lost, averaged = bool(kept[LOST]), bool(kept[AVERAGED])
         others = self.weights_heard(message, own)
-        average = self.mixed(own, others, message, alone=not lost)
+        average = self.mixed(own, others, message, alone=averaged or not lost)
         metrics: dict[str, Scalar] = {LOST: int(lost), "neighbours-heard": len(others)}
         metrics |= {LOSS: float(kept[LOSS])} if LOSS in kept else {}
         if message.batch == int(message.config.get("gossip-steps", 1)) - 1:
             self.keep(average, message.config)
             return {}, len(self._training), metrics
-        told |= {LOST: np.array(lost and not others)}
+        told |= {AVERAGED: np.array(averaged or bool(others))}
         self._within(message).save(self._round(message), {**average, **told})
         return {ALL: self.parcel(average)}, len(self._training), metrics
 

@@ -20,7 +20,17 @@ from .dispfl_masks import Masks, first_masks, searched
 from .gossip import GossipClient
 from .personal_store import ROUND
 from .randomness import round_seed
-from .relay import ALL, COUNT, Answer, Arrays, Message, WeightsParcel, norm_of, weighted_sum
+from .relay import (
+    ALL,
+    COUNT,
+    MOST_EXAMPLES,
+    Answer,
+    Arrays,
+    Message,
+    WeightsParcel,
+    norm_of,
+    weighted_sum,
+)
 from .sgd_steps import Gradients, gradients_of
 from .weights import Scalar
 
@@ -52,7 +62,11 @@ class SparseWeights(NamedTuple):
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, NDArray[Any]], expected: Arrays, masked: Sequence[str]
+        cls,
+        arrays: Mapping[str, NDArray[Any]],
+        expected: Arrays,
+        masked: Sequence[str],
+        max_examples: int = MOST_EXAMPLES,
     ) -> "SparseWeights":
         """Check what :meth:`to_arrays` made against a network's arrays.
 
@@ -64,12 +78,14 @@ class SparseWeights(NamedTuple):
             Of a network of the same architecture.
         masked : sequence of str
             Names of those that have masks.
+        max_examples : int
+            Most examples that may be claimed.
 
         Raises
         ------
         BadReply
             If names, shapes or dtypes differ, numbers are not finite, there are as many numbers as
-            the mask does not say, or no examples.
+            the mask does not say, or no examples or too many.
         """
         if arrays.keys() != {*expected, COUNT, MASKS}:
             odd = sorted(arrays.keys() ^ {*expected, COUNT, MASKS})
@@ -92,7 +108,8 @@ class SparseWeights(NamedTuple):
                 whole[name][masks[name]] = arrays[name]
             else:
                 whole[name] = arrays[name]
-        parcel = WeightsParcel.from_arrays({**whole, COUNT: arrays[COUNT]}, expected)
+        counted = {**whole, COUNT: arrays[COUNT]}
+        parcel = WeightsParcel.from_arrays(counted, expected, max_examples)
         return cls(parcel.weights, masks, parcel.num_examples)
 
 
@@ -131,8 +148,9 @@ class DisPFLClient(GossipClient):
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         config = message.config
         own, mask, lost = self._state(message)
+        masked, most = list(mask), message.max_examples
         heard = self.opened(
-            message, lambda arrays: SparseWeights.from_arrays(arrays, own.weights, list(mask))
+            message, lambda arrays: SparseWeights.from_arrays(arrays, own.weights, masked, most)
         )
         norms = [norm_of(own.weights), *(norm_of(parcel.weights) for _, parcel in heard)]
         others = self.screened(heard, lambda factor: screen_sizes(norms, factor), message)

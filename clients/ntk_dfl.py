@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
@@ -20,7 +21,7 @@ from fedntk.ntk.arrays import require_array
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian import Plans
-from fedntk.ntk.payloads import EvolutionTask, JacobianParcel, screen_uploads
+from fedntk.ntk.payloads import EvolutionTask, JacobianParcel, screen_losses, screen_uploads
 
 from .randomness import round_seed
 from .relay import (
@@ -40,7 +41,8 @@ __all__ = ["NTKDFLClient"]
 AVERAGE = "-average"  # what is kept within a round, beside the weights
 NOTES = "-notes"  # the same, where a hub evolves for others
 HUB = "hub"  # in a message's configuration: whether the client is one; where there are none: absent
-LOSS, T, HEARD = "train-loss", "t", "neighbours-heard"  # metrics
+LOSS, T, HEARD, RESTARTED = "train-loss", "t", "neighbours-heard", "restarted"  # metrics
+BESIDE = "metric-"  # before the names of metrics that are kept or sent beside weights
 
 
 class EvolvedParcel(NamedTuple):
@@ -51,19 +53,20 @@ class EvolvedParcel(NamedTuple):
     heard: int
 
     def to_arrays(self) -> Arrays:
-        """Wire format: that of the weights, with ``t`` and ``neighbours-heard``."""
-        return {**self.new.to_arrays(), T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
+        """Wire format: that of the weights, with ``metric-t`` and ``metric-neighbours-heard``."""
+        told = {T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
+        return {**self.new.to_arrays(), **{BESIDE + name: array for name, array in told.items()}}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, expected: Arrays) -> "EvolvedParcel":
         """Check what :meth:`to_arrays` made; raises BadReply as that of the weights."""
-        if not {T, HEARD} <= arrays.keys():
+        t, heard = (arrays.get(BESIDE + name) for name in (T, HEARD))
+        if t is None or heard is None:
             raise BadReply("arrays", f"expected {T!r} and {HEARD!r}, got {sorted(arrays)[:5]}")
-        require_array(T, arrays[T], shape=(), dtype=np.float64, low=0)
-        require_array(HEARD, arrays[HEARD], shape=(), dtype=np.int64, low=0, high=2**31)
-        rest = {name: array for name, array in arrays.items() if name not in (T, HEARD)}
-        new = WeightsParcel.from_arrays(rest, expected)
-        return cls(new, float(arrays[T]), int(arrays[HEARD]))
+        require_array(T, t, shape=(), dtype=np.float64, low=0)
+        require_array(HEARD, heard, shape=(), dtype=np.int64, low=0, high=2**31)
+        rest = {name: a for name, a in arrays.items() if not name.startswith(BESIDE)}
+        return cls(WeightsParcel.from_arrays(rest, expected), float(t), int(heard))
 
 
 class NTKDFLClient(RelayClient):
@@ -114,11 +117,11 @@ class NTKDFLClient(RelayClient):
     # ------------------------------------------------------------------ steps
 
     def _send_weights(self, message: Message, task: EvolutionTask) -> Answer:
-        """Send w_i to all neighbours (algorithm 2, line 2)."""
-        del task
+        """Send w_i to all neighbours (algorithm 2, line 2), but for a lost one to an average."""
         weights, lost = self.current(message.config)
         sent = WeightsParcel(weights, len(self._training)).to_arrays()
-        return {ALL: sent}, len(self._training), {"restarted": int(lost)}
+        silent = lost and task.average and message.neighbours
+        return {} if silent else {ALL: sent}, len(self._training), {RESTARTED: int(lost)}
 
     def _average(self, message: Message, task: EvolutionTask) -> Answer:
         """Average with the neighbours' weights, and send the average (lines 3 to 5)."""
@@ -132,21 +135,26 @@ class NTKDFLClient(RelayClient):
         self._keep_average(average, message)
         self.keep_before(average, message.config)
         sent = WeightsParcel(average, len(self._training)).to_arrays()
-        return {ALL: sent}, len(self._training), {"restarted": int(lost)}
+        return {ALL: sent}, len(self._training), {RESTARTED: int(lost)}
 
     def _send_jacobians(self, message: Message, task: EvolutionTask) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
         own, _ = self.current(message.config)
         if not task.average and message.batch == 0:
             self._keep_average(own, message)
-        others = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
         x, targets = self._part(message, task)
         outgoing = {}
-        for sender, parcel in others:
+        for sender, parcel in self.weights_heard(message, own):
             rows = self._rows(parcel.weights, x, targets)
+            if not _is_finite(rows):
+                bad = BadReply("non-finite", "the network's rows at its weights are not finite")
+                self.refuse(sender, bad)
+                continue
             if HUB in message.config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
-                self._note(message, {LOSS: np.array(loss)})
+                self._note(message, {LOSS: loss})
+                if task.average and message.batch == 0:
+                    self.keep_before(parcel.weights, message.config)
             sent = JacobianParcel(rows, x if task.selection == "true-loss" else None)
             outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=task.sparsity, bits=task.bits)
         return outgoing, len(x), {}
@@ -161,7 +169,7 @@ class NTKDFLClient(RelayClient):
         own = JacobianParcel(upload, None if task.selection == "last" else x)
         form = JacobianParcel(upload, x if task.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}
-        limits = UploadLimits(shapes, sparsity=task.sparsity, bits=task.bits)
+        limits = UploadLimits(shapes, message.max_examples, task.sparsity, task.bits)
         heard = self.opened(
             message, lambda arrays: JacobianParcel.from_arrays(arrays, limits=limits, own=form)
         )
@@ -177,7 +185,7 @@ class NTKDFLClient(RelayClient):
             whole.targets.to(self.device),
             task.flow,
         )
-        best = self._chosen(candidates, rows, task, offset)
+        best = self._chosen(candidates, own, others, message, offset)
         weights = average if best is None else candidates.weights_at(best)
         if not all(np.isfinite(array).all() for array in weights.values()):
             weights, best = average, None
@@ -185,13 +193,14 @@ class NTKDFLClient(RelayClient):
             LOSS: loss_value(own.upload.outputs, own.upload.targets, self.loss),
             T: 0.0 if best is None else float(task.flow.steps[best]),
             HEARD: len(others),
+            RESTARTED: int(self.current(message.config)[1]),
         }
         new = WeightsParcel(weights, len(self._training))
         sent = new.to_arrays()
         if message.batch < task.batches - 1:
             self._keep_average(weights, message)
         elif HUB in message.config:
-            self._note(message, {**weights, **{k: np.array(v) for k, v in metrics.items()}})
+            self._note(message, {T: metrics[T], HEARD: len(others), LOSS: metrics[LOSS]}, weights)
             sent = EvolvedParcel(new, float(metrics[T]), len(others)).to_arrays()
         else:
             self.keep(weights, message.config)
@@ -200,11 +209,11 @@ class NTKDFLClient(RelayClient):
     def _adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
         noted = self._noted(message)
+        expected, lost = self.current(message.config)
         if message.config[HUB]:
             weights = {name: noted[name] for name in self.model.state_dict()}
-            t, heard = float(noted[T]), int(noted[HEARD])
+            t, heard = float(noted[BESIDE + T]), int(noted[BESIDE + HEARD])
         else:
-            expected, _ = self.current(message.config)
             others = self.opened(
                 message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected)
             )
@@ -216,7 +225,8 @@ class NTKDFLClient(RelayClient):
             (new, t, heard) = others[0][1]
             weights = new.weights
         self.keep(weights, message.config)
-        metrics: dict[str, Scalar] = {LOSS: float(noted[LOSS]), T: t, HEARD: heard}
+        metrics: dict[str, Scalar] = {LOSS: float(noted[BESIDE + LOSS]), T: t, HEARD: heard}
+        metrics[RESTARTED] = int(lost)
         sent = WeightsParcel(weights, len(self._training)).to_arrays()
         return {ALL: sent}, len(self._training), metrics
 
@@ -245,17 +255,37 @@ class NTKDFLClient(RelayClient):
     def _chosen(
         self,
         candidates: Candidates,
-        rows: list[JacobianParcel],
-        task: EvolutionTask,
+        own: JacobianParcel,
+        others: list[tuple[int, JacobianParcel]],
+        message: Message,
         offset: Tensor,
     ) -> int | None:
-        """Return the position of the t that is taken; None if no loss is finite."""
-        if task.selection == "last":
+        """Return the position of the t that is taken; None if no loss is finite.
+
+        Losses are compared on the examples of those whose inputs are there: for ``"last"`` nobody's
+        are, for ``"own"`` the client's. Neighbours on whose examples they are out of all proportion
+        have no say.
+        """
+        if own.inputs is None:
             return len(candidates) - 1
         each = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
-        compared = [(own.inputs, own.upload.targets) for own in rows if own.inputs is not None]
-        losses = [np.array(self.candidate_losses(each, x, y, offset)) for x, y in compared]
-        return lowest_loss(mean_losses(losses, [len(y) for _, y in compared]))
+
+        def judged(x: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], int]:
+            return np.array(self.candidate_losses(each, x, targets, offset)), len(targets)
+
+        mine = judged(own.inputs, own.upload.targets)
+        heard = [
+            (sender, judged(parcel.inputs, parcel.upload.targets))
+            for sender, parcel in others
+            if parcel.inputs is not None
+        ]
+        agreed = self.screened(
+            heard,
+            lambda factor: screen_losses([mine[0], *(own[0] for _, own in heard)], factor),
+            message,
+        )
+        losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
+        return lowest_loss(mean_losses(losses, counts))
 
     # ------------------------------------------------------- within the round
 
@@ -273,16 +303,25 @@ class NTKDFLClient(RelayClient):
             )
         return {name: kept[name] for name in self.model.state_dict()}
 
-    def _note(self, message: Message, arrays: Arrays) -> None:
+    def _note(
+        self, message: Message, metrics: Mapping[str, Scalar], weights: Arrays | None = None
+    ) -> None:
         number = int(message.config.get("server-round", 0))
-        self.store(message.config, NOTES).save(number, arrays)
+        told = {BESIDE + name: np.array(value) for name, value in metrics.items()}
+        self.store(message.config, NOTES).save(number, {**(weights or {}), **told})
 
     def _noted(self, message: Message) -> Arrays:
         store = self.store(message.config, NOTES)
         noted = store.load(int(message.config.get("server-round", 0)))
-        if noted is None or LOSS not in noted:
+        if noted is None or BESIDE + LOSS not in noted:
             raise ValueError(
                 f"{store.folder}: this round has no Jacobian of the client; the client keeps its "
                 "weights, and goes on with the next round"
             )
         return noted
+
+
+def _is_finite(rows: JacobianUpload) -> bool:
+    """Whether outputs and Jacobian hold no infinity and no NaN."""
+    arrays = [rows.outputs, *(array for block in rows.jacobian.blocks for array in block.arrays)]
+    return all(bool(torch.isfinite(array).all()) for array in arrays)

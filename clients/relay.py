@@ -32,12 +32,13 @@ __all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
 FROM, TO, ALL = OF_A_CLIENT, "to-", "to-neighbours"  # begin the names of records, or are one
 OF_RELAYS = OF_SEALING | {
     RUN, ROUND, "step", "batch", "neighbours", "same-weights", "outlier-factor",
-    "keep-both",
+    "max-examples", "keep-both",
 }  # fmt: skip
 BEFORE = "-before"  # where weights are kept as they were before the end of a round
 KEYS = "-keys"  # where the own key is kept, beside the weights
 COUNT = "num-examples"  # name of an array beside weights
 LARGEST = 1e12  # of a neighbour's weight
+MOST_EXAMPLES = 10_000_000  # of a neighbour, where the strategy does not tell
 logger = getLogger("flwr")
 Arrays = dict[str, NDArray[Any]]
 Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -57,13 +58,19 @@ class WeightsParcel(NamedTuple):
         return {**self.weights, COUNT: np.array(self.num_examples, np.int64)}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], expected: Arrays) -> "WeightsParcel":
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, NDArray[Any]],
+        expected: Arrays,
+        max_examples: int = MOST_EXAMPLES,
+    ) -> "WeightsParcel":
         """Check what :meth:`to_arrays` made against a network's arrays.
 
         Raises
         ------
         BadReply
-            If names, shapes or dtypes differ, numbers are not finite, or there are no examples.
+            If names, shapes or dtypes differ, numbers are not finite, or there are no examples or
+            more than `max_examples`.
         """
         if arrays.keys() != {*expected, COUNT}:
             odd = sorted(arrays.keys() ^ {*expected, COUNT})
@@ -77,7 +84,7 @@ class WeightsParcel(NamedTuple):
                 limit=LARGEST,
                 low=0.0 if name.endswith("running_var") else None,
             )
-        require_array(COUNT, arrays[COUNT], shape=(), dtype=np.int64, low=1, high=2**40)
+        require_array(COUNT, arrays[COUNT], shape=(), dtype=np.int64, low=1, high=max_examples)
         return cls({name: arrays[name] for name in expected}, int(arrays[COUNT]))
 
 
@@ -103,6 +110,11 @@ class Message(NamedTuple):
     parcels: dict[int, Arrays]
     neighbours: tuple[int, ...]
     config: dict[str, Any]
+
+    @property
+    def max_examples(self) -> int:
+        """Most examples that a neighbour may claim: the strategy's ``max_examples``."""
+        return int(self.config.get("max-examples", MOST_EXAMPLES))
 
 
 class RelayClient(ModelClient):
@@ -314,7 +326,8 @@ class RelayClient(ModelClient):
 
         So are those whose norm is out of all proportion: see :meth:`screened`.
         """
-        heard = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own))
+        most = message.max_examples
+        heard = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own, most))
         norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
         return self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
 
@@ -338,9 +351,13 @@ class RelayClient(ModelClient):
         verdicts = screen(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
         for (sender, _), bad in zip(heard, verdicts, strict=True):
             if bad is not None:
-                self._rejected += 1
-                logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, bad)
+                self.refuse(sender, bad)
         return [each for each, bad in zip(heard, verdicts, strict=True) if bad is None]
+
+    def refuse(self, sender: int, reason: Exception) -> None:
+        """Count what a neighbour sent as refused, and log why."""
+        self._rejected += 1
+        logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, reason)
 
     def _usable(
         self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
@@ -351,8 +368,7 @@ class RelayClient(ModelClient):
             try:
                 good.append((sender, read(sender, arrays)))
             except Exception as error:  # a neighbour may send anything
-                self._rejected += 1
-                logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, error)
+                self.refuse(sender, error)
         return good
 
 

@@ -194,6 +194,12 @@ class NTKDFL(RelayStrategy):
         self._hubs = frozenset(stars)
         return stars | {member: (hub,) for hub, members in stars.items() for member in members}
 
+    def averaging_graph(self) -> dict[int, tuple[int, ...]]:
+        """Return with whom clients average: a cluster's members all do, though its hub does it."""
+        if not self.evolve_once:
+            return super().averaging_graph()
+        return self.topology.neighbours(self.server_round, self.neighbours)
+
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:

@@ -25,6 +25,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import screen_changes
 
 from .averaging import cast_like, named_arrays
 from .base import logger
@@ -69,7 +70,9 @@ class RelayStrategy(KeepingStrategy):
 
     The clients' weights live with the clients, on their disks. For what is evaluated and returned,
     the clients are asked for their models, in rounds in which there is an evaluation: the global
-    arrays are their equal mean. (Bytes of that count as evaluation.)
+    arrays are their equal mean, without models whose norm is an outlier: see `outlier_factor`.
+    (Bytes of that count as evaluation.) A client that joins later begins with the global arrays as
+    they are then.
 
     Parameters
     ----------
@@ -203,10 +206,14 @@ class RelayStrategy(KeepingStrategy):
         """Return who exchanges parcels with whom in a round."""
         return self.topology.neighbours(server_round, clients)
 
+    def averaging_graph(self) -> dict[int, tuple[int, ...]]:
+        """Return with whom clients average in the round at work."""
+        return self.neighbours
+
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""
         super().prepare_config(config, server_round)
-        config["outlier-factor"] = self.outlier_factor
+        config["outlier-factor"], config["max-examples"] = self.outlier_factor, self.max_examples
         config["keep-both"] = self.collect_both and self.evaluates_in(server_round)
         if self._planned:
             config["step"], config["batch"] = self._step
@@ -307,7 +314,7 @@ class RelayStrategy(KeepingStrategy):
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         metrics[REFUSED] = refused
         if self.mixing is not None:
-            matrix = mixing_matrix(self.neighbours, examples, self.mixing)
+            matrix = mixing_matrix(self.averaging_graph(), examples, self.mixing)
             metrics["spectral-gap"] = spectral_gap(matrix)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
@@ -318,6 +325,13 @@ class RelayStrategy(KeepingStrategy):
         if not self.collect or not self.evaluates_in(server_round):
             return None, metrics
         return self._mean_model(metrics), metrics
+
+    def _require_kind(self, message: Message, stage: str) -> None:
+        """Refuse a reply with weights by its record's name, as arrays' names are not read here."""
+        if stage == MessageType.TRAIN and self.arrayrecord_key in message.content.array_records:
+            raise BadReply(
+                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+            )
 
     def _parse(self, reply: Reply) -> dict[str, ArrayRecord]:
         """Return a client's parcels by address; what is in them is the receivers' to check."""
@@ -346,6 +360,12 @@ class RelayStrategy(KeepingStrategy):
         nodes = self.sample(self._require_grid(), self.server_round, MODEL, 1.0, 1, self.held_out)
         pairs, rejected = self.exchange(
             nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
+        )
+        zero = {name: np.zeros_like(array) for name, array in network.items()}
+        pairs = self.screened(  # by norms: how far they moved says how often they were sampled
+            pairs,
+            rejected,
+            lambda models, factor: screen_changes(zero, [m["arrays"] for m in models], factor),
         )
         metrics["models-collected"] = len(pairs)
         if rejected:

@@ -13,6 +13,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedntk.simulations import Config
+from fedntk.simulations import run as simulate
 from fedntk.simulations.engines import LocalGrid
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
@@ -113,6 +115,17 @@ def test_measurement_runs_from_the_checkout_and_is_right(program, options):
     for row in [measured, *measured.get("rows", [])]:
         others = options.get("method") == "torch.func"
         assert row.get("relative-difference", 0) < (79_510 * 2**-24 if others else 1e-5)
+
+
+def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    one, table = (importlib.import_module(name) for name in ("ntk_dfl", "ntk_dfl_fmnist"))
+    config = Config(
+        method="ntk-dfl", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=1,
+        learning_rate=0.1, ntk_dfl={"degree": 2, "steps": "5"},
+    )  # fmt: skip
+    measured = set(simulate(config, progress=False).rounds.metric)
+    assert {*one.CURVES.values(), *table.KEPT} <= measured
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -65,7 +65,7 @@ class JacobianParcel:
         arrays : mapping of str to ndarray
             As received.
         limits : UploadLimits
-            The network's shapes, and how far the rows are to be compressed.
+            The network's shapes, the most rows, and how far they are to be compressed.
         own : JacobianParcel
             The receiver's: rows must have the form of its rows, and inputs, if it has some, the
             shape and dtype of its inputs.
@@ -87,12 +87,14 @@ class JacobianParcel:
             if head is COMPRESSED_HEAD
             else JacobianUpload.from_arrays(listed, parameters=limits.parameters)
         )
+        if (n := upload.jacobian.num_examples) > limits.max_examples:
+            raise BadReply("shape", f"expected at most {limits.max_examples} examples, got {n}")
         if upload.jacobian.form != own.upload.jacobian.form:
             raise BadReply("layout", "its Jacobian has another form than one's own")
         if own.inputs is None:
             return cls(upload)
         inputs, x = arrays[INPUTS], own.inputs
-        shape = (upload.jacobian.num_examples, *x.shape[1:])
+        shape = (n, *x.shape[1:])
         require_array(INPUTS, inputs, shape=shape, dtype=x.cpu().numpy().dtype)
         return cls(upload, torch.from_numpy(np.require(inputs, requirements=["C", "W"])))
 

@@ -77,6 +77,11 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
 
     def check(self, config: Config, settings: NTKDFLSettings) -> None:
         super().check(config, settings)
+        if settings.evolve_once and not (settings.topology == "clustered" and settings.average):
+            raise ConfigError(
+                f"{settings.key('evolve-once')} goes with topology = clustered and average = true, "
+                f"got {settings.topology} and {str(settings.average).lower()}"
+            )
         if settings.class_prior and config.loss != "cross-entropy":
             raise ConfigError(
                 f"{settings.key('class-prior')} goes with loss = cross-entropy, got {config.loss}"

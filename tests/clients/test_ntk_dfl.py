@@ -116,16 +116,46 @@ def test_weights_of_a_hub_that_cannot_be_used_are_not_adopted(damage, tmp_path):
     for name, array in weights(2).items():
         np.testing.assert_array_equal(result.records["to-neighbours"][name], array)
     if damage == "no t":
-        del sent["t"]
+        del sent["metric-t"]
     elif damage == "t":
-        sent["t"] = np.array(np.inf)
+        sent["metric-t"] = np.array(np.inf)
     elif damage == "NaN":
         sent["0.bias"] = np.full_like(sent["0.bias"], np.nan)
     elif damage == "heard":
-        sent["neighbours-heard"] = np.array(-1)
+        sent["metric-neighbours-heard"] = np.array(-1)
     bad, config = message("adopt", **({} if damage == "none" else {"from_2": sent}))
     with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
         client(tmp_path).fit(bad, {**config, "hub": False})
+
+
+def test_weights_under_the_names_of_metrics_come_back():
+    """A network may call a parameter t."""
+    own = {"t": np.array([2.0]), "neighbours-heard": np.array([3.0])}
+    sent = EvolvedParcel(WeightsParcel(own, 7), 4.0, 2)
+    found = EvolvedParcel.from_arrays(sent.to_arrays(), own)
+    assert (found.new.weights, found.t, found.heard) == (own, 4.0, 2)
+
+
+@pytest.mark.parametrize("compression", [{}, {"sparsity": 0.5, "bits": 6}])
+def test_weights_at_which_rows_are_not_finite_are_refused(compression, tmp_path):
+    """A deep network's outputs overflow at some weights; others still get their rows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
+    own = {name: t.numpy().copy() for name, t in deep.state_dict().items()}
+    task = EvolutionTask(learning_rate=0.1, steps=(1.0,), **compression)
+    huge = WeightsParcel({name: a * np.float32(1e11) for name, a in own.items()}, 3).to_arrays()
+    _, config = message("jacobians", task)
+    config["outlier-factor"] = np.inf
+    good = WeightsParcel(own, 3).to_arrays()
+    records = NamedArrays({"arrays": own, "from-2": huge, "from-5": good})
+    made = NTKDFLClient(deep, X.float(), Y % 3, cache=tmp_path, seed=1)
+    result, _, metrics = made.fit(records, config)
+    assert list(result.records) == ["to-5"]
+    assert metrics["parcels-rejected"] == 1
+    config["outlier-factor"] = 100.0  # then the norm tells
+    records = NamedArrays({"arrays": own, "from-2": huge, "from-5": good})
+    assert list(made.fit(records, config)[0].records) == ["to-5"]
 
 
 @pytest.mark.parametrize("hub", [True, False])

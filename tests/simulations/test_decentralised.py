@@ -26,6 +26,21 @@ def test_a_graph_with_more_neighbours_than_others_is_refused(method):
     Config(method=method, **SMALL, **{TABLES[method]: {"topology": "ring"}})
 
 
+@pytest.mark.parametrize(
+    ("own", "more", "message"),
+    [
+        ({"evolve_once": True}, {}, "evolve-once goes with topology = clustered and average"),
+        ({"evolve_once": True, "topology": "clustered", "average": False}, {}, "and false"),
+        ({"class_prior": True}, {"loss": "mse"}, "class-prior goes with loss = cross-entropy"),
+        ({"bits": 20}, {}, "ntk-dfl: bits: expected 1 ... 16"),
+    ],
+)
+def test_settings_of_ntk_dfl_that_do_not_go_together_are_refused(own, more, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(method="ntk-dfl", **SMALL, **more, ntk_dfl={"degree": 2, **own})
+    Config(method="ntk-dfl", **SMALL, ntk_dfl={"degree": 2, "topology": "clustered"})
+
+
 @pytest.mark.parametrize("method", sorted(TABLES))
 def test_settings_reach_the_strategy(method):
     own = {"topology": "erdos-renyi", "degree": 2, "dynamic": False, "mixing": "metropolis",

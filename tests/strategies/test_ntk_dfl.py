@@ -230,6 +230,32 @@ def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, 
             assert all(bits(found[0][k]) == bits(found[0][hub]) for k in members)
 
 
+@pytest.mark.parametrize(("degree", "gap"), [(5, 1), (2, 0)])
+def test_the_gap_of_one_evolution_a_cluster_is_that_of_its_average(degree, gap):
+    """All of a cluster end at one average: W has rank one for one cluster, two for two of them."""
+    topology = Topology("clustered", degree=degree, seed=5)
+    own = strategy(topology=topology, evolve_once=True, **ALL)
+    run(own, Grid(clients()), rounds=1)
+    assert own.train_metrics[1]["spectral-gap"] == pytest.approx(gap, abs=1e-9)
+
+
+def test_members_of_a_cluster_are_judged_at_the_average_that_their_hub_formed():
+    """Before their evolution all of a cluster have one model, whoever averages; float64: 1e-12."""
+    topology = Topology("clustered", degree=2, seed=5)
+    found = []
+    for once in (True, False):
+        own = strategy(
+            topology=topology, evolve_once=once, batches=2, collect_both=True, loss="mse",
+            same_weights=False, **ALL,
+        )  # fmt: skip
+        run(own, Grid(clients(loss="mse")), rounds=1)
+        found.append(own.models_at["averaged"])
+    assert sorted(found[0]) == sorted(found[1]) == list(range(6))
+    for client, model in found[1].items():
+        for name, array in model.items():
+            np.testing.assert_allclose(found[0][client][name], array, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("step", ["average", "jacobians", "evolve", "adopt"])
 def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step):
     """Its members have nothing to adopt; whatever the step, round 2 has all six again."""
@@ -409,6 +435,28 @@ def test_the_relay_hands_parcels_on_as_they_came_and_reads_none():
         assert f"of {sender}," in text
 
 
+@pytest.mark.parametrize("value", [1e200, 1e10])
+def test_inputs_out_of_proportion_have_no_say_in_which_t_is_taken(value):
+    """Losses on client 2's inputs overflow, or are huge: as if it had sent no rows to choose by.
+
+    The others take the t that they would take without it; its rows still count in their kernels.
+    """
+    own = strategy(topology=Topology("complete"), selection="true-loss", **ALL)
+
+    def change(reply: Message) -> Message:
+        if own._step.name == "jacobians":
+            for record in reply.content.array_records:
+                arrays = dict(reply.content[record].items())
+                arrays["inputs"] = Array(np.full_like(arrays["inputs"].numpy(), value))
+                reply.content[record] = ArrayRecord(arrays)
+        return reply
+
+    run(own, Grid(clients(), changes={2: change}), rounds=1)
+    assert own.train_metrics[1]["t"] == STEPS[-1]
+    assert own.train_metrics[1]["parcels-rejected"] == 5
+    assert own.train_metrics[1]["neighbours-heard"] == 5
+
+
 @pytest.mark.parametrize("exchange", [0, 1, 2, 3])
 def test_a_client_that_fails_in_a_step_is_out_for_the_round_and_goes_on_with_its_old_weights(
     exchange,
@@ -484,19 +532,35 @@ def test_a_client_that_lost_its_weights_takes_its_neighbours_average():
         np.testing.assert_allclose(array, weights_of(own, 0, 2)[name], rtol=1e-7, atol=1e-9)
 
 
-def test_a_new_client_begins_with_the_first_weights():
-    own = strategy(topology=Topology("complete"), min_available_nodes=5, fraction_evaluate=0.0)
+def test_a_client_that_joins_begins_with_the_global_arrays():
+    """Those are the mean model by then; without `collect` the first weights."""
+    for collect in (True, False):
+        own = strategy(
+            topology=Topology("complete"), min_available_nodes=5, fraction_evaluate=0.0,
+            collect=collect,
+        )  # fmt: skip
+        expected = joined_late(own)
+        kept = weights_of(own, 5, 0)
+        assert own.trained == dict.fromkeys(range(6), 2)
+        for name, array in (expected if collect else net().state_dict()).items():
+            np.testing.assert_array_equal(kept[name], array)
+
+
+def joined_late(own: NTKDFL) -> dict[str, np.ndarray]:
+    """Run two rounds, of which client 5 misses the first; return the arrays after that one."""
+    after = {}
     grid = Grid(clients())
     late = dict(list(grid.contexts.items())[5:])
     for node in late:
         del grid.contexts[node]
 
-    def evaluate(server_round: int, _: ArrayRecord) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
         if server_round == 1:
             grid.contexts.update(late)
+            after.update({name: array.numpy() for name, array in arrays.items()})
 
     own.start(grid, first(), num_rounds=2, evaluate_fn=evaluate)
-    assert own.trained == dict.fromkeys(range(6), 2)
+    return after
 
 
 def test_all_that_fail_leave_the_model_and_end_the_run_with_a_reason():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -36,7 +36,7 @@ from fedntk.strategies import (
 from fedntk.strategies.trust_protocols import PublicKey
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
-from .federation import Grid, app, bits, failed, start
+from .federation import Grid, app, bits, failed, network, start
 
 SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
 ALL: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
@@ -132,6 +132,19 @@ def test_all_that_clients_send_each_other_is_ciphertext(case):
         for _, _, _, arrays in parcels if seal else ():
             assert {name.partition("-")[0] for name in arrays} == {"content", "key"}
     assert clear == {False: True, True: False}
+
+
+def test_what_ends_a_sealed_round_is_sealed_for_nobody(case):
+    """Its receivers are the next round's neighbours, who then are sent it as that begins."""
+    own, last = case.make(seal=True), []
+
+    def noted(reply: Message) -> Message:
+        if own._position == len(own._planned) - 1:
+            last.append(len(reply.content.array_records))
+        return reply
+
+    start(own, Grid(case.app(), changes=dict.fromkeys(range(6), noted)), rounds=2)
+    assert last == [0] * 12
 
 
 def test_parcels_open_with_their_receivers_keys_alone():
@@ -577,6 +590,137 @@ def test_weights_of_a_huge_norm_are_refused_by_who_gets_them(case, factor, refus
         same &= bits(weights_of(attacked, client, 1)) == bits(weights_of(without, client, 1))
     assert same == refused
     assert (attacked.train_metrics[1]["parcels-rejected"] >= 3) == refused
+
+
+def claiming(count: int) -> Callable[[Message], Message]:
+    """Have a client's parcels claim so many examples; 0: leave out those that would."""
+
+    def change(reply: Message) -> Message:
+        for record in list(reply.content.array_records):
+            arrays = dict(reply.content[record].items())
+            if "num-examples" not in arrays:
+                continue
+            arrays["num-examples"] = Array(np.array(count, np.int64))
+            reply.content[record] = ArrayRecord(arrays)
+            if not count:
+                del reply.content[record]
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize(("count", "refused"), [(20, False), (21, True)])
+def test_a_neighbour_claims_at_most_the_examples_that_the_strategy_allows(case, count, refused):
+    """They are its weight in an average: with more, it would be nearly all of it."""
+    options = {"max_examples": 20, "same_weights": False, "collect": False}
+    own, without = (case.make(**options) for _ in range(2))
+    start(own, Grid(case.app(), changes={2: claiming(count)}))
+    start(without, Grid(case.app(), changes={2: claiming(0)}))
+    same = all(
+        bits(weights_of(own, k, 1)) == bits(weights_of(without, k, 1)) for k in (0, 1, 3, 4, 5)
+    )
+    assert same == refused
+    assert (own.train_metrics[1]["parcels-rejected"] >= 3) == refused
+    assert own.train_metrics[1]["replies-accepted"] == 6
+
+
+@pytest.mark.parametrize(("factor", "collected"), [(100.0, 5), (float("inf"), 6)])
+def test_a_model_of_a_huge_norm_is_left_out_of_the_mean(case, factor, collected):
+    def change(reply: Message) -> Message:
+        arrays = {k: a.numpy() for k, a in reply.content["arrays"].items()}
+        large = {k: a * 1e6 if a.dtype.kind == "f" else a for k, a in arrays.items()}
+        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in large.items()})
+        return reply
+
+    own = case.make(outlier_factor=factor)
+    grid = Grid(case.app(), changes={2: change}, changed_kind="evaluate.model")
+    found = start(own, grid)
+    assert own.train_metrics[1]["models-collected"] == len(own.models) == collected
+    largest = max(float(np.abs(a).max()) for n, a in found.items() if n != "1.num_batches_tracked")
+    assert (largest < 1e3) == (collected == 5)
+
+
+def test_parcels_named_like_the_network_are_handed_on(case):
+    """The relay tells a client that replies with weights by its record's name, and no other way."""
+    own = case.make()
+
+    def renamed(reply: Message) -> Message:
+        weights = ArrayRecord({k: Array(a) for k, a in network_arrays().items()})
+        for record in list(reply.content.array_records):
+            reply.content[record] = weights
+        return reply
+
+    start(own, Grid(case.app(), changes={2: renamed}))
+    assert own.train_metrics[1]["replies-accepted"] == 6
+
+    def in_the_clear(reply: Message) -> Message:
+        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in network_arrays().items()})
+        return reply
+
+    own = case.make()
+    start(own, Grid(case.app(), changes={2: in_the_clear}))
+    assert own.train_metrics[1]["rejected-weights"] == 1
+    assert f"weights came, not parcels: is the client a {own.client}?" in own.last_refusal
+
+
+def network_arrays() -> dict[str, np.ndarray]:
+    return {name: t.numpy() for name, t in network().state_dict().items()}
+
+
+def test_a_client_that_lost_its_weights_sends_its_neighbours_none(case):
+    """With `seal` weights travel as a round begins: who lost its own must not send first ones.
+
+    The others end the round as if it had sent nothing then; it says that it was restarted.
+    """
+
+    def restarted(own: RelayStrategy) -> Callable[[Message], Message]:
+        def forget(reply: Message) -> Message:
+            if own.server_round == 1 and own._position == len(own._planned) - 1:
+                root = cache_dir() / "personal"
+                for folder in root.glob(f"run-{own.run_key}-client-5*"):
+                    if not folder.name.endswith("-keys"):
+                        shutil.rmtree(folder)
+            return reply
+
+        return forget
+
+    def silent_once(own: RelayStrategy) -> Callable[[Message], Message]:
+        forget = restarted(own)
+
+        def change(reply: Message) -> Message:
+            first = own.server_round == 2 and own._position == 0
+            return silent(reply) if first else forget(reply)
+
+        return change
+
+    runs = []
+    for change in (restarted, silent_once):
+        own = case.make(collect=False, topology=Topology("complete"), seal=True)
+        start(own, Grid(case.app(), changes={5: change(own)}), rounds=2)
+        runs.append(own)
+    for client in range(5):
+        assert bits(weights_of(runs[0], client, 2)) == bits(weights_of(runs[1], client, 2))
+    metrics = runs[0].train_metrics[2]
+    assert metrics["replies-accepted"] == 6
+    assert metrics["restarted"] == pytest.approx(10 / 45)  # client 5 has 10 of the 45 examples
+
+
+@pytest.mark.parametrize(("said", "counted"), [([1, 2], 0), (-5, 0), (0.5, 0), (10**15, 6), (2, 2)])
+def test_what_a_client_says_of_refused_parcels_counts_within_reason(said, counted):
+    """At most as many as there are clients; in one of the two exchanges it says so."""
+    case = CASES["DPSGD"]
+    own = case.make()
+
+    def change(reply: Message) -> Message:
+        metrics = dict(reply.content["metrics"])
+        if own._position == 1:
+            metrics["parcels-rejected"] = said
+        reply.content["metrics"] = MetricRecord(metrics)
+        return reply
+
+    start(own, Grid(case.app(), changes={2: change}))
+    assert own.train_metrics[1]["parcels-rejected"] == counted
+    assert own.train_metrics[1]["replies-accepted"] == 6
 
 
 def test_a_hostile_jacobian_of_a_neighbour_is_refused():

@@ -70,6 +70,18 @@ def test_what_does_not_fit_is_refused(change, reason):
     assert refused.value.reason == reason
 
 
+@pytest.mark.parametrize("sent", [{}, {"sparsity": 0.5, "bits": 6}])
+def test_more_rows_than_a_client_may_have_are_refused(sent):
+    arrays = JacobianParcel(upload(n=8)).to_arrays(**sent)
+    for most in (8, 7):
+        limits = UploadLimits(SHAPES, max_examples=most, **sent)
+        if most == 8:
+            JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
+            continue
+        with pytest.raises(BadReply, match="expected at most 7 examples, got 8"):
+            JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
+
+
 def test_another_form_is_refused():
     sent = upload()
     literal = JacobianParcel(JacobianUpload(sent.jacobian.to_dense(), sent.outputs, sent.targets))
