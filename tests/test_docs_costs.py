@@ -570,9 +570,9 @@ def test_what_ntk_dfl_sends_where_one_client_of_a_cluster_evolves():
         for way in ("up", "down")
     }
     up, down = (found[way][0] + d * found[way][1] for way in ("up", "down"))
-    row = "down, until it has gone through a round, in each message besides"
+    first = evaluated(costs["down, until a reply of it has been accepted, besides"], P=P)
     assert sum(grid.up["train"]) == clients * (4 * P + 8) + 2 * up
-    assert sum(grid.down["train"]) == clients * 5 * evaluated(costs[row], P=P) + 2 * down
+    assert sum(grid.down["train"]) == clients * first + 2 * down
 
 
 MODEL_ROW = "up, its model, where a round evaluates"

@@ -1,5 +1,6 @@
 """A client of NTK-DFL without a strategy around it: what it sends to whom, and what it refuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,45 @@ def test_inputs_travel_only_where_t_is_chosen_by_them(tmp_path):
     result, *_ = client(tmp_path).fit(*message("jacobians", task, from_2=parcel(2)))
     assert isinstance(result, NamedArrays)
     np.testing.assert_array_equal(result.records["to-2"]["inputs"], X)
+
+
+def test_batches_share_no_example_and_leave_none_out(tmp_path):
+    """Inputs that travel with the rows say which examples a part has."""
+    task = replace(TASK, selection="true-loss", batches=4)
+    sent = []
+    for batch in range(4):
+        parameters, config = message("jacobians", task, from_2=parcel(2))
+        result, *_ = client(tmp_path).fit(parameters, {**config, "batch": batch})
+        sent.append(result.records["to-2"]["inputs"])
+    assert [len(part) for part in sent] == [3, 2, 2, 2]
+    rows = sorted(row.tobytes() for part in sent for row in part)
+    assert rows == sorted(row.tobytes() for row in X.numpy())
+
+
+def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
+    """One neighbour, so nothing to compare with; its outputs are near the largest of float32."""
+    task = replace(TASK, learning_rate=100.0)
+    ours = {name: a.astype(np.float32) for name, a in weights().items()}
+    first, second = (
+        NTKDFLClient(network().float(), X.float(), Y, loss="mse", cache=tmp_path, seed=seed)
+        for seed in (1, 2)
+    )
+
+    def asked(step: str, **records: Any) -> tuple[NamedArrays, Any]:
+        parameters, config = message(step, task, **records)
+        parameters.records["arrays"] = ours
+        return parameters, config
+
+    first.fit(*asked("average"))
+    near = WeightsParcel(ours, 9).to_arrays()
+    rows = second.fit(*asked("jacobians", from_1=near))[0].records["to-1"]
+    for factor, t in ((1.0, 4.0), (np.inf, 0.0)):
+        outputs = rows["outputs"] if factor == 1 else np.full_like(rows["outputs"], 3e38)
+        result, _, metrics = first.fit(*asked("evolve", from_2={**rows, "outputs": outputs}))
+        new = result.records["to-neighbours"]
+        assert (metrics["t"], metrics["neighbours-heard"]) == (t, 1)
+        assert all(np.isfinite(a).all() for a in new.values())
+        assert all((new[name] == a).all() for name, a in ours.items()) == (t == 0)
 
 
 @pytest.mark.parametrize("damage", ["shape", "NaN", "missing", "count", "not arrays"])

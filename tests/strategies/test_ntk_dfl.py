@@ -338,6 +338,51 @@ def test_t_is_that_of_the_lowest_true_loss(selection):
     assert max(chosen) < grid[-1]  # which "last" would have taken
 
 
+def test_with_a_prior_t_is_judged_with_it_and_each_example_counts_once():
+    """Of 80 t, by hand: outputs evolve with the offset, and the network's loss has it, too.
+
+    That some clients would take another t without the offset, or with neighbours that count the
+    same, shows that neither could be left out. Cross-entropy, both solved to 1e-4: 1e-6 apart.
+    """
+    grid = tuple(np.geomspace(5, 100, 80).tolist())
+    topology = Topology("ring", seed=1)
+    own = strategy(
+        topology=topology, selection="true-loss", steps=grid, learning_rate=0.3, class_prior=True,
+        **ALL,
+    )  # fmt: skip
+    run(own, Grid(clients()), rounds=1)
+    others = {"no offset": 0, "clients alike": 0}
+    for k, near in topology.neighbours(1, range(6)).items():
+        parts = [examples(j) for j in (k, *near)]
+        x, y = (torch.cat(own_part) for own_part in zip(*parts, strict=True))
+        network, targets = net(), nn.functional.one_hot(y, 3).double()
+        offset = (3 * (targets.sum(0) + 1 / 3) / (len(y) + 1)).log()
+        rows = jacobian(network, x.double())
+        with torch.no_grad():
+            outputs = network(x.double()) + offset
+        flow = GradientFlow(loss="cross-entropy", learning_rate=0.3, steps=grid, tolerance=1e-4)
+        losses: dict[str, list[float]] = {"as it is": [], **{name: [] for name in others}}
+        found = []
+        for residuals in flow(rows, outputs, targets).residuals:
+            update = rows.vjp(residuals)
+            moved = net()
+            moved.load_state_dict({n: p + update[n] for n, p in net().state_dict().items()})
+            found.append({name: t.numpy() for name, t in moved.state_dict().items()})
+            with torch.no_grad():
+                scores = moved(x.double())
+            each = nn.functional.cross_entropy(scores + offset, y, reduction="none")
+            losses["as it is"].append(float(each.mean()))
+            losses["no offset"].append(float(nn.functional.cross_entropy(scores, y)))
+            means = [own_part.mean() for own_part in each.split([len(p[1]) for p in parts])]
+            losses["clients alike"].append(float(sum(means)))
+        best = int(np.argmin(losses["as it is"]))
+        for name in others:
+            others[name] += int(np.argmin(losses[name])) != best
+        for name, array in weights_of(own, k, 1).items():
+            np.testing.assert_allclose(array, found[best][name], rtol=1e-6, atol=1e-6)
+    assert min(others.values()) > 0
+
+
 def at(weights: dict[str, np.ndarray], members: list[int], t: float) -> dict[str, np.ndarray]:
     network = net()
     network.load_state_dict({name: torch.tensor(a) for name, a in weights.items()})

@@ -227,3 +227,11 @@ def test_clients_that_are_not_there_leave_their_shares_to_the_others():
     np.testing.assert_allclose(equal, [[0.5, 0.5], [0.5, 0.5]])
     rest = mixing_matrix(near, {0: 7, 2: 7}, "metropolis")
     np.testing.assert_allclose(rest, [[2 / 3, 1 / 3], [1 / 3, 2 / 3]])
+
+
+def test_hubs_are_drawn_anew_in_each_round_where_clusters_stay():
+    """Of one cluster of six: that ten draws gave one and the same has a chance of 6^-9."""
+    topology = Topology("clustered", degree=5, dynamic=False, seed=3)
+    drawn = [next(iter(topology.hubs(number, range(6)))) for number in range(10)]
+    assert len(set(drawn)) > 1
+    assert drawn == [next(iter(topology.hubs(number, range(6)))) for number in range(10)]
