@@ -35,16 +35,20 @@ from fedntk.ntk.convex import (
 )
 from fedntk.ntk.features import FeatureRows, FixedPoint
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, FeatureUpload
+from fedntk.trust import ParcelKeys
 
 from .adapter import CLIENT_ID
 from .disk_store import cache_dir, client_folder, example_digests, remove_stale
 from .feature_store import LESS_DISK, FeatureStore
-from .named_arrays import records_of
+from .named_arrays import NamedArrays, records_of
+from .sealed_parcels import kept_key
+from .secure_sum import SecureSum
 from .sgd import SGDClient
 from .weights import Scalar, set_weights
 
 __all__ = ["TCTClient"]
 
+ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
 logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -80,6 +84,11 @@ class TCTClient(SGDClient):
         Closed form of the M steps, or one after another as in eq. (3), with all features in memory.
     chunk_size : int, optional
         Examples differentiated at a time.
+    parcel_keys : ParcelKeys, optional
+        The client's key pair for ``secure_aggregation``, and who is to vouch for the others' public
+        keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
+    only_masked : bool
+        Whether the client refuses to send moments, counts, features and sums that are not masked.
     local_epochs, batch_size, learning_rate, weight_decay
         Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
         is of stage 1, too.
@@ -103,6 +112,8 @@ class TCTClient(SGDClient):
         keep: Literal["features", "nothing"] = "features",
         local_solver: Literal["closed", "loop"] = "closed",
         chunk_size: int | None = None,
+        parcel_keys: ParcelKeys | None = None,
+        only_masked: bool = False,
         local_epochs: int = 5,
         batch_size: int = 64,
         learning_rate: float = 0.01,
@@ -126,6 +137,7 @@ class TCTClient(SGDClient):
                 raise ValueError(f"{name}: expected {' or '.join(known)}, got {value!r}")
         self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
         self.chunk_size = chunk_size
+        self.parcel_keys, self.only_masked = parcel_keys, only_masked
         self.cache = cache_dir() / "tct" if cache is None else Path(cache)
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
@@ -140,17 +152,24 @@ class TCTClient(SGDClient):
         tuple of list of ndarray, int, dict
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
             :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload` or of
-            :class:`~fedntk.ntk.payloads.FeatureStatistics`, or the classes' counts; the number of
-            examples; and ``"train-loss"`` at the received model. A client that lacks what the
-            message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is lost,
-            0 if the server can send what is. One whose steps overflow returns none, and
-            ``"diverged"``.
+            :class:`~fedntk.ntk.payloads.FeatureStatistics`, masked or not, what goes before and
+            after masked ones, or the classes' counts; the number of examples; and ``"train-loss"``
+            at the received model. A client that lacks what the message takes for granted returns no
+            arrays and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One
+            whose steps overflow returns none, and ``"diverged"``.
         """
         task = ConvexTask.from_config(config)
         if task is None or task.step == "bootstrap":
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
+        if self.only_masked and task.step in ("moments", "counts", "features", "statistics"):
+            raise ValueError(
+                f"this client sends masked sums alone, and was asked for {task.step}; have the "
+                "strategy set secure_aggregation, or make the client without only_masked"
+            )
+        if task.step in ("public-key", "shares", "reveal"):
+            return self._towards_sum(task, parameters, config), len(self.x), {}
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
             return [counts], len(self.x), _loss_at_zero(task, self.targets)
@@ -165,6 +184,8 @@ class TCTClient(SGDClient):
             return self._features(task, store, examples)
         if task.step == "statistics":
             return self._statistics(task, records, store, examples)
+        if task.step == "masked-statistics":
+            return self._masked_statistics(task, records, store, examples, config)
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
             result = self._moments(task, store, examples)
@@ -258,7 +279,7 @@ class TCTClient(SGDClient):
             self.model,
             task.feature_map,
             dtype=self.dtype,
-            keep="nothing" if task.step in ("features", "statistics") else self.keep,
+            keep="nothing" if task.step in ONCE else self.keep,
             chunk_size=self.chunk_size,
         )
         store.take(records)
@@ -282,19 +303,53 @@ class TCTClient(SGDClient):
     def _statistics(
         self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
     ) -> Fit:
+        sums, metrics = self._sums(task, records, store, examples)
+        fixed_point = _fixed_point(task, records, store.width)
+        return sums.to_arrays(fixed_point), len(examples.x), metrics
+
+    def _sums(
+        self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
+    ) -> tuple[FeatureStatistics, dict[str, Scalar]]:
         x, targets = examples
-        fixed_point = None
-        if task.bits != UNQUANTISED:
-            step = _only(records, "steps").numpy()
-            fixed_point = FixedPoint.from_arrays(step, task.bits, store.width)
         sums = FeatureStatistics.of(
             store.raw("train", x),
             targets.argmax(1),
             targets.shape[1],
             weights=_only(records, "class-weights").numpy() if task.balanced else None,
-            fixed_point=fixed_point,
+            fixed_point=_fixed_point(task, records, store.width),
         )
-        return sums.to_arrays(fixed_point), len(x), _loss_at_zero(task, targets)
+        return sums, _loss_at_zero(task, targets)
+
+    def _towards_sum(
+        self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
+    ) -> NamedArrays:
+        """Return what the secure sum needs before and after the numbers themselves."""
+        own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
+        if task.step == "public-key":
+            return NamedArrays({"arrays": {"public-key": own.public_key()}})
+        answer = own.shares if task.step == "shares" else own.revealed
+        return NamedArrays({"arrays": answer(found["secure-sum"])})
+
+    def _masked_statistics(
+        self,
+        task: ConvexTask,
+        records: Records,
+        store: FeatureStore,
+        examples: "_Examples",
+        config: Mapping[str, Any],
+    ) -> Fit:
+        message = records["secure-sum"]
+        sums, metrics = self._sums(task, records, store, examples)
+        words = sums.to_words(f"u{int(message['word-bytes'])}")
+        return [self._secure_sum(task, config).masked(message, words)], len(examples.x), metrics
+
+    def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
+        folder = client_folder(self.cache, task.run, f"{self._name(config)}-secure")
+        keys = self.parcel_keys
+        if keys is None:
+            keys = ParcelKeys(kept_key(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        return SecureSum(folder, keys)
 
     def _linear(
         self,
@@ -486,6 +541,13 @@ def _own_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> _Own
         return _OwnControl(coefficients, zero)
     vector = store.carried(task.state_round)
     return None if vector is None else _OwnControl(none, vector)
+
+
+def _fixed_point(task: ConvexTask, records: Records, width: int) -> FixedPoint | None:
+    """Return how features are rounded, if they are."""
+    if task.bits == UNQUANTISED:
+        return None
+    return FixedPoint.from_arrays(_only(records, "steps").numpy(), task.bits, width)
 
 
 def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:

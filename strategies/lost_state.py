@@ -1,7 +1,7 @@
 """Clients that lost what they keep from round to round are sent it again, in the same round."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -68,11 +68,25 @@ class ResendingStrategy(BaseStrategy):
         A client of whose own state nothing is left is dropped, as is one that loses again what it
         got.
         """
+        parse_any = _or_lost(parse)
+        return self._answered(*self.accepted(replies, parse_any, stage), parse_any, stage)
 
-        def parse_any(reply: Reply) -> T | Lost:
-            return Lost.said_in(reply) or parse(reply)
+    def asked_again(
+        self, nodes: Sequence[int], parse: Callable[[Reply], T], stage: str
+    ) -> Answers[T]:
+        """Make one more exchange within a round, as :meth:`exchange`, with clients that lose."""
+        parse_any = _or_lost(parse)
+        found = self.exchange(nodes, stage, self.global_arrays, parse_any)
+        return self._answered(*found, parse_any, stage)
 
-        found, rejected = self.accepted(replies, parse_any, stage)
+    def _answered(
+        self,
+        found: Pairs[T | Lost],
+        rejected: Counter[str],
+        parse_any: Callable[[Reply], T | Lost],
+        stage: str,
+    ) -> Answers[T]:
+        """Ask clients that lost what they were sent once more."""
         lost = [(reply, own) for reply, own in found if isinstance(own, Lost)]
         for reply, _ in lost:
             self.forget_lost(reply.client)
@@ -92,3 +106,7 @@ class ResendingStrategy(BaseStrategy):
         """Return the accepted evaluations, and how many were rejected for which reason."""
         pairs, rejected, _ = self.answers(replies, accuracy_of, MessageType.EVALUATE)
         return self.screened(pairs, rejected, screen_accuracies), rejected
+
+
+def _or_lost(parse: Callable[[Reply], T]) -> Callable[[Reply], T | Lost]:
+    return lambda reply: Lost.said_in(reply) or parse(reply)

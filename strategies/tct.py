@@ -54,7 +54,9 @@ from .inner import InnerStrategy
 from .lost_state import ResendingStrategy
 from .tct_control import ControlVariate
 from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
+from .tct_secure import SecureStatistics
 from .tct_statistics import ClassCounts, PooledStatistics
+from .trust_protocols import VouchesForKeys
 
 __all__ = ["TCT", "ConvexOptimizer"]
 
@@ -142,6 +144,17 @@ class TCT(ResendingStrategy):
     balanced : bool
         For ``solve="statistics"``: weigh examples so that all classes have the same weight, which
         takes one more exchange before, of the classes' counts. Not with fixed-point numbers.
+    secure_aggregation : bool
+        For ``solve="statistics"`` with fixed-point numbers: clients mask their sums, and the server
+        sees the sum over all of them alone (Bonawitz et al., CCS 2017), the same to the bit. It
+        takes three exchanges more in the round, and three clients at least. No client's sums can
+        be checked by themselves then; the joint ones are.
+    secure_threshold : float
+        Share of the clients who must stay to the end of that, above 1/2.
+    vouching : VouchesForKeys, optional
+        Vouches for the clients' public keys in the run `run`, such as
+        :class:`fedntk.trust.KeyServer`. Without it a server that breaks the protocol could name
+        keys of its own for the clients: see :class:`fedntk.trust.ParcelKeys`.
     validation : tuple of Tensor and Tensor, optional
         Examples x (m, ...) on the server, as the network takes them, that nobody trains on, and
         their labels (m,), int64: for ``ridge="auto"``, and for `bits`, which uses x alone.
@@ -156,7 +169,8 @@ class TCT(ResendingStrategy):
     ----------
     phase : Phase or None
         What is done in the next round: bootstrap, convexify, convex-rounds, server-solve,
-        class-counts or pooled-statistics; None once the server has solved the problem.
+        class-counts, pooled-statistics or secure-statistics; None once the server has solved the
+        problem.
     class_weights : ndarray of float64, shape (C,)
         Of the classes' examples in sums; all 1 unless `balanced`.
     linear_rounds : int
@@ -204,6 +218,9 @@ class TCT(ResendingStrategy):
         sparsity: float = 0.0,
         bits: int = UNQUANTISED,
         balanced: bool = False,
+        secure_aggregation: bool = False,
+        secure_threshold: float = 2 / 3,
+        vouching: VouchesForKeys | None = None,
         validation: tuple[Tensor, Tensor] | None = None,
         device: torch.device | str = "cpu",
         **options: Any,
@@ -247,6 +264,18 @@ class TCT(ResendingStrategy):
                     "validation: expected examples and as many labels, got "
                     f"{len(validation[0])} and {len(validation[1])}"
                 )
+        if secure_aggregation and bits == UNQUANTISED:
+            raise ValueError(
+                "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
+                f"{MOST_BITS} and solve='statistics', got bits = {bits} and solve={solve!r}"
+            )
+        if not 0.5 < secure_threshold <= 1:
+            raise ValueError(f"secure_threshold: expected above 0.5 to 1, got {secure_threshold}")
+        if vouching is not None and not (secure_aggregation and self.run):
+            raise ValueError(
+                "vouching: expected secure_aggregation=True and the name of the run, run=..., as "
+                "clients have it"
+            )
         self.network = network
         self.bootstrap = None if bootstrap is None else InnerStrategy("bootstrap", bootstrap, self)
         self.bootstrap_rounds = bootstrap_rounds if bootstrap is not None else 0
@@ -261,6 +290,8 @@ class TCT(ResendingStrategy):
                     f"validation: expected labels 0 ... {self.shape[1] - 1}, got {low} ... {high}"
                 )
         self.normalise, self.solve = normalise, solve
+        self.secure_aggregation = secure_aggregation
+        self.secure_threshold, self._vouching = secure_threshold, vouching
         self.validation, self.device = validation, device
         self.task = ConvexTask(
             step="linear",
@@ -290,6 +321,8 @@ class TCT(ResendingStrategy):
             return [*planned, ServerSolve(self)]
         if self.solve == "statistics":
             counted = [ClassCounts(self)] if self.task.balanced else []
+            if self.secure_aggregation:
+                return [*planned, SecureStatistics(self, self.secure_threshold, self._vouching)]
             return [*planned, *counted, PooledStatistics(self)]
         if self.normalise:
             planned.append(Convexify(self))
@@ -366,6 +399,7 @@ class TCT(ResendingStrategy):
             "normalise": self.normalise,
             "solve": self.solve,
             "ridge": "auto" if self.auto_ridge else self.ridge,
+            "secure_aggregation": self.secure_aggregation,
             "validation": 0 if self.validation is None else len(self.validation[1]),
             **self.task.to_config(),
         }

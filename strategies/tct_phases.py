@@ -147,7 +147,7 @@ class BootstrapRounds(Phase):
 class StageTwo(Phase):
     """A phase whose clients need the bootstrapped network, and other parts, of which they keep."""
 
-    needs: ClassVar[tuple[str, ...]] = ("network",)
+    needs: tuple[str, ...] = ("network",)
 
     def task(self, client: int) -> ConvexTask:
         """Return what a client is asked to do; the key is added to it."""

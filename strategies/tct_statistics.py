@@ -8,9 +8,10 @@ inputs, here of tangent features.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from logging import WARNING
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -120,22 +121,10 @@ class PooledStatistics(StageTwo):
     ) -> tuple[Arrays | None, MetricRecord]:
         """Add the sums up and solve."""
         tct = self.tct
-
-        def parse(reply: Reply) -> FeatureStatistics:
-            return FeatureStatistics.from_arrays(
-                list(reply.arrays().values()),
-                reply.num_examples,
-                tct.width,
-                tct.shape[1],
-                weights=self._weights,
-                fixed_point=self.fixed_point,
-            )
-
-        pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
-        if not tct.enough(len(pairs)):
+        sums, metrics = self.joint_sums(replies)
+        if sums is None:
             return None, metrics
         try:
-            sums = FeatureStatistics.join(own for _, own in pairs)
             if self.fixed_point is not None:
                 sums = sums.scaled(self.fixed_point)
             normaliser = normaliser_of(sums) if tct.normalise else Normaliser.identity(tct.width)
@@ -147,6 +136,30 @@ class PooledStatistics(StageTwo):
         metrics["ridge"] = ridge
         metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
         return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+
+    def joint_sums(
+        self, replies: Iterable[Message]
+    ) -> tuple[FeatureStatistics | None, MetricRecord]:
+        """Return the sums over all clients, None if too few sent theirs, and the metrics."""
+        pairs, metrics = self.gathered(
+            replies,
+            lambda reply: self.checked(reply.arrays(), reply.num_examples),
+            screen_own_sizes,
+        )
+        if not self.tct.enough(len(pairs)):
+            return None, metrics
+        return FeatureStatistics.join(own for _, own in pairs), metrics
+
+    def checked(self, arrays: Mapping[str, NDArray[Any]], num_examples: int) -> FeatureStatistics:
+        """Return sums over so many examples; BadReply if they could not be such."""
+        return FeatureStatistics.from_arrays(
+            list(arrays.values()),
+            num_examples,
+            self.tct.width,
+            self.tct.shape[1],
+            weights=self._weights,
+            fixed_point=self.fixed_point,
+        )
 
     def _solved(
         self, equations: NormalEquations, normaliser: Normaliser

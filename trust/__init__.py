@@ -15,16 +15,21 @@ from .sealing import (
     seal,
     unseal,
 )
+from .secure_sum import MaskedSum, Masker, Promise, Roster
 from .shuffling_server import Shuffled, ShufflingServer, seal_upload
 
 __all__ = [
     "SEALED_SEED",
     "ClientKeys",
     "KeyServer",
+    "MaskedSum",
+    "Masker",
     "NotEnrolled",
     "ParcelKeys",
+    "Promise",
     "RemoteKeyServer",
     "RemoteShufflingServer",
+    "Roster",
     "SealError",
     "Shuffled",
     "ShufflingServer",

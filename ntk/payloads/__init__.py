@@ -6,7 +6,7 @@ from .compression import UNQUANTISED, Encoded, check_compression, compress, num_
 from .convex_task import ConvexTask, Solve
 from .ensemble_arrays import EnsembleArrays
 from .evolution_task import EvolutionTask
-from .feature_statistics import FEATURE_GRAM, FeatureStatistics
+from .feature_statistics import FEATURE_GRAM, FeatureStatistics, packed_size, word_dtype
 from .feature_upload import FeatureUpload
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from .jacobian_parcel import JacobianParcel
@@ -53,6 +53,7 @@ __all__ = [
     "jacobian_to_arrays",
     "label_epsilon",
     "num_kept",
+    "packed_size",
     "privatise",
     "screen_changes",
     "screen_losses",
@@ -60,4 +61,5 @@ __all__ = [
     "screen_uploads",
     "to_npy",
     "top_k",
+    "word_dtype",
 ]

@@ -15,7 +15,10 @@ from .compression import UNQUANTISED
 __all__ = ["ConvexTask", "Solve"]
 
 PREFIX = "tct-"
-Step = Literal["bootstrap", "moments", "features", "counts", "statistics", "linear"]
+Step = Literal[
+    "bootstrap", "moments", "features", "counts", "statistics", "linear",
+    "public-key", "shares", "masked-statistics", "reveal",
+]  # fmt: skip
 Solve = Literal["clients", "server", "statistics"]
 
 
@@ -24,16 +27,18 @@ class ConvexTask:
     """What the server asks of a client in stage 2; travels in a message's configuration.
 
     The arrays that it takes come in records of their own: ``"network"`` (its state dict),
-    ``"normaliser"``, ``"linear"``, ``"control"``, ``"steps"`` and ``"class-weights"``, those of
-    them that the client lacks.
+    ``"normaliser"``, ``"linear"``, ``"control"``, ``"steps"``, ``"class-weights"`` and
+    ``"secure-sum"``, those of them that the client lacks.
 
     Attributes
     ----------
-    step : {"bootstrap", "moments", "features", "counts", "statistics", "linear"}
-        What the message is for: local training of the network (the rest tells what will come), the
-        moments of the features, the features themselves, the number of examples of each class, the
-        sums that least squares are solved from, or a round on the linear model. To evaluate it is
-        ``"linear"``, too.
+    step : str
+        What the message is for: local training of the network (``"bootstrap"``, the rest tells what
+        will come), the moments of the features, the ``"features"`` themselves, the number of
+        examples of each class (``"counts"``), the sums that least squares are solved from
+        (``"statistics"``), or a round on the ``"linear"`` model, which it is to evaluate, too. With
+        secure aggregation the four exchanges for the sums are ``"public-key"``, ``"shares"``,
+        ``"masked-statistics"`` and ``"reveal"``.
     key : str
         Names the bootstrapped network and the feature map: what a client keeps is good for one key.
     feature_map : FeatureMap

@@ -24,7 +24,7 @@ from ..features.fixed_point import FixedPoint
 from ..memory import require_memory
 from ..precision import full_float32
 
-__all__ = ["FEATURE_GRAM", "FeatureStatistics", "packed_size"]
+__all__ = ["FEATURE_GRAM", "FeatureStatistics", "packed_size", "word_dtype"]
 
 FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
 ROWS, COLUMNS = 1024, 1024  # of a block of products
@@ -253,6 +253,49 @@ class FeatureStatistics:
         if (np.abs(class_sums.astype(np.float64)) > largest).any():
             raise BadReply("range", "class sums: too large beside the Gram matrix")
         return found
+
+    # ------------------------------------------------------- words to be masked
+
+    def to_words(self, dtype: Any) -> NDArray[Any]:
+        """Return all whole numbers as one array of uint32 or uint64, negative ones modulo that."""
+        arrays = (self.gram, self.class_sums, self.counts)
+        return np.concatenate([a.ravel().astype(np.int64, copy=False) for a in arrays]).astype(
+            dtype
+        )
+
+    @classmethod
+    def from_words(
+        cls,
+        words: NDArray[Any],
+        num_examples: int,
+        width: int,
+        num_classes: int,
+        fixed_point: FixedPoint,
+    ) -> Self:
+        """Check the sum of what :meth:`to_words` made, of all clients' statistics.
+
+        Raises
+        ------
+        BadReply
+            As :meth:`from_arrays`.
+        """
+        numbers = words.view(np.dtype(f"i{words.itemsize}"))
+        dtype, limits = _wire_dtype(num_examples, fixed_point), np.iinfo(np.int32)
+        if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
+            raise BadReply("range", f"sums over {num_examples} examples do not fit in int32")
+        sizes = np.cumsum([packed_size(width), num_classes * width])
+        gram, class_sums, counts = np.split(numbers, sizes)
+        arrays = [
+            gram.astype(dtype, copy=False),
+            class_sums.astype(dtype, copy=False).reshape(num_classes, width),
+            counts.astype(np.int64),
+        ]
+        return cls.from_arrays(arrays, num_examples, width, num_classes, fixed_point=fixed_point)
+
+
+def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
+    """Return uint32 where it holds sums over so many examples, else uint64."""
+    return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
 
 
 def packed_size(width: int) -> int:

@@ -1,0 +1,187 @@
+"""Sums of masked words: exact whoever drops out, closed to everything but the sum of all."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedntk.trust import MaskedSum, Masker, Roster, SealError, new_key, public_bytes
+from fedntk.trust.secure_sum import PARCEL_BYTES
+
+IDS = (2, 3, 5, 8, 13)
+SIZE = 1000
+KEYS = {k: new_key() for k in IDS}
+
+
+def roster(threshold: int = 3, **changes: Any) -> Roster:
+    own = {
+        "exchange": b"0123456789abcdef", "clients": IDS, "threshold": threshold,
+        "keys": tuple(public_bytes(KEYS[k]) for k in IDS),
+    }  # fmt: skip
+    return Roster(**{**own, **changes})
+
+
+def numbers(client: int) -> np.ndarray:
+    """Whole numbers of both signs."""
+    return np.random.default_rng(client).integers(-(2**26), 2**26, SIZE)
+
+
+def agreed(sharing: Sequence[int] = IDS, threshold: int = 3) -> dict[int, Masker]:
+    """Clients that have each other's parcels; those that sent none are left out."""
+    maskers = {k: Masker(roster(threshold), k) for k in sharing}
+    parcels = {k: masker.parcels(KEYS[k]) for k, masker in maskers.items()}
+    for k, masker in maskers.items():
+        masker.receive(KEYS[k], {j: parcels[j][k] for j in sharing if j != k})
+    return maskers
+
+
+def opened(
+    maskers: dict[int, Masker],
+    arrived: Sequence[int],
+    revealing: Sequence[int],
+    dtype: Any = np.uint32,
+) -> np.ndarray:
+    words = [maskers[k].masked(numbers(k).astype(dtype)) for k in arrived]
+    total = np.sum(words, axis=0, dtype=dtype)
+    promises = {k: masker.promise for k, masker in maskers.items()}
+    shares = {k: maskers[k].reveal(arrived) for k in revealing}
+    own = next(iter(maskers.values())).roster
+    return MaskedSum(own, promises).opened(total, arrived, shares)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+def test_the_sum_is_exact_whoever_drops_out_at_whatever_step(dtype):
+    """All ways in which three of five, or more, go on to the end."""
+    ways = 0
+    for sharing in (IDS, IDS[1:], IDS[::2]):
+        maskers = agreed(sharing)
+        for count in range(3, len(sharing) + 1):
+            for arrived in itertools.combinations(sharing, count):
+                expected = np.sum([numbers(k) for k in arrived], axis=0)
+                found = opened(maskers, arrived, arrived[-3:], dtype)
+                signed = found.view(np.dtype(f"i{found.itemsize}"))
+                np.testing.assert_array_equal(signed, expected)
+                ways += 1
+    assert ways == 16 + 5 + 1
+
+
+def test_masked_words_are_spread_over_all_of_their_range_and_never_the_same_twice():
+    """Mean and variance of uniform words, to four standard errors; no word is as it was."""
+    words = agreed()[5].masked(np.zeros(100_000, np.uint32)).astype(np.float64) / 2**32
+    assert abs(words.mean() - 1 / 2) < 4 * (1 / 12 / 100_000) ** 0.5
+    assert abs(words.var() - 1 / 12) < 4 * (1 / 180 / 100_000) ** 0.5
+    first, second = (agreed()[5].masked(np.zeros(SIZE, np.uint32)) for _ in range(2))
+    assert not (first == second).any()
+
+
+def test_the_masks_of_a_subset_do_not_cancel():
+    """Words of some who arrived stay closed: all those of the sum are needed, and no others."""
+    maskers = agreed()
+    promises = {k: masker.promise for k, masker in maskers.items()}
+    shares = {k: masker.reveal(IDS) for k, masker in maskers.items()}
+    words = {k: masker.masked(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
+    server = MaskedSum(roster(), promises)
+    for some in ([2], [2, 3], [2, 3, 5, 8]):
+        total = np.sum([words[k] for k in some], axis=0, dtype=np.uint32)
+        expected = np.sum([numbers(k) for k in some], axis=0).astype(np.uint32)
+        found = server.opened(total, IDS, shares)  # with all shares that were given
+        assert not (found == expected).any()
+        with pytest.raises(SealError, match="not of what it promised"):
+            server.opened(total, some, shares)  # as if the others' words had not arrived
+
+
+def test_fewer_shares_than_the_threshold_open_nothing():
+    maskers = agreed()
+    with pytest.raises(SealError, match="2 clients gave shares, 3 are needed"):
+        opened(maskers, IDS, IDS[:2])
+
+
+def test_a_client_gives_shares_for_its_sum_alone():
+    masker = agreed()[2]
+    for arrived, words in (
+        ([3, 5, 8], "this one among them"),
+        ([2, 3, 99], "expected clients of this sum"),
+        ([2, 3], "fewer than the 3 who were agreed on"),
+    ):
+        with pytest.raises(SealError, match=words):
+            masker.reveal(arrived)
+    given = masker.reveal([2, 3, 5])
+    both = masker.shares
+    assert given == {k: both[k][k in (2, 3, 5)] for k in IDS}  # of either secret, never of both
+
+
+def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named():
+    maskers = agreed()
+    total = np.sum([maskers[k].masked(numbers(k).astype(np.uint32)) for k in IDS[:4]], axis=0)
+    promises = {k: masker.promise for k, masker in maskers.items()}
+    server = MaskedSum(roster(), promises)
+    shares = {k: maskers[k].reveal(IDS[:4]) for k in IDS[:4]}
+    expected = np.sum([numbers(k) for k in IDS[:4]], axis=0).astype(np.uint32)
+    shares[3] = dict.fromkeys(IDS, bytes(16))
+    found = server.opened(total.astype(np.uint32), IDS[:4], shares)
+    np.testing.assert_array_equal(found, expected)
+    shares[5] = dict.fromkeys(IDS, bytes(16))
+    with pytest.raises(SealError, match=r"one of \[2, 3, 5, 8\], does not follow the protocol"):
+        server.opened(total.astype(np.uint32), IDS[:4], shares)
+
+
+def test_parcels_open_for_their_receiver_in_their_sum_alone():
+    sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
+    parcels = sender.parcels(KEYS[2])
+    assert {len(parcel) for parcel in parcels.values()} == {PARCEL_BYTES}
+    assert parcels[3] != Masker(roster(), 2, sender.seed, sender.own).parcels(KEYS[2])[3]
+    others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
+    for parcel in (parcels[5], parcels[3][:-1], parcels[3][:20] + bytes(72), b""):
+        with pytest.raises(SealError, match="what client 2 sent does not open"):
+            receiver.receive(KEYS[3], {2: parcel, **others})
+    with pytest.raises(SealError, match="what client 5 sent does not open"):
+        receiver.receive(KEYS[3], {5: parcels[3], **others})  # another one's, under its name
+    for changed in (  # the server told these two something else
+        roster(4), roster(exchange=bytes(16)),
+        roster(keys=(*(public_bytes(KEYS[k]) for k in IDS[:4]), public_bytes(new_key()))),
+    ):  # fmt: skip
+        with pytest.raises(SealError, match="what client 2 sent does not open"):
+            Masker(changed, 3).receive(KEYS[3], {2: parcels[3], **others, 13: bytes(92)})
+    with pytest.raises(SealError, match="another public key of this client"):
+        sender.parcels(KEYS[3])
+
+
+def test_too_few_parcels_leave_the_numbers_unmasked_and_unsent():
+    sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
+    with pytest.raises(SealError, match="2 clients are left, fewer than the 3"):
+        receiver.receive(KEYS[3], {2: sender.parcels(KEYS[2])[3]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threshold": 2}, "more than half of 5 clients"),
+        ({"threshold": 6}, "more than half of 5 clients"),
+        ({"clients": IDS[::-1]}, "clients in order"),
+        ({"clients": (2, 3, 5, 8, 8)}, "each once"),
+        ({"keys": (bytes(32),) * 5}, "keys of their own"),
+        ({"keys": (bytes(31),) * 5}, "5 public keys of 32 bytes"),
+        ({"clients": (2, 3), "keys": (b"a" * 32, b"b" * 32), "threshold": 2}, "at least 3 clients"),
+    ],
+)
+def test_a_roster_under_which_numbers_would_not_be_safe_is_refused(changes, words):
+    with pytest.raises(SealError, match=words):
+        roster(**changes)
+
+
+def test_a_public_key_of_low_order_is_refused():
+    """Everybody would know what is agreed on."""
+    keys = [public_bytes(KEYS[k]) for k in IDS]
+    weak = roster(keys=(*keys[:4], bytes(32)))
+    with pytest.raises(SealError, match="full order"):
+        Masker(weak, 2).parcels(KEYS[2])
+
+
+def test_a_client_goes_on_from_what_it_kept():
+    maskers = agreed()
+    kept = {k: Masker.from_bytes(masker.to_bytes()) for k, masker in maskers.items()}
+    expected = np.sum([numbers(k) for k in IDS[:4]], axis=0).astype(np.uint32)
+    np.testing.assert_array_equal(opened(kept, IDS[:4], IDS[:3]), expected)
+    assert kept == maskers
