@@ -141,6 +141,8 @@ class SecureStatistics(PooledStatistics):
                 )
         except (SealError, BadReply) as error:
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
+            rejected["secure-sum"] += len(last)
+            last = []
         self._ask("public-key")
         return sums, self.tct.round_metrics(last, rejected)
 

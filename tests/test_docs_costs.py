@@ -371,6 +371,25 @@ def test_what_tct_sends_for_pooled_statistics(way, tmp_path, refusals):
     assert own == evaluated(memory['server, `solve = "statistics"`'].split(",")[0], **known)
 
 
+def test_what_tct_sends_under_secure_aggregation(tmp_path):
+    """Four clients, who all stay: keys, shares, masked sums, shares."""
+
+    def client(context):
+        k = context.node_config["partition-id"]
+        return TCTClient(network(), *examples(k), cache=tmp_path, seed=(0, k), only_masked=True)
+
+    strategy = TCT(
+        network=network(), solve="statistics", bits=8, secure_aggregation=True,
+        validation=examples(7), fraction_evaluate=0.0, **OPTIONS | {"min_train_nodes": 4},
+    )  # fmt: skip
+    grid, _ = start(strategy, client, rounds=1, clients=4)
+    row = "`bits` = 2 ... 8 and `secure-aggregation` of K clients"
+    known = {"P": P, "p": strategy.shape[0], "C": CLASSES, "K": 4}
+    for sent, column in ((grid.down["train"], 1), (grid.up["train"], 2)):
+        each = evaluated(rows("tct", column)[row], **known)
+        assert sum(sent) == 4 * each
+
+
 def test_c_travels_after_a_round_that_not_all_took_part_in(tmp_path):
     def client(context):
         k = context.node_config["partition-id"]

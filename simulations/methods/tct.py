@@ -17,6 +17,7 @@ from fedntk.ntk import FeatureMap, TCTModel
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 from fedntk.ntk.predictor import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
+from fedntk.trust.secure_sum import FEWEST
 
 from ..config import Config
 from ..method import Method, Need, Setup
@@ -73,6 +74,14 @@ class TCTSettings(Settings):
     balanced: bool = setting(
         False, "of solve = statistics: all classes weigh the same; takes a round more, for counts"
     )
+    secure_aggregation: bool = setting(
+        False,
+        "of solve = statistics with bits = 2 ... 8: clients mask their sums, and the server learns "
+        "the sum over all of them alone",
+    )
+    secure_threshold: float = setting(
+        2 / 3, "share of the clients who must stay to the end of that", above=0.5, at_most=1
+    )
     sparsity: float = setting(
         0.0, "of solve = server: share of the features that is dropped", at_least=0, below=1
     )
@@ -113,6 +122,11 @@ class TCTSettings(Settings):
             raise ConfigError(
                 "tct.balanced: sums of weighted examples are no whole numbers; set tct.bits = 32"
             )
+        if self.secure_aggregation and (self.solve != "statistics" or self.bits == UNQUANTISED):
+            raise ConfigError(
+                "tct.secure-aggregation adds masks to whole numbers; set tct.solve = statistics and "
+                f"tct.bits = 8, got {self.solve} and {self.bits}"
+            )
         if self.dtype == "float16" and not self.normalise:
             raise ConfigError(
                 "tct.dtype = float16 would lose small features without tct.normalise; use float32"
@@ -136,6 +150,11 @@ class _TCT(Method[TCTSettings]):
 
     def check(self, config: Config, settings: TCTSettings) -> None:
         """Refuse a choice by examples that are not there, or that are to judge the choice."""
+        if settings.secure_aggregation and config.num_clients < FEWEST:
+            raise ConfigError(
+                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as of two each would "
+                f"learn the other's sums; got {config.num_clients}"
+            )
         if not settings.validates:
             return
         key = settings.key("auto_ridge" if settings.auto_ridge else "bits")
@@ -177,6 +196,8 @@ class _TCT(Method[TCTSettings]):
             sparsity=own.sparsity,
             bits=own.bits,
             balanced=own.balanced,
+            secure_aggregation=own.secure_aggregation,
+            secure_threshold=own.secure_threshold,
             validation=setup.data.train(setup.split.validation) if own.validates else None,
             device=setup.device,
             **options,
@@ -190,6 +211,7 @@ class _TCT(Method[TCTSettings]):
             dtype=own.dtype,
             keep=own.keep,
             local_solver=own.local_solver,
+            only_masked=own.secure_aggregation,
             proximal_mu=own.proximal_mu,
             **setup.config.local_sgd,
             **options,

@@ -1,0 +1,308 @@
+"""TCT's sums under secure aggregation: the same model, and no client's sums by themselves."""
+
+from collections.abc import Callable, Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Context
+
+from fedntk.clients import TCTClient, client_app
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
+from fedntk.strategies import TCT
+from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
+
+from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
+from .test_tct_statistics import LINEAR, held
+from .test_tct_statistics import make as make_statistics
+
+STEPS = ("public-key", "shares", "masked-statistics", "reveal")
+
+
+def make(clients: int = 6, **options: Any) -> TCT:
+    own = {"bits": 8, "validation": held(), "secure_aggregation": True}
+    return make_statistics(clients, **own | options)
+
+
+def step_of(config: Mapping[str, Any]) -> str:
+    task = ConvexTask.from_config(config)
+    return "" if task is None else task.step
+
+
+def failing_at(step: str, *partitions: int, only_round: int = 0) -> type[TCTClient]:
+    """Clients of which some are gone when it comes to a step."""
+
+    class Failing(TCTClient):
+        def fit(self, parameters, config):
+            if (
+                self.seed[-1] in partitions
+                and step_of(config) == step
+                and only_round in (0, config["server-round"])
+            ):
+                raise ConnectionError("this client is gone")
+            return super().fit(parameters, config)
+
+    return Failing
+
+
+class Recording(Grid):
+    """A grid that keeps what clients replied, by step."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for step in {step_of(m.content["config"]) for m in messages if "config" in m.content}:
+            self.__dict__.setdefault("seen", {})[step] = replies
+        return replies
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Callable[..., Any]:
+    def made(kind: type[TCTClient] = TCTClient, **options: Any) -> Any:
+        return app(kind, cache=tmp_path, **options)
+
+    return made
+
+
+def without(clients: Any, *partitions: int) -> dict[str, bytes]:
+    """The model of plain sums of the others."""
+    changes = dict.fromkeys(partitions, lost)
+    return bits(start(make(secure_aggregation=False), Grid(clients(), changes=changes)))
+
+
+# --------------------------------------------------------------------- the sum
+
+
+def test_the_model_is_that_of_plain_sums_to_the_bit(clients):
+    strategy, grid = make(), Grid(clients())
+    assert bits(start(strategy, grid)) == without(clients)
+    assert [kind for kind, _ in grid.exchanges if kind == "train"] == ["train"] * len(STEPS)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_clients_that_drop_out_leave_the_sum_of_the_others(clients, step):
+    """Before the words, what it had masked for is taken away again; after them it is in the sum."""
+    strategy = make()
+    found = start(strategy, Grid(clients(failing_at(step, 1, 4))))
+    gone = () if step == "reveal" else (1, 4)
+    assert bits(found) == without(clients, *gone)
+    assert strategy.train_metrics[1]["replies-accepted"] == 6 - len(gone)
+    assert strategy.train_metrics[1]["replies-rejected"] == 2
+
+
+@pytest.mark.parametrize("step", STEPS[2:])
+def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(
+    clients, step, caplog
+):
+    strategy = make(secure_threshold=0.8)  # five of six
+    with caplog.at_level(WARNING, "flwr"):
+        found = start(strategy, Grid(clients(failing_at(step, 1, 4, only_round=1))), rounds=2)
+    assert bits(found) == without(clients)
+    assert "no secure sum" in caplog.text
+    assert "ridge" not in strategy.train_metrics[1]
+    assert "ridge" in strategy.train_metrics[2]
+
+
+def test_the_server_gets_no_clients_sums(clients):
+    """Of each client's own numbers none is where it would be in the clear."""
+    strategy, grid = make(), Recording(clients())
+    start(strategy, grid)
+    extract = FeatureMap(num_features=12).extractor(network())
+    fixed = FixedPoint.of(extract(held()[0]), 8)
+    masked = {
+        int(r.content["metrics"]["partition-id"]): next(iter(r.content["arrays"].values())).numpy()
+        for r in grid.seen["masked-statistics"]
+    }
+    total = np.zeros(12 * 13 // 2 + 3 * 13, np.int64)
+    for k, words in masked.items():
+        x, y = examples(k)
+        own = FeatureStatistics.of([extract(x)], y, 3, fixed_point=fixed).to_words(np.uint32)
+        assert words.shape == own.shape == total.shape
+        assert not (words == own).any()
+        total += own.view(np.int32)
+    assert {*grid.seen} >= {*STEPS}
+    added = np.sum(list(masked.values()), axis=0, dtype=np.uint32)
+    assert not (added == total.astype(np.uint32)).any()  # nor is the sum open without the shares
+
+
+def test_other_masks_each_time(clients):
+    first, second = (Recording(clients()) for _ in range(2))
+    for grid in (first, second):
+        start(make(), grid)
+    for a, b in zip(*(g.seen["masked-statistics"] for g in (first, second)), strict=True):
+        one, other = (next(iter(r.content["arrays"].values())).numpy() for r in (a, b))
+        assert not (one == other).any()
+
+
+# ------------------------------------------------------- what others may try
+
+
+def test_a_client_masks_and_gives_shares_once(tmp_path):
+    """With another set of survivors a server would learn both of somebody's secrets."""
+    asked = []
+
+    class Twice(TCTClient):
+        def fit(self, parameters, config):
+            first = super().fit(parameters, config)
+            if step_of(config) in ("masked-statistics", "reveal"):
+                with pytest.raises(ValueError, match=r"already|given its shares before"):
+                    super().fit(parameters, config)
+                asked.append(step_of(config))
+            return first
+
+    start(make(), Grid(app(Twice, cache=tmp_path)))
+    assert asked == ["masked-statistics"] * 6 + ["reveal"] * 6
+    assert not list(tmp_path.glob("*/sum-*"))  # no secrets are left
+
+
+def test_secrets_are_kept_where_their_owner_alone_reads_them(tmp_path):
+    modes = []
+
+    class Looking(TCTClient):
+        def fit(self, parameters, config):
+            modes.extend(path.stat().st_mode & 0o777 for path in tmp_path.glob("*/sum-*"))
+            return super().fit(parameters, config)
+
+    start(make(), Grid(app(Looking, cache=tmp_path)))
+    assert set(modes) == {0o600}
+
+
+def damaged(step: str, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> type[TCTClient]:
+    class Hostile(TCTClient):
+        def fit(self, parameters, config):
+            arrays, n, metrics = super().fit(parameters, config)
+            if self.seed[-1] == 2 and step_of(config) == step:
+                return change([np.array(a) for a in arrays]), n, metrics
+            return arrays, n, metrics
+
+    return Hostile
+
+
+@pytest.mark.parametrize(
+    ("step", "change"),
+    [
+        ("public-key", lambda arrays: [arrays[0][:31]]),
+        ("public-key", lambda arrays: arrays * 2),
+        ("shares", lambda arrays: [arrays[0], arrays[1][:-1]]),
+        ("shares", lambda arrays: [arrays[0].astype(np.int64), arrays[1]]),
+        ("masked-statistics", lambda arrays: [arrays[0][:-1]]),
+        ("masked-statistics", lambda arrays: [arrays[0].astype(np.uint64)]),
+    ],
+)
+def test_what_a_client_sends_in_another_form_leaves_it_out(clients, step, change):
+    strategy = make()
+    found = start(strategy, Grid(clients(damaged(step, change))))
+    assert bits(found) == without(clients, 2)
+    assert strategy.train_metrics[1]["replies-rejected"] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays: [arrays[0], arrays[1][:, ::-1].copy()],
+        lambda arrays: [arrays[0], arrays[1] * 0],
+    ],
+)
+def test_wrong_shares_of_one_client_do_no_harm(clients, change):
+    assert bits(start(make(), Grid(clients(damaged("reveal", change))))) == without(clients)
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "words"),
+    [
+        ("shares", lambda a: [a[0][::-1].copy(), a[1]], "not of what it promised"),
+        ("shares", lambda a: [a[0], a[1] * 0], "no secure sum"),  # no other client can open it
+        ("masked-statistics", lambda a: [a[0] + np.uint32(2**30)], "no secure sum"),
+    ],
+)
+def test_a_client_that_breaks_the_protocol_leaves_the_model_and_is_no_end(
+    clients, step, change, words, caplog
+):
+    with caplog.at_level(WARNING, "flwr"):
+        found = start_in_vain(make(), Grid(clients(damaged(step, change))))
+    assert words in caplog.text
+    assert not found[LINEAR].any()
+
+
+def test_another_number_of_examples_with_the_words_leaves_the_client_out(clients):
+    class More(TCTClient):
+        def fit(self, parameters, config):
+            arrays, n, metrics = super().fit(parameters, config)
+            return arrays, n + (self.seed[-1] == 2 and step_of(config) == STEPS[2]), metrics
+
+    assert bits(start(make(), Grid(clients(More)))) == without(clients, 2)
+
+
+# ------------------------------------------------------------------------ keys
+
+
+def vouched(tmp_path: Path, keys: dict[int, Any], server: KeyServer) -> Any:
+    """Clients with key pairs of their own, who trust those that the key server vouches for."""
+
+    def client_fn(context: Context) -> TCTClient:
+        k = int(context.node_config["partition-id"])
+        own = ParcelKeys(keys[k], "a run", server.verify_key)
+        return TCTClient(network(), *examples(k), seed=(0, k), cache=tmp_path, parcel_keys=own)
+
+    return client_app(client_fn)
+
+
+def key_server(keys: dict[int, Any]) -> KeyServer:
+    enrolled = [public_bytes(key) for key in keys.values()]
+    return KeyServer(bytes(32), enrolled, Ed25519PrivateKey.generate())
+
+
+def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path, clients, caplog):
+    keys = {k: new_key() for k in range(6)}
+    server = key_server(keys)
+    federation = vouched(tmp_path, keys, server)
+    found = start(make(vouching=server, run="a run"), Grid(federation))
+    assert bits(found) == without(clients)
+
+    class Lying:
+        """Has a key of its own passed off as a client's, with that client's voucher."""
+
+        def voucher(self, public_key: bytes, run: str) -> bytes:
+            return server.voucher(public_key, "another run")
+
+    with caplog.at_level(WARNING, "flwr"):
+        start_in_vain(make(vouching=Lying(), run="a run"), Grid(federation))
+    assert "voucher" in caplog.text
+
+
+def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
+    app_ = clients(only_masked=True)
+    assert bits(start(make(), Grid(app_))) == without(clients)
+    for options in ({"secure_aggregation": False}, {"solve": "server", "bits": 32},
+                    {"solve": "clients", "bits": 32}):  # fmt: skip
+        own = {"secure_aggregation": False, "validation": None} | options
+        own |= {"validation": held()} if own.get("bits") is None else {}
+        found = start_in_vain(make(**own), Grid(app_))
+        assert not found[LINEAR].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 32, "validation": None}, "masks are added to whole numbers"),
+        ({"solve": "server", "bits": 32, "validation": None}, "masks are added to whole numbers"),
+        ({"secure_threshold": 0.5}, "above 0.5 to 1"),
+        ({"secure_threshold": 1.1}, "above 0.5 to 1"),
+        ({"vouching": object()}, "the name of the run"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        make(**options)
+
+
+def test_two_clients_are_too_few(clients, caplog):
+    with caplog.at_level(WARNING, "flwr"):
+        start_in_vain(make(2), Grid(clients(), num_clients=2))
+    assert "at least 3 clients of a secure sum, got 2" in caplog.text
