@@ -17,6 +17,7 @@ results/tct_statistics_sums.json.
 
 import argparse
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from fedntk.simulations import Config, run
 from fedntk.simulations.data import load_data
 from fedntk.simulations.models import build_model
 from fedntk.simulations.results import Run, machine
+from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes
 
 CONFIGURATION = Path(__file__).parent.parent / "simulations" / "conf" / "tct_fmnist_statistics.toml"
 RESULTS = Path(__file__).parent / "results"
@@ -138,6 +140,8 @@ def sums(options: argparse.Namespace, *, images: int = 8192, width: int = 4000) 
     found["float32 products of 256 rows, largest error over |z_i| |z_j|"] = float(error.max())
     mean = torch.from_numpy(exact.class_sums.sum(0) / images)
     inv_std = torch.from_numpy(normaliser_of(exact).inv_std.astype(float))
+    words = FeatureStatistics.of([z], y, data.num_classes, fixed_point=fixed).to_words(np.uint32)
+    found |= masked(words)
     for name, matrix in (("float32", rounded), ("float64", gram)):
         centred = (matrix - images * torch.outer(mean, mean)) * inv_std * inv_std[:, None]
         values = torch.linalg.eigvalsh(centred)
@@ -146,6 +150,33 @@ def sums(options: argparse.Namespace, *, images: int = 8192, width: int = 4000) 
     text = json.dumps(found, indent=2)
     (RESULTS / "tct_statistics_sums.json").write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
+    """Time what secure aggregation adds for a client, and for the server if one drops out."""
+    keys = [new_key() for _ in range(clients)]
+    threshold, public = math.ceil(2 * clients / 3), tuple(map(public_bytes, keys))
+    roster = Roster(bytes(16), tuple(range(clients)), public, threshold)
+    maskers = [Masker(roster, k) for k in range(clients)]
+    parcels = [masker.parcels(key) for masker, key in zip(maskers, keys, strict=True)]
+    for k, masker in enumerate(maskers):
+        masker.receive(keys[k], {j: parcels[j][k] for j in range(clients) if j != k})
+    start = time.perf_counter()
+    total = maskers[0].masked(words)
+    found = {f"s of a client for masks, {clients} clients": round(time.perf_counter() - start, 3)}
+    for masker in maskers[1:-1]:
+        total += masker.masked(words)
+    arrived = range(clients - 1)
+    shares = {k: maskers[k].reveal(arrived) for k in arrived}
+    start = time.perf_counter()
+    server = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
+    opened = server.opened(total, arrived, shares)
+    found["s of the server to open the sum of 9, 1 dropped out"] = round(
+        time.perf_counter() - start, 3
+    )
+    if not np.array_equal(opened, words * np.uint32(clients - 1)):
+        raise RuntimeError("the opened sum is not the sum")
+    return found
 
 
 def _each(start: float, images: int) -> float:

@@ -124,8 +124,8 @@ class TCTSettings(Settings):
             )
         if self.secure_aggregation and (self.solve != "statistics" or self.bits == UNQUANTISED):
             raise ConfigError(
-                "tct.secure-aggregation adds masks to whole numbers; set tct.solve = statistics and "
-                f"tct.bits = 8, got {self.solve} and {self.bits}"
+                "tct.secure-aggregation adds masks to whole numbers; set tct.solve = statistics "
+                f"and tct.bits = 8, got {self.solve} and {self.bits}"
             )
         if self.dtype == "float16" and not self.normalise:
             raise ConfigError(
@@ -152,8 +152,8 @@ class _TCT(Method[TCTSettings]):
         """Refuse a choice by examples that are not there, or that are to judge the choice."""
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(
-                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as of two each would "
-                f"learn the other's sums; got {config.num_clients}"
+                f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as of two each "
+                f"would learn the other's sums; got {config.num_clients}"
             )
         if not settings.validates:
             return

@@ -103,6 +103,17 @@ DP = {
             "sums of weighted examples are no whole numbers; set tct.bits = 32",
         ),
         (
+            {"tct": {"solve": "statistics", "secure-aggregation": True}},
+            "set tct.solve = statistics and tct.bits = 8, got statistics and 32",
+        ),
+        (
+            {
+                "method": "tct", "validation-examples": 9, "num-clients": 2,
+                "tct": {"solve": "statistics", "bits": 8, "secure-aggregation": True},
+            },
+            "tct.secure-aggregation needs num-clients = 3 or more",
+        ),
+        (
             {"method": "tct", "tct": {"solve": "statistics", "auto-ridge": True}},
             "tct.auto-ridge needs validation-examples, and no projection",
         ),
