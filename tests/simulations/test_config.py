@@ -108,7 +108,7 @@ DP = {
         ),
         (
             {
-                "method": "tct", "validation-examples": 9, "num-clients": 2,
+                "method": "tct", "validation-examples": 9, "num-clients": 2, "clients-per-round": 2,
                 "tct": {"solve": "statistics", "bits": 8, "secure-aggregation": True},
             },
             "tct.secure-aggregation needs num-clients = 3 or more",
