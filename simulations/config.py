@@ -204,6 +204,12 @@ class Config(Settings):
         "matrices and filters drawn anew by that rule",
     )
     norm: Literal["batch", "group"] = setting("batch", "of resnet18")
+    random_features: int = setting(
+        0,
+        "p random Fourier features of the last layer's inputs, which a last layer drawn anew is "
+        "given in their place; 0: none",
+        at_least=0,
+    )
     loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "of all methods")
     learning_rate: float = setting(0.01, "eta", above=0)
 

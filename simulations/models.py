@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedntk.ntk.feature_learning import initial_std
+from fedntk.ntk.features import with_fourier_features
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
 
 from .config import Config
@@ -267,7 +268,8 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
-    It takes the features of the random projection where there is one. Torch's global generator is
+    It takes the features of the random projection where there is one. Weights from a file are of
+    the network before its last layer is given random features. Torch's global generator is
     left as it was.
 
     Raises
@@ -304,7 +306,12 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
             f"class, got {('n', *shape[1:])}"
         )
-    return model
+    if not config.random_features:
+        return model
+    try:
+        return with_fourier_features(model, config.random_features, config.seed)
+    except ValueError as error:
+        raise ConfigError(f"random-features: {error}") from None
 
 
 def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:

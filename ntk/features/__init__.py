@@ -1,6 +1,6 @@
 """Tangent features of examples: their map, rows on disk, and their normaliser."""
 
-from .feature_map import FeatureKind, FeatureMap
+from .feature_map import FeatureKind, FeatureMap, with_fourier_features
 from .fixed_point import FixedPoint
 from .normaliser import Moments, Normaliser
 from .projection import low_frequencies, random_projection, rotated_low_frequencies
@@ -19,4 +19,5 @@ __all__ = [
     "low_frequencies",
     "random_projection",
     "rotated_low_frequencies",
+    "with_fourier_features",
 ]

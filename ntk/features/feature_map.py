@@ -20,10 +20,10 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from .fourier import fourier_features
+from .fourier import FourierFeatures
 from .tangent import TangentFeatures
 
-__all__ = ["FeatureKind", "FeatureMap"]
+__all__ = ["FeatureKind", "FeatureMap", "with_fourier_features"]
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
 SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
@@ -145,22 +145,7 @@ class FeatureMap:
         """
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
-        # not by its own initialisation, which would advance torch's global generator
-        bias = old.bias is not None
-        head: nn.Linear = nn.utils.skip_init(nn.Linear, old.in_features, 1, bias=bias)
-        generator = torch.Generator().manual_seed(self.seed)
-        bound = 1 / math.sqrt(old.in_features)
-        with torch.no_grad():
-            for new, parameter in ((head.weight, old.weight), (head.bias, old.bias)):
-                if parameter is not None:
-                    new.uniform_(-bound, bound, generator=generator)
-                    new.requires_grad_(parameter.requires_grad)
-        head.to(old.weight)
-        if not name:  # the network is one linear layer
-            return head
-        parent, _, last = name.rpartition(".")
-        setattr(network.get_submodule(parent), last, head)
-        return network
+        return _with_layer(network, name, _drawn_layer(old, old.in_features, 1, self.seed))
 
     def extractor(
         self, network: nn.Module, *, chunk_size: int | None = None
@@ -230,6 +215,67 @@ class FeatureMap:
         )
 
 
+def with_fourier_features(
+    network: nn.Module, num_features: int, seed: int, head: str = ""
+) -> nn.Module:
+    """Return a copy of a network whose last layer takes random Fourier features of its inputs.
+
+    Methods that compute the last layer of a frozen network can so have any number of features, as
+    in Fani et al., ICML 2024 (Fed3R-RF). The new layer's weights are drawn from the seed, too.
+
+    Parameters
+    ----------
+    network : nn.Module
+        With a last linear layer of d inputs and C outputs.
+    num_features : int
+        p, at least 1.
+    seed : int
+        Of the features, and of the new layer's first weights.
+    head : str
+        Name of the last linear layer; empty: the network's last ``nn.Linear``.
+
+    Raises
+    ------
+    ValueError
+        If the network has no such layer, or a number is out of range.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> {k: tuple(v.shape) for k, v in with_fourier_features(network, 50, 0).state_dict().items()}
+    {'0.weight': (8, 4), '0.bias': (8,), '2.1.weight': (3, 50), '2.1.bias': (3,)}
+    """
+    network = copy.deepcopy(network)
+    name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
+    cosines = FourierFeatures(old.in_features, num_features, seed).to(old.weight.device)
+    layer = _drawn_layer(old, num_features, old.out_features, seed)
+    return _with_layer(network, name, nn.Sequential(cosines, layer))
+
+
+def _drawn_layer(like: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
+    """Return a linear layer drawn as ``nn.Linear`` draws its own, from a seed, on the CPU."""
+    # not by its own initialisation, which would advance torch's global generator
+    bias = like.bias is not None
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, size, num_outputs, bias=bias)
+    generator = torch.Generator().manual_seed(seed)
+    bound = 1 / math.sqrt(size)
+    with torch.no_grad():
+        for new, parameter in ((layer.weight, like.weight), (layer.bias, like.bias)):
+            if parameter is not None:
+                new.uniform_(-bound, bound, generator=generator)
+                new.requires_grad_(parameter.requires_grad)
+    return layer.to(like.weight)
+
+
+def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """Put a layer in the place of that name; the network is that layer where the name is empty."""
+    if not name:
+        return layer
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, layer)
+    return network
+
+
 def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
     """Put network and images in the order of memory in which a CPU pools and convolves faster."""
     if x.ndim != 4 or x.device.type != "cpu":
@@ -250,7 +296,7 @@ def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[T
     _, head = feature_map.last_layer(network)
     width, device = head.in_features, head.weight.device
     cosines = (
-        fourier_features(width, feature_map.num_features, feature_map.seed)
+        FourierFeatures(width, feature_map.num_features, feature_map.seed).to(device)
         if feature_map.kind == "fourier"
         else None
     )
@@ -269,7 +315,8 @@ def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[T
                 f"{[tuple(tensor.shape) for tensor in seen]}"
             )
         if cosines is not None:
-            return cosines(seen[0]).cpu()
+            with torch.no_grad():
+                return cosines(seen[0]).cpu()  # type: ignore[no-any-return]
         return seen[0].to("cpu", torch.float32, copy=True)  # it may be x itself
 
     return features

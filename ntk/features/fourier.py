@@ -7,24 +7,26 @@ z_j(h) = sqrt(2 / p) cos(w_j . h + b_j) with w_j normal of variance 1 / s^2 and 
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from ..precision import full_float32
 
-__all__ = ["BANDWIDTH", "fourier_features"]
+__all__ = ["BANDWIDTH", "FourierFeatures"]
 
 # s, for inputs of length 1. Between 0.07 and 0.56 the accuracy on validation examples of
 # Fashion-MNIST, from a SimpleCNN's last inputs with p = 2,000, was 86.5 to 87.1 %.
 BANDWIDTH = 0.3
 
 
-def fourier_features(size: int, num_features: int, seed: int) -> Callable[[Tensor], Tensor]:
-    """Return the function h (n, d) -> z (n, p), float32: of h scaled to length 1.
+class FourierFeatures(nn.Module):
+    """h (n, d) -> z (n, p), float32: of h scaled to length 1.
+
+    It has nothing to train, and its frequencies and phases are in no state dict: the seed says
+    which they are.
 
     Parameters
     ----------
@@ -37,17 +39,24 @@ def fourier_features(size: int, num_features: int, seed: int) -> Callable[[Tenso
 
     Examples
     --------
-    >>> fourier_features(3, 5, seed=0)(torch.eye(3)).shape
+    >>> FourierFeatures(3, 5, seed=0)(torch.eye(3)).shape
     torch.Size([3, 5])
     """
-    generator = np.random.default_rng(seed)
-    drawn = generator.standard_normal((size, num_features), dtype=np.float32)
-    frequencies = torch.from_numpy(drawn) / BANDWIDTH
-    phases = torch.from_numpy(generator.random(num_features, dtype=np.float32)) * (2 * math.pi)
 
-    def features(inputs: Tensor) -> Tensor:
+    frequencies: Tensor
+    phases: Tensor
+
+    def __init__(self, size: int, num_features: int, seed: int) -> None:
+        super().__init__()
+        generator = np.random.default_rng(seed)
+        drawn = generator.standard_normal((size, num_features), dtype=np.float32)
+        phases = torch.from_numpy(generator.random(num_features, dtype=np.float32))
+        frequencies = torch.from_numpy(drawn) / BANDWIDTH
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("phases", phases * (2 * math.pi), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the cosines."""
         with full_float32():
-            angles = normalize(inputs.float()) @ frequencies.to(inputs.device)
-        return (angles + phases.to(inputs.device)).cos_() * math.sqrt(2 / num_features)
-
-    return features
+            angles = normalize(inputs.float()) @ self.frequencies
+        return (angles + self.phases).cos() * math.sqrt(2 / len(self.phases))

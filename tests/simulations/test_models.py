@@ -6,9 +6,11 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from fedntk.simulations import Config, ConfigError, run
+from fedntk.simulations import Config, ConfigError, load_predictor, run
+from fedntk.simulations.data import load_data
 from fedntk.simulations.models import build_model
 
 
@@ -164,6 +166,25 @@ def test_a_users_own_network(monkeypatch):
     assert model(torch.zeros(1, 2, 3)).shape == (1, 4)
     with pytest.raises(ConfigError, match=r"outputs of shape \(n, 3\), .* got \('n', 4\)"):
         build_model(Config(model="own_models:wrong_outputs"), (4,), 3)
+
+
+@pytest.mark.parametrize("method", ["afl", "fed3r", "fed-ncm"])
+def test_a_last_layer_of_random_features_is_computed_and_read_again(method, tmp_path):
+    """The layer changes, and nothing else; the run's predictor makes the same features."""
+    config = Config(method=method, rounds=1, random_features=60, width=20, out=str(tmp_path / "a"))
+    done = run(config, progress=False)
+    before = build_model(config, (1, 8, 8), 10).state_dict()
+    after = load_file(done.folder / "model.safetensors")
+    changed = {name for name, own in before.items() if not torch.equal(own, after[name])}
+    assert changed == {"3.1.weight", "3.1.bias"}
+    assert after["3.1.weight"].shape == (10, 60)
+    x, y = load_data(config).test()
+    network = build_model(config, (1, 8, 8), 10).eval()
+    network.load_state_dict(after)
+    accuracy = float((network(x).argmax(1) == y).double().mean())
+    assert accuracy == pytest.approx(done.summary["accuracy"], abs=1e-3)
+    assert load_predictor(done.folder).evaluate(x, y).accuracy == pytest.approx(accuracy, abs=1e-3)
+    assert done.summary["accuracy"] > 0.7
 
 
 def test_a_projection_gives_the_network_its_features():

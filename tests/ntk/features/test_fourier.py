@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from fedntk.ntk import FeatureMap
-from fedntk.ntk.features.fourier import BANDWIDTH, fourier_features
+from fedntk.ntk.features import with_fourier_features
+from fedntk.ntk.features.fourier import BANDWIDTH, FourierFeatures
 
 
 def kernel(h: torch.Tensor) -> torch.Tensor:
@@ -18,7 +19,7 @@ def test_inner_products_estimate_the_gaussian_kernel():
     p = 20_000
     h = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     h = torch.cat([h, h + 0.1, 5 * h])  # near ones; and others of another length
-    z = fourier_features(3, p, 1)(h).double()
+    z = FourierFeatures(3, p, 1)(h).double()
     assert float((z @ z.T - kernel(h)).abs().max()) < 5 * 2 / p**0.5
     torch.testing.assert_close(z[:6], z[12:], rtol=0, atol=1e-5)
 
@@ -27,5 +28,29 @@ def test_a_feature_map_takes_the_last_layers_inputs():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     found = FeatureMap("fourier", 30, 7).extractor(network)(x)
-    expected = fourier_features(8, 30, 7)(FeatureMap("last-layer").extractor(network)(x))
+    expected = FourierFeatures(8, 30, 7)(FeatureMap("last-layer").extractor(network)(x))
     assert torch.equal(found, expected)
+
+
+def test_a_network_whose_last_layer_takes_them():
+    """Its last layer's inputs are the features; names, drawn numbers and the rest as before."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    state = torch.random.get_rng_state()
+    first, again = (with_fourier_features(network, 30, 7) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    found = FeatureMap("last-layer").extractor(first)(x)
+    assert torch.equal(found, FeatureMap("fourier", 30, 7).extractor(network)(x))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
+    last = first.state_dict()["2.1.weight"]
+    torch.testing.assert_close(first(x), found @ last.T + first.state_dict()["2.1.bias"])
+    assert torch.equal(first.state_dict()["0.weight"], network.state_dict()["0.weight"])
+    assert len(network.state_dict()) == len(first.state_dict()) == 4
+
+
+def test_a_network_that_is_one_layer_can_take_them():
+    network = with_fourier_features(nn.Linear(4, 3, bias=False), 30, 7)
+    assert list(network.state_dict()) == ["1.weight"]
+    assert network(torch.ones(2, 4)).shape == (2, 3)
