@@ -34,7 +34,14 @@ from fedntk.ntk.convex import (
     residual_sum,
 )
 from fedntk.ntk.features import FeatureRows, FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, FeatureUpload
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexTask,
+    FeatureStatistics,
+    FeatureUpload,
+    SplitStatistics,
+    draw_held_out,
+)
 
 from .adapter import CLIENT_ID
 from .disk_store import cache_dir, client_folder, example_digests, remove_stale
@@ -139,8 +146,9 @@ class TCTClient(SGDClient):
         -------
         tuple of list of ndarray, int, dict
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
-            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload` or of
-            :class:`~fedntk.ntk.payloads.FeatureStatistics`, or the classes' counts; the number of
+            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload`, of
+            :class:`~fedntk.ntk.payloads.FeatureStatistics` or of
+            :class:`~fedntk.ntk.payloads.SplitStatistics`, or the classes' counts; the number of
             examples; and ``"train-loss"`` at the received model. A client that lacks what the
             message takes for granted returns no arrays and ``"lost-state"``: 1 if its c_k is lost,
             0 if the server can send what is. One whose steps overflow returns none, and
@@ -236,7 +244,8 @@ class TCTClient(SGDClient):
         remove_stale(folder)
         folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
         if task.solve == "statistics":
-            FeatureStatistics.require_memory(width)
+            sums = SplitStatistics if task.validation_share else FeatureStatistics
+            sums.require_memory(width)
             return
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
@@ -287,13 +296,25 @@ class TCTClient(SGDClient):
         if task.bits != UNQUANTISED:
             step = _only(records, "steps").numpy()
             fixed_point = FixedPoint.from_arrays(step, task.bits, store.width)
-        sums = FeatureStatistics.of(
-            store.raw("train", x),
-            targets.argmax(1),
-            targets.shape[1],
-            weights=_only(records, "class-weights").numpy() if task.balanced else None,
-            fixed_point=fixed_point,
-        )
+        weights = _only(records, "class-weights").numpy() if task.balanced else None
+        labels, num_classes = targets.argmax(1), targets.shape[1]
+
+        def sums_of(own: Tensor | slice) -> FeatureStatistics:
+            if not len(x[own]):
+                return FeatureStatistics.none(
+                    store.width, num_classes, weights=weights, fixed_point=fixed_point
+                )
+            chunks = store.raw("train", x[own])
+            return FeatureStatistics.of(
+                chunks, labels[own], num_classes, weights=weights, fixed_point=fixed_point
+            )
+
+        sums: FeatureStatistics | SplitStatistics
+        if task.validation_share:
+            held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
+            sums = SplitStatistics(sums_of(~held), sums_of(held))
+        else:
+            sums = sums_of(slice(None))
         return sums.to_arrays(fixed_point), len(x), _loss_at_zero(task, targets)
 
     def _linear(
