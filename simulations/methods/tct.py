@@ -251,7 +251,8 @@ class _TCT(Method[TCTSettings]):
             # an upload is half of p^2, there as bytes of a message and as an array
             each *= 2 if own.validation_share else 1
             memory = width**2 * (36 + 12 + 8 * bool(own.validation_share) + len(sizes) * each)
-            disk = width**2 * len(sizes) * each // 2 * own.keep_sums
+            there = _sums(config).exists()  # of a run that goes on, or has ended
+            disk = width**2 * len(sizes) * each // 2 * (own.keep_sums and not there)
         else:
             memory = 52 * largest**2 * (own.local_steps > 1)
             memory += 4 * largest * width * (own.local_solver == "loop")

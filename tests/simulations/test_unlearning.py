@@ -90,6 +90,21 @@ def test_a_run_that_was_moved_is_found_with_its_sums(finished, tmp_path):
     assert raw(unlearn(tmp_path / "moved", [0]).folder) == expected
 
 
+def test_the_disk_that_holds_the_sums_need_not_hold_them_twice(finished, monkeypatch):
+    usage = shutil.disk_usage(finished.folder)._replace(free=6 * 2 * 60**2 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert unlearn(finished, [1]).folder.exists()
+
+
+def test_a_run_in_its_place_has_neither_its_sums_nor_its_models(finished):
+    """They would be of other clients' examples, and no longer asked for."""
+    found = unlearn(finished, [1])
+    own = SMALL.replace(tct={"keep_sums": False})
+    run(own, out=str(finished.folder), progress=False, again=True)
+    assert not found.folder.exists()
+    assert not (finished.folder / "details").exists()
+
+
 def test_what_cannot_be_is_refused_and_nothing_is_written(finished, tmp_path):
     before = sorted(finished.folder.iterdir())
     for clients, message in (
