@@ -34,7 +34,14 @@ from fedntk.ntk.convex import (
     residual_sum,
 )
 from fedntk.ntk.features import FeatureRows, FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, FeatureUpload
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexTask,
+    FeatureStatistics,
+    FeatureUpload,
+    SplitStatistics,
+    draw_held_out,
+)
 from fedntk.trust import ParcelKeys
 
 from .adapter import CLIENT_ID
@@ -151,12 +158,13 @@ class TCTClient(SGDClient):
         -------
         tuple of list of ndarray, int, dict
             In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
-            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload` or of
-            :class:`~fedntk.ntk.payloads.FeatureStatistics`, masked or not, what goes before and
-            after masked ones, or the classes' counts; the number of examples; and ``"train-loss"``
-            at the received model. A client that lacks what the message takes for granted returns no
-            arrays and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One
-            whose steps overflow returns none, and ``"diverged"``.
+            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload`, of
+            :class:`~fedntk.ntk.payloads.FeatureStatistics` or of
+            :class:`~fedntk.ntk.payloads.SplitStatistics`, masked sums and what goes before and
+            after them, or the classes' counts; the number of examples; and ``"train-loss"`` at the
+            received model. A client that lacks what the message takes for granted returns no arrays
+            and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One whose
+            steps overflow returns none, and ``"diverged"``.
         """
         task = ConvexTask.from_config(config)
         if task is None or task.step == "bootstrap":
@@ -257,7 +265,8 @@ class TCTClient(SGDClient):
         remove_stale(folder)
         folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
         if task.solve == "statistics":
-            FeatureStatistics.require_memory(width)
+            sums = SplitStatistics if task.validation_share else FeatureStatistics
+            sums.require_memory(width)
             return
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
@@ -309,15 +318,28 @@ class TCTClient(SGDClient):
 
     def _sums(
         self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
-    ) -> tuple[FeatureStatistics, dict[str, Scalar]]:
+    ) -> tuple[FeatureStatistics | SplitStatistics, dict[str, Scalar]]:
         x, targets = examples
-        sums = FeatureStatistics.of(
-            store.raw("train", x),
-            targets.argmax(1),
-            targets.shape[1],
-            weights=_only(records, "class-weights").numpy() if task.balanced else None,
-            fixed_point=_fixed_point(task, records, store.width),
-        )
+        fixed_point = _fixed_point(task, records, store.width)
+        weights = _only(records, "class-weights").numpy() if task.balanced else None
+        labels, num_classes = targets.argmax(1), targets.shape[1]
+
+        def sums_of(own: Tensor | slice) -> FeatureStatistics:
+            if not len(x[own]):
+                return FeatureStatistics.none(
+                    store.width, num_classes, weights=weights, fixed_point=fixed_point
+                )
+            chunks = store.raw("train", x[own])
+            return FeatureStatistics.of(
+                chunks, labels[own], num_classes, weights=weights, fixed_point=fixed_point
+            )
+
+        sums: FeatureStatistics | SplitStatistics
+        if task.validation_share:
+            held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
+            sums = SplitStatistics(sums_of(~held), sums_of(held))
+        else:
+            sums = sums_of(slice(None))
         return sums, _loss_at_zero(task, targets)
 
     def _towards_sum(
@@ -340,6 +362,8 @@ class TCTClient(SGDClient):
     ) -> Fit:
         message = records["secure-sum"]
         sums, metrics = self._sums(task, records, store, examples)
+        if not isinstance(sums, FeatureStatistics):
+            raise ValueError("validation_share: expected none under secure aggregation")
         words = sums.to_words(f"u{int(message['word-bytes'])}")
         return [self._secure_sum(task, config).masked(message, words)], len(examples.x), metrics
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .runs import compare, run
     from .tuning import Tuning, tune
     from .uncertainty import Assessment, assess
+    from .unlearning import Unlearned, unlearn
 
 _HOMES = {
     "Assessment": "uncertainty",
@@ -31,6 +32,7 @@ _HOMES = {
     "Run": "results",
     "RunFailed": "errors",
     "Tuning": "tuning",
+    "Unlearned": "unlearning",
     "assess": "uncertainty",
     "compare": "runs",
     "load_model": "results",
@@ -39,6 +41,7 @@ _HOMES = {
     "read_runs": "results",
     "run": "runs",
     "tune": "tuning",
+    "unlearn": "unlearning",
     "write_report": "report",
 }
 
@@ -50,6 +53,7 @@ __all__ = [
     "Run",
     "RunFailed",
     "Tuning",
+    "Unlearned",
     "assess",
     "compare",
     "load_model",
@@ -58,6 +62,7 @@ __all__ = [
     "read_runs",
     "run",
     "tune",
+    "unlearn",
     "write_report",
 ]
 

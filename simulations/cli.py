@@ -1,4 +1,4 @@
-"""The command ``fedntk``: run, compare, tune, report, assess."""
+"""The command ``fedntk``: run, compare, tune, report, assess, unlearn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     help="Federated learning with Jacobians and tangent kernels: run, compare, tune, report, "
-    "assess.",
+    "assess, unlearn.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -307,6 +307,39 @@ def assess_command(
             which=which,  # type: ignore[arg-type]
         )
         _show(found.write(out))
+
+
+@app.command("unlearn")
+def unlearn_command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.")],
+    clients: Annotated[
+        list[int], typer.Argument(metavar="CLIENT...", help="Partitions to take out.")
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the new model; RUN/without-CLIENT-... by default."),
+    ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Remove what the run keeps of them, afterwards.")
+    ] = False,
+) -> None:
+    """Take clients out of what a run learned, as if they had never taken part; no round is run.
+
+    For methods whose model is solved from sums that the run has kept: tct with tct.solve =
+    statistics and tct.keep-sums = true. A network that these clients helped to train stays.
+    Accuracies are of the test set.
+
+    [b]Examples[/]
+
+      fedntk unlearn runs/a 3
+
+      fedntk unlearn runs/a 3 5 --forget
+    """
+    with errors_in_one_line("fedntk"):
+        from .unlearning import unlearn
+
+        typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 
 
 @app.command("settings")

@@ -3,8 +3,9 @@
 A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
 ``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
 same, and partition: each client's own evaluations); ``model.safetensors`` and
-``best.safetensors`` (the last model and the best one); ``summary.json``; ``checkpoints``; and
-``details``, what a method writes of its own.
+``best.safetensors`` (the last model and the best one); ``summary.json``; ``checkpoints``;
+``details``, what a method writes of its own; and a folder ``without-<client>`` for each model
+without some clients.
 """
 
 import json
@@ -131,6 +132,8 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
         *("model.safetensors", "best.safetensors"),
     ):
         (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("without-*/unlearned.json"):
+        shutil.rmtree(path.parent, ignore_errors=True)
     if checkpoints:
         for name in ("checkpoints", "cache", "details"):
             shutil.rmtree(folder / name, ignore_errors=True)

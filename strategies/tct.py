@@ -18,11 +18,13 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 """
 
 import math
+import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
@@ -53,6 +55,7 @@ from .base import BaseStrategy, Pairs, logger
 from .inner import InnerStrategy
 from .lost_state import ResendingStrategy
 from .tct_control import ControlVariate
+from .tct_kept_sums import KeptSums
 from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 from .tct_secure import SecureStatistics
 from .tct_statistics import ClassCounts, PooledStatistics
@@ -135,7 +138,8 @@ class TCT(ResendingStrategy):
     ridge : float or "auto"
         Of ``solve="server"`` and ``"statistics"``: see :func:`fedntk.ntk.ridge_regression`.
         ``"auto"``, for ``"statistics"``: the one of 1e-4 ... 10 with the least squared error on
-        `validation`. A ridge too small for a Cholesky factor is raised tenfold.
+        `validation`, or on what clients hold out (`validation_share`). A ridge too small for a
+        Cholesky factor is raised tenfold.
     sparsity, bits : float, int
         Compression of the features for ``solve="server"``, as in CP-NTK-FL; 0 and 32: none. For
         ``"statistics"`` there is no sparsity, and with 2 ... 8 bits features are fixed-point
@@ -155,6 +159,16 @@ class TCT(ResendingStrategy):
         Vouches for the clients' public keys in the run `run`, such as
         :class:`fedntk.trust.KeyServer`. Without it a server that breaks the protocol could name
         keys of its own for the clients: see :class:`fedntk.trust.ParcelKeys`.
+    validation_share : float
+        For ``ridge="auto"`` of ``solve="statistics"`` where the server has no examples: a share,
+        up to 0.5, that each client holds out of its own, by class. It sends the sums of these and
+        of the others, twice the bytes. The ridge has the least squared error on the joint sums of
+        what is held out; then all examples count. 0: none.
+    keep_sums : path, optional
+        For ``solve="statistics"``: folder on the server's disk in which each client's sums are
+        kept, as many bytes as it sent, so that :meth:`without` can take a client out again. There
+        is a folder for each run in it, which nothing removes. Not with `balanced`, whose weights
+        are of all clients' counts. None: sums are not kept.
     validation : tuple of Tensor and Tensor, optional
         Examples x (m, ...) on the server, as the network takes them, that nobody trains on, and
         their labels (m,), int64: for ``ridge="auto"``, and for `bits`, which uses x alone.
@@ -175,6 +189,8 @@ class TCT(ResendingStrategy):
         Of the classes' examples in sums; all 1 unless `balanced`.
     linear_rounds : int
         Rounds so far that changed the linear model.
+    summed : tuple of int
+        Clients whose sums the linear model is of and are kept, in the order in which they add up.
     run_key : str
         Names the run for the clients' folders; drawn at random when it begins.
 
@@ -221,6 +237,8 @@ class TCT(ResendingStrategy):
         secure_aggregation: bool = False,
         secure_threshold: float = 2 / 3,
         vouching: VouchesForKeys | None = None,
+        validation_share: float = 0.0,
+        keep_sums: str | os.PathLike[str] | None = None,
         validation: tuple[Tensor, Tensor] | None = None,
         device: torch.device | str = "cpu",
         **options: Any,
@@ -249,8 +267,19 @@ class TCT(ResendingStrategy):
         if solve == "clients" and (sparsity, bits) != (0.0, UNQUANTISED):
             raise ValueError("sparsity and bits go with solve='server', got solve='clients'")
         needing = _check_statistics(
-            solve, sparsity, bits, auto_ridge=self.auto_ridge, balanced=balanced
+            solve,
+            sparsity,
+            bits,
+            auto_ridge=self.auto_ridge,
+            balanced=balanced,
+            validation_share=validation_share,
         )
+        if keep_sums is not None and (solve != "statistics" or balanced):
+            raise ValueError(
+                "keep_sums: goes with solve='statistics' and without balanced, whose weights are "
+                f"of all clients' counts; got solve={solve!r} and balanced={balanced}"
+            )
+        self.keep_sums = None if keep_sums is None else KeptSums(Path(keep_sums))
         if needing and validation is None:
             raise ValueError(f"{needing}: pass validation, examples on the server; got none")
         if validation is not None:
@@ -264,11 +293,8 @@ class TCT(ResendingStrategy):
                     "validation: expected examples and as many labels, got "
                     f"{len(validation[0])} and {len(validation[1])}"
                 )
-        if secure_aggregation and bits == UNQUANTISED:
-            raise ValueError(
-                "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
-                f"{MOST_BITS} and solve='statistics', got bits = {bits} and solve={solve!r}"
-            )
+        if secure_aggregation:
+            _check_secure(solve, bits, kept=keep_sums is not None, split=validation_share > 0)
         if not 0.5 < secure_threshold <= 1:
             raise ValueError(f"secure_threshold: expected above 0.5 to 1, got {secure_threshold}")
         if vouching is not None and not (secure_aggregation and self.run):
@@ -304,6 +330,7 @@ class TCT(ResendingStrategy):
             corrected=optimizer == "scaffold",
             solve=solve,
             balanced=balanced,
+            validation_share=validation_share,
             sparsity=sparsity,
             bits=bits,
         )
@@ -334,6 +361,7 @@ class TCT(ResendingStrategy):
         self.linear_rounds = 0
         self.run_key = ""
         self.class_weights = np.ones(self.shape[1])
+        self.summed: tuple[int, ...] = ()
         self.control = ControlVariate(self.task.local_steps * self.task.learning_rate)
         self.sent.forget_all()
 
@@ -369,6 +397,45 @@ class TCT(ResendingStrategy):
             return super().predictor(arrays, network)
         named = named_arrays(arrays)
         return TCTModel.from_arrays(network, self.feature_map, named, loss=self.task.loss)
+
+    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the model that never had some clients' examples.
+
+        It is solved anew from the kept sums of the others, one client's in memory at a time, with
+        a normaliser of theirs, and with ``ridge="auto"`` a ridge chosen anew; steps of fixed-point
+        numbers stay. So it has the bits of a run that never had these clients, given the same
+        network, the same machine, and that the server accepts the others' replies there, too. The
+        network stays: it was trained with these clients where stage 1 asked them.
+
+        Parameters
+        ----------
+        clients : sequence of int
+            Their ids: partitions, where nodes report them. None: the same model again.
+        arrays : ArrayRecord
+            That :meth:`start` returned, of this object or of one whose state this one has loaded.
+
+        Raises
+        ------
+        ValueError
+            If sums were not kept, or have not come yet; if a client is unknown, or none is left; if
+            the kept sums of another one are gone, or have no solution.
+        NotEnoughMemory
+            If solving would not fit.
+        """
+        phase = self.phases[-1]
+        if not isinstance(phase, PooledStatistics):
+            raise ValueError(f"without: goes with solve='statistics', got solve={self.solve!r}")
+        changed = {name: Array(array) for name, array in phase.without(clients, arrays).items()}
+        return ArrayRecord({**arrays, **changed})
+
+    def forget_kept(self, clients: Sequence[int]) -> None:
+        """Remove kept sums of some clients from the disk.
+
+        :meth:`without` then has to leave these clients out, too.
+        """
+        if self.keep_sums is not None:
+            for client in clients:
+                self.keep_sums.remove(self.run_key, client)
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Share another strategy's clients; its bootstrap asks whoever is shown.
@@ -414,6 +481,7 @@ class TCT(ResendingStrategy):
             "run-key": self.run_key,
             "sent": self.sent.state_dict(),
             "class-weights": self.class_weights,
+            "summed": list(self.summed),
             **self.control.state_dict(),
             **{BOOTSTRAP + name: value for name, value in inner.items()},
         }
@@ -432,6 +500,7 @@ class TCT(ResendingStrategy):
         self.run_key = str(state["run-key"])
         self.sent.load_state_dict(state["sent"])
         self.class_weights = np.asarray(state["class-weights"], np.float64)
+        self.summed = tuple(int(client) for client in state["summed"])
         self.control.load_state_dict(state)
         if self.bootstrap is not None:
             self.bootstrap.load_state_dict(under(BOOTSTRAP, state))
@@ -448,7 +517,8 @@ class TCT(ResendingStrategy):
         ValueError
             If they are not those of the network, or not all that the state goes with.
         NotEnoughMemory
-            If what ``solve="statistics"`` takes would not fit.
+            If what ``solve="statistics"`` takes would not fit in memory, or what it keeps of
+            ``min_available_nodes`` clients on the disk.
         """
         expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
         found = {k: tuple(a.shape) for k, a in initial_arrays.items()}
@@ -458,6 +528,8 @@ class TCT(ResendingStrategy):
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         for phase in self.phases:
             require_memory(phase.memory, f"{phase.name} of {self.width} features", cure=FEWER)
+            if isinstance(phase, PooledStatistics) and self.keep_sums is not None and not done:
+                self.keep_sums.require_disk(phase.upload_bytes, self.min_available_nodes)
         exchanges = sum(p.asks_everyone and not p.changes_linear for p in self.phases)
         if num_rounds <= self.bootstrap_rounds + exchanges:
             logger.log(
@@ -571,9 +643,22 @@ class TCT(ResendingStrategy):
 
 
 def _check_statistics(
-    solve: Solve, sparsity: float, bits: int, *, auto_ridge: bool, balanced: bool
+    solve: Solve,
+    sparsity: float,
+    bits: int,
+    *,
+    auto_ridge: bool,
+    balanced: bool,
+    validation_share: float,
 ) -> str:
     """Refuse what does not go with sums; return what of it needs validation examples, if any."""
+    if not 0 <= validation_share <= 0.5:
+        raise ValueError(f"validation_share: expected 0 ... 0.5, got {validation_share}")
+    if validation_share and not (solve == "statistics" and auto_ridge):
+        raise ValueError(
+            "validation_share: goes with solve='statistics' and ridge='auto', got "
+            f"solve={solve!r}{'' if auto_ridge else ' and a ridge that is given'}"
+        )
     if solve != "statistics":
         if balanced or auto_ridge:
             name = "balanced" if balanced else "ridge='auto'"
@@ -587,4 +672,18 @@ def _check_statistics(
         if balanced:
             raise ValueError(f"balanced: sums are no whole numbers; expected bits = {UNQUANTISED}")
         return f"bits = {bits}"
-    return "ridge = auto" if auto_ridge else ""
+    return "ridge = auto" if auto_ridge and not validation_share else ""
+
+
+def _check_secure(solve: Solve, bits: int, *, kept: bool, split: bool) -> None:
+    """Refuse what does not go with sums of which the server sees the joint ones alone."""
+    if solve != "statistics" or bits == UNQUANTISED:
+        raise ValueError(
+            "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
+            f"{MOST_BITS} and solve='statistics', got bits = {bits} and solve={solve!r}"
+        )
+    if kept or split:
+        raise ValueError(
+            "secure_aggregation: the server has no client's sums to keep, nor of what clients "
+            "hold out; expected keep_sums=None and validation_share=0"
+        )

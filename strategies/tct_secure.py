@@ -36,7 +36,7 @@ from fedntk.trust.secure_sum import PARCEL_BYTES, SECRET_BYTES, Words
 
 from .base import Pairs, logger
 from .replies import Reply
-from .tct_statistics import PooledStatistics
+from .tct_statistics import PooledStatistics, Sums
 from .trust_protocols import VouchesForKeys
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SecureStatistics"]
 
+EVERYONE = -1  # in the place of a client's id
 Step = Literal["public-key", "shares", "masked-statistics", "reveal"]
 Records = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -103,13 +104,11 @@ class SecureStatistics(PooledStatistics):
 
     # ------------------------------------------------------------- the protocol
 
-    def joint_sums(
-        self, replies: Iterable[Message]
-    ) -> tuple[FeatureStatistics | None, MetricRecord]:
-        """Go through the four exchanges; return the sums over the clients whose numbers came."""
+    def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
+        """Go through the four exchanges; return one sum, over the clients whose numbers came."""
         found = self.answers(replies, self._public_key)
         rejected, last = found.rejected, [reply for reply, _ in found.pairs]
-        sums = None
+        sums: dict[int, Sums] = {}
         try:
             roster, described = self._roster({r.client: keys for r, keys in found.pairs})
             counts = {reply.client: reply.num_examples for reply in last}
@@ -136,7 +135,7 @@ class SecureStatistics(PooledStatistics):
                 given = {reply.client: own for reply, own in revealed}
                 total = MaskedSum(roster, promises).opened(total, arrived, given)
                 counted = sum(counts[client] for client in arrived)
-                sums = FeatureStatistics.from_words(
+                sums[EVERYONE] = FeatureStatistics.from_words(
                     total, counted, self.tct.width, self.tct.shape[1], self._fixed
                 )
         except (SealError, BadReply) as error:

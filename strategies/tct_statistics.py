@@ -7,8 +7,11 @@ Federated Learning with Closed-form Classifiers* (Fed3R), ICML 2024; there of th
 inputs, here of tangent features.
 """
 
+import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from typing import Any
@@ -19,22 +22,25 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import BadReply, Normaliser, TCTModel
+from fedntk.ntk import BadReply, Normaliser, NotEnoughMemory, TCTModel, require_memory
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics
+from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, SplitStatistics
+from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size
 from fedntk.ntk.predictor import load_arrays
 
 from .averaging import named_arrays
 from .base import logger
 from .replies import Reply, screen_own_sizes
+from .tct_kept_sums import remaining
 from .tct_phases import Arrays, StageTwo
 
 __all__ = ["ClassCounts", "PooledStatistics"]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
+Sums = FeatureStatistics | SplitStatistics
 
 
 class ClassCounts(StageTwo):
@@ -81,8 +87,19 @@ class PooledStatistics(StageTwo):
 
     @property
     def memory(self) -> int:
-        """36 p^2: sums, normal equations of these and of validation examples, a factor."""
-        return int(36 * self.tct.width**2)
+        """36 p^2: sums, normal equations of these and of validation examples, a factor.
+
+        40 p^2 where clients hold examples out, of whom there are sums, too.
+        """
+        return int((40 if self.tct.task.validation_share else 36) * self.tct.width**2)
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of the sums of one client, of at most 133,144 examples where they are integers."""
+        width, classes = self.tct.width, self.tct.shape[1]
+        number = 8 if self.tct.task.bits == UNQUANTISED else 4
+        one = number * (packed_size(width) + classes * width) + 8 * classes
+        return one * (2 if self.tct.task.validation_share else 1)
 
     def messages(
         self,
@@ -121,70 +138,121 @@ class PooledStatistics(StageTwo):
     ) -> tuple[Arrays | None, MetricRecord]:
         """Add the sums up and solve."""
         tct = self.tct
-        sums, metrics = self.joint_sums(replies)
-        if sums is None:
+        sums, metrics = self.collected(replies)
+        if not sums:
             return None, metrics
         try:
-            if self.fixed_point is not None:
-                sums = sums.scaled(self.fixed_point)
-            normaliser = normaliser_of(sums) if tct.normalise else Normaliser.identity(tct.width)
-            equations = NormalEquations.of(sums, normaliser, bias=tct.task.bias)
-            linear, ridge = self._solved(equations, normaliser)
+            changed, ridge = self._solved(sums.values(), tct.global_arrays)
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None, metrics
+        self._keep(sums, server_round)
         metrics["ridge"] = ridge
-        metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
-        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+        metrics["features-constant"] = int((changed[SCALE] == 0).sum())
+        return changed, metrics
 
-    def joint_sums(
-        self, replies: Iterable[Message]
-    ) -> tuple[FeatureStatistics | None, MetricRecord]:
-        """Return the sums over all clients, None if too few sent theirs, and the metrics."""
-        pairs, metrics = self.gathered(
-            replies,
-            lambda reply: self.checked(reply.arrays(), reply.num_examples),
-            screen_own_sizes,
-        )
-        if not self.tct.enough(len(pairs)):
-            return None, metrics
-        return FeatureStatistics.join(own for _, own in pairs), metrics
+    def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
+        """Return sums by client, none if too few sent theirs, and the round's metrics."""
 
-    def checked(self, arrays: Mapping[str, NDArray[Any]], num_examples: int) -> FeatureStatistics:
-        """Return sums over so many examples; BadReply if they could not be such."""
-        return FeatureStatistics.from_arrays(
-            list(arrays.values()),
+        def parse(reply: Reply) -> Sums:
+            return self._parsed(list(reply.arrays().values()), reply.num_examples)
+
+        pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
+        enough = self.tct.enough(len(pairs))
+        return {reply.client: own for reply, own in pairs if enough}, metrics
+
+    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> Arrays:
+        """Solve again from the kept sums of all but some clients: see :meth:`TCT.without`."""
+        tct = self.tct
+        if tct.keep_sums is None:
+            raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
+        if not tct.summed:
+            raise ValueError(
+                f"keep_sums: no sums were kept in {tct.keep_sums.folder} by this run yet; they "
+                f"come with its round of {self.name}, and the log says if the disk was too small"
+            )
+        left = remaining(tct.summed, clients)
+        require_memory(self.memory, f"{self.name} of {tct.width} features", cure=FEWER)
+        if tct.task.bits != UNQUANTISED:
+            steps = tct.keep_sums.steps(tct.run_key)
+            self.fixed_point = FixedPoint.from_arrays(steps, tct.task.bits, tct.width)
+        kept = tct.keep_sums.read(tct.run_key, left)
+        changed, _ = self._solved(map(self._parsed, kept), arrays)
+        return changed
+
+    def _keep(self, sums: Mapping[int, Sums], server_round: int) -> None:
+        """Write each client's sums where they are to be kept; a full disk is logged."""
+        tct = self.tct
+        if tct.keep_sums is None:
+            return
+        try:
+            tct.keep_sums.require_disk(self.upload_bytes, len(sums))
+            if self.fixed_point is not None:
+                tct.keep_sums.write_steps(tct.run_key, server_round, self.fixed_point.step)
+            for client, own in sums.items():
+                arrays = own.to_arrays(self.fixed_point)
+                tct.keep_sums.write(tct.run_key, server_round, client, arrays)
+        except (NotEnoughMemory, OSError) as error:
+            logger.log(WARNING, "the clients' sums are not kept: %s", error)
+            with contextlib.suppress(OSError):
+                for client in sums:
+                    tct.keep_sums.remove(tct.run_key, client)
+            return
+        tct.summed = tuple(sums)
+
+    def _parsed(self, arrays: Sequence[NDArray[Any]], num_examples: int | None = None) -> Sums:
+        """Check the arrays of a client's sums, of as many examples as these count if not told."""
+        tct = self.tct
+        kind = SplitStatistics if tct.task.validation_share else FeatureStatistics
+        if num_examples is None:
+            num_examples = int(sum(counts.sum() for counts in arrays[2::3]))
+        return kind.from_arrays(
+            arrays,
             num_examples,
-            self.tct.width,
-            self.tct.shape[1],
+            tct.width,
+            tct.shape[1],
             weights=self._weights,
             fixed_point=self.fixed_point,
         )
 
-    def _solved(
-        self, equations: NormalEquations, normaliser: Normaliser
-    ) -> tuple[NDArray[np.float32], float]:
-        """Return the linear model and its ridge."""
-        tct = self.tct
-        ridge = tct.ridge
-        if tct.auto_ridge:
-            held = NormalEquations.of(self._validation_sums(), normaliser, bias=tct.task.bias)
-            ridge = best_ridge(equations, held)
-        while True:
-            try:
-                linear = equations.solve(ridge).float()
-                break
-            except ValueError as error:
-                if ridge >= RIDGES[-1]:
-                    raise
-                logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
-                ridge *= 10
-        if not bool(linear.isfinite().all()):
-            raise ArithmeticError("the solution is not finite")
-        return linear.numpy(), ridge
+    def _solved(self, groups: Iterable[Sums], arrays: ArrayRecord) -> tuple[Arrays, float]:
+        """Add sums up in their order and solve; return the arrays that changed, and the ridge.
 
-    def _validation_sums(self) -> FeatureStatistics:
-        chunks = self._validation_features(self.tct.global_arrays)
+        The ridge is chosen on the server's examples or on those that clients held out. All
+        examples count in the model.
+        """
+        tct = self.tct
+        sums: Sums = functools.reduce(operator.add, groups)
+        if self.fixed_point is not None:
+            sums = sums.scaled(self.fixed_point)
+        ridge = tct.ridge
+        if isinstance(sums, SplitStatistics):
+            ridge, sums = self._ridge_of_held_out(sums), sums.everyone
+        normaliser, equations = self._equations(sums)
+        if tct.auto_ridge and not tct.task.validation_share:
+            held = self._validation_sums(arrays)
+            ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.task.bias))
+        linear, ridge = _solution(equations, ridge)
+        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, ridge
+
+    def _equations(self, sums: FeatureStatistics) -> tuple[Normaliser, NormalEquations]:
+        tct = self.tct
+        normaliser = normaliser_of(sums) if tct.normalise else Normaliser.identity(tct.width)
+        return normaliser, NormalEquations.of(sums, normaliser, bias=tct.task.bias)
+
+    def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
+        """Choose the ridge of the other examples, which the normaliser is of, too."""
+        if not (sums.fitting.num_examples and sums.held_out.num_examples):
+            raise ValueError(
+                f"validation_share: {sums.held_out.num_examples} examples are held out and "
+                f"{sums.fitting.num_examples} are not; expected some of both"
+            )
+        normaliser, equations = self._equations(sums.fitting)
+        held = NormalEquations.of(sums.held_out, normaliser, bias=self.tct.task.bias)
+        return best_ridge(equations, held)
+
+    def _validation_sums(self, arrays: ArrayRecord) -> FeatureStatistics:
+        chunks = self._validation_features(arrays)
         _, labels = self._validation
         return FeatureStatistics.of(chunks, labels, self.tct.shape[1], weights=self._weights)
 
@@ -206,3 +274,19 @@ class PooledStatistics(StageTwo):
     @property
     def _weights(self) -> NDArray[np.float64] | None:
         return self.tct.class_weights if self.tct.task.balanced else None
+
+
+def _solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
+    """Return the linear model and its ridge, raised tenfold while it is too small."""
+    while True:
+        try:
+            linear = equations.solve(ridge).float()
+            break
+        except ValueError as error:
+            if ridge >= RIDGES[-1]:
+                raise
+            logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
+            ridge *= 10
+    if not bool(linear.isfinite().all()):
+        raise ArithmeticError("the solution is not finite")
+    return linear.numpy(), ridge

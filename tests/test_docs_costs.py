@@ -156,7 +156,9 @@ def refusals(monkeypatch):
 
     for module in ("fedntk.strategies.ntk_fl", "fedntk.ntk.evolution.gradient_flow",
                    "fedntk.clients.tct", "fedntk.ntk.convex.ridge",
-                   "fedntk.strategies.tct", "fedntk.ntk.payloads.feature_statistics"):  # fmt: skip
+                   "fedntk.strategies.tct", "fedntk.strategies.tct_statistics",
+                   "fedntk.ntk.payloads.feature_statistics",
+                   "fedntk.ntk.payloads.split_statistics"):  # fmt: skip
         monkeypatch.setattr(f"{module}.require_memory", note)
     return demands
 
@@ -341,7 +343,18 @@ def test_what_tct_sends_and_keeps(solve, tmp_path, refusals):
     assert len(result.arrays["tct.linear"].numpy()) == p
 
 
-@pytest.mark.parametrize("way", ["", "`bits` = 2 ... 8", "`balanced`"])
+STATISTICS = {
+    "": {},
+    "`bits` = 2 ... 8": {"bits": 8},
+    "`balanced`": {"balanced": True},
+    "`validation-share`": {"ridge": "auto", "validation_share": 0.2},
+    "`validation-share` and `bits` = 2 ... 8": {
+        "ridge": "auto", "validation_share": 0.2, "bits": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", STATISTICS)
 def test_what_tct_sends_for_pooled_statistics(way, tmp_path, refusals):
     """Two clients, an exchange of counts before where classes are to weigh the same."""
 
@@ -349,10 +362,9 @@ def test_what_tct_sends_for_pooled_statistics(way, tmp_path, refusals):
         k = context.node_config["partition-id"]
         return TCTClient(network(), *examples(k), cache=tmp_path, seed=(0, k))
 
-    options = {"`bits` = 2 ... 8": {"bits": 8}, "`balanced`": {"balanced": True}}.get(way, {})
     strategy = TCT(
         network=network(), solve="statistics", fraction_evaluate=0.0, validation=examples(7),
-        **options, **OPTIONS | {"min_train_nodes": 2},
+        **STATISTICS[way], **OPTIONS | {"min_train_nodes": 2},
     )  # fmt: skip
     balanced = strategy.task.balanced
     grid, _ = start(strategy, client, rounds=3, clients=2)
@@ -365,10 +377,53 @@ def test_what_tct_sends_for_pooled_statistics(way, tmp_path, refusals):
     assert grid.down["train"] == [evaluated(down[row], **known)] * 2
     memory = rows("tct", 1)
     (client_memory,) = (size for what, size in refusals.items() if what.startswith("the sums of"))
+    whose = "`validation-share`" if "share" in way else '`solve = "statistics"`'
+    # sums themselves take 12 p^2, whoever is told beforehand that there will be two
     first = memory['client, `solve = "statistics"`'].split(",")[0]
     assert client_memory == evaluated(first, **known)
     (own,) = (size for what, size in refusals.items() if what.startswith("pooled-statistics of"))
-    assert own == evaluated(memory['server, `solve = "statistics"`'].split(",")[0], **known)
+    assert own == evaluated(memory[f"server, {whose}"].split(",")[0], **known)
+
+
+@pytest.mark.parametrize("way", ["", "`bits` = 2 ... 8", "`validation-share`"])
+def test_what_the_server_of_tct_keeps_of_clients(way, tmp_path, refusals):
+    """What a client sent, and the steps; a file has a list of its arrays before them."""
+
+    def client(context):
+        k = context.node_config["partition-id"]
+        return TCTClient(network(), *examples(k), cache=tmp_path / "cache", seed=(0, k))
+
+    strategy = TCT(
+        network=network(), solve="statistics", fraction_evaluate=0.0, validation=examples(7),
+        keep_sums=tmp_path / "sums", **STATISTICS[way], **OPTIONS | {"min_train_nodes": 2},
+    )  # fmt: skip
+    grid, result = start(strategy, client, rounds=1, clients=2)
+    files = {path.parent.name: path for path in tmp_path.glob("sums/*/*/*.safetensors")}
+    steps = ["steps"] * ("bits" in way)
+    assert sorted(files) == ["client-0", "client-1", *steps]
+    for name, path in files.items():
+        sent = 4 * strategy.shape[0] if name == "steps" else grid.up["train"][0]
+        assert 0 < path.stat().st_size - sent < 3000
+    assert strategy.phases[-1].upload_bytes == grid.up["train"][0]
+    refusals.clear()
+    strategy.without([0], result.arrays)
+    (again,) = (size for what, size in refusals.items() if what.startswith("pooled-statistics of"))
+    of_one, of_two = rows("tct", 1)["server, without a client"].split(", or ")
+    formula = of_two.split(" with")[0] if "share" in way else of_one
+    assert again == evaluated(formula, p=strategy.shape[0])
+
+
+def test_the_memory_of_tcts_clients_for_two_sums(tmp_path, refusals):
+    """It is refused in the first round of stage 1."""
+    strategy = TCT(
+        network=network(), solve="statistics", bootstrap=FedAvg(fraction_evaluate=0.0),
+        bootstrap_rounds=1, ridge="auto", validation_share=0.2, **OPTIONS,
+    )  # fmt: skip
+    client = lambda _: TCTClient(network(), *examples(0), cache=tmp_path)  # noqa: E731
+    start(strategy, client, rounds=1, clients=2)
+    (both,) = (size for what, size in refusals.items() if "twice," in what)
+    formula = rows("tct", 1)["client, `validation-share`"].split(",")[0]
+    assert both == evaluated(formula, p=strategy.shape[0])
 
 
 def test_what_tct_sends_under_secure_aggregation(tmp_path):

@@ -24,6 +24,7 @@ from .screening import (
     screen_sizes,
     screen_uploads,
 )
+from .split_statistics import SplitStatistics, draw_held_out
 
 __all__ = [
     "FEATURE_GRAM",
@@ -43,11 +44,13 @@ __all__ = [
     "MemoryBudget",
     "Prototypes",
     "Solve",
+    "SplitStatistics",
     "UploadLimits",
     "change_size",
     "check_compression",
     "check_privacy",
     "compress",
+    "draw_held_out",
     "from_npy",
     "jacobian_from_arrays",
     "jacobian_to_arrays",

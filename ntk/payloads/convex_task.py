@@ -63,6 +63,8 @@ class ConvexTask:
         that are summed up with ``solve="statistics"``; 32: features as they are.
     balanced : bool
         Whether sums are weighted by the class of their examples.
+    validation_share : float
+        Share of a client's examples whose sums it sends apart; 0: none.
     run : str
         Names the training run: what a client keeps for one is not another's.
     """
@@ -81,6 +83,7 @@ class ConvexTask:
     sparsity: float = 0.0
     bits: int = UNQUANTISED
     balanced: bool = False
+    validation_share: float = 0.0
     run: str = ""
 
     @staticmethod

@@ -131,6 +131,24 @@ class FeatureStatistics:
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
         return cls(_packed(gram.numpy(), dtype), sums.numpy().astype(dtype), counts, w)
 
+    @classmethod
+    def none(
+        cls,
+        width: int,
+        num_classes: int,
+        *,
+        weights: NDArray[np.float64] | None = None,
+        fixed_point: FixedPoint | None = None,
+    ) -> Self:
+        """Statistics of no example; arguments as of :meth:`of`."""
+        dtype = np.float64 if fixed_point is None else np.int64
+        return cls(
+            np.zeros(packed_size(width), dtype),
+            np.zeros((num_classes, width), dtype),
+            np.zeros(num_classes, np.int64),
+            np.ones(num_classes) if weights is None else weights,
+        )
+
     @staticmethod
     def require_memory(width: int) -> None:
         """Raise NotEnoughMemory if adding up so many features, 12 p^2 bytes, would not fit."""

@@ -82,6 +82,18 @@ class TCTSettings(Settings):
     secure_threshold: float = setting(
         2 / 3, "share of the clients who must stay to the end of that", above=0.5, at_most=1
     )
+    validation_share: float = setting(
+        0.0,
+        "of solve = statistics and auto-ridge, where the server has no examples: share of a "
+        "client's that it holds out to choose the ridge by; doubles the bytes up",
+        at_least=0,
+        at_most=0.5,
+    )
+    keep_sums: bool = setting(
+        False,
+        "of solve = statistics: keep each client's sums, as many bytes as it sent, in details/sums "
+        "of the run's folder, for fedntk unlearn",
+    )
     sparsity: float = setting(
         0.0, "of solve = server: share of the features that is dropped", at_least=0, below=1
     )
@@ -127,6 +139,18 @@ class TCTSettings(Settings):
                 "tct.secure-aggregation adds masks to whole numbers; set tct.solve = statistics "
                 f"and tct.bits = 8, got {self.solve} and {self.bits}"
             )
+        if self.secure_aggregation and (self.keep_sums or self.validation_share):
+            raise ConfigError(
+                "tct.secure-aggregation: the server has no client's sums to keep, nor of what "
+                "clients hold out; set tct.keep-sums = false and tct.validation-share = 0"
+            )
+        if self.validation_share and not self.auto_ridge:
+            raise ConfigError("tct.validation-share goes with tct.auto-ridge = true, got false")
+        if self.keep_sums and (self.solve != "statistics" or self.balanced):
+            raise ConfigError(
+                "tct.keep-sums goes with tct.solve = statistics and without tct.balanced, whose "
+                f"weights are of all clients' counts; got {self.solve} and {self.balanced}"
+            )
         if self.dtype == "float16" and not self.normalise:
             raise ConfigError(
                 "tct.dtype = float16 would lose small features without tct.normalise; use float32"
@@ -135,7 +159,12 @@ class TCTSettings(Settings):
     @property
     def validates(self) -> bool:
         """Whether the server needs validation examples."""
-        return self.solve == "statistics" and (self.auto_ridge or self.bits != UNQUANTISED)
+        return self.solve == "statistics" and (self.chooses_by_own or self.bits != UNQUANTISED)
+
+    @property
+    def chooses_by_own(self) -> bool:
+        """Whether the server chooses the ridge by examples of its own."""
+        return self.auto_ridge and not self.validation_share
 
     @property
     def feature_map(self) -> FeatureMap:
@@ -157,7 +186,7 @@ class _TCT(Method[TCTSettings]):
             )
         if not settings.validates:
             return
-        key = settings.key("auto_ridge" if settings.auto_ridge else "bits")
+        key = settings.key("auto_ridge" if settings.chooses_by_own else "bits")
         if not config.validation_examples or config.projection:
             raise ConfigError(
                 f"{key} needs validation-examples, and no projection, whose seed the server does "
@@ -198,6 +227,8 @@ class _TCT(Method[TCTSettings]):
             balanced=own.balanced,
             secure_aggregation=own.secure_aggregation,
             secure_threshold=own.secure_threshold,
+            validation_share=own.validation_share,
+            keep_sums=_sums(setup.config) if own.keep_sums else None,
             validation=setup.data.train(setup.split.validation) if own.validates else None,
             device=setup.device,
             **options,
@@ -245,7 +276,10 @@ class _TCT(Method[TCTSettings]):
         elif own.solve == "statistics":
             each = 8 if own.bits == UNQUANTISED else 4
             # an upload is half of p^2, there as bytes of a message and as an array
-            memory, disk = width**2 * (36 + 12 + len(sizes) * each), 0
+            each *= 2 if own.validation_share else 1
+            memory = width**2 * (36 + 12 + 8 * bool(own.validation_share) + len(sizes) * each)
+            there = _sums(config).exists()  # of a run that goes on, or has ended
+            disk = width**2 * len(sizes) * each // 2 * (own.keep_sums and not there)
         else:
             memory = 52 * largest**2 * (own.local_steps > 1)
             memory += 4 * largest * width * (own.local_solver == "loop")
@@ -263,8 +297,10 @@ class _TCT(Method[TCTSettings]):
         )
         yield Need(
             disk,
-            "features of all examples",
-            "lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
+            "sums of all clients" if own.keep_sums else "features of all examples",
+            "lower tct.num-features, set tct.keep-sums = false"
+            if own.keep_sums
+            else "lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
             setting,
             config.folder,
         )
@@ -275,6 +311,10 @@ class _TCT(Method[TCTSettings]):
 
 def _cache(config: Config) -> Path:
     return config.folder / "cache"
+
+
+def _sums(config: Config) -> Path:
+    return config.folder / "details" / "sums"
 
 
 class _KeptFeatures(TCTModel):

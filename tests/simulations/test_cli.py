@@ -93,6 +93,7 @@ def test_compare_and_report(tmp_path):
         (["compare", *[str(CONF / "ntk_fl_digits.toml")] * 2], "files of different names"),
         (["report", "nowhere"], "no finished run in nowhere"),
         (["assess", "nowhere"], "no finished run in nowhere: summary.json is missing"),
+        (["unlearn", "nowhere", "1"], "no finished run in nowhere: summary.json is missing"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeypatch):
@@ -104,7 +105,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "report", "assess"])
+@pytest.mark.parametrize("command", ["run", "compare", "report", "assess", "unlearn"])
 def test_help_has_examples(command):
     said = fedntk(command, "--help")
     assert "Examples" in said

@@ -102,6 +102,25 @@ DP = {
             {"tct": {"solve": "statistics", "balanced": True, "bits": 8}},
             "sums of weighted examples are no whole numbers; set tct.bits = 32",
         ),
+        ({"tct.validation-share": 0.6}, "tct.validation-share: expected at most 0.5, got 0.6"),
+        (
+            {"tct": {"solve": "statistics", "validation-share": 0.2}},
+            "tct.validation-share goes with tct.auto-ridge = true, got false",
+        ),
+        (
+            {
+                "method": "tct",
+                "tct": {
+                    "solve": "statistics", "auto-ridge": True, "validation-share": 0.2, "bits": 8,
+                },
+            },
+            "tct.bits needs validation-examples, and no projection",
+        ),
+        ({"tct.keep-sums": True}, "counts; got clients and False"),
+        (
+            {"tct": {"solve": "statistics", "keep-sums": True, "balanced": True}},
+            "counts; got statistics and True",
+        ),
         (
             {"tct": {"solve": "statistics", "secure-aggregation": True}},
             "set tct.solve = statistics and tct.bits = 8, got statistics and 32",

@@ -187,6 +187,17 @@ def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
                 "bootstrap_rounds": 0,
             },
         },
+        {
+            "method": "tct",
+            "tct": {
+                "solve": "statistics",
+                "auto_ridge": True,
+                "validation_share": 0.2,
+                "keep_sums": True,
+                "num_features": 200,
+                "bootstrap_rounds": 0,
+            },
+        },
     ],
 )
 def test_variants_run_end_to_end(tmp_path, options):

@@ -291,7 +291,9 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
     ("options", "words"),
     [
         ({"bits": 32, "validation": None}, "masks are added to whole numbers"),
-        ({"solve": "server", "bits": 32, "validation": None}, "masks are added to whole numbers"),
+        ({"solve": "server", "bits": 8, "validation": None}, "masks are added to whole numbers"),
+        ({"keep_sums": "sums"}, "no client's sums to keep"),
+        ({"ridge": "auto", "validation_share": 0.1}, "nor of what clients hold out"),
         ({"secure_threshold": 0.5}, "above 0.5 to 1"),
         ({"secure_threshold": 1.1}, "above 0.5 to 1"),
         ({"vouching": object()}, "the name of the run"),

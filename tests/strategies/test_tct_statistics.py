@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedntk.clients import TCTClient, client_app
+from fedntk.clients.disk_store import example_digests
 from fedntk.ntk import FeatureMap, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import RIDGES, class_weights
+from fedntk.ntk.payloads import draw_held_out
 from fedntk.strategies import TCT, NoUsableReply, SeededFedAvg
 
 from .federation import (
@@ -39,6 +41,15 @@ CONTRACT = {
     "TCT, pooled statistics": Contract(
         lambda **options: TCT(
             **{"network": network(), "num_features": 12, "solve": "statistics"} | options
+        ),
+        app(TCTClient, cache=CACHE.name),
+        once=True,
+    ),
+    "TCT, statistics with a share held out": Contract(
+        lambda **options: TCT(
+            **{"network": network(), "num_features": 12, "solve": "statistics"}
+            | {"ridge": "auto", "validation_share": 0.25}
+            | options
         ),
         app(TCTClient, cache=CACHE.name),
         once=True,
@@ -186,6 +197,81 @@ def test_the_ridge_is_chosen_on_the_servers_examples(clients):
     assert distance(after[LINEAR], solved(best)) < 1e-4
 
 
+def in_the_clients_order(partition: int) -> tuple[Tensor, Tensor]:
+    """A client's examples as it takes them, in an order that does not depend on theirs."""
+    x, y = examples(partition)
+    order = torch.from_numpy(np.lexsort(example_digests(x, one_hot(y, 3)).T))
+    return x[order], y[order]
+
+
+def held_out_by_clients(share: float, partitions: int = 6) -> Tensor:
+    """Which rows of `pooled_in_order` the clients hold out."""
+    return torch.cat([
+        draw_held_out(in_the_clients_order(k)[1], share, [0, k, *b"held-out"])
+        for k in range(partitions)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 8, "validation": held()}, {"balanced": True}])
+def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
+    """That of the others' solution with the least squared error on it; then all examples count.
+
+    In float64, on the pooled rows. 8-bit features give errors of a hundredth, so that there the
+    ridge has to have an error within 2 % of the least.
+    """
+    x, y = (torch.cat(p) for p in zip(*map(in_the_clients_order, range(6)), strict=True))
+    held_out = held_out_by_clients(0.25)
+    assert 0 < int(held_out.sum()) < len(y) / 2
+    weights = torch.ones(len(y)).double()
+    if "balanced" in options:
+        weights = torch.from_numpy(class_weights(np.bincount(y, minlength=3)))[y]
+    own, z, targets = ~held_out, rows(x), one_hot(y, 3).double() - 1 / 3
+    z = normalised(z, z[own], weights[own])
+    gram = z[own].T @ (weights[own, None] * z[own])
+    scale = gram.trace() / weights[own].sum() * torch.eye(12).double()
+    error = {}
+    for ridge in RIDGES:
+        right = z[own].T @ (weights[own, None] * targets[own])
+        misses = z[held_out] @ torch.linalg.solve(gram + ridge * scale, right) - targets[held_out]
+        error[ridge] = float((weights[held_out, None] * misses.square()).sum())
+    strategy = make(ridge="auto", validation_share=0.25, **options)
+    after = start(strategy, Grid(clients), rounds=2)
+    found = strategy.train_metrics[1 + strategy.task.balanced]["ridge"]
+    if "bits" in options:
+        assert error[found] <= 1.02 * min(error.values())
+        assert distance(after[LINEAR], solved(found)) < 0.05
+        return
+    assert found == min(error, key=error.__getitem__)
+    order = torch.cat([examples(k)[1] for k in range(6)])
+    own_weights = torch.from_numpy(class_weights(np.bincount(y, minlength=3)))[order]
+    of_all = own_weights if "balanced" in options else None
+    assert distance(after[LINEAR], solved(found, weights=of_all)) < 1e-5
+
+
+def test_what_is_held_out_is_in_the_model_with_the_same_bits_in_fixed_point(clients):
+    """Whole numbers: both parts are all examples, whatever was held out."""
+    options = {"bits": 8, "validation": held()}
+    strategy = make(ridge="auto", validation_share=0.2, **options)
+    after = start(strategy, Grid(clients))
+    ridge = strategy.train_metrics[1]["ridge"]
+    assert bits(after) == bits(start(make(ridge=ridge, **options), Grid(clients)))
+
+
+def test_where_no_example_can_be_held_out_the_model_stays_and_says_so(clients, caplog):
+    """Of one client with an example: this one is held out, or none is."""
+
+    def client_fn(context: Context) -> TCTClient:
+        x, y = examples(0)
+        return TCTClient(network(), x[:1], y[:1], seed=(0, 0), cache=CACHE.name)
+
+    strategy = make(1, min_train_nodes=1, ridge="auto", validation_share=0.3)
+    with caplog.at_level(WARNING, "flwr"):
+        after = start(strategy, Grid(client_app(client_fn), num_clients=1))
+    assert not after[LINEAR].any()
+    assert "examples are held out and" in caplog.text
+    assert "expected some of both" in caplog.text
+
+
 def test_a_ridge_too_small_is_raised_tenfold_and_said_so(clients, caplog):
     """Features without normalisation, 12 and one more that is 1 of 45 examples, some the same."""
     strategy = make(ridge=1e-30, num_features=0)
@@ -219,6 +305,34 @@ def test_sums_that_could_not_be_are_dropped(clients, kind):
     change, reason = BAD[kind]
     for changes in ({2: change}, {2: lost}):
         strategy = make()
+        results.append(bits(start(strategy, Grid(clients, changes=changes))))
+        metrics = strategy.train_metrics[1]
+        assert metrics["replies-accepted"] == 5
+        assert metrics.get(f"rejected-{reason}", 0) == (changes[2] is change)
+    assert results[0] == results[1]
+
+
+def outweighing(reply: Message) -> Message:
+    """Make the sums of what is held out a million times as large."""
+    return damaged(3, lambda a: 1e6 * a)(damaged(4, lambda a: 1e3 * a)(reply))
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("kind", sorted(BAD))
+def test_either_part_of_the_sums_refuses_the_whole_reply(clients, kind, first):
+    change, reason = {
+        "row of no inner products": (
+            damaged(first, lambda a: a + 1e9 * (np.arange(len(a)) == 1)), "range",
+        ),
+        "negative square": (damaged(first, lambda a: -a), "range"),
+        "sums beside the matrix": (damaged(first + 1, lambda a: 1e3 * a + 1e6), "range"),
+        "counts": (damaged(first + 2, lambda a: a + 1), "num-examples"),
+        "more examples claimed": (with_metrics(num_examples=500), "num-examples"),
+        "features a thousand times as large": (outweighing, "scale"),
+    }[kind]  # fmt: skip
+    results = []
+    for changes in ({2: change}, {2: lost}):
+        strategy = make(ridge="auto", validation_share=0.25)
         results.append(bits(start(strategy, Grid(clients, changes=changes))))
         metrics = strategy.train_metrics[1]
         assert metrics["replies-accepted"] == 5
@@ -312,6 +426,15 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, opti
         ({"loss": "cross-entropy"}, "solve='statistics' is for loss='mse'"),
         ({"solve": "server", "balanced": True}, "balanced goes with solve='statistics'"),
         ({"solve": "clients", "ridge": "auto"}, "ridge='auto' goes with solve='statistics'"),
+        (
+            {"ridge": "auto", "validation_share": 0.6},
+            r"validation_share: expected 0 \.\.\. 0",
+        ),
+        ({"validation_share": 0.2}, "validation_share: goes with .* and a ridge that is given"),
+        ({"solve": "server", "validation_share": 0.2}, "validation_share: goes with solve='stat"),
+        ({"ridge": "auto", "validation_share": 0.2, "bits": 8}, "bits = 8: pass validation"),
+        ({"solve": "server", "keep_sums": "sums"}, "keep_sums: goes with solve='statistics'"),
+        ({"balanced": True, "keep_sums": "sums"}, "keep_sums: goes with .* balanced=True"),
         ({"ridge": "best"}, "ridge: expected a finite number above 0, got best"),
         ({"solve": "server", "validation": held()}, "validation: goes with solve='statistics'"),
         ({"validation": (torch.zeros(2, 4), torch.zeros(3))}, "validation: expected examples"),

@@ -1,0 +1,141 @@
+"""Sums over a group's features in two parts: most examples, and some held out to choose a ridge.
+
+The server adds the parts up over clients, chooses the ridge of the first by its squared error on
+the second, and solves on both together: no example has to be on the server. What the sums are is
+said in :mod:`fedntk.ntk.payloads.feature_statistics`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..arrays import require_array
+from ..errors import BadReply
+from ..features.fixed_point import FixedPoint
+from ..memory import require_memory
+from .feature_statistics import FEWER, FeatureStatistics
+
+__all__ = ["SplitStatistics", "draw_held_out"]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitStatistics:
+    """Sums over the examples to fit, and over those held out.
+
+    Attributes
+    ----------
+    fitting : FeatureStatistics
+        Of the examples that are not held out.
+    held_out : FeatureStatistics
+        Of the others; of one client either may be of no example.
+
+    Examples
+    --------
+    >>> z, y = torch.tensor([[1.0, 2.0], [0.0, 3.0]]), torch.tensor([0, 1])
+    >>> parts = (FeatureStatistics.of([z[i : i + 1]], y[i : i + 1], 2) for i in range(2))
+    >>> SplitStatistics(*parts).everyone.gram
+    array([ 1.,  2., 13.])
+    """
+
+    fitting: FeatureStatistics
+    held_out: FeatureStatistics
+
+    @staticmethod
+    def require_memory(width: int) -> None:
+        """Raise NotEnoughMemory if adding up both parts, 16 p^2 bytes, would not fit."""
+        require_memory(16 * width**2, f"the sums of {width} features, twice,", cure=FEWER)
+
+    @property
+    def everyone(self) -> FeatureStatistics:
+        """Of both parts together."""
+        return self.fitting + self.held_out
+
+    @property
+    def size(self) -> float:
+        """The larger of the parts' roots of their examples' mean squared norm."""
+        return max(part.size for part in (self.fitting, self.held_out) if part.num_examples)
+
+    def __add__(self, other: "SplitStatistics") -> "SplitStatistics":
+        """Add up the sums of both groups, part by part."""
+        return SplitStatistics(self.fitting + other.fitting, self.held_out + other.held_out)
+
+    def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":
+        """Both parts in units of the features, float64, of those of their fixed-point numbers."""
+        return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
+
+    def to_arrays(self, fixed_point: FixedPoint | None = None) -> list[NDArray[Any]]:
+        """Return the arrays of the one part, then those of the other."""
+        return [*self.fitting.to_arrays(fixed_point), *self.held_out.to_arrays(fixed_point)]
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Sequence[NDArray[Any]],
+        num_examples: int,
+        width: int,
+        num_classes: int,
+        *,
+        weights: NDArray[np.float64] | None = None,
+        fixed_point: FixedPoint | None = None,
+    ) -> Self:
+        """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics.
+
+        Raises
+        ------
+        BadReply
+            If either part could not be such sums, or the parts do not have `num_examples` together.
+        """
+        if len(arrays) != 6:
+            raise BadReply("arrays", f"expected those of two parts, 6, got {len(arrays)}")
+        both = arrays[:3], arrays[3:]
+        sizes = []
+        for _, _, counts in both:
+            require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
+            sizes.append(sum(counts.tolist()))
+        if sum(sizes) != num_examples:
+            raise BadReply("num-examples", f"claims {num_examples}, counts {sum(sizes)}")
+        parts = []
+        for part, size in zip(both, sizes, strict=True):
+            found = FeatureStatistics.from_arrays(
+                part, size, width, num_classes, weights=weights, fixed_point=fixed_point
+            )
+            if not size and found.diagonal.any():
+                raise BadReply("range", "gram: expected zeros of no example, got others")
+            parts.append(found)
+        return cls(*parts)
+
+
+def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
+    """Draw which of a client's examples are held out: a share of each class.
+
+    Examples are put in an order by class, and by chance within a class; every (1/share)-th of them
+    is held out, from a place drawn at random. So each class has its share to within one example.
+
+    Parameters
+    ----------
+    labels : Tensor of int64, shape (n,)
+        Classes of the examples.
+    share : float
+        Above 0, at most 0.5.
+    seed : sequence of int
+        Of the draw.
+
+    Returns
+    -------
+    Tensor of bool, shape (n,)
+        True for round(share n) examples, but at least one. Of a client with one example that one is
+        held out with probability `share`.
+    """
+    generator = np.random.default_rng(seed)
+    n, place = len(labels), generator.random()
+    order = np.lexsort((generator.random(n), labels.numpy()))
+    count = max(1, round(share * n)) if n > 1 else int(place < share)
+    positions = ((np.arange(count) + place) * n / max(count, 1)).astype(int)
+    held = torch.zeros(n, dtype=torch.bool)
+    held[torch.from_numpy(order[positions])] = True
+    return held

@@ -1,0 +1,117 @@
+"""Sums in two parts: which examples are held out, and what a hostile reply may hold."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
+
+WIDTH, CLASSES = 4, 3
+
+
+def rows(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, WIDTH, generator=generator), torch.arange(n) % CLASSES
+
+
+def split(n=20, *, fixed_point=None, seed=0):
+    z, y = rows(n, seed)
+    held = draw_held_out(y, 0.25, [seed])
+    parts = (
+        FeatureStatistics.of([z[own]], y[own], CLASSES, fixed_point=fixed_point)
+        for own in (~held, held)
+    )
+    return SplitStatistics(*parts)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("counts", [(20, 20, 20), (1, 1, 1), (57, 2, 0), (0, 0, 2), (1, 30, 4)])
+def test_each_class_has_its_share_to_within_one_example(share, counts):
+    """round(share n) of n, but at least one: (1/share)-th places of an order by class.
+
+    With m of n places, a class of k examples has floor or ceil of k m / n.
+    """
+    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    total = max(1, round(share * len(labels)))
+    for seed in range(20):
+        held = draw_held_out(labels, share, [seed])
+        assert int(held.sum()) == total
+        for label, count in enumerate(counts):
+            own = int(held[labels == label].sum())
+            assert abs(own - count * total / len(labels)) < 1
+
+
+def test_of_one_example_it_is_held_out_as_often_as_the_share_says():
+    """A binomial of 2,000: 5 deviations of 0.01."""
+    drawn = [draw_held_out(torch.zeros(1, dtype=torch.int64), 0.3, [s]) for s in range(2000)]
+    assert abs(float(torch.cat(drawn).double().mean()) - 0.3) < 0.05
+
+
+def test_the_draw_is_the_seeds():
+    labels = rows(50)[1]
+    same = [draw_held_out(labels, 0.2, [3, 4]) for _ in range(2)]
+    assert torch.equal(*same)
+    assert not torch.equal(same[0], draw_held_out(labels, 0.2, [3, 5]))
+
+
+@pytest.mark.parametrize("fixed_point", [None, FixedPoint(np.full(WIDTH, 0.25, np.float32), 8)])
+def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
+    """Integers add up to the same bits; in float64 20 products differ by roundings."""
+    own = split(fixed_point=fixed_point)
+    arrays = own.to_arrays(fixed_point)
+    again = SplitStatistics.from_arrays(arrays, 20, WIDTH, CLASSES, fixed_point=fixed_point)
+    for sent, found in zip(arrays, again.to_arrays(fixed_point), strict=True):
+        assert sent.tobytes() == found.tobytes()
+    z, y = rows(20)
+    together = FeatureStatistics.of([z], y, CLASSES, fixed_point=fixed_point)
+    if fixed_point is not None:
+        assert np.array_equal(again.everyone.gram, together.gram)
+    np.testing.assert_allclose(again.everyone.gram, together.gram, rtol=1e-12, atol=1e-12)
+    assert again.everyone.counts.tolist() == together.counts.tolist()
+    assert again.size == max(again.fitting.size, again.held_out.size)
+
+
+def test_a_part_may_be_of_no_example():
+    z, y = rows(1)
+    none = FeatureStatistics.none(WIDTH, CLASSES)
+    own = SplitStatistics(none, FeatureStatistics.of([z], y, CLASSES))
+    again = SplitStatistics.from_arrays(own.to_arrays(), 1, WIDTH, CLASSES)
+    assert again.size == own.held_out.size
+    assert (again + split()).fitting.gram.tolist() == split().fitting.gram.tolist()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(
+    ("position", "change", "reason"),
+    [
+        (0, lambda a: a + 1e9 * (np.arange(len(a)) == 1), "range"),
+        (0, lambda a: np.full_like(a, np.nan), "non-finite"),
+        (1, lambda a: 1e3 * a + 1e6, "range"),
+        (1, lambda a: a[:, :-1], "shape"),
+        (2, lambda a: a + 1, "num-examples"),
+        (2, lambda a: -a, "range"),
+        (2, lambda a: a.astype(float), "dtype"),
+        (2, lambda a: a[0], "shape"),
+    ],
+)
+def test_either_part_refuses_the_whole(part, position, change, reason):
+    arrays = split().to_arrays()
+    arrays[3 * part + position] = np.asarray(change(arrays[3 * part + position]))
+    with pytest.raises(BadReply) as caught:
+        SplitStatistics.from_arrays(arrays, 20, WIDTH, CLASSES)
+    assert caught.value.reason == reason
+
+
+def test_sums_of_no_example_are_zero():
+    arrays = SplitStatistics(split().everyone, FeatureStatistics.none(WIDTH, CLASSES)).to_arrays()
+    arrays[3] = arrays[0]
+    with pytest.raises(BadReply, match="expected zeros of no example"):
+        SplitStatistics.from_arrays(arrays, 20, WIDTH, CLASSES)
+
+
+def test_one_part_alone_is_refused():
+    with pytest.raises(BadReply, match="two parts, 6, got 3"):
+        SplitStatistics.from_arrays(split().to_arrays()[:3], 20, WIDTH, CLASSES)

@@ -1,0 +1,136 @@
+"""A finished run without some of its clients, by the function and by the command."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run, unlearn
+from fedntk.simulations.data import load_data
+from fedntk.simulations.partitions import load_split
+
+from .test_cli import fedntk
+
+OWN = {
+    "solve": "statistics", "keep_sums": True, "num_features": 60, "bootstrap_rounds": 0, "bits": 8,
+    "auto_ridge": True,
+}  # fmt: skip
+SMALL = Config(
+    method="tct", rounds=1, num_clients=6, clients_per_round=5, train_examples=300,
+    clients_per_evaluation=0, validation_examples=50, partition="pathological",
+    classes_per_client=2, tct=OWN,
+)  # fmt: skip
+
+
+@pytest.fixture
+def finished(tmp_path):
+    return run(SMALL, out=str(tmp_path / "a"), progress=False)
+
+
+def raw(folder):
+    return {name: array.tobytes() for name, array in load_model(folder).items()}
+
+
+def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
+    """The last client is none that trains where it is held out for validation; one network."""
+    never = run(
+        SMALL, out=str(tmp_path / "never"), validation_clients=1, validation_examples=50,
+        progress=False,
+    )  # fmt: skip
+    found = unlearn(finished, [5])
+    assert found.folder == finished.folder / "without-5"
+    assert raw(found.folder) == raw(never.folder)
+    assert raw(found.folder) != raw(finished.folder)
+    assert found.overall.after == never.curve()[1]
+    assert found.overall.before == finished.curve()[1]
+
+
+def test_the_new_model_is_read_as_a_runs_and_its_accuracies_are_its_own(finished):
+    found = unlearn(finished, [3, 1, 3])
+    assert found.clients == (1, 3)
+    config = finished.config
+    x, y = load_data(config).test()
+    split = load_split(config)
+    theirs = {int(c) for k in (1, 3) for c in load_data(config).y_train[split.clients[k]]}
+    assert set(found.by_class) == theirs
+    assert found.examples == sum(len(split.clients[k]) for k in (1, 3))
+    for folder, which in ((finished.folder, "before"), (found.folder, "after")):
+        hits = load_predictor(folder).predict(x).argmax(1) == y
+        assert getattr(found.overall, which) == float(hits.double().mean())
+        for label, own in found.by_class.items():
+            assert getattr(own, which) == float(hits[y == label].double().mean())
+            assert own.examples == int((y == label).sum())
+    before, after = (load_predictor(f).predict(x) for f in (finished.folder, found.folder))
+    assert not torch.equal(before, after)
+    written = json.loads((found.folder / "unlearned.json").read_text())
+    assert written["clients"] == [1, 3]
+    assert written["overall"]["after"] == found.overall.after
+
+
+def test_the_command(finished, tmp_path):
+    said = fedntk("unlearn", finished.folder, 2, 4, "--forget").splitlines()
+    assert said[0].startswith("Without clients 2, 4, with ")
+    assert "all classes: " in said[1]
+    assert said[-1] == f"The model: {finished.folder / 'without-2-4'}"
+    sums = finished.folder / "details" / "sums"
+    assert sorted(p.name for p in sums.glob("*/client-*")) == [f"client-{k}" for k in (0, 1, 3, 5)]
+    first = raw(finished.folder / "without-2-4")
+    said = fedntk("unlearn", finished.folder, 2, fails=2)
+    assert "those of client 4 are not in" in said
+    assert said.count("\n") == 1
+    fedntk("unlearn", finished.folder, 2, 4, "--out", tmp_path / "elsewhere")
+    assert raw(tmp_path / "elsewhere") == first
+
+
+def test_a_run_that_was_moved_is_found_with_its_sums(finished, tmp_path):
+    expected = raw(unlearn(finished, [0]).folder)
+    shutil.move(finished.folder, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "without-0")
+    assert raw(unlearn(tmp_path / "moved", [0]).folder) == expected
+
+
+def test_the_disk_that_holds_the_sums_need_not_hold_them_twice(finished, monkeypatch):
+    usage = shutil.disk_usage(finished.folder)._replace(free=6 * 2 * 60**2 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert unlearn(finished, [1]).folder.exists()
+
+
+def test_a_run_in_its_place_has_neither_its_sums_nor_its_models(finished):
+    """They would be of other clients' examples, and no longer asked for."""
+    found = unlearn(finished, [1])
+    own = SMALL.replace(tct={"keep_sums": False})
+    run(own, out=str(finished.folder), progress=False, again=True)
+    assert not found.folder.exists()
+    assert not (finished.folder / "details").exists()
+
+
+def test_what_cannot_be_is_refused_and_nothing_is_written(finished, tmp_path):
+    before = sorted(finished.folder.iterdir())
+    for clients, message in (
+        ([], "expected at least one partition"),
+        ([6], "clients: expected some of those in the model, 0, 1, 2, 3, 4, 5, got 6"),
+        (range(6), "expected fewer than all 6"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            unlearn(finished, clients)
+    with pytest.raises(ConfigError, match="out: expected a folder that is new or empty"):
+        unlearn(finished, [1], out=finished.folder / "checkpoints")
+    assert sorted(finished.folder.iterdir()) == before
+    for own, message in (
+        ({"tct": OWN | {"keep_sums": False}}, "keep_sums: set a folder before the run"),
+        ({"method": "fedavg"}, "SeededFedAvg cannot take a client out of what it learned"),
+    ):
+        other = run(SMALL.replace(**own), out=str(tmp_path / "b"), progress=False, again=True)
+        with pytest.raises(ConfigError, match=message):
+            unlearn(other, [1])
+        assert not list(other.folder.glob("without-*"))
+
+
+def test_a_disk_too_small_for_the_sums_is_refused_before_the_first_round(tmp_path, monkeypatch):
+    """4 p^2 / 2 bytes of each client, and some."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=6 * 2 * 60**2 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"sums of all clients need .* tct\.keep-sums = false"):
+        run(SMALL, out=str(tmp_path / "a"), progress=False)
+    assert not (tmp_path / "a" / "rounds.jsonl").exists()

@@ -1,0 +1,220 @@
+"""TCT without some clients: the bits of a run that never had them, and what is refused."""
+
+import shutil
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+
+from fedntk.clients import TCTClient
+from fedntk.ntk import NotEnoughMemory
+from fedntk.strategies import TCT, SeededFedAvg
+
+from .federation import Grid, app, bits, lost, network
+from .test_tct_statistics import held, make
+
+LINEAR = "tct.linear"
+FIXED = {"bits": 8, "validation": held()}
+WAYS: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "integers": FIXED,
+    "few bits, with a bias": {"bits": 3, "validation": held(), "bias": True},
+    "ridge on the server's examples": {"ridge": "auto", "validation": held()},
+    "ridge on what is held out": {"ridge": "auto", "validation_share": 0.25},
+    "integers, ridge on what is held out": {"ridge": "auto", "validation_share": 0.3, **FIXED},
+    "integers, ridge on the server's examples": {"ridge": "auto", **FIXED},
+    "features as they are": {"normalise": False},
+}
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Any:
+    return app(TCTClient, cache=tmp_path / "cache", learning_rate=0.1, batch_size=4)
+
+
+def started(strategy: TCT, grid: Grid, rounds: int = 2, **options: Any) -> ArrayRecord:
+    initial = ArrayRecord(dict(network().state_dict()))
+    return strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds, **options).arrays
+
+
+def raw(arrays: ArrayRecord) -> dict[str, bytes]:
+    return bits({name: array.numpy() for name, array in arrays.items()})
+
+
+# ------------------------------------------------------------------------- theory
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("clients_gone", [[2], [5, 0]])
+def test_it_is_to_the_bit_the_model_of_a_run_that_never_had_them(
+    clients, tmp_path, way, clients_gone
+):
+    """The first weights are the network, which is never trained: both runs have the same.
+
+    Sums are added up in the order of the clients, so that float64 rounds alike, too.
+    """
+    strategy = make(keep_sums=tmp_path / "sums", **WAYS[way])
+    arrays = started(strategy, Grid(clients))
+    expected = started(make(held_out=clients_gone, **WAYS[way]), Grid(clients))
+    found = strategy.without(clients_gone, arrays)
+    assert raw(found) == raw(expected)
+    assert raw(found)[LINEAR] != raw(arrays)[LINEAR]
+    assert raw(strategy.without([], arrays)) == raw(arrays)
+    assert raw(found) == raw(strategy.without(clients_gone[::-1], found))  # of the kept sums alone
+
+
+def test_in_another_order_of_nodes_and_replies_it_is_the_same(clients, tmp_path):
+    """With fixed-point numbers and in float64, since replies are sorted by client."""
+    for i, way in enumerate(("integers", "float64")):
+        found = []
+        for ids, order in ((range(1, 7), None), ([90, 12, 55, 7, 31, 68], 1)):
+            strategy = make(keep_sums=tmp_path / f"{i}-{order}", **WAYS[way])
+            arrays = started(strategy, Grid(clients, node_ids=ids, order=order))
+            found.append(raw(strategy.without([3], arrays)))
+        assert found[0] == found[1]
+
+
+def test_a_client_whose_reply_never_came_is_not_in_the_model(clients, tmp_path):
+    """It cannot be taken out; without another one the model is that of neither."""
+    strategy = make(keep_sums=tmp_path, **FIXED)
+    arrays = started(strategy, Grid(clients, changes={2: lost}))
+    assert strategy.summed == (0, 1, 3, 4, 5)
+    with pytest.raises(ValueError, match=r"clients: expected some of .* 0, 1, 3, 4, 5, got 2"):
+        strategy.without([2], arrays)
+    expected = started(make(held_out=[2, 4], **FIXED), Grid(clients))
+    assert raw(strategy.without([4], arrays)) == raw(expected)
+
+
+def test_a_network_that_was_trained_stays_as_it_is(clients, tmp_path):
+    """Stage 1 has seen the client; the linear model is that of the others on this network."""
+    bootstrap = SeededFedAvg(fraction_evaluate=0.0)
+    options: dict[str, Any] = {"bootstrap": bootstrap, "bootstrap_rounds": 1, **FIXED}
+    strategy = make(keep_sums=tmp_path, **options)
+    arrays = started(strategy, Grid(clients), rounds=3)
+    found = strategy.without([1], arrays)
+    weights = [name for name in arrays if not name.startswith("tct.")]
+    assert all(raw(found)[name] == raw(arrays)[name] for name in weights)
+    trained = ArrayRecord({name: arrays[name] for name in weights})
+    others = make(held_out=[1], **FIXED)
+    expected = others.start(grid=Grid(clients), initial_arrays=trained, num_rounds=1).arrays
+    assert raw(found) == raw(expected)
+
+
+# --------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("way", ["float64", "integers, ridge on what is held out"])
+def test_a_run_that_was_cut_off_finds_them_again(clients, tmp_path, way):
+    """In a new object, that goes on from the checkpoint or has loaded the state alone."""
+    options = {"keep_sums": tmp_path / "sums", **WAYS[way]}
+    first = make(**options)
+    before = started(first, Grid(clients), 1, checkpoint=tmp_path / "cut")
+    expected = raw(first.without([4], before))
+    again = make(**options)
+    arrays = started(again, Grid(clients), 3, checkpoint=tmp_path / "cut")
+    assert raw(again.without([4], arrays)) == expected
+    loaded = make(**options)
+    loaded.load_state_dict(first.state_dict())
+    assert raw(loaded.without([4], arrays)) == expected
+
+
+def test_there_is_a_file_of_each_client_with_what_it_sent(clients, tmp_path):
+    strategy = make(keep_sums=tmp_path / "sums", **FIXED)
+    started(strategy, Grid(clients))
+    (run,) = (tmp_path / "sums").iterdir()
+    assert run.name == f"run-{strategy.run_key}"
+    names = sorted(path.name for path in run.iterdir())
+    assert names == [*(f"client-{k}" for k in range(6)), "steps"]
+    assert make().keep_sums is None  # off by default
+
+
+def test_another_run_of_the_same_object_keeps_its_own(clients, tmp_path):
+    strategy = make(keep_sums=tmp_path / "sums")
+    arrays = started(strategy, Grid(clients))
+    expected = raw(strategy.without([0], arrays))
+    assert raw(strategy.without([0], started(strategy, Grid(clients)))) == expected
+    assert len(list((tmp_path / "sums").iterdir())) == 2
+
+
+def test_what_was_forgotten_is_gone_and_has_to_be_named_from_then_on(clients, tmp_path):
+    strategy = make(keep_sums=tmp_path)
+    arrays = started(strategy, Grid(clients))
+    both = raw(strategy.without([1, 3], arrays))
+    strategy.forget_kept([3])
+    assert not list(tmp_path.glob("*/client-3"))
+    with pytest.raises(ValueError, match=r"those of client 3 are not in .* take that client out"):
+        strategy.without([1], arrays)
+    assert raw(strategy.without([1, 3], arrays)) == both
+
+
+def test_a_damaged_file_is_no_sum(clients, tmp_path):
+    strategy = make(keep_sums=tmp_path)
+    arrays = started(strategy, Grid(clients))
+    (path,) = tmp_path.glob("*/client-3/*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"those of client 3 are not in .* or are damaged"):
+        strategy.without([1], arrays)
+
+
+def test_a_disk_that_fills_up_is_logged_and_the_run_goes_on(clients, tmp_path, monkeypatch, caplog):
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    strategy = make(keep_sums=tmp_path)
+    monkeypatch.setattr(strategy.keep_sums, "write", full)
+    with caplog.at_level(WARNING, "flwr"):
+        arrays = started(strategy, Grid(clients))
+    assert "the clients' sums are not kept: no space left on device" in caplog.text
+    assert arrays[LINEAR].numpy().any()
+    with pytest.raises(ValueError, match=r"no sums were kept in .* by this run yet"):
+        strategy.without([1], arrays)
+
+
+# ------------------------------------------------------------------------ refusals
+
+
+def test_what_cannot_be_taken_out_is_refused(clients, tmp_path):
+    strategy = make(keep_sums=tmp_path)
+    before = ArrayRecord({LINEAR: Array(np.zeros((12, 3), np.float32))})
+    with pytest.raises(ValueError, match=r"no sums were kept .* its round of pooled-statistics"):
+        strategy.without([1], before)
+    arrays = started(strategy, Grid(clients))
+    with pytest.raises(ValueError, match="clients: expected some of those in the model, 0, 1, 2, "):
+        strategy.without([1, 6], arrays)
+    with pytest.raises(ValueError, match="clients: expected fewer than all 6, got all of them"):
+        strategy.without(range(6), arrays)
+    forgetful = make()
+    arrays = started(forgetful, Grid(clients))
+    with pytest.raises(ValueError, match="keep_sums: set a folder before the run"):
+        forgetful.without([1], arrays)
+    for other, message in (
+        (make(solve="clients"), "without: goes with solve='statistics', got solve='clients'"),
+        (SeededFedAvg(), "SeededFedAvg cannot take a client out of what it learned"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.without([1], arrays)
+        other.forget_kept([1])  # of which nothing is kept
+
+
+def test_a_disk_too_small_is_refused_before_the_first_round(clients, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=6 * (8 * (78 + 36) + 24) - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    grid = Grid(clients)
+    with pytest.raises(NotEnoughMemory, match=r"the sums of 6 clients need .* GB on disk"):
+        started(make(keep_sums=tmp_path / "sums"), grid)
+    assert not grid.exchanges
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=usage.free + 1))
+    assert started(make(keep_sums=tmp_path / "sums"), grid)
+
+
+def test_too_little_memory_to_solve_again_is_refused(clients, tmp_path, monkeypatch):
+    strategy = make(keep_sums=tmp_path)
+    arrays = started(strategy, Grid(clients))
+    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda _: 2000)
+    with pytest.raises(NotEnoughMemory, match="pooled-statistics of 12 features needs"):
+        strategy.without([1], arrays)
