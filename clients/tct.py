@@ -34,7 +34,13 @@ from fedntk.ntk.convex import (
     residual_sum,
 )
 from fedntk.ntk.features import FeatureRows, FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, FeatureUpload
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexTask,
+    FeatureStatistics,
+    FeatureUpload,
+    sums_digest,
+)
 from fedntk.trust import ParcelKeys
 
 from .adapter import CLIENT_ID
@@ -49,6 +55,7 @@ from .weights import Scalar, set_weights
 __all__ = ["TCTClient"]
 
 ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
+OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "reveal")
 logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -88,7 +95,8 @@ class TCTClient(SGDClient):
         The client's key pair for ``secure_aggregation``, and who is to vouch for the others' public
         keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
     only_masked : bool
-        Whether the client refuses to send moments, counts, features and sums that are not masked.
+        Whether the client sends nothing in stage 2 but masked sums: no moments, counts, features
+        or sums, and no linear model, of which they could be computed.
     local_epochs, batch_size, learning_rate, weight_decay
         Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
         is of stage 1, too.
@@ -163,7 +171,7 @@ class TCTClient(SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        if self.only_masked and task.step in ("moments", "counts", "features", "statistics"):
+        if self.only_masked and task.step not in OF_SECURE_SUMS:
             raise ValueError(
                 f"this client sends masked sums alone, and was asked for {task.step}; have the "
                 "strategy set secure_aggregation, or make the client without only_masked"
@@ -326,7 +334,7 @@ class TCTClient(SGDClient):
         """Return what the secure sum needs before and after the numbers themselves."""
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
         if task.step == "public-key":
-            return NamedArrays({"arrays": {"public-key": own.public_key()}})
+            return NamedArrays({"arrays": own.public_key()})
         answer = own.shares if task.step == "shares" else own.revealed
         return NamedArrays({"arrays": answer(found["secure-sum"])})
 
@@ -341,14 +349,19 @@ class TCTClient(SGDClient):
         message = records["secure-sum"]
         sums, metrics = self._sums(task, records, store, examples)
         words = sums.to_words(f"u{int(message['word-bytes'])}")
-        return [self._secure_sum(task, config).masked(message, words)], len(examples.x), metrics
+        key = ConvexTask.key_of(task.feature_map, store.network)
+        about = sums_digest(key, _fixed_point(task, records, store.width), words.dtype)
+        masked = self._secure_sum(task, config).masked(message, words, about)
+        return [masked], len(examples.x), metrics
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = client_folder(self.cache, task.run, f"{self._name(config)}-secure")
         keys = self.parcel_keys
         if keys is None:
             keys = ParcelKeys(kept_key(folder))
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            remove_stale(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         return SecureSum(folder, keys)
 
     def _linear(

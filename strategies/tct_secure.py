@@ -7,7 +7,6 @@ sum is opened.
 """
 
 import math
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +28,22 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import ConvexTask, FeatureStatistics, packed_size, word_dtype
+from fedntk.ntk.payloads import (
+    ConvexTask,
+    FeatureStatistics,
+    packed_size,
+    sums_digest,
+    word_dtype,
+)
 from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, check_public_key
 from fedntk.trust.sealing import KEY_BYTES
-from fedntk.trust.secure_sum import PARCEL_BYTES, SECRET_BYTES, Words
+from fedntk.trust.secure_sum import (
+    EXCHANGE_BYTES,
+    PARCEL_BYTES,
+    SECRET_BYTES,
+    Words,
+    exchange_of,
+)
 
 from .base import Pairs, logger
 from .replies import Reply
@@ -107,14 +118,16 @@ class SecureStatistics(PooledStatistics):
         self, replies: Iterable[Message]
     ) -> tuple[FeatureStatistics | None, MetricRecord]:
         """Go through the four exchanges; return the sums over the clients whose numbers came."""
-        found = self.answers(replies, self._public_key)
-        rejected, last = found.rejected, [reply for reply, _ in found.pairs]
+        found = self.answers(replies, self._known)
+        rejected = found.rejected
+        pairs = self.tct.screened(found.pairs, rejected, _own_keys)
+        last = [reply for reply, _ in pairs]
         sums = None
         try:
-            roster, described = self._roster({r.client: keys for r, keys in found.pairs})
+            roster, described = self._roster({r.client: known for r, known in pairs})
             counts = {reply.client: reply.num_examples for reply in last}
             dtype = word_dtype(sum(counts.values()), self._fixed)
-            exchange = {"exchange": described["exchange"]}
+            exchange = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._ask("shares", described)
             shared = self._next(last, _shares_for(roster), rejected)
@@ -134,7 +147,9 @@ class SecureStatistics(PooledStatistics):
                 for _, words in masked[1:]:
                     total += words
                 given = {reply.client: own for reply, own in revealed}
-                total = MaskedSum(roster, promises).opened(total, arrived, given)
+                total = MaskedSum(roster, promises, self._about(dtype)).opened(
+                    total, arrived, given
+                )
                 counted = sum(counts[client] for client in arrived)
                 sums = FeatureStatistics.from_words(
                     total, counted, self.tct.width, self.tct.shape[1], self._fixed
@@ -157,31 +172,39 @@ class SecureStatistics(PooledStatistics):
         rejected += answers.rejected
         return answers.pairs
 
+    def _about(self, dtype: Any) -> bytes:
+        """Return what clients make of the network, the feature map and the steps."""
+        tct = self.tct
+        network = [tct.global_arrays[name].numpy() for name in tct.network.state_dict()]
+        return sums_digest(ConvexTask.key_of(tct.feature_map, network), self._fixed, dtype)
+
     @property
     def _fixed(self) -> FixedPoint:
         if self.fixed_point is None:
             raise RuntimeError("no steps of fixed-point numbers: messages makes them")
         return self.fixed_point
 
-    def _public_key(self, reply: Reply) -> tuple[bytes, bytes]:
-        """Return a client's public key and its voucher; empty if nobody vouches."""
-        (key,) = _arrays(reply, 1)
+    def _known(self, reply: Reply) -> "_Known":
+        """Return a client's public key, its voucher, empty if nobody vouches, and its nonce."""
+        key, nonce = _arrays(reply, 2)
         require_array("public key", key, shape=(KEY_BYTES,), dtype=np.uint8)
+        require_array("nonce", nonce, shape=(EXCHANGE_BYTES,), dtype=np.uint8)
         try:
             public = check_public_key(key.tobytes())
             vouching = self.vouching
-            return public, b"" if vouching is None else vouching.voucher(public, self.tct.run)
+            voucher = b"" if vouching is None else vouching.voucher(public, self.tct.run)
+            return _Known(public, voucher, nonce.tobytes())
         except (SealError, NotEnrolled, ConnectionError) as error:
             raise BadReply("public-key", str(error)) from None
 
-    def _roster(self, known: Mapping[int, tuple[bytes, bytes]]) -> tuple[Roster, Records]:
-        """Draw a sum's name; return who takes part, and the arrays that say so."""
+    def _roster(self, known: Mapping[int, "_Known"]) -> tuple[Roster, Records]:
+        """Return who takes part, and the arrays that say so."""
         clients, threshold = sorted(known), math.ceil(self.threshold * len(known))
-        keys, vouchers = zip(*(known[k] for k in clients), strict=True) if known else ((), ())
+        keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
         threshold = max(threshold, len(known) // 2 + 1)
-        roster = Roster(secrets.token_bytes(16), tuple(clients), keys, threshold)
+        roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
-            "exchange": np.frombuffer(roster.exchange, np.uint8),
+            "nonces": _rows(nonces),
             "clients": _ids(clients),
             "keys": _rows(keys),
             "vouchers": _rows(vouchers),
@@ -211,6 +234,23 @@ class SecureStatistics(PooledStatistics):
             return words
 
         return parse
+
+
+class _Known(NamedTuple):
+    """What is known of a client before a sum."""
+
+    key: bytes
+    voucher: bytes
+    nonce: bytes
+
+
+def _own_keys(known: Sequence[_Known], _: float) -> list[BadReply | None]:
+    """Refuse public keys that more than one client sent: who copied it is not known."""
+    times = Counter(own.key for own in known)
+    return [
+        None if times[own.key] == 1 else BadReply("public-key", "another client sent the same")
+        for own in known
+    ]
 
 
 class _Shared(NamedTuple):

@@ -11,8 +11,11 @@ They give those of b_u where y_u came, and those of the mask key where it did no
 
 Here shares and mask keys travel encrypted under a key that two clients agree on by their public
 keys, so that the server can read neither, nor put others in their place unless it put a public key
-of its own in a client's. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are
-pycryptodome's, over GF(2^128).
+of its own in a client's. All keys depend on nonces that the clients draw for the sum, and the s_uv
+on what the words are of as well, so that a server can neither ask for one sum again, nor for others
+words from some. Clients do not compare what they were told of who dropped out: round 3 of the
+figure, for servers that break the protocol, is not here. PRG is ChaCha20, keys are derived by
+HKDF-SHA256, and shares are pycryptodome's, over GF(2^128).
 
 What holds against whom: see the page on privacy. A client that does not follow the protocol can
 spoil the sum. It learns nothing of the others.
@@ -39,6 +42,7 @@ from numpy.typing import NDArray
 from .sealing import KEY_BYTES, SealError, frame, public_bytes, unframe
 
 __all__ = [
+    "EXCHANGE_BYTES",
     "FEWEST",
     "PARCEL_BYTES",
     "SECRET_BYTES",
@@ -46,14 +50,31 @@ __all__ = [
     "Masker",
     "Promise",
     "Roster",
+    "exchange_of",
 ]
 
 FEWEST = 3  # clients of a sum: of two each would learn the other's
 SECRET_BYTES = 16  # a secret, and a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
 NONCE_BYTES = 12
+EXCHANGE_BYTES = 16  # of a sum's name, and of what each client draws for it
 CHUNK = 2**20  # words that are masked at a time
 Words = NDArray[np.uint32] | NDArray[np.uint64]
+
+
+def exchange_of(nonces: Iterable[bytes]) -> bytes:
+    """Return the name of a sum, 16 bytes, of what its clients drew for it.
+
+    A client that draws a nonce for each sum, and takes part with it once, is in no sum of an
+    earlier one's name: what was sealed for that opens no more.
+
+    Parameters
+    ----------
+    nonces : iterable of bytes
+        16 bytes of each client, in the roster's order.
+    """
+    text = b"fedntk secure sum 1 exchange\0" + frame(nonces)
+    return hashlib.sha256(text).digest()[:EXCHANGE_BYTES]
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,7 @@ class Roster:
     Attributes
     ----------
     exchange : bytes
-        Names the sum; drawn for it, 16 bytes.
+        Names the sum, 16 bytes; see :func:`exchange_of`.
     clients : tuple of int
         Ids, ascending.
     keys : tuple of bytes
@@ -127,10 +148,16 @@ class Roster:
         _add_stream(words, self.derived(own, "own mask"), sign)
 
     def add_pair_mask(
-        self, words: Words, client: int, key: X25519PrivateKey, other: int, other_key: bytes
+        self,
+        words: Words,
+        client: int,
+        key: X25519PrivateKey,
+        other: int,
+        other_key: bytes,
+        about: bytes,
     ) -> None:
         """Add what a client's words have of the mask with another one: + or - PRG(s_uv)."""
-        seed = self.derived(_agreed(key, other_key), "pair")
+        seed = self.derived(_agreed(key, other_key), f"pair {about.hex()}")
         _add_stream(words, seed, 1 if client < other else -1)
 
 
@@ -265,19 +292,22 @@ class Masker:
             start = KEY_BYTES + SECRET_BYTES
             self.shares[sender] = (plain[KEY_BYTES:start], plain[start:])
 
-    def masked(self, words: Words) -> Words:
+    def masked(self, words: Words, about: bytes = b"") -> Words:
         """Return the client's words with its masks, modulo 2^32 or 2^64.
 
         Parameters
         ----------
         words : ndarray of uint32 or uint64, shape (m,)
             Whole numbers, negative ones modulo the same.
+        about : bytes
+            What the words are of. Masks of two clients who were asked about different things do
+            not cancel.
         """
         result = words.copy()
         self.roster.add_own_mask(result, self.own, 1)
         key = self.roster.mask_key(self.seed)
         for other, public in self._mask_keys.items():
-            self.roster.add_pair_mask(result, self.client, key, other, public)
+            self.roster.add_pair_mask(result, self.client, key, other, public, about)
         return result
 
     def reveal(self, arrived: Iterable[int]) -> dict[int, bytes]:
@@ -360,10 +390,13 @@ class MaskedSum:
         Who takes part.
     promises : mapping of int to Promise
         Of the clients whose parcels were handed on: their masks are in the others' words.
+    about : bytes
+        What the words are of, as :meth:`Masker.masked` was told.
     """
 
     roster: Roster
     promises: Mapping[int, Promise]
+    about: bytes = b""
 
     def opened(
         self, total: Words, arrived: Iterable[int], revealed: Mapping[int, Mapping[int, bytes]]
@@ -399,7 +432,7 @@ class MaskedSum:
             key = self.roster.mask_key(self._secret(given, client, self._makes(promise)))
             for other in survivors:  # whose words have the mask with the client that is missing
                 public = self.promises[other].mask_key
-                self.roster.add_pair_mask(result, client, key, other, public)
+                self.roster.add_pair_mask(result, client, key, other, public, self.about)
         return result
 
     def _commits_to(self, promise: Promise) -> Callable[[bytes], bool]:

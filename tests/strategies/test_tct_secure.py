@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Context
+from flwr.app import Array, ArrayRecord, Context
 
 from fedntk.clients import TCTClient, client_app
 from fedntk.ntk import FeatureMap
@@ -189,6 +189,8 @@ def damaged(step: str, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -
     [
         ("public-key", lambda arrays: [arrays[0][:31]]),
         ("public-key", lambda arrays: arrays * 2),
+        ("public-key", lambda arrays: [arrays[0] * 0, arrays[1]]),  # of low order
+        ("public-key", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0].astype(np.int64), arrays[1]]),
         ("masked-statistics", lambda arrays: [arrays[0][:-1]]),
@@ -239,6 +241,51 @@ def test_another_number_of_examples_with_the_words_leaves_the_client_out(clients
     assert bits(start(make(), Grid(clients(More)))) == without(clients, 2)
 
 
+class Lying(Grid):
+    """A server that tells one client something else than the others."""
+
+    def __init__(self, *args: Any, record: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.record, self.lies = record, 0
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        for message in messages[1:2]:
+            if step_of(message.content.get("config", {})) == "masked-statistics":
+                own = message.content[self.record]
+                name, array = next(iter(own.items()))
+                changed = Array(array.numpy() * np.float32(0.5))
+                message.content[self.record] = ArrayRecord({**own, name: changed})
+                self.lies += 1
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("record", ["network", "steps"])
+def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clients, record, caplog):
+    """Else a server could have all others add zeros to one client's sums."""
+    grid = Lying(clients(), record=record)
+    with caplog.at_level(WARNING, "flwr"):
+        found = start_in_vain(make(), grid)
+    assert grid.lies == 1
+    assert "no secure sum" in caplog.text
+    assert not found[LINEAR].any()
+
+
+def test_a_copied_public_key_leaves_out_those_who_sent_it(tmp_path):
+    """And not all others with them."""
+    shared = ParcelKeys(new_key())
+
+    def client_fn(context: Context) -> TCTClient:
+        k = int(context.node_config["partition-id"])
+        own = shared if k in (1, 4) else None
+        return TCTClient(network(), *examples(k), seed=(0, k), cache=tmp_path, parcel_keys=own)
+
+    strategy = make()
+    found = start(strategy, Grid(client_app(client_fn)))
+    assert bits(found) == without(lambda: app(TCTClient, cache=tmp_path), 1, 4)
+    assert strategy.train_metrics[1]["rejected-public-key"] == 2
+
+
 # ------------------------------------------------------------------------ keys
 
 
@@ -280,7 +327,8 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
     app_ = clients(only_masked=True)
     assert bits(start(make(), Grid(app_))) == without(clients)
     for options in ({"secure_aggregation": False}, {"solve": "server", "bits": 32},
-                    {"solve": "clients", "bits": 32}):  # fmt: skip
+                    {"solve": "clients", "bits": 32},
+                    {"solve": "clients", "bits": 32, "normalise": False}):  # fmt: skip
         own = {"secure_aggregation": False, "validation": None} | options
         own |= {"validation": held()} if own.get("bits") is None else {}
         found = start_in_vain(make(**own), Grid(app_))

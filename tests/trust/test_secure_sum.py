@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fedntk.trust import MaskedSum, Masker, Roster, SealError, new_key, public_bytes
 from fedntk.trust.secure_sum import PARCEL_BYTES
@@ -92,10 +94,67 @@ def test_the_masks_of_a_subset_do_not_cancel():
             server.opened(total, some, shares)  # as if the others' words had not arrived
 
 
+def test_masks_of_words_about_different_things_do_not_cancel():
+    """One client was asked about something else than the others: nobody's sum opens."""
+    maskers = agreed()
+    words = [
+        maskers[k].masked(numbers(k).astype(np.uint32), b"network 2" if k == 5 else b"network 1")
+        for k in IDS
+    ]
+    promises = {k: masker.promise for k, masker in maskers.items()}
+    shares = {k: masker.reveal(IDS) for k, masker in maskers.items()}
+    expected = np.sum([numbers(k) for k in IDS], axis=0).astype(np.uint32)
+    for about in (b"network 1", b"network 2", b""):
+        server = MaskedSum(roster(), promises, about)
+        total = np.sum(words, axis=0, dtype=np.uint32)
+        assert not (server.opened(total, IDS, shares) == expected).any()
+
+
+def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
+    first, second = Masker(roster(), 2), Masker(roster(), 2)
+    assert len({first.seed, first.own, second.seed, second.own}) == 4
+    told = first.promise.mask_key + first.promise.commitment
+    assert first.seed not in told
+    assert first.own not in told
+    parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
+    assert (
+        len({parcel[:12] for parcel in parcels}) == 8
+    )  # nonces: the second time with the same key
+
+
 def test_fewer_shares_than_the_threshold_open_nothing():
     maskers = agreed()
+    for place in (0, 1):  # of the seed of the mask key, and of the own mask
+        secret = (maskers[13].seed, maskers[13].own)[place]
+        shares = [(i + 1, maskers[k].shares[13][place]) for i, k in enumerate(IDS)]
+        assert Shamir.combine(shares[:3]) == secret
+        assert Shamir.combine(shares[:2]) != secret
     with pytest.raises(SealError, match="2 clients gave shares, 3 are needed"):
         opened(maskers, IDS, IDS[:2])
+
+
+def test_what_clients_open_who_were_told_different_things():
+    """Three of six, fewer than the threshold of four, and not fewer than 4 - 6 * 2 / 4 = 1.
+
+    Each of the six leaves out two of the clients 3, 4 and 5, who so are each left out by four.
+    """
+    keys = [new_key() for _ in range(6)]
+    own = Roster(bytes(16), tuple(range(6)), tuple(map(public_bytes, keys)), 4)
+    maskers = [Masker(own, k) for k in range(6)]
+    parcels = [masker.parcels(key) for masker, key in zip(maskers, keys, strict=True)]
+    for k, masker in enumerate(maskers):
+        masker.receive(keys[k], {j: parcels[j][k] for j in range(6) if j != k})
+    total = np.sum([maskers[k].masked(numbers(k).astype(np.uint32)) for k in range(3)], axis=0)
+    promises = {k: masker.promise for k, masker in enumerate(maskers)}
+    shares = {}
+    for k, masker in enumerate(maskers):
+        told = {0, 1, 2, 3 + k % 3}
+        shares[k] = {j: s for j, s in masker.reveal(told).items() if (j in told) == (j < 3)}
+    server = MaskedSum(own, promises)
+    expected = np.sum([numbers(k) for k in range(3)], axis=0).astype(np.uint32)
+    np.testing.assert_array_equal(
+        server.opened(total.astype(np.uint32), range(3), shares), expected
+    )
 
 
 def test_a_client_gives_shares_for_its_sum_alone():
@@ -138,6 +197,12 @@ def test_parcels_open_for_their_receiver_in_their_sum_alone():
             receiver.receive(KEYS[3], {2: parcel, **others})
     with pytest.raises(SealError, match="what client 5 sent does not open"):
         receiver.receive(KEYS[3], {5: parcels[3], **others})  # another one's, under its name
+    with pytest.raises(SealError, match="what client 3 sent does not open"):
+        sender.receive(KEYS[2], {3: parcels[3], **others})  # its own, as if from the receiver
+    key, info = sender._channel(KEYS[2], 3, sends=True)
+    longer = bytes(12) + ChaCha20Poly1305(key).encrypt(bytes(12), bytes(65), info)
+    with pytest.raises(SealError, match="expected 92 bytes of shares"):
+        receiver.receive(KEYS[3], {2: longer, **others})
     for changed in (  # the server told these two something else
         roster(4), roster(exchange=bytes(16)),
         roster(keys=(*(public_bytes(KEYS[k]) for k in IDS[:4]), public_bytes(new_key()))),
@@ -159,6 +224,14 @@ def test_too_few_parcels_leave_the_numbers_unmasked_and_unsent():
     [
         ({"threshold": 2}, "more than half of 5 clients"),
         ({"threshold": 6}, "more than half of 5 clients"),
+        (
+            {
+                "clients": IDS[:4],
+                "keys": tuple(public_bytes(KEYS[k]) for k in IDS[:4]),
+                "threshold": 2,
+            },
+            "more than half of 4 clients",
+        ),
         ({"clients": IDS[::-1]}, "clients in order"),
         ({"clients": (2, 3, 5, 8, 8)}, "each once"),
         ({"keys": (bytes(32),) * 5}, "keys of their own"),
