@@ -1,7 +1,8 @@
 """A client's part in a sum of which the server learns the sum alone: see fedntk.trust.secure_sum.
 
-Three exchanges after the public keys are known: shares of the client's secrets for the others; its
-words, masked; and its shares of the others' secrets, by which the sum is opened. Between them it
+Four exchanges after the public keys are known: shares of the client's secrets for the others; its
+words, masked; whose words it was told to have arrived; and its shares of the others' secrets, by
+which the sum is opened. Between them it
 keeps its secrets in a file that its owner alone can read, which goes with the last one.
 """
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from fedntk.ntk.files import claimed, whole_path
 from fedntk.trust import Masker, ParcelKeys, Roster, SealError
 from fedntk.trust.sealing import write_secret
-from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, exchange_of
+from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exchange_of
 
 __all__ = ["SecureSum"]
 
@@ -108,16 +109,38 @@ class SecureSum:
         self._keep(masker)
         return masker.masked(words, about)
 
-    def revealed(self, arrived: Arrays) -> dict[str, NDArray[Any]]:
+    def confirmed(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
+        """Return tags for the roster's clients (K, 16), by which they see what this one was told.
+
+        Raises
+        ------
+        SealError
+            If this client does not know of the sum, or too few words arrived, or it has confirmed
+            others before.
+        """
+        with claimed(self._folder, "sum"):
+            masker = self._kept(arrived)
+            tags = masker.confirm(self._keys.private_key, arrived["clients"].tolist())
+            self._keep(masker)
+        rows = [tags.get(client, bytes(TAG_BYTES)) for client in masker.roster.clients]
+        return {"tags": np.frombuffer(b"".join(rows), np.uint8).reshape(-1, TAG_BYTES)}
+
+    def revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
         """Return this client's shares (m, 16), and of whose secrets they are (m,); only once.
 
         Raises
         ------
         SealError
-            If this client does not know of the sum, or was asked before, or too few words arrived.
+            If this client does not know of the sum, or was asked before, or too few clients were
+            told the same as this one.
         """
-        masker = self._kept(arrived)
-        shares = masker.reveal(arrived["clients"].tolist())
+        with claimed(self._folder, "sum"):
+            return self._revealed(confirmed)
+
+    def _revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
+        masker, senders = self._kept(confirmed), confirmed["clients"].tolist()
+        tags = {k: row.tobytes() for k, row in zip(senders, confirmed["tags"], strict=True)}
+        shares = masker.reveal(self._keys.private_key, tags)
         self._path(masker.roster.exchange).unlink()  # with other clients it gives none
         rows = np.frombuffer(b"".join(shares.values()), np.uint8)
         return {"clients": np.array(list(shares), np.int64), "shares": rows.reshape(-1, 16)}

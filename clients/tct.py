@@ -55,7 +55,7 @@ from .weights import Scalar, set_weights
 __all__ = ["TCTClient"]
 
 ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
-OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "reveal")
+OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
 logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -176,7 +176,7 @@ class TCTClient(SGDClient):
                 f"this client sends masked sums alone, and was asked for {task.step}; have the "
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
-        if task.step in ("public-key", "shares", "reveal"):
+        if task.step in OF_SECURE_SUMS and task.step != "masked-statistics":
             return self._towards_sum(task, parameters, config), len(self.x), {}
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
@@ -335,8 +335,8 @@ class TCTClient(SGDClient):
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
         if task.step == "public-key":
             return NamedArrays({"arrays": own.public_key()})
-        answer = own.shares if task.step == "shares" else own.revealed
-        return NamedArrays({"arrays": answer(found["secure-sum"])})
+        answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
+        return NamedArrays({"arrays": answers[task.step](found["secure-sum"])})
 
     def _masked_statistics(
         self,

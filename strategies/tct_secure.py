@@ -1,9 +1,9 @@
 """Sums over features of which the server sees the sum over all clients alone.
 
 Source of the protocol: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving
-Machine Learning*, CCS 2017: see :mod:`fedntk.trust.secure_sum`. It takes four exchanges: public
-keys; shares of the clients' secrets, which the server hands on; masked sums; shares, by which the
-sum is opened.
+Machine Learning*, CCS 2017: see :mod:`fedntk.trust.secure_sum`. It takes five exchanges: public
+keys; shares of the clients' secrets, which the server hands on; masked sums; tags by which clients
+see that all were told of the same sums; shares, by which the sum is opened.
 """
 
 import math
@@ -41,6 +41,7 @@ from fedntk.trust.secure_sum import (
     EXCHANGE_BYTES,
     PARCEL_BYTES,
     SECRET_BYTES,
+    TAG_BYTES,
     Words,
     exchange_of,
 )
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SecureStatistics"]
 
-Step = Literal["public-key", "shares", "masked-statistics", "reveal"]
+Step = Literal["public-key", "shares", "masked-statistics", "confirm", "reveal"]
 Records = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class SecureStatistics(PooledStatistics):
     def joint_sums(
         self, replies: Iterable[Message]
     ) -> tuple[FeatureStatistics | None, MetricRecord]:
-        """Go through the four exchanges; return the sums over the clients whose numbers came."""
+        """Go through the five exchanges; return the sums over the clients whose numbers came."""
         found = self.answers(replies, self._known)
         rejected = found.rejected
         pairs = self.tct.screened(found.pairs, rejected, _own_keys)
@@ -132,7 +133,8 @@ class SecureStatistics(PooledStatistics):
             self._ask("shares", described)
             shared = self._next(last, _shares_for(roster), rejected)
             promises = {reply.client: own.promise for reply, own in shared}
-            rows = {r.client: self._addressed(r.client, roster, shared) for r, _ in shared}
+            parcels = [own.parcels for _, own in shared]
+            rows = {r.client: {"parcels": _addressed(r, roster, parcels)} for r, _ in shared}
             word_bytes = np.array(dtype.itemsize, np.int64)
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._ask("masked-statistics", common, rows)
@@ -140,20 +142,24 @@ class SecureStatistics(PooledStatistics):
             last = [reply for reply, _ in masked]
             arrived = [reply.client for reply in last]
 
-            self._ask("reveal", {**exchange, "clients": _ids(arrived)})
-            revealed = self._next(last, _shares_of(sorted(promises)), rejected)
-            if masked and self.tct.enough(len(masked)):
-                total = masked[0][1].copy()
-                for _, words in masked[1:]:
-                    total += words
-                given = {reply.client: own for reply, own in revealed}
-                total = MaskedSum(roster, promises, self._about(dtype)).opened(
-                    total, arrived, given
-                )
-                counted = sum(counts[client] for client in arrived)
-                sums = FeatureStatistics.from_words(
-                    total, counted, self.tct.width, self.tct.shape[1], self._fixed
-                )
+            if not self.tct.enough(len(masked)):
+                self._ask("public-key")
+                return None, self.tct.round_metrics(last, rejected)
+            self._ask("confirm", {**exchange, "clients": _ids(arrived)})
+            told = self._next(last, _tags_for(roster), rejected)
+            tags = [own for _, own in told]
+            rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
+            self._ask("reveal", {**exchange, "clients": _ids(r.client for r, _ in told)}, rows)
+            revealed = self._next([r for r, _ in told], _shares_of(sorted(promises)), rejected)
+            total = masked[0][1].copy()
+            for _, words in masked[1:]:
+                total += words
+            given = {reply.client: own for reply, own in revealed}
+            total = MaskedSum(roster, promises, self._about(dtype)).opened(total, arrived, given)
+            counted = sum(counts[client] for client in arrived)
+            sums = FeatureStatistics.from_words(
+                total, counted, self.tct.width, self.tct.shape[1], self._fixed
+            )
         except (SealError, BadReply) as error:
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
@@ -212,12 +218,6 @@ class SecureStatistics(PooledStatistics):
         }
         return roster, described
 
-    @staticmethod
-    def _addressed(client: int, roster: Roster, shared: "Pairs[_Shared]") -> Records:
-        """Return the parcels for one client, a row for each of those who sent any."""
-        position = roster.position(client)
-        return {"parcels": np.stack([own.parcels[position] for _, own in shared])}
-
     def _words(self, counts: Mapping[int, int], dtype: Any) -> Callable[[Reply], Words]:
         """Return how masked words are checked: nothing but their number can be."""
         width, num_classes = self.tct.width, self.tct.shape[1]
@@ -269,6 +269,24 @@ def _shares_for(roster: Roster) -> Callable[[Reply], _Shared]:
         return _Shared(Promise(promise[0].tobytes(), promise[1].tobytes()), parcels)
 
     return parse
+
+
+def _tags_for(roster: Roster) -> Callable[[Reply], NDArray[np.uint8]]:
+    def parse(reply: Reply) -> NDArray[np.uint8]:
+        (tags,) = _arrays(reply, 1)
+        shape = (len(roster.clients), TAG_BYTES)
+        require_array("tags", tags, shape=shape, dtype=np.uint8)
+        return tags
+
+    return parse
+
+
+def _addressed(
+    reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Return what is for one client, a row of each of those who sent any."""
+    position = roster.position(reply.client)
+    return np.stack([own[position] for own in sent])
 
 
 def _shares_of(senders: list[int]) -> Callable[[Reply], dict[int, bytes]]:

@@ -51,8 +51,12 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
     shared = [client.shares(told) for client in clients]
     for k, client in enumerate(clients):
         client.masked(parcels(told, shared, k), WORDS, b"")
-    for client in clients:
-        client.revealed(named(told))
+    tags = [client.confirmed(named(told))["tags"] for client in clients]
+    for k, client in enumerate(clients):
+        message = {**named(told), "tags": np.stack([own[k] for own in tags])}
+        client.revealed(message)
+        with pytest.raises(SealError, match="has given its shares before"):
+            client.revealed(message)
     with pytest.raises(SealError, match="drew another nonce"):
         clients[1].shares(told)
     clients[1].public_key()

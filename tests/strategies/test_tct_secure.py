@@ -14,14 +14,14 @@ from fedntk.clients import TCTClient, client_app
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
-from fedntk.strategies import TCT
+from fedntk.strategies import TCT, NoUsableReply
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
 from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
 from .test_tct_statistics import LINEAR, held
 from .test_tct_statistics import make as make_statistics
 
-STEPS = ("public-key", "shares", "masked-statistics", "reveal")
+STEPS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
 
 
 def make(clients: int = 6, **options: Any) -> TCT:
@@ -90,7 +90,7 @@ def test_clients_that_drop_out_leave_the_sum_of_the_others(clients, step):
     """Before the words, what it had masked for is taken away again; after them it is in the sum."""
     strategy = make()
     found = start(strategy, Grid(clients(failing_at(step, 1, 4))))
-    gone = () if step == "reveal" else (1, 4)
+    gone = () if step in ("confirm", "reveal") else (1, 4)
     assert bits(found) == without(clients, *gone)
     assert strategy.train_metrics[1]["replies-accepted"] == 6 - len(gone)
     assert strategy.train_metrics[1]["replies-rejected"] == 2
@@ -107,6 +107,30 @@ def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(
     assert "no secure sum" in caplog.text
     assert "ridge" not in strategy.train_metrics[1]
     assert "ridge" in strategy.train_metrics[2]
+
+
+def test_a_sum_of_fewer_than_are_needed_for_the_model_is_not_opened(clients):
+    strategy, grid = make(min_completed=6), Recording(clients(failing_at(STEPS[2], 1)))
+    found = start(strategy, grid)
+    assert not found[LINEAR].any()
+    assert "confirm" not in grid.seen
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+
+
+def test_a_run_that_is_cut_off_goes_on_with_a_sum_anew(clients, tmp_path):
+    """After a round in which the sum stayed closed; with the settings that it had."""
+    folder = tmp_path / "checkpoint"
+    initial = ArrayRecord(dict(network().state_dict()))
+    options = {"secure_threshold": 0.8}
+    failing = Grid(clients(failing_at("reveal", 1, 4)))
+    with pytest.raises(NoUsableReply):
+        make(**options).start(failing, initial, num_rounds=1, checkpoint=folder)
+    strategy, whole = make(**options), Grid(clients())
+    result = strategy.start(whole, initial, num_rounds=2, checkpoint=folder)
+    assert bits({name: a.numpy() for name, a in result.arrays.items()}) == without(clients)
+    assert strategy.phase is None
+    with pytest.raises(ValueError, match="secure_threshold"):
+        make().start(whole, initial, num_rounds=3, checkpoint=folder)
 
 
 def test_the_server_gets_no_clients_sums(clients):
@@ -202,6 +226,14 @@ def test_what_a_client_sends_in_another_form_leaves_it_out(clients, step, change
     found = start(strategy, Grid(clients(damaged(step, change))))
     assert bits(found) == without(clients, 2)
     assert strategy.train_metrics[1]["replies-rejected"] == 1
+
+
+@pytest.mark.parametrize(
+    "change", [lambda arrays: [arrays[0][:-1]], lambda arrays: [arrays[0] * 0], lambda arrays: []]
+)
+def test_wrong_tags_of_one_client_do_no_harm(clients, change):
+    """Its words are in the sum, which the other five open."""
+    assert bits(start(make(), Grid(clients(damaged("confirm", change))))) == without(clients)
 
 
 @pytest.mark.parametrize(
