@@ -128,7 +128,7 @@ class SecureStatistics(PooledStatistics):
             roster, described = self._roster({r.client: known for r, known in pairs})
             counts = {reply.client: reply.num_examples for reply in last}
             dtype = word_dtype(sum(counts.values()), self._fixed)
-            exchange = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
+            exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._ask("shares", described)
             shared = self._next(last, _shares_for(roster), rejected)
@@ -207,7 +207,6 @@ class SecureStatistics(PooledStatistics):
         """Return who takes part, and the arrays that say so."""
         clients, threshold = sorted(known), math.ceil(self.threshold * len(known))
         keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
-        threshold = max(threshold, len(known) // 2 + 1)
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
             "nonces": _rows(nonces),

@@ -471,6 +471,7 @@ class MaskedSum:
         """
         survivors = sorted(arrived)
         result = total.copy()
+        good: list[int] = []
         for client, promise in self.promises.items():
             given = {
                 self.roster.position(k) + 1: shares[client]
@@ -478,10 +479,10 @@ class MaskedSum:
                 if client in shares
             }
             if client in survivors:
-                own = self._secret(given, client, self._commits_to(promise))
+                own = self._secret(given, client, self._commits_to(promise), good)
                 self.roster.add_own_mask(result, own, -1)
                 continue
-            key = self.roster.mask_key(self._secret(given, client, self._makes(promise)))
+            key = self.roster.mask_key(self._secret(given, client, self._makes(promise), good))
             for other in survivors:  # whose words have the mask with the client that is missing
                 public = self.promises[other].mask_key
                 self.roster.add_pair_mask(result, client, key, other, public, self.about)
@@ -494,10 +495,18 @@ class MaskedSum:
         return lambda seed: public_bytes(self.roster.mask_key(seed)) == promise.mask_key
 
     def _secret(
-        self, given: Mapping[int, bytes], client: int, is_right: Callable[[bytes], bool]
+        self,
+        given: Mapping[int, bytes],
+        client: int,
+        is_right: Callable[[bytes], bool],
+        good: list[int],
     ) -> bytes:
-        """Return a client's secret from shares, some of which may be wrong."""
-        shares, threshold = sorted(given.items()), self.roster.threshold
+        """Return a client's secret from shares, some of which may be wrong.
+
+        Those who gave right ones before, `good`, are tried first, and noted.
+        """
+        shares = sorted(given.items(), key=lambda own: (own[0] not in good, own[0]))
+        threshold = self.roster.threshold
         if len(shares) < threshold:
             raise SealError(
                 f"{len(shares)} clients gave shares, {threshold} are needed to open the sum"
@@ -506,6 +515,7 @@ class MaskedSum:
             some = [shares[(start + i) % len(shares)] for i in range(threshold)]
             secret: bytes = Shamir.combine(some, ssss=False)
             if is_right(secret):
+                good[:] = [i for i, _ in some]
                 return secret
         raise SealError(
             f"shares of client {client}'s secret are not of what it promised: it, or one of "
