@@ -241,6 +241,9 @@ def test_wrong_tags_of_one_client_do_no_harm(clients, change):
     [
         lambda arrays: [arrays[0], arrays[1][:, ::-1].copy()],
         lambda arrays: [arrays[0], arrays[1] * 0],
+        lambda arrays: [arrays[0][::-1].copy(), arrays[1]],
+        lambda arrays: [arrays[0], np.tile(arrays[1], 3)],
+        lambda arrays: [arrays[0], arrays[1].astype(object).astype(np.float64) * np.nan],
     ],
 )
 def test_wrong_shares_of_one_client_do_no_harm(clients, change):
