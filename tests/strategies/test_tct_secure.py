@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, Context
 
 from fedntk.clients import TCTClient, client_app
-from fedntk.ntk import FeatureMap
+from fedntk.ntk import BadReply, FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
 from fedntk.strategies import TCT, NoUsableReply
@@ -155,6 +155,20 @@ def test_the_server_gets_no_clients_sums(clients):
     assert not (added == total.astype(np.uint32)).any()  # nor is the sum open without the shares
 
 
+def test_sums_that_no_examples_have_are_refused_in_wide_words():
+    """Beyond int32, in which sums over so few examples fit."""
+    x, y = examples(0)
+    extract = FeatureMap(num_features=12).extractor(network())
+    fixed = FixedPoint.of(extract(x), 8)
+    own = FeatureStatistics.of([extract(x)], y, 3, fixed_point=fixed)
+    words = own.to_words(np.uint64)
+    found = FeatureStatistics.from_words(words, len(x), 12, 3, fixed)
+    np.testing.assert_array_equal(found.gram, own.gram)
+    words[1] += np.uint64(2**32)  # is no other number in int32
+    with pytest.raises(BadReply, match="do not fit in int32"):
+        FeatureStatistics.from_words(words, len(x), 12, 3, fixed)
+
+
 def test_other_masks_each_time(clients):
     first, second = (Recording(clients()) for _ in range(2))
     for grid in (first, second):
@@ -183,6 +197,7 @@ def test_a_client_masks_and_gives_shares_once(tmp_path):
     start(make(), Grid(app(Twice, cache=tmp_path)))
     assert asked == ["masked-statistics"] * 6 + ["reveal"] * 6
     assert not list(tmp_path.glob("*/sum-*"))  # no secrets are left
+    assert not list(tmp_path.glob("*/*.npy"))  # nor features
 
 
 def test_secrets_are_kept_where_their_owner_alone_reads_them(tmp_path):
@@ -378,6 +393,7 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
         ({"secure_threshold": 0.5}, "above 0.5 to 1"),
         ({"secure_threshold": 1.1}, "above 0.5 to 1"),
         ({"vouching": object()}, "the name of the run"),
+        ({"vouching": object(), "run": "a run", "secure_aggregation": False}, "vouching: expected"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, words):
