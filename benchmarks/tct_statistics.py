@@ -167,7 +167,10 @@ def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
     for masker in maskers[1:-1]:
         total += masker.masked(words)
     arrived = range(clients - 1)
-    shares = {k: maskers[k].reveal(arrived) for k in arrived}
+    tags = {k: maskers[k].confirm(keys[k], arrived) for k in arrived}
+    shares = {
+        k: maskers[k].reveal(keys[k], {j: tags[j][k] for j in arrived if j != k}) for k in arrived
+    }
     start = time.perf_counter()
     server = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
     opened = server.opened(total, arrived, shares)

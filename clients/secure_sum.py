@@ -1,10 +1,12 @@
 """A client's part in a sum of which the server learns the sum alone: see fedntk.trust.secure_sum.
 
-Three exchanges after the public keys are known: shares of the client's secrets for the others; its
-words, masked; and its shares of the others' secrets, by which the sum is opened. Between them it
+Four exchanges after the public keys are known: shares of the client's secrets for the others; its
+words, masked; whose words it was told to have arrived; and its shares of the others' secrets, by
+which the sum is opened. Between them it
 keeps its secrets in a file that its owner alone can read, which goes with the last one.
 """
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.ntk.files import whole_path
+from fedntk.ntk.files import claimed, whole_path
 from fedntk.trust import Masker, ParcelKeys, Roster, SealError
 from fedntk.trust.sealing import write_secret
-from fedntk.trust.secure_sum import PARCEL_BYTES
+from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exchange_of
 
 __all__ = ["SecureSum"]
 
+NONCE = "sum-nonce"  # file of what is drawn for the next sum
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -36,9 +39,13 @@ class SecureSum:
     def __init__(self, folder: Path, keys: ParcelKeys) -> None:
         self._folder, self._keys = folder, keys
 
-    def public_key(self) -> NDArray[np.uint8]:
-        """Return the public key, shape (32,)."""
-        return np.frombuffer(self._keys.public_key, np.uint8)
+    def public_key(self) -> dict[str, NDArray[np.uint8]]:
+        """Return the public key (32,) and a nonce (16,), with which it takes part in one sum."""
+        nonce = secrets.token_bytes(EXCHANGE_BYTES)
+        with whole_path(self._folder / NONCE) as partial:
+            write_secret(partial, nonce)
+        own = {"public-key": self._keys.public_key, "nonce": nonce}
+        return {name: np.frombuffer(part, np.uint8) for name, part in own.items()}
 
     def shares(self, roster: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return the promise (2, 32) and the parcels for the roster's clients (K, 92).
@@ -46,15 +53,26 @@ class SecureSum:
         Raises
         ------
         SealError
-            If it is no roster of a secure sum with this client, or a key is not vouched for.
+            If it is no roster of a secure sum with this client, or a key is not vouched for; or if
+            it is not with the nonce that this client drew last, or that was for another sum.
+        BlockingIOError
+            As the others: if the client is at work on another message of a sum.
         """
+        with claimed(self._folder, "sum"):
+            return self._shares(roster)
+
+    def _shares(self, roster: Arrays) -> dict[str, NDArray[np.uint8]]:
         keys = tuple(row.tobytes() for row in roster["keys"])
         for key, voucher in zip(keys, roster["vouchers"], strict=True):
             self._keys.require_vouched(key, voucher.tobytes())
         clients = tuple(roster["clients"].tolist())
-        own = Roster(roster["exchange"].tobytes(), clients, keys, int(roster["threshold"]))
+        nonces = tuple(row.tobytes() for row in roster["nonces"])
+        own = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
         if self._keys.public_key not in keys:
             raise SealError("the server has another public key of this client")
+        path = self._folder / NONCE
+        if not path.exists() or path.read_bytes() != nonces[keys.index(self._keys.public_key)]:
+            raise SealError("this client drew another nonce; ask for its public key once more")
         masker = Masker(own, clients[keys.index(self._keys.public_key)])
         parcels = masker.parcels(self._keys.private_key)
         rows = np.zeros((len(clients), PARCEL_BYTES), np.uint8)
@@ -67,14 +85,20 @@ class SecureSum:
         promise = np.frombuffer(masker.promise.mask_key + masker.promise.commitment, np.uint8)
         return {"promise": promise.reshape(2, -1), "parcels": rows}
 
-    def masked(self, parcels: Arrays, words: NDArray[Any]) -> NDArray[Any]:
+    def masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
         """Return words (m,), uint32 or uint64, with masks against the clients whose parcels came.
+
+        `about` says what the words are of: the sum opens if all clients were asked the same alone.
 
         Raises
         ------
         SealError
             If this client does not know of the sum, or a parcel does not open, or too few came.
         """
+        with claimed(self._folder, "sum"):
+            return self._masked(parcels, words, about)
+
+    def _masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
         masker = self._kept(parcels)
         if len(masker.shares) > 1:
             raise SealError("this client has masked its numbers for this sum already")
@@ -83,18 +107,40 @@ class SecureSum:
         came.pop(masker.client, None)
         masker.receive(self._keys.private_key, came)
         self._keep(masker)
-        return masker.masked(words)
+        return masker.masked(words, about)
 
-    def revealed(self, arrived: Arrays) -> dict[str, NDArray[Any]]:
+    def confirmed(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
+        """Return tags for the roster's clients (K, 16), by which they see what this one was told.
+
+        Raises
+        ------
+        SealError
+            If this client does not know of the sum, or too few words arrived, or it has confirmed
+            others before.
+        """
+        with claimed(self._folder, "sum"):
+            masker = self._kept(arrived)
+            tags = masker.confirm(self._keys.private_key, arrived["clients"].tolist())
+            self._keep(masker)
+        rows = [tags.get(client, bytes(TAG_BYTES)) for client in masker.roster.clients]
+        return {"tags": np.frombuffer(b"".join(rows), np.uint8).reshape(-1, TAG_BYTES)}
+
+    def revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
         """Return this client's shares (m, 16), and of whose secrets they are (m,); only once.
 
         Raises
         ------
         SealError
-            If this client does not know of the sum, or was asked before, or too few words arrived.
+            If this client does not know of the sum, or was asked before, or too few clients were
+            told the same as this one.
         """
-        masker = self._kept(arrived)
-        shares = masker.reveal(arrived["clients"].tolist())
+        with claimed(self._folder, "sum"):
+            return self._revealed(confirmed)
+
+    def _revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
+        masker, senders = self._kept(confirmed), confirmed["clients"].tolist()
+        tags = {k: row.tobytes() for k, row in zip(senders, confirmed["tags"], strict=True)}
+        shares = masker.reveal(self._keys.private_key, tags)
         self._path(masker.roster.exchange).unlink()  # with other clients it gives none
         rows = np.frombuffer(b"".join(shares.values()), np.uint8)
         return {"clients": np.array(list(shares), np.int64), "shares": rows.reshape(-1, 16)}

@@ -41,6 +41,7 @@ from fedntk.ntk.payloads import (
     FeatureUpload,
     SplitStatistics,
     draw_held_out,
+    sums_digest,
 )
 from fedntk.trust import ParcelKeys
 
@@ -56,6 +57,7 @@ from .weights import Scalar, set_weights
 __all__ = ["TCTClient"]
 
 ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
+OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
 logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -95,7 +97,8 @@ class TCTClient(SGDClient):
         The client's key pair for ``secure_aggregation``, and who is to vouch for the others' public
         keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
     only_masked : bool
-        Whether the client refuses to send moments, counts, features and sums that are not masked.
+        Whether the client sends nothing in stage 2 but masked sums: no moments, counts, features
+        or sums, and no linear model, of which they could be computed.
     local_epochs, batch_size, learning_rate, weight_decay
         Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
         is of stage 1, too.
@@ -171,12 +174,12 @@ class TCTClient(SGDClient):
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
             return super().fit(parameters, config)
-        if self.only_masked and task.step in ("moments", "counts", "features", "statistics"):
+        if self.only_masked and task.step not in OF_SECURE_SUMS:
             raise ValueError(
                 f"this client sends masked sums alone, and was asked for {task.step}; have the "
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
-        if task.step in ("public-key", "shares", "reveal"):
+        if task.step in OF_SECURE_SUMS and task.step != "masked-statistics":
             return self._towards_sum(task, parameters, config), len(self.x), {}
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
@@ -348,9 +351,9 @@ class TCTClient(SGDClient):
         """Return what the secure sum needs before and after the numbers themselves."""
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
         if task.step == "public-key":
-            return NamedArrays({"arrays": {"public-key": own.public_key()}})
-        answer = own.shares if task.step == "shares" else own.revealed
-        return NamedArrays({"arrays": answer(found["secure-sum"])})
+            return NamedArrays({"arrays": own.public_key()})
+        answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
+        return NamedArrays({"arrays": answers[task.step](found["secure-sum"])})
 
     def _masked_statistics(
         self,
@@ -365,14 +368,19 @@ class TCTClient(SGDClient):
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("validation_share: expected none under secure aggregation")
         words = sums.to_words(f"u{int(message['word-bytes'])}")
-        return [self._secure_sum(task, config).masked(message, words)], len(examples.x), metrics
+        key = ConvexTask.key_of(task.feature_map, store.network)
+        about = sums_digest(key, _fixed_point(task, records, store.width), words.dtype)
+        masked = self._secure_sum(task, config).masked(message, words, about)
+        return [masked], len(examples.x), metrics
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = client_folder(self.cache, task.run, f"{self._name(config)}-secure")
         keys = self.parcel_keys
         if keys is None:
             keys = ParcelKeys(kept_key(folder))
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            remove_stale(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         return SecureSum(folder, keys)
 
     def _linear(

@@ -151,7 +151,7 @@ class TCT(ResendingStrategy):
     secure_aggregation : bool
         For ``solve="statistics"`` with fixed-point numbers: clients mask their sums, and the server
         sees the sum over all of them alone (Bonawitz et al., CCS 2017), the same to the bit. It
-        takes three exchanges more in the round, and three clients at least. No client's sums can
+        takes four exchanges more in the round, and three clients at least. No client's sums can
         be checked by themselves then; the joint ones are.
     secure_threshold : float
         Share of the clients who must stay to the end of that, above 1/2.
@@ -467,6 +467,7 @@ class TCT(ResendingStrategy):
             "solve": self.solve,
             "ridge": "auto" if self.auto_ridge else self.ridge,
             "secure_aggregation": self.secure_aggregation,
+            "secure_threshold": self.secure_threshold,
             "validation": 0 if self.validation is None else len(self.validation[1]),
             **self.task.to_config(),
         }

@@ -1,13 +1,12 @@
 """Sums over features of which the server sees the sum over all clients alone.
 
 Source of the protocol: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving
-Machine Learning*, CCS 2017: see :mod:`fedntk.trust.secure_sum`. It takes four exchanges: public
-keys; shares of the clients' secrets, which the server hands on; masked sums; shares, by which the
-sum is opened.
+Machine Learning*, CCS 2017: see :mod:`fedntk.trust.secure_sum`. It takes five exchanges: public
+keys; shares of the clients' secrets, which the server hands on; masked sums; tags by which clients
+see that all were told of the same sums; shares, by which the sum is opened.
 """
 
 import math
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +28,23 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import ConvexTask, FeatureStatistics, packed_size, word_dtype
+from fedntk.ntk.payloads import (
+    ConvexTask,
+    FeatureStatistics,
+    packed_size,
+    sums_digest,
+    word_dtype,
+)
 from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, check_public_key
 from fedntk.trust.sealing import KEY_BYTES
-from fedntk.trust.secure_sum import PARCEL_BYTES, SECRET_BYTES, Words
+from fedntk.trust.secure_sum import (
+    EXCHANGE_BYTES,
+    PARCEL_BYTES,
+    SECRET_BYTES,
+    TAG_BYTES,
+    Words,
+    exchange_of,
+)
 
 from .base import Pairs, logger
 from .replies import Reply
@@ -45,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["SecureStatistics"]
 
 EVERYONE = -1  # in the place of a client's id
-Step = Literal["public-key", "shares", "masked-statistics", "reveal"]
+Step = Literal["public-key", "shares", "masked-statistics", "confirm", "reveal"]
 Records = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
@@ -105,20 +117,23 @@ class SecureStatistics(PooledStatistics):
     # ------------------------------------------------------------- the protocol
 
     def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
-        """Go through the four exchanges; return one sum, over the clients whose numbers came."""
-        found = self.answers(replies, self._public_key)
-        rejected, last = found.rejected, [reply for reply, _ in found.pairs]
+        """Go through the five exchanges; return one sum, over the clients whose numbers came."""
+        found = self.answers(replies, self._known)
+        rejected = found.rejected
+        pairs = self.tct.screened(found.pairs, rejected, _own_keys)
+        last = [reply for reply, _ in pairs]
         sums: dict[int, Sums] = {}
         try:
-            roster, described = self._roster({r.client: keys for r, keys in found.pairs})
+            roster, described = self._roster({r.client: known for r, known in pairs})
             counts = {reply.client: reply.num_examples for reply in last}
             dtype = word_dtype(sum(counts.values()), self._fixed)
-            exchange = {"exchange": described["exchange"]}
+            exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._ask("shares", described)
             shared = self._next(last, _shares_for(roster), rejected)
             promises = {reply.client: own.promise for reply, own in shared}
-            rows = {r.client: self._addressed(r.client, roster, shared) for r, _ in shared}
+            parcels = [own.parcels for _, own in shared]
+            rows = {r.client: {"parcels": _addressed(r, roster, parcels)} for r, _ in shared}
             word_bytes = np.array(dtype.itemsize, np.int64)
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._ask("masked-statistics", common, rows)
@@ -126,19 +141,25 @@ class SecureStatistics(PooledStatistics):
             last = [reply for reply, _ in masked]
             arrived = [reply.client for reply in last]
 
-            self._ask("reveal", {**exchange, "clients": _ids(arrived)})
-            revealed = self._next(last, _shares_of(sorted(promises)), rejected)
-            if masked and self.tct.enough(len(masked)):
-                total = masked[0][1].copy()
-                for _, words in masked[1:]:
-                    total += words
-                given = {reply.client: own for reply, own in revealed}
-                total = MaskedSum(roster, promises).opened(total, arrived, given)
-                counted = sum(counts[client] for client in arrived)
-                sums[EVERYONE] = FeatureStatistics.from_words(
-                    total, counted, self.tct.width, self.tct.shape[1], self._fixed
-                )
-        except (SealError, BadReply) as error:
+            if not self.tct.enough(len(masked)):
+                self._ask("public-key")
+                return sums, self.tct.round_metrics(last, rejected)
+            self._ask("confirm", {**exchange, "clients": _ids(arrived)})
+            told = self._next(last, _tags_for(roster), rejected)
+            tags = [own for _, own in told]
+            rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
+            self._ask("reveal", {**exchange, "clients": _ids(r.client for r, _ in told)}, rows)
+            revealed = self._next([r for r, _ in told], _shares_of(sorted(promises)), rejected)
+            total = masked[0][1].copy()
+            for _, words in masked[1:]:
+                total += words
+            given = {reply.client: own for reply, own in revealed}
+            total = MaskedSum(roster, promises, self._about(dtype)).opened(total, arrived, given)
+            counted = sum(counts[client] for client in arrived)
+            sums[EVERYONE] = FeatureStatistics.from_words(
+                total, counted, self.tct.width, self.tct.shape[1], self._fixed
+            )
+        except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
             rejected["secure-sum"] += len(last)
             last = []
@@ -156,43 +177,44 @@ class SecureStatistics(PooledStatistics):
         rejected += answers.rejected
         return answers.pairs
 
+    def _about(self, dtype: Any) -> bytes:
+        """Return what clients make of the network, the feature map and the steps."""
+        tct = self.tct
+        network = [tct.global_arrays[name].numpy() for name in tct.network.state_dict()]
+        return sums_digest(ConvexTask.key_of(tct.feature_map, network), self._fixed, dtype)
+
     @property
     def _fixed(self) -> FixedPoint:
         if self.fixed_point is None:
             raise RuntimeError("no steps of fixed-point numbers: messages makes them")
         return self.fixed_point
 
-    def _public_key(self, reply: Reply) -> tuple[bytes, bytes]:
-        """Return a client's public key and its voucher; empty if nobody vouches."""
-        (key,) = _arrays(reply, 1)
+    def _known(self, reply: Reply) -> "_Known":
+        """Return a client's public key, its voucher, empty if nobody vouches, and its nonce."""
+        key, nonce = _arrays(reply, 2)
         require_array("public key", key, shape=(KEY_BYTES,), dtype=np.uint8)
+        require_array("nonce", nonce, shape=(EXCHANGE_BYTES,), dtype=np.uint8)
         try:
             public = check_public_key(key.tobytes())
             vouching = self.vouching
-            return public, b"" if vouching is None else vouching.voucher(public, self.tct.run)
+            voucher = b"" if vouching is None else vouching.voucher(public, self.tct.run)
+            return _Known(public, voucher, nonce.tobytes())
         except (SealError, NotEnrolled, ConnectionError) as error:
             raise BadReply("public-key", str(error)) from None
 
-    def _roster(self, known: Mapping[int, tuple[bytes, bytes]]) -> tuple[Roster, Records]:
-        """Draw a sum's name; return who takes part, and the arrays that say so."""
+    def _roster(self, known: Mapping[int, "_Known"]) -> tuple[Roster, Records]:
+        """Return who takes part, and the arrays that say so."""
         clients, threshold = sorted(known), math.ceil(self.threshold * len(known))
-        keys, vouchers = zip(*(known[k] for k in clients), strict=True) if known else ((), ())
-        threshold = max(threshold, len(known) // 2 + 1)
-        roster = Roster(secrets.token_bytes(16), tuple(clients), keys, threshold)
+        keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
+        roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {
-            "exchange": np.frombuffer(roster.exchange, np.uint8),
+            "nonces": _rows(nonces),
             "clients": _ids(clients),
             "keys": _rows(keys),
             "vouchers": _rows(vouchers),
             "threshold": np.array(threshold, np.int64),
         }
         return roster, described
-
-    @staticmethod
-    def _addressed(client: int, roster: Roster, shared: "Pairs[_Shared]") -> Records:
-        """Return the parcels for one client, a row for each of those who sent any."""
-        position = roster.position(client)
-        return {"parcels": np.stack([own.parcels[position] for _, own in shared])}
 
     def _words(self, counts: Mapping[int, int], dtype: Any) -> Callable[[Reply], Words]:
         """Return how masked words are checked: nothing but their number can be."""
@@ -212,6 +234,23 @@ class SecureStatistics(PooledStatistics):
         return parse
 
 
+class _Known(NamedTuple):
+    """What is known of a client before a sum."""
+
+    key: bytes
+    voucher: bytes
+    nonce: bytes
+
+
+def _own_keys(known: Sequence[_Known], _: float) -> list[BadReply | None]:
+    """Refuse public keys that more than one client sent: who copied it is not known."""
+    times = Counter(own.key for own in known)
+    return [
+        None if times[own.key] == 1 else BadReply("public-key", "another client sent the same")
+        for own in known
+    ]
+
+
 class _Shared(NamedTuple):
     """What a client sent with its shares: a row of parcels for each client of the roster."""
 
@@ -228,6 +267,24 @@ def _shares_for(roster: Roster) -> Callable[[Reply], _Shared]:
         return _Shared(Promise(promise[0].tobytes(), promise[1].tobytes()), parcels)
 
     return parse
+
+
+def _tags_for(roster: Roster) -> Callable[[Reply], NDArray[np.uint8]]:
+    def parse(reply: Reply) -> NDArray[np.uint8]:
+        (tags,) = _arrays(reply, 1)
+        shape = (len(roster.clients), TAG_BYTES)
+        require_array("tags", tags, shape=shape, dtype=np.uint8)
+        return tags
+
+    return parse
+
+
+def _addressed(
+    reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Return what is for one client, a row of each of those who sent any."""
+    position = roster.position(reply.client)
+    return np.stack([own[position] for own in sent])
 
 
 def _shares_of(senders: list[int]) -> Callable[[Reply], dict[int, bytes]]:

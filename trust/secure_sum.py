@@ -11,14 +11,18 @@ They give those of b_u where y_u came, and those of the mask key where it did no
 
 Here shares and mask keys travel encrypted under a key that two clients agree on by their public
 keys, so that the server can read neither, nor put others in their place unless it put a public key
-of its own in a client's. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are
-pycryptodome's, over GF(2^128).
+of its own in a client's. All keys depend on nonces that the clients draw for the sum, and the s_uv
+on what the words are of as well, so that a server can neither ask for one sum again, nor for others
+words from some. Before they give shares, clients compare what they were told of who dropped out:
+that is round 3 of the figure, with tags of keyed BLAKE2b in place of signatures. PRG is ChaCha20,
+keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128).
 
 What holds against whom: see the page on privacy. A client that does not follow the protocol can
 spoil the sum. It learns nothing of the others.
 """
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,21 +43,41 @@ from numpy.typing import NDArray
 from .sealing import KEY_BYTES, SealError, frame, public_bytes, unframe
 
 __all__ = [
+    "EXCHANGE_BYTES",
     "FEWEST",
     "PARCEL_BYTES",
     "SECRET_BYTES",
+    "TAG_BYTES",
     "MaskedSum",
     "Masker",
     "Promise",
     "Roster",
+    "exchange_of",
 ]
 
 FEWEST = 3  # clients of a sum: of two each would learn the other's
 SECRET_BYTES = 16  # a secret, and a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
+TAG_BYTES = 16  # of a client's word to another on who is in the sum
 NONCE_BYTES = 12
+EXCHANGE_BYTES = 16  # of a sum's name, and of what each client draws for it
 CHUNK = 2**20  # words that are masked at a time
 Words = NDArray[np.uint32] | NDArray[np.uint64]
+
+
+def exchange_of(nonces: Iterable[bytes]) -> bytes:
+    """Return the name of a sum, 16 bytes, of what its clients drew for it.
+
+    A client that draws a nonce for each sum, and takes part with it once, is in no sum of an
+    earlier one's name: what was sealed for that opens no more.
+
+    Parameters
+    ----------
+    nonces : iterable of bytes
+        16 bytes of each client, in the roster's order.
+    """
+    text = b"fedntk secure sum 1 exchange\0" + frame(nonces)
+    return hashlib.sha256(text).digest()[:EXCHANGE_BYTES]
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ class Roster:
     Attributes
     ----------
     exchange : bytes
-        Names the sum; drawn for it, 16 bytes.
+        Names the sum, 16 bytes; see :func:`exchange_of`.
     clients : tuple of int
         Ids, ascending.
     keys : tuple of bytes
@@ -127,10 +151,16 @@ class Roster:
         _add_stream(words, self.derived(own, "own mask"), sign)
 
     def add_pair_mask(
-        self, words: Words, client: int, key: X25519PrivateKey, other: int, other_key: bytes
+        self,
+        words: Words,
+        client: int,
+        key: X25519PrivateKey,
+        other: int,
+        other_key: bytes,
+        about: bytes,
     ) -> None:
         """Add what a client's words have of the mask with another one: + or - PRG(s_uv)."""
-        seed = self.derived(_agreed(key, other_key), "pair")
+        seed = self.derived(_agreed(key, other_key), f"pair {about.hex()}")
         _add_stream(words, seed, 1 if client < other else -1)
 
 
@@ -168,6 +198,8 @@ class Masker:
     shares : dict of int to tuple of bytes and bytes
         Client -> this client's shares of that one's `seed` and `own`. Those of whom there are any
         are the clients whose masks are in the words.
+    arrived : tuple of int
+        Whose words are in the sum, as this client was told and told the others; empty before.
 
     Raises
     ------
@@ -188,7 +220,8 @@ class Masker:
     >>> words = [masker.masked(np.array([10, -k]).astype(np.uint32))
     ...          for k, masker in enumerate(maskers)]
     >>> total = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
-    >>> given = {k: maskers[k].reveal([0, 1]) for k in (0, 1)}
+    >>> tags = [maskers[k].confirm(keys[k], [0, 1]) for k in (0, 1)]
+    >>> given = {k: maskers[k].reveal(keys[k], {1 - k: tags[1 - k][k]}) for k in (0, 1)}
     >>> total.opened(words[0] + words[1], [0, 1], given).view(np.int32)
     array([20, -1], dtype=int32)
     """
@@ -199,6 +232,7 @@ class Masker:
     own: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _mask_keys: dict[int, bytes] = field(default_factory=dict, repr=False)
+    arrived: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.roster.position(self.client)
@@ -265,26 +299,31 @@ class Masker:
             start = KEY_BYTES + SECRET_BYTES
             self.shares[sender] = (plain[KEY_BYTES:start], plain[start:])
 
-    def masked(self, words: Words) -> Words:
+    def masked(self, words: Words, about: bytes = b"") -> Words:
         """Return the client's words with its masks, modulo 2^32 or 2^64.
 
         Parameters
         ----------
         words : ndarray of uint32 or uint64, shape (m,)
             Whole numbers, negative ones modulo the same.
+        about : bytes
+            What the words are of. Masks of two clients who were asked about different things do
+            not cancel.
         """
         result = words.copy()
         self.roster.add_own_mask(result, self.own, 1)
         key = self.roster.mask_key(self.seed)
         for other, public in self._mask_keys.items():
-            self.roster.add_pair_mask(result, self.client, key, other, public)
+            self.roster.add_pair_mask(result, self.client, key, other, public, about)
         return result
 
-    def reveal(self, arrived: Iterable[int]) -> dict[int, bytes]:
-        """Return shares of b_v of the clients whose words arrived, of the others' mask keys' seeds.
+    def confirm(self, private_key: X25519PrivateKey, arrived: Iterable[int]) -> dict[int, bytes]:
+        """Return tags, 16 bytes, that tell each other client of `arrived` who is in the sum.
 
         Parameters
         ----------
+        private_key : X25519PrivateKey
+            This client's.
         arrived : iterable of int
             Clients whose words are in the sum.
 
@@ -292,7 +331,7 @@ class Masker:
         ------
         SealError
             If this client is not among them, or one whose mask this client does not have, or they
-            are fewer than the threshold.
+            are fewer than the threshold; or if it has confirmed others before.
         """
         survivors = set(arrived)
         if self.client not in survivors or survivors - self.shares.keys():
@@ -302,15 +341,56 @@ class Masker:
                 f"{len(survivors)} clients' words arrived, fewer than the "
                 f"{self.roster.threshold} who were agreed on: the sum stays closed"
             )
-        return {v: both[v in survivors] for v, both in sorted(self.shares.items())}
+        if self.arrived and survivors != set(self.arrived):
+            raise SealError("this client has confirmed others as those of the sum before")
+        self.arrived = tuple(sorted(survivors))
+        return {v: self._tag(private_key, v, sends=True) for v in self.arrived if v != self.client}
+
+    def reveal(self, private_key: X25519PrivateKey, tags: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return shares of b_v of the clients whose words arrived, of the others' mask keys' seeds.
+
+        As more than half of the clients confirm the same to each client that gives shares, and each
+        confirms once, all that is given is for one set of clients.
+
+        Parameters
+        ----------
+        private_key : X25519PrivateKey
+            This client's.
+        tags : mapping of int to bytes
+            Client -> what it confirmed to this one.
+
+        Raises
+        ------
+        SealError
+            If fewer clients than the threshold, this one counted, confirmed what this one did.
+        """
+        agreeing = [
+            v
+            for v, tag in tags.items()
+            if v in self.arrived
+            and v != self.client
+            and hmac.compare_digest(tag, self._tag(private_key, v, sends=False))
+        ]
+        if not self.arrived or len(agreeing) + 1 < self.roster.threshold:
+            raise SealError(
+                f"{len(agreeing) + bool(self.arrived)} clients were told the same of who is in the "
+                f"sum, fewer than the {self.roster.threshold} who were agreed on: it stays closed"
+            )
+        return {v: both[v in self.arrived] for v, both in sorted(self.shares.items())}
+
+    def _tag(self, private_key: X25519PrivateKey, other: int, *, sends: bool) -> bytes:
+        """Return what one client says to another of who is in the sum."""
+        key, _ = self._channel(private_key, other, sends=sends, what="tag")
+        text = np.array(self.arrived, np.int64).tobytes()
+        return hashlib.blake2b(text, digest_size=TAG_BYTES, key=key).digest()
 
     def _channel(
-        self, private_key: X25519PrivateKey, other: int, *, sends: bool
+        self, private_key: X25519PrivateKey, other: int, *, sends: bool, what: str = "parcel"
     ) -> tuple[bytes, bytes]:
         """Return the key for what one client sends another in this sum, and what it is bound to."""
         pair = (self.client, other) if sends else (other, self.client)
         secret = _agreed(private_key, self.roster.keys[self.roster.position(other)])
-        purpose = f"from {pair[0]} to {pair[1]}"
+        purpose = f"{what} from {pair[0]} to {pair[1]}"
         return self.roster.derived(secret, purpose), purpose.encode()
 
     # -------------------------------------------------- between two exchanges
@@ -320,6 +400,7 @@ class Masker:
         roster = self.roster
         numbers = [roster.threshold, self.client, len(roster.clients), *roster.clients]
         numbers += [len(self._mask_keys), *self._mask_keys, len(self.shares), *self.shares]
+        numbers += [len(self.arrived), *self.arrived]
         return frame(
             [
                 np.array(numbers, np.int64).tobytes(),
@@ -342,12 +423,13 @@ class Masker:
             count = 1 + more[0]
             lists.append(more[1:count])
             more = more[count:]
-        clients, senders, sharers = lists
+        clients, senders, sharers, arrived = lists
         keys, rest = rest[: len(clients)], rest[len(clients) :]
         mask_keys, rest = rest[: len(senders)], rest[len(senders) :]
         shares = dict(zip(sharers, zip(rest[::2], rest[1::2], strict=True), strict=True))
         roster = Roster(exchange, tuple(clients), tuple(keys), threshold)
-        return cls(roster, client, seed, own, shares, dict(zip(senders, mask_keys, strict=True)))
+        received = dict(zip(senders, mask_keys, strict=True))
+        return cls(roster, client, seed, own, shares, received, tuple(arrived))
 
 
 @dataclass(frozen=True)
@@ -360,10 +442,13 @@ class MaskedSum:
         Who takes part.
     promises : mapping of int to Promise
         Of the clients whose parcels were handed on: their masks are in the others' words.
+    about : bytes
+        What the words are of, as :meth:`Masker.masked` was told.
     """
 
     roster: Roster
     promises: Mapping[int, Promise]
+    about: bytes = b""
 
     def opened(
         self, total: Words, arrived: Iterable[int], revealed: Mapping[int, Mapping[int, bytes]]
@@ -386,6 +471,7 @@ class MaskedSum:
         """
         survivors = sorted(arrived)
         result = total.copy()
+        good: list[int] = []
         for client, promise in self.promises.items():
             given = {
                 self.roster.position(k) + 1: shares[client]
@@ -393,13 +479,13 @@ class MaskedSum:
                 if client in shares
             }
             if client in survivors:
-                own = self._secret(given, client, self._commits_to(promise))
+                own = self._secret(given, client, self._commits_to(promise), good)
                 self.roster.add_own_mask(result, own, -1)
                 continue
-            key = self.roster.mask_key(self._secret(given, client, self._makes(promise)))
+            key = self.roster.mask_key(self._secret(given, client, self._makes(promise), good))
             for other in survivors:  # whose words have the mask with the client that is missing
                 public = self.promises[other].mask_key
-                self.roster.add_pair_mask(result, client, key, other, public)
+                self.roster.add_pair_mask(result, client, key, other, public, self.about)
         return result
 
     def _commits_to(self, promise: Promise) -> Callable[[bytes], bool]:
@@ -409,10 +495,18 @@ class MaskedSum:
         return lambda seed: public_bytes(self.roster.mask_key(seed)) == promise.mask_key
 
     def _secret(
-        self, given: Mapping[int, bytes], client: int, is_right: Callable[[bytes], bool]
+        self,
+        given: Mapping[int, bytes],
+        client: int,
+        is_right: Callable[[bytes], bool],
+        good: list[int],
     ) -> bytes:
-        """Return a client's secret from shares, some of which may be wrong."""
-        shares, threshold = sorted(given.items()), self.roster.threshold
+        """Return a client's secret from shares, some of which may be wrong.
+
+        Those who gave right ones before, `good`, are tried first, and noted.
+        """
+        shares = sorted(given.items(), key=lambda own: (own[0] not in good, own[0]))
+        threshold = self.roster.threshold
         if len(shares) < threshold:
             raise SealError(
                 f"{len(shares)} clients gave shares, {threshold} are needed to open the sum"
@@ -421,6 +515,7 @@ class MaskedSum:
             some = [shares[(start + i) % len(shares)] for i in range(threshold)]
             secret: bytes = Shamir.combine(some, ssss=False)
             if is_right(secret):
+                good[:] = [i for i, _ in some]
                 return secret
         raise SealError(
             f"shares of client {client}'s secret are not of what it promised: it, or one of "

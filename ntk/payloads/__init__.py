@@ -6,7 +6,13 @@ from .compression import UNQUANTISED, Encoded, check_compression, compress, num_
 from .convex_task import ConvexTask, Solve
 from .ensemble_arrays import EnsembleArrays
 from .evolution_task import EvolutionTask
-from .feature_statistics import FEATURE_GRAM, FeatureStatistics, packed_size, word_dtype
+from .feature_statistics import (
+    FEATURE_GRAM,
+    FeatureStatistics,
+    packed_size,
+    sums_digest,
+    word_dtype,
+)
 from .feature_upload import FeatureUpload
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from .jacobian_parcel import JacobianParcel
@@ -62,6 +68,7 @@ __all__ = [
     "screen_losses",
     "screen_sizes",
     "screen_uploads",
+    "sums_digest",
     "to_npy",
     "top_k",
     "word_dtype",

@@ -17,7 +17,7 @@ __all__ = ["ConvexTask", "Solve"]
 PREFIX = "tct-"
 Step = Literal[
     "bootstrap", "moments", "features", "counts", "statistics", "linear",
-    "public-key", "shares", "masked-statistics", "reveal",
+    "public-key", "shares", "masked-statistics", "confirm", "reveal",
 ]  # fmt: skip
 Solve = Literal["clients", "server", "statistics"]
 
@@ -37,8 +37,8 @@ class ConvexTask:
         will come), the moments of the features, the ``"features"`` themselves, the number of
         examples of each class (``"counts"``), the sums that least squares are solved from
         (``"statistics"``), or a round on the ``"linear"`` model, which it is to evaluate, too. With
-        secure aggregation the four exchanges for the sums are ``"public-key"``, ``"shares"``,
-        ``"masked-statistics"`` and ``"reveal"``.
+        secure aggregation the five exchanges for the sums are ``"public-key"``, ``"shares"``,
+        ``"masked-statistics"``, ``"confirm"`` and ``"reveal"``.
     key : str
         Names the bootstrapped network and the feature map: what a client keeps is good for one key.
     feature_map : FeatureMap

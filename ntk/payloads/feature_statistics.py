@@ -7,6 +7,7 @@ and Fani et al., *Accelerating Heterogeneous Federated Learning with Closed-form
 """
 
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ from ..features.fixed_point import FixedPoint
 from ..memory import require_memory
 from ..precision import full_float32
 
-__all__ = ["FEATURE_GRAM", "FeatureStatistics", "packed_size", "word_dtype"]
+__all__ = ["FEATURE_GRAM", "FeatureStatistics", "packed_size", "sums_digest", "word_dtype"]
 
 FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
 ROWS, COLUMNS = 1024, 1024  # of a block of products
@@ -314,6 +315,24 @@ class FeatureStatistics:
 def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
     """Return uint32 where it holds sums over so many examples, else uint64."""
     return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
+
+
+def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
+    """Return a checksum, 16 bytes, of what sums are of, and of the words they are sent in.
+
+    Parameters
+    ----------
+    key : str
+        Of the network and the feature map: see :meth:`~fedntk.ntk.payloads.ConvexTask.key_of`.
+    fixed_point : FixedPoint or None
+        How features are rounded.
+    dtype : dtype
+        Of the words.
+    """
+    digest = hashlib.blake2b(f"{key} {np.dtype(dtype)}".encode(), digest_size=16)
+    if fixed_point is not None:
+        digest.update(f" {fixed_point.bits} ".encode() + fixed_point.step.tobytes())
+    return digest.digest()
 
 
 def packed_size(width: int) -> int:

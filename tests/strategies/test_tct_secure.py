@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Context
+from flwr.app import Array, ArrayRecord, Context
 
 from fedntk.clients import TCTClient, client_app
-from fedntk.ntk import FeatureMap
+from fedntk.ntk import BadReply, FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
-from fedntk.strategies import TCT
+from fedntk.strategies import TCT, NoUsableReply
 from fedntk.trust import KeyServer, ParcelKeys, new_key, public_bytes
 
 from .federation import Grid, app, bits, examples, lost, network, start, start_in_vain
 from .test_tct_statistics import LINEAR, held
 from .test_tct_statistics import make as make_statistics
 
-STEPS = ("public-key", "shares", "masked-statistics", "reveal")
+STEPS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
 
 
 def make(clients: int = 6, **options: Any) -> TCT:
@@ -90,7 +90,7 @@ def test_clients_that_drop_out_leave_the_sum_of_the_others(clients, step):
     """Before the words, what it had masked for is taken away again; after them it is in the sum."""
     strategy = make()
     found = start(strategy, Grid(clients(failing_at(step, 1, 4))))
-    gone = () if step == "reveal" else (1, 4)
+    gone = () if step in ("confirm", "reveal") else (1, 4)
     assert bits(found) == without(clients, *gone)
     assert strategy.train_metrics[1]["replies-accepted"] == 6 - len(gone)
     assert strategy.train_metrics[1]["replies-rejected"] == 2
@@ -107,6 +107,30 @@ def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(
     assert "no secure sum" in caplog.text
     assert "ridge" not in strategy.train_metrics[1]
     assert "ridge" in strategy.train_metrics[2]
+
+
+def test_a_sum_of_fewer_than_are_needed_for_the_model_is_not_opened(clients):
+    strategy, grid = make(min_completed=6), Recording(clients(failing_at(STEPS[2], 1)))
+    found = start(strategy, grid)
+    assert not found[LINEAR].any()
+    assert "confirm" not in grid.seen
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+
+
+def test_a_run_that_is_cut_off_goes_on_with_a_sum_anew(clients, tmp_path):
+    """After a round in which the sum stayed closed; with the settings that it had."""
+    folder = tmp_path / "checkpoint"
+    initial = ArrayRecord(dict(network().state_dict()))
+    options = {"secure_threshold": 0.8}
+    failing = Grid(clients(failing_at("reveal", 1, 4)))
+    with pytest.raises(NoUsableReply):
+        make(**options).start(failing, initial, num_rounds=1, checkpoint=folder)
+    strategy, whole = make(**options), Grid(clients())
+    result = strategy.start(whole, initial, num_rounds=2, checkpoint=folder)
+    assert bits({name: a.numpy() for name, a in result.arrays.items()}) == without(clients)
+    assert strategy.phase is None
+    with pytest.raises(ValueError, match="secure_threshold"):
+        make().start(whole, initial, num_rounds=3, checkpoint=folder)
 
 
 def test_the_server_gets_no_clients_sums(clients):
@@ -129,6 +153,20 @@ def test_the_server_gets_no_clients_sums(clients):
     assert {*grid.seen} >= {*STEPS}
     added = np.sum(list(masked.values()), axis=0, dtype=np.uint32)
     assert not (added == total.astype(np.uint32)).any()  # nor is the sum open without the shares
+
+
+def test_sums_that_no_examples_have_are_refused_in_wide_words():
+    """Beyond int32, in which sums over so few examples fit."""
+    x, y = examples(0)
+    extract = FeatureMap(num_features=12).extractor(network())
+    fixed = FixedPoint.of(extract(x), 8)
+    own = FeatureStatistics.of([extract(x)], y, 3, fixed_point=fixed)
+    words = own.to_words(np.uint64)
+    found = FeatureStatistics.from_words(words, len(x), 12, 3, fixed)
+    np.testing.assert_array_equal(found.gram, own.gram)
+    words[1] += np.uint64(2**32)  # is no other number in int32
+    with pytest.raises(BadReply, match="do not fit in int32"):
+        FeatureStatistics.from_words(words, len(x), 12, 3, fixed)
 
 
 def test_other_masks_each_time(clients):
@@ -159,6 +197,7 @@ def test_a_client_masks_and_gives_shares_once(tmp_path):
     start(make(), Grid(app(Twice, cache=tmp_path)))
     assert asked == ["masked-statistics"] * 6 + ["reveal"] * 6
     assert not list(tmp_path.glob("*/sum-*"))  # no secrets are left
+    assert not list(tmp_path.glob("*/*.npy"))  # nor features
 
 
 def test_secrets_are_kept_where_their_owner_alone_reads_them(tmp_path):
@@ -189,6 +228,8 @@ def damaged(step: str, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -
     [
         ("public-key", lambda arrays: [arrays[0][:31]]),
         ("public-key", lambda arrays: arrays * 2),
+        ("public-key", lambda arrays: [arrays[0] * 0, arrays[1]]),  # of low order
+        ("public-key", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0].astype(np.int64), arrays[1]]),
         ("masked-statistics", lambda arrays: [arrays[0][:-1]]),
@@ -203,10 +244,21 @@ def test_what_a_client_sends_in_another_form_leaves_it_out(clients, step, change
 
 
 @pytest.mark.parametrize(
+    "change", [lambda arrays: [arrays[0][:-1]], lambda arrays: [arrays[0] * 0], lambda arrays: []]
+)
+def test_wrong_tags_of_one_client_do_no_harm(clients, change):
+    """Its words are in the sum, which the other five open."""
+    assert bits(start(make(), Grid(clients(damaged("confirm", change))))) == without(clients)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda arrays: [arrays[0], arrays[1][:, ::-1].copy()],
         lambda arrays: [arrays[0], arrays[1] * 0],
+        lambda arrays: [arrays[0][::-1].copy(), arrays[1]],
+        lambda arrays: [arrays[0], np.tile(arrays[1], 3)],
+        lambda arrays: [arrays[0], arrays[1].astype(object).astype(np.float64) * np.nan],
     ],
 )
 def test_wrong_shares_of_one_client_do_no_harm(clients, change):
@@ -237,6 +289,51 @@ def test_another_number_of_examples_with_the_words_leaves_the_client_out(clients
             return arrays, n + (self.seed[-1] == 2 and step_of(config) == STEPS[2]), metrics
 
     assert bits(start(make(), Grid(clients(More)))) == without(clients, 2)
+
+
+class Lying(Grid):
+    """A server that tells one client something else than the others."""
+
+    def __init__(self, *args: Any, record: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.record, self.lies = record, 0
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        for message in messages[1:2]:
+            if step_of(message.content.get("config", {})) == "masked-statistics":
+                own = message.content[self.record]
+                name, array = next(iter(own.items()))
+                changed = Array(array.numpy() * np.float32(0.5))
+                message.content[self.record] = ArrayRecord({**own, name: changed})
+                self.lies += 1
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("record", ["network", "steps"])
+def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clients, record, caplog):
+    """Else a server could have all others add zeros to one client's sums."""
+    grid = Lying(clients(), record=record)
+    with caplog.at_level(WARNING, "flwr"):
+        found = start_in_vain(make(), grid)
+    assert grid.lies == 1
+    assert "no secure sum" in caplog.text
+    assert not found[LINEAR].any()
+
+
+def test_a_copied_public_key_leaves_out_those_who_sent_it(tmp_path):
+    """And not all others with them."""
+    shared = ParcelKeys(new_key())
+
+    def client_fn(context: Context) -> TCTClient:
+        k = int(context.node_config["partition-id"])
+        own = shared if k in (1, 4) else None
+        return TCTClient(network(), *examples(k), seed=(0, k), cache=tmp_path, parcel_keys=own)
+
+    strategy = make()
+    found = start(strategy, Grid(client_app(client_fn)))
+    assert bits(found) == without(lambda: app(TCTClient, cache=tmp_path), 1, 4)
+    assert strategy.train_metrics[1]["rejected-public-key"] == 2
 
 
 # ------------------------------------------------------------------------ keys
@@ -280,7 +377,8 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
     app_ = clients(only_masked=True)
     assert bits(start(make(), Grid(app_))) == without(clients)
     for options in ({"secure_aggregation": False}, {"solve": "server", "bits": 32},
-                    {"solve": "clients", "bits": 32}):  # fmt: skip
+                    {"solve": "clients", "bits": 32},
+                    {"solve": "clients", "bits": 32, "normalise": False}):  # fmt: skip
         own = {"secure_aggregation": False, "validation": None} | options
         own |= {"validation": held()} if own.get("bits") is None else {}
         found = start_in_vain(make(**own), Grid(app_))
@@ -297,6 +395,7 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
         ({"secure_threshold": 0.5}, "above 0.5 to 1"),
         ({"secure_threshold": 1.1}, "above 0.5 to 1"),
         ({"vouching": object()}, "the name of the run"),
+        ({"vouching": object(), "run": "a run", "secure_aggregation": False}, "vouching: expected"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, words):

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fedntk.trust import MaskedSum, Masker, Roster, SealError, new_key, public_bytes
 from fedntk.trust.secure_sum import PARCEL_BYTES
@@ -37,6 +40,17 @@ def agreed(sharing: Sequence[int] = IDS, threshold: int = 3) -> dict[int, Masker
     return maskers
 
 
+def given(
+    maskers: dict[int, Masker], arrived: Sequence[int], revealing: Sequence[int]
+) -> dict[int, dict[int, bytes]]:
+    """Shares of some, after all whose words arrived have confirmed it; as if for the first time."""
+    fresh = {k: replace(maskers[k], arrived=()) for k in arrived}
+    tags = {k: masker.confirm(KEYS[k], arrived) for k, masker in fresh.items()}
+    return {
+        k: fresh[k].reveal(KEYS[k], {j: tags[j][k] for j in arrived if j != k}) for k in revealing
+    }
+
+
 def opened(
     maskers: dict[int, Masker],
     arrived: Sequence[int],
@@ -46,7 +60,7 @@ def opened(
     words = [maskers[k].masked(numbers(k).astype(dtype)) for k in arrived]
     total = np.sum(words, axis=0, dtype=dtype)
     promises = {k: masker.promise for k, masker in maskers.items()}
-    shares = {k: maskers[k].reveal(arrived) for k in revealing}
+    shares = given(maskers, arrived, revealing)
     own = next(iter(maskers.values())).roster
     return MaskedSum(own, promises).opened(total, arrived, shares)
 
@@ -67,6 +81,19 @@ def test_the_sum_is_exact_whoever_drops_out_at_whatever_step(dtype):
     assert ways == 16 + 5 + 1
 
 
+def test_masks_of_pairs_are_known_to_the_pair_alone():
+    """Without its own mask a client's words are still masked, and not the same way twice."""
+    found = []
+    for _ in range(2):
+        masker, zeros = agreed()[5], np.zeros(SIZE, np.uint32)
+        words = masker.masked(zeros)
+        assert not zeros.any()  # the client's own are as they were
+        masker.roster.add_own_mask(words, masker.own, -1)
+        found.append(words)
+    assert not (found[0] == 0).any()
+    assert not (found[0] == found[1]).any()
+
+
 def test_masked_words_are_spread_over_all_of_their_range_and_never_the_same_twice():
     """Mean and variance of uniform words, to four standard errors; no word is as it was."""
     words = agreed()[5].masked(np.zeros(100_000, np.uint32)).astype(np.float64) / 2**32
@@ -80,7 +107,7 @@ def test_the_masks_of_a_subset_do_not_cancel():
     """Words of some who arrived stay closed: all those of the sum are needed, and no others."""
     maskers = agreed()
     promises = {k: masker.promise for k, masker in maskers.items()}
-    shares = {k: masker.reveal(IDS) for k, masker in maskers.items()}
+    shares = given(maskers, IDS, IDS)
     words = {k: masker.masked(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
     server = MaskedSum(roster(), promises)
     for some in ([2], [2, 3], [2, 3, 5, 8]):
@@ -92,10 +119,82 @@ def test_the_masks_of_a_subset_do_not_cancel():
             server.opened(total, some, shares)  # as if the others' words had not arrived
 
 
+def test_masks_of_words_about_different_things_do_not_cancel():
+    """One client was asked about something else than the others: nobody's sum opens."""
+    maskers = agreed()
+    words = [
+        maskers[k].masked(numbers(k).astype(np.uint32), b"network 2" if k == 5 else b"network 1")
+        for k in IDS
+    ]
+    promises = {k: masker.promise for k, masker in maskers.items()}
+    shares = given(maskers, IDS, IDS)
+    expected = np.sum([numbers(k) for k in IDS], axis=0).astype(np.uint32)
+    for about in (b"network 1", b"network 2", b""):
+        server = MaskedSum(roster(), promises, about)
+        total = np.sum(words, axis=0, dtype=np.uint32)
+        assert not (server.opened(total, IDS, shares) == expected).any()
+
+
+def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
+    first, second = Masker(roster(), 2), Masker(roster(), 2)
+    assert len({first.seed, first.own, second.seed, second.own}) == 4
+    told = first.promise.mask_key + first.promise.commitment
+    assert first.seed not in told
+    assert first.own not in told
+    parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
+    assert (
+        len({parcel[:12] for parcel in parcels}) == 8
+    )  # nonces: the second time with the same key
+
+
 def test_fewer_shares_than_the_threshold_open_nothing():
     maskers = agreed()
+    for place in (0, 1):  # of the seed of the mask key, and of the own mask
+        secret = (maskers[13].seed, maskers[13].own)[place]
+        shares = [(i + 1, maskers[k].shares[13][place]) for i, k in enumerate(IDS)]
+        assert Shamir.combine(shares[:3]) == secret
+        assert Shamir.combine(shares[:2]) != secret
     with pytest.raises(SealError, match="2 clients gave shares, 3 are needed"):
         opened(maskers, IDS, IDS[:2])
+
+
+def test_clients_who_were_told_different_things_give_no_shares():
+    """Else six of whom each leaves out two of 3, 4 and 5 would open the sum of 0, 1 and 2."""
+    keys = [new_key() for _ in range(6)]
+    own = Roster(bytes(16), tuple(range(6)), tuple(map(public_bytes, keys)), 4)
+    maskers = [Masker(own, k) for k in range(6)]
+    parcels = [masker.parcels(key) for masker, key in zip(maskers, keys, strict=True)]
+    for k, masker in enumerate(maskers):
+        masker.receive(keys[k], {j: parcels[j][k] for j in range(6) if j != k})
+    told = [{0, 1, 2, 3 + k % 3} for k in range(6)]
+    tags = [masker.confirm(keys[k], told[k]) for k, masker in enumerate(maskers)]
+    for k, masker in enumerate(maskers):
+        with pytest.raises(SealError, match="clients were told the same of who is in the sum"):
+            masker.reveal(keys[k], {j: tags[j][k] for j in range(6) if k in tags[j]})
+
+
+def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
+    """Four must agree, of whom it is one itself."""
+    maskers = agreed(threshold=4)
+    with pytest.raises(SealError, match="0 clients were told the same"):
+        maskers[2].reveal(KEYS[2], {})
+    tags = {k: maskers[k].confirm(KEYS[k], IDS) for k in IDS}
+    maskers[2].confirm(KEYS[2], IDS)  # the same again
+    with pytest.raises(SealError, match="has confirmed others"):
+        maskers[2].confirm(KEYS[2], IDS[:4])
+    good = {k: tags[k][2] for k in (3, 5, 8)}
+    assert len(maskers[2].reveal(KEYS[2], good)) == 5
+    for bad in (
+        {k: good[k] for k in (3, 5)},
+        {**good, 8: good[5]},  # another client's
+        {**good, 8: tags[8][3]},  # for another client
+        {**good, 8: tags[2][8]},  # its own, as if from there
+        {**good, 8: bytes(16)},
+        {**good, 8: b""},
+        {3: good[3], 5: good[5], 2: good[3], 99: good[5]},
+    ):
+        with pytest.raises(SealError, match="3 clients were told the same"):
+            maskers[2].reveal(KEYS[2], bad)
 
 
 def test_a_client_gives_shares_for_its_sum_alone():
@@ -106,22 +205,27 @@ def test_a_client_gives_shares_for_its_sum_alone():
         ([2, 3], "fewer than the 3 who were agreed on"),
     ):
         with pytest.raises(SealError, match=words):
-            masker.reveal(arrived)
-    given = masker.reveal([2, 3, 5])
-    both = masker.shares
-    assert given == {k: both[k][k in (2, 3, 5)] for k in IDS}  # of either secret, never of both
+            masker.confirm(KEYS[2], arrived)
+    shares = given(agreed_ := agreed(), (2, 3, 5), (2,))[2]
+    both = agreed_[2].shares
+    assert shares == {k: both[k][k in (2, 3, 5)] for k in IDS}  # of either secret, never of both
 
 
-def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named():
+def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(monkeypatch):
     maskers = agreed()
     total = np.sum([maskers[k].masked(numbers(k).astype(np.uint32)) for k in IDS[:4]], axis=0)
     promises = {k: masker.promise for k, masker in maskers.items()}
     server = MaskedSum(roster(), promises)
-    shares = {k: maskers[k].reveal(IDS[:4]) for k in IDS[:4]}
+    shares = given(maskers, IDS[:4], IDS[:4])
     expected = np.sum([numbers(k) for k in IDS[:4]], axis=0).astype(np.uint32)
     shares[3] = dict.fromkeys(IDS, bytes(16))
+    tried, combine = [], Shamir.combine
+    monkeypatch.setattr(
+        Shamir, "combine", lambda some, ssss: tried.append(1) or combine(some, ssss=ssss)
+    )
     found = server.opened(total.astype(np.uint32), IDS[:4], shares)
     np.testing.assert_array_equal(found, expected)
+    assert len(tried) == len(IDS) + 2  # then it is known whose shares are right
     shares[5] = dict.fromkeys(IDS, bytes(16))
     with pytest.raises(SealError, match=r"one of \[2, 3, 5, 8\], does not follow the protocol"):
         server.opened(total.astype(np.uint32), IDS[:4], shares)
@@ -138,6 +242,12 @@ def test_parcels_open_for_their_receiver_in_their_sum_alone():
             receiver.receive(KEYS[3], {2: parcel, **others})
     with pytest.raises(SealError, match="what client 5 sent does not open"):
         receiver.receive(KEYS[3], {5: parcels[3], **others})  # another one's, under its name
+    with pytest.raises(SealError, match="what client 3 sent does not open"):
+        sender.receive(KEYS[2], {3: parcels[3], **others})  # its own, as if from the receiver
+    key, info = sender._channel(KEYS[2], 3, sends=True)
+    longer = bytes(12) + ChaCha20Poly1305(key).encrypt(bytes(12), bytes(65), info)
+    with pytest.raises(SealError, match="expected 92 bytes of shares"):
+        receiver.receive(KEYS[3], {2: longer, **others})
     for changed in (  # the server told these two something else
         roster(4), roster(exchange=bytes(16)),
         roster(keys=(*(public_bytes(KEYS[k]) for k in IDS[:4]), public_bytes(new_key()))),
@@ -159,6 +269,14 @@ def test_too_few_parcels_leave_the_numbers_unmasked_and_unsent():
     [
         ({"threshold": 2}, "more than half of 5 clients"),
         ({"threshold": 6}, "more than half of 5 clients"),
+        (
+            {
+                "clients": IDS[:4],
+                "keys": tuple(public_bytes(KEYS[k]) for k in IDS[:4]),
+                "threshold": 2,
+            },
+            "more than half of 4 clients",
+        ),
         ({"clients": IDS[::-1]}, "clients in order"),
         ({"clients": (2, 3, 5, 8, 8)}, "each once"),
         ({"keys": (bytes(32),) * 5}, "keys of their own"),

@@ -1,0 +1,94 @@
+"""A client's part in secure sums: with one nonce in one sum, whatever a server asks again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedntk.clients.secure_sum import SecureSum
+from fedntk.ntk.files import claimed
+from fedntk.trust import ParcelKeys, SealError, new_key
+from fedntk.trust.secure_sum import exchange_of
+
+IDS = np.arange(4)
+WORDS = np.arange(5, dtype=np.uint32)
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> list[SecureSum]:
+    folders = [tmp_path / str(k) for k in IDS]
+    for folder in folders:
+        folder.mkdir()
+    return [SecureSum(folder, ParcelKeys(new_key())) for folder in folders]
+
+
+def roster(clients: list[SecureSum]) -> dict[str, Any]:
+    """What a server says of those who take part."""
+    own = [client.public_key() for client in clients]
+    return {
+        "clients": IDS,
+        "keys": np.stack([o["public-key"] for o in own]),
+        "nonces": np.stack([o["nonce"] for o in own]),
+        "vouchers": np.zeros((len(IDS), 0), np.uint8),
+        "threshold": np.array(3),
+    }
+
+
+def named(told: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    name = exchange_of(row.tobytes() for row in told["nonces"])
+    return {"exchange": np.frombuffer(name, np.uint8), "clients": IDS}
+
+
+def parcels(told: dict[str, Any], shared: list[dict[str, Any]], client: int) -> dict[str, Any]:
+    return {**named(told), "parcels": np.stack([own["parcels"][client] for own in shared])}
+
+
+def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
+    """Else it would take the others' old parcels, and give the other share of their secrets."""
+    told = roster(clients)
+    shared = [client.shares(told) for client in clients]
+    for k, client in enumerate(clients):
+        client.masked(parcels(told, shared, k), WORDS, b"")
+    tags = [client.confirmed(named(told))["tags"] for client in clients]
+    for k, client in enumerate(clients):
+        message = {**named(told), "tags": np.stack([own[k] for own in tags])}
+        client.revealed(message)
+        with pytest.raises(SealError, match="has given its shares before"):
+            client.revealed(message)
+    with pytest.raises(SealError, match="drew another nonce"):
+        clients[1].shares(told)
+    clients[1].public_key()
+    with pytest.raises(SealError, match="drew another nonce"):
+        clients[1].shares(told)
+    again = roster(clients)
+    for client in clients:
+        client.shares(again)
+    with pytest.raises(SealError, match="what client 0 sent does not open"):
+        clients[1].masked(parcels(again, shared, 1), WORDS, b"")  # with the old parcels
+
+
+def test_a_nonce_is_not_good_for_two_sums_at_the_same_time(clients):
+    told = roster(clients)
+    clients[0].shares(told)
+    with pytest.raises(SealError, match="drew another nonce"):
+        clients[0].shares({**told, "threshold": np.array(4)})
+
+
+def test_one_message_at_a_time_is_worked_on(clients, tmp_path):
+    """Two that read the same secrets would mask the same words twice, with other masks."""
+    told = roster(clients)
+    shared = [client.shares(told) for client in clients]
+    with claimed(tmp_path / "0", "sum"):
+        with pytest.raises(BlockingIOError):
+            clients[0].masked(parcels(told, shared, 0), WORDS, b"")
+        with pytest.raises(BlockingIOError):
+            clients[0].shares(told)
+    assert clients[0].masked(parcels(told, shared, 0), WORDS, b"").shape == WORDS.shape
+
+
+def test_secrets_of_sums_that_were_not_ended_go_with_the_next(clients, tmp_path):
+    for _ in range(2):
+        clients[0].shares(roster(clients))
+    assert len(list((tmp_path / "0").glob("sum-*"))) == 1
