@@ -45,7 +45,6 @@ from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, Loss, Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.features import FeatureKind
-from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, Solve, check_compression
 
@@ -57,8 +56,8 @@ from .lost_state import ResendingStrategy
 from .tct_control import ControlVariate
 from .tct_kept_sums import KeptSums
 from .tct_phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
-from .tct_secure import SecureStatistics
-from .tct_statistics import ClassCounts, PooledStatistics
+from .tct_secure import SecureStatistics, check_secure
+from .tct_statistics import ClassCounts, PooledStatistics, check_statistics
 from .trust_protocols import VouchesForKeys
 
 __all__ = ["TCT", "ConvexOptimizer"]
@@ -266,7 +265,7 @@ class TCT(ResendingStrategy):
             raise ValueError(f"solve={solve!r} is for loss='mse', got loss='cross-entropy'")
         if solve == "clients" and (sparsity, bits) != (0.0, UNQUANTISED):
             raise ValueError("sparsity and bits go with solve='server', got solve='clients'")
-        needing = _check_statistics(
+        needing = check_statistics(
             solve,
             sparsity,
             bits,
@@ -294,7 +293,7 @@ class TCT(ResendingStrategy):
                     f"{len(validation[0])} and {len(validation[1])}"
                 )
         if secure_aggregation:
-            _check_secure(solve, bits, kept=keep_sums is not None, split=validation_share > 0)
+            check_secure(solve, bits, kept=keep_sums is not None, split=validation_share > 0)
         if not 0.5 < secure_threshold <= 1:
             raise ValueError(f"secure_threshold: expected above 0.5 to 1, got {secure_threshold}")
         if vouching is not None and not (secure_aggregation and self.run):
@@ -641,50 +640,3 @@ class TCT(ResendingStrategy):
             for reply, _ in pairs:
                 self.sent.mark(reply.client, "network", "normaliser")
         return pairs, rejected
-
-
-def _check_statistics(
-    solve: Solve,
-    sparsity: float,
-    bits: int,
-    *,
-    auto_ridge: bool,
-    balanced: bool,
-    validation_share: float,
-) -> str:
-    """Refuse what does not go with sums; return what of it needs validation examples, if any."""
-    if not 0 <= validation_share <= 0.5:
-        raise ValueError(f"validation_share: expected 0 ... 0.5, got {validation_share}")
-    if validation_share and not (solve == "statistics" and auto_ridge):
-        raise ValueError(
-            "validation_share: goes with solve='statistics' and ridge='auto', got "
-            f"solve={solve!r}{'' if auto_ridge else ' and a ridge that is given'}"
-        )
-    if solve != "statistics":
-        if balanced or auto_ridge:
-            name = "balanced" if balanced else "ridge='auto'"
-            raise ValueError(f"{name} goes with solve='statistics', got solve={solve!r}")
-        return ""
-    if sparsity:
-        raise ValueError(f"sparsity: expected 0 for solve='statistics', got {sparsity}")
-    if bits != UNQUANTISED:
-        if not 2 <= bits <= MOST_BITS:
-            raise ValueError(f"bits: expected 2 ... {MOST_BITS}, or {UNQUANTISED}, got {bits}")
-        if balanced:
-            raise ValueError(f"balanced: sums are no whole numbers; expected bits = {UNQUANTISED}")
-        return f"bits = {bits}"
-    return "ridge = auto" if auto_ridge and not validation_share else ""
-
-
-def _check_secure(solve: Solve, bits: int, *, kept: bool, split: bool) -> None:
-    """Refuse what does not go with sums of which the server sees the joint ones alone."""
-    if solve != "statistics" or bits == UNQUANTISED:
-        raise ValueError(
-            "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
-            f"{MOST_BITS} and solve='statistics', got bits = {bits} and solve={solve!r}"
-        )
-    if kept or split:
-        raise ValueError(
-            "secure_aggregation: the server has no client's sums to keep, nor of what clients "
-            "hold out; expected keep_sums=None and validation_share=0"
-        )

@@ -28,9 +28,12 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import FixedPoint
+from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.payloads import (
+    UNQUANTISED,
     ConvexTask,
     FeatureStatistics,
+    Solve,
     packed_size,
     sums_digest,
     word_dtype,
@@ -54,7 +57,7 @@ from .trust_protocols import VouchesForKeys
 if TYPE_CHECKING:
     from .tct import TCT
 
-__all__ = ["SecureStatistics"]
+__all__ = ["SecureStatistics", "check_secure"]
 
 EVERYONE = -1  # in the place of a client's id
 Step = Literal["public-key", "shares", "masked-statistics", "confirm", "reveal"]
@@ -313,3 +316,17 @@ def _ids(clients: Iterable[int]) -> NDArray[np.int64]:
 def _rows(parts: Sequence[bytes]) -> NDArray[np.uint8]:
     """Return byte strings of one length as rows."""
     return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)
+
+
+def check_secure(solve: Solve, bits: int, *, kept: bool, split: bool) -> None:
+    """Refuse what does not go with sums of which the server sees the joint ones alone."""
+    if solve != "statistics" or bits == UNQUANTISED:
+        raise ValueError(
+            "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
+            f"{MOST_BITS} and solve='statistics', got bits = {bits} and solve={solve!r}"
+        )
+    if kept or split:
+        raise ValueError(
+            "secure_aggregation: the server has no client's sums to keep, nor of what clients "
+            "hold out; expected keep_sums=None and validation_share=0"
+        )

@@ -26,7 +26,8 @@ from fedntk.ntk import BadReply, Normaliser, NotEnoughMemory, TCTModel, require_
 from fedntk.ntk.arrays import require_array
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, SplitStatistics
+from fedntk.ntk.features.fixed_point import MOST_BITS
+from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, Solve, SplitStatistics
 from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size
 from fedntk.ntk.predictor import load_arrays
 
@@ -36,7 +37,7 @@ from .replies import Reply, screen_own_sizes
 from .tct_kept_sums import remaining
 from .tct_phases import Arrays, StageTwo
 
-__all__ = ["ClassCounts", "PooledStatistics"]
+__all__ = ["ClassCounts", "PooledStatistics", "check_statistics"]
 
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
@@ -290,3 +291,36 @@ def _solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.floa
     if not bool(linear.isfinite().all()):
         raise ArithmeticError("the solution is not finite")
     return linear.numpy(), ridge
+
+
+def check_statistics(
+    solve: Solve,
+    sparsity: float,
+    bits: int,
+    *,
+    auto_ridge: bool,
+    balanced: bool,
+    validation_share: float,
+) -> str:
+    """Refuse what does not go with sums; return what of it needs validation examples, if any."""
+    if not 0 <= validation_share <= 0.5:
+        raise ValueError(f"validation_share: expected 0 ... 0.5, got {validation_share}")
+    if validation_share and not (solve == "statistics" and auto_ridge):
+        raise ValueError(
+            "validation_share: goes with solve='statistics' and ridge='auto', got "
+            f"solve={solve!r}{'' if auto_ridge else ' and a ridge that is given'}"
+        )
+    if solve != "statistics":
+        if balanced or auto_ridge:
+            name = "balanced" if balanced else "ridge='auto'"
+            raise ValueError(f"{name} goes with solve='statistics', got solve={solve!r}")
+        return ""
+    if sparsity:
+        raise ValueError(f"sparsity: expected 0 for solve='statistics', got {sparsity}")
+    if bits != UNQUANTISED:
+        if not 2 <= bits <= MOST_BITS:
+            raise ValueError(f"bits: expected 2 ... {MOST_BITS}, or {UNQUANTISED}, got {bits}")
+        if balanced:
+            raise ValueError(f"balanced: sums are no whole numbers; expected bits = {UNQUANTISED}")
+        return f"bits = {bits}"
+    return "ridge = auto" if auto_ridge and not validation_share else ""
