@@ -65,8 +65,8 @@ def settled(options: argparse.Namespace, data: str, seed: int, name: str, **more
     folder = "".join(letter if letter.isalnum() else "-" for letter in f"{data} {seed} {name}")
     return Config.load(
         CONFIGURATION,
-        **own,
         **{
+            **own,
             "data_dir": options.data_dir,
             "seed": seed,
             "server_threads": 1,

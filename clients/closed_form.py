@@ -6,7 +6,9 @@ and those of few hold them. How many examples of each class it has is sent, too.
 
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedntk.ntk import FeatureMap, loss_value
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
@@ -54,11 +56,18 @@ class ClosedFormClient(ModelClient):
         x, targets = self.training_examples(config)
         num_classes = targets.shape[1]
         head = feature_map.require_outputs(self.model, num_classes)
-        extract, labels = feature_map.extractor(self.model), targets.argmax(1)
-        if config[FEATURE_GRAM]:
+        both, labels = feature_map.extractor_with_outputs(self.model), targets.argmax(1)
+        outputs: list[Tensor] = []
+
+        def features(part: Tensor) -> Tensor:
+            z, scores = both(part)
+            outputs.append(scores)
+            return z
+
+        if config.get(FEATURE_GRAM, False):
             FeatureStatistics.require_memory(head.in_features)
-            chunks = map(extract, x.split(self.batch_size_eval))
+            chunks = map(features, x.split(self.batch_size_eval))
             arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
         else:
-            arrays = list(Prototypes.of(extract, x, labels, num_classes).to_arrays().values())
-        return arrays, len(x), {"train-loss": loss_value(self.outputs(x), targets, self.loss)}
+            arrays = list(Prototypes.of(features, x, labels, num_classes).to_arrays().values())
+        return arrays, len(x), {"train-loss": loss_value(torch.cat(outputs), targets, self.loss)}

@@ -10,7 +10,14 @@ from .convex import TCTModel, ridge_regression
 from .ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
-from .features import FeatureMap, Moments, Normaliser, entk_features, random_projection
+from .features import (
+    FeatureMap,
+    Moments,
+    Normaliser,
+    entk_features,
+    random_projection,
+    with_fourier_features,
+)
 from .jacobian import Jacobian, jacobian
 from .losses import Loss, loss_value, one_hot, residual
 from .memory import available_memory, require_disk, require_memory
@@ -55,4 +62,5 @@ __all__ = [
     "residual",
     "ridge_regression",
     "uncertainty_of",
+    "with_fourier_features",
 ]

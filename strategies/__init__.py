@@ -4,7 +4,7 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
 from .afl import AFL
 from .base import BaseStrategy
-from .closed_form import ClosedFormStrategy
+from .closed_form import ClosedFormStrategy, GramStrategy
 from .cp_ntk_fl import CPNTKFL
 from .d_psgd import DPSGD
 from .dfedavg import DFedAvg
@@ -61,6 +61,7 @@ __all__ = [
     "FedPer",
     "FedProto",
     "GossipStrategy",
+    "GramStrategy",
     "KeepingStrategy",
     "LocalTraining",
     "Mixing",

@@ -25,16 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.ntk import Normaliser
-from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.payloads import FeatureStatistics
 
-from .closed_form import ClosedFormStrategy
+from .closed_form import GramStrategy
 
 __all__ = ["AFL"]
 
 
-class AFL(ClosedFormStrategy):
+class AFL(GramStrategy):
     """AFL (He et al. 2025). Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
     Parameters
@@ -58,22 +56,12 @@ class AFL(ClosedFormStrategy):
     """
 
     def __init__(self, *, ridge: float = 0.0, **options: Any) -> None:
-        super().__init__(**options)
         if not 0 <= ridge < np.inf:
             raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge}")
-        self.ridge = ridge
-
-    def settings(self) -> dict[str, Any]:
-        """Add the ridge."""
-        return {**super().settings(), "ridge": self.ridge}
+        super().__init__(ridge=ridge, **options)
 
     def last_layer(
         self, sums: Sequence[FeatureStatistics]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the joint solution (C, p), and zeros for a bias."""
-        num_classes, width = self.shape
-        equations = NormalEquations.of(
-            FeatureStatistics.join(sums), Normaliser.identity(width), centred=False
-        )
-        linear = equations.solve(self.ridge) if self.ridge else equations.least_norm()
-        return linear.T.numpy(), np.zeros(num_classes)
+        return self.solution(sums), np.zeros(self.shape[0])

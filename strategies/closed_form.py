@@ -1,13 +1,14 @@
 """A network's last layer in closed form, from sums over all clients' features, in one exchange.
 
 What such methods share: all but the last layer stays as it was, clients send sums over what it is
-given, and the server computes the layer's weights. The methods' files say how, and after whom.
+given, and the server computes the layer's weights. :class:`GramStrategy` is the base of those that
+solve least squares, from the features' Gram matrix. The methods' files say how, and after whom.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -15,13 +16,14 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import FeatureMap, require_memory
+from fedntk.ntk import FeatureMap, Normaliser, require_memory
+from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
 
 from .base import BaseStrategy, logger
 from .replies import Reply, screen_own_sizes
 
-__all__ = ["ClosedFormStrategy"]
+__all__ = ["ClosedFormStrategy", "GramStrategy"]
 
 Layer = tuple[NDArray[np.float64], NDArray[np.float64]]  # weights (C, p) and bias (C,)
 
@@ -63,7 +65,6 @@ class ClosedFormStrategy(BaseStrategy):
     client = "ClosedFormClient"
     replies = "sums of features"
     averages = False
-    gram: ClassVar[bool] = True  # whether clients send Z^T Z, or mean features of classes alone
 
     def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
         super().__init__(**options)
@@ -85,11 +86,15 @@ class ClosedFormStrategy(BaseStrategy):
             If there is no solution.
         """
 
+    @abstractmethod
     def parse(self, reply: Reply) -> Any:
-        """Check a client's sums, which must be of as many examples as it reports."""
-        num_classes, width = self.shape
-        arrays = list(reply.arrays().values())
-        return FeatureStatistics.from_arrays(arrays, reply.num_examples, width, num_classes)
+        """Check a client's sums, which must be of as many examples as it reports.
+
+        Raises
+        ------
+        BadReply
+            If they are not such sums.
+        """
 
     # ------------------------------------------------------------------- state
 
@@ -113,8 +118,6 @@ class ClosedFormStrategy(BaseStrategy):
         ------
         ValueError
             If the arrays have not that layer.
-        NotEnoughMemory
-            If the server could not solve for it.
         """
         found = initial_arrays.get(self.weight)
         if found is None or tuple(found.shape) != self.shape:
@@ -123,9 +126,6 @@ class ClosedFormStrategy(BaseStrategy):
                 f"{'none' if found is None else tuple(found.shape)}; give the strategy the network "
                 "that they are of"
             )
-        if self.gram:
-            width = self.shape[1]
-            require_memory(36 * width**2, f"{width} features", cure="use a smaller last layer")
         if not done:
             self.solved = False
         return super().begin(initial_arrays, num_rounds, done)
@@ -159,9 +159,9 @@ class ClosedFormStrategy(BaseStrategy):
         return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add where features are taken, and which sums are to be sent."""
+        """Add where features are taken."""
         super().prepare_config(config, server_round)
-        for key, value in {**self.feature_map.to_config(), FEATURE_GRAM: self.gram}.items():
+        for key, value in self.feature_map.to_config().items():
             config[key] = value
 
     # ------------------------------------------------------------- aggregation
@@ -198,3 +198,66 @@ class ClosedFormStrategy(BaseStrategy):
                 raise ArithmeticError(f"{name} is not finite")
             changed[name] = Array(array)
         return changed
+
+
+class GramStrategy(ClosedFormStrategy):
+    """Solve for the last layer by least squares, from the features' Gram matrix.
+
+    Parameters
+    ----------
+    ridge : float
+        Of the joint problem, over the examples' mean squared norm: see
+        :func:`fedntk.ntk.ridge_regression`. 0, where a method has that: least squares of least
+        norm.
+    **options
+        Of :class:`ClosedFormStrategy`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(self, *, ridge: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.ridge = ridge
+
+    def settings(self) -> dict[str, Any]:
+        """Add the ridge."""
+        return {**super().settings(), "ridge": self.ridge}
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin, if the server can solve for the layer.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If it could not.
+        """
+        width = self.shape[1]
+        require_memory(36 * width**2, f"{width} features", cure="use a smaller last layer")
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add that Gram matrices are to be sent."""
+        super().prepare_config(config, server_round)
+        config[FEATURE_GRAM] = True
+
+    def parse(self, reply: Reply) -> FeatureStatistics:
+        """Check a client's Gram matrix and sums."""
+        num_classes, width = self.shape
+        arrays = list(reply.arrays().values())
+        return FeatureStatistics.from_arrays(arrays, reply.num_examples, width, num_classes)
+
+    def solution(
+        self, sums: Sequence[FeatureStatistics], *, bias: bool = False
+    ) -> NDArray[np.float64]:
+        """Return the joint problem's solution (C, p), or (C, p + 1) with a bias.
+
+        Features are as they are, neither centred nor scaled, and labels one-hot.
+        """
+        identity = Normaliser.identity(self.shape[1])
+        joint = FeatureStatistics.join(sums)
+        equations = NormalEquations.of(joint, identity, bias=bias, centred=False)
+        linear = equations.solve(self.ridge) if self.ridge else equations.least_norm()
+        return linear.T.numpy()

@@ -12,8 +12,9 @@ and a class's bias is divided by the norm of its weights without it.
 This package's reading: lambda is `ridge` times the examples' mean squared norm, so that its meaning
 does not depend on the features' scale; and there is a bias where the network's last layer has one.
 
-The paper's random features (Fed3R-RF) and its fine-tuning from this classifier (Fed3R+FT) are not
-here. A run of another method may begin with the network that comes of it.
+The paper's random features (Fed3R-RF) are a property of the network: see
+:func:`fedntk.ntk.with_fourier_features`. Its fine-tuning from this classifier (Fed3R+FT)
+is not here. A run of another method may begin with the network that comes of it.
 """
 
 from collections.abc import Sequence
@@ -22,16 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedntk.ntk import Normaliser
-from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.payloads import FeatureStatistics
 
-from .closed_form import ClosedFormStrategy
+from .closed_form import GramStrategy
 
 __all__ = ["Fed3R"]
 
 
-class Fed3R(ClosedFormStrategy):
+class Fed3R(GramStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
     Parameters
@@ -55,27 +54,16 @@ class Fed3R(ClosedFormStrategy):
     """
 
     def __init__(self, *, ridge: float = 0.01, **options: Any) -> None:
-        super().__init__(**options)
         if not 0 < ridge < np.inf:
             raise ValueError(f"ridge: expected a finite number above 0, got {ridge}")
-        self.ridge = ridge
-
-    def settings(self) -> dict[str, Any]:
-        """Add the ridge."""
-        return {**super().settings(), "ridge": self.ridge}
+        super().__init__(ridge=ridge, **options)
 
     def last_layer(
         self, sums: Sequence[FeatureStatistics]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return weights of norm 1 for each class (C, p), and biases; of a class of nobody's 0."""
         num_classes, width = self.shape
-        equations = NormalEquations.of(
-            FeatureStatistics.join(sums),
-            Normaliser.identity(width),
-            bias=bool(self.bias),
-            centred=False,
-        )
-        linear = equations.solve(self.ridge).T.numpy()
+        linear = self.solution(sums, bias=bool(self.bias))
         weight = linear[:, :width]
         bias = linear[:, width] if self.bias else np.zeros(num_classes)
         norm = np.linalg.norm(weight, axis=1)

@@ -46,8 +46,6 @@ class FedNCM(ClosedFormStrategy):
     (3, 8)
     """
 
-    gram = False
-
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's class means, which must be of as many examples as it reports."""
         num_classes, width = self.shape

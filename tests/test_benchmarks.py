@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedntk.ntk.convex import RIDGES
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
 from fedntk.simulations.engines import LocalGrid
@@ -131,6 +132,107 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, tmp_path):
     program.write([row | {"accuracy": 50.0}, row | {"seed": 1, "accuracy": 60.0}])
     (case,) = json.loads((tmp_path / "tct_statistics.json").read_text(encoding="utf-8"))["cases"]
     assert (case["seeds"], case["accuracy in %"]) == ([0, 1], 55.0)
+
+
+def test_exchanges_of_closed_forms_are_measured(monkeypatch, tmp_path):
+    """On another split the same accuracy, from the same network; the ridge is one of the grid's."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    exchanges, program = map(importlib.import_module, ("tct_statistics", "closed_form"))
+    small = {"dataset": "digits", "model": "mlp", "validation_examples": 200, "num_clients": 10}
+    monkeypatch.setitem(exchanges.PARTITIONS, "digits", {**exchanges.PARTITIONS["#C=2"], **small})
+    options = argparse.Namespace(
+        out=tmp_path, data_dir="", rounds=1, rate=0.1, data="digits", bootstrap="digits"
+    )
+    rows = [
+        program.exchanged(options, "trained", 0, method, split)
+        for method in ("AFL", "Fed3R", "TCT, last-layer")
+        for split in (program.SPLITS if method == "AFL" else ["one class a client"])
+    ]
+    assert rows[0]["accuracy"] == rows[1]["accuracy"] > rows[0]["network's own accuracy"]
+    assert {row["ridge"] for row in rows[2:]} <= {*RIDGES}
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    program.write(rows)
+    program.write([row | {"seed": 1, "accuracy": 60.0} for row in rows[:1]])
+    cases = json.loads((tmp_path / "closed_form.json").read_text(encoding="utf-8"))["cases"]
+    (both,) = [case["by seed"] for case in cases if case["seeds"] == [0, 1]]
+    assert both == [rows[0]["accuracy"], 60.0]
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_who_is_in_small_sums_is_found(bits, monkeypatch):
+    """10 Gaussian examples of 60 in 30 features, and two clients' 20: no other is in their span.
+
+    So leverages of members are at most 1, and those of others, with a ridge of 1e-8, are not. In
+    the sums of 50 or 100 examples all lie in the span. The difference of sums of up to 60 squares
+    in float64 is right to 1e-12 of the largest.
+    """
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("sums_privacy")
+    monkeypatch.setattr(program, "MANY", 50)
+    drawn = torch.Generator().manual_seed(0)
+    z, public = (torch.randn(*n, 30, generator=drawn) for n in ((2, 60), (80,)))
+    features = program.Features.of(z, public, bits)
+    small, large = (program.membership(features, count, 1) for count in (10, 50))
+    for sums in ("one client", "sum of ten"):
+        for key in ("auc", "auc-calibrated", "found-among-n-lowest", "others-ruled-out"):
+            assert small[sums][key] == 1
+        assert large[sums]["auc"] < 1
+        assert large[sums]["others-ruled-out"] < 1
+    assert small["class sums of the ten are the clients' own"]
+    own = np.arange(10)
+    leverage = program.Leverage(features.sums(0, own).matrix())(features.compared(z[0]))
+    assert float(leverage[:10].max()) < 1 + 1e-6 < float(leverage[10:].min())  # conditioned as 1e9
+    isolated = program.difference(features, 10)
+    assert isolated["auc"] == 1
+    assert isolated["relative error of the Gram matrix"] <= (0 if bits == 8 else 1e-12)
+
+
+def test_the_page_on_afl_quotes_what_was_measured():
+    """Its table has each network, and the two splits the same accuracies."""
+    page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
+    table = pd.read_csv(BENCHMARKS / "results" / "closed_form.csv")
+    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier"]
+    one = table[table.split == "one class a client"]
+    for (network, seed), rows in one.groupby(["network", "seed"]):
+        found = rows.set_index("method").accuracy
+        itself = rows["network's own accuracy"].iloc[0]
+        cells = ["" if np.isnan(itself) else f"{itself:.1f}"]
+        cells += [f"{found[m]:.1f}" if m in found else "" for m in methods]
+        name = "as it is drawn" if network == "random" else "trained"
+        assert f"| {name} | {seed} | {' | '.join(cells)} |" in page
+    keys = ["network", "seed", "method"]
+    others = table[table.split == "IID"].set_index(keys).accuracy
+    assert len(others)
+    assert (others == one.set_index(keys).accuracy[others.index]).all()
+
+
+def test_the_page_on_privacy_quotes_what_sums_gave_away():
+    page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    found = json.loads((BENCHMARKS / "results" / "sums_privacy.json").read_text(encoding="utf-8"))
+    table = pd.DataFrame(found["membership"])
+    chosen = table[(table.weights == "first") & (table.bits == 32)]
+    for count, rows in chosen.groupby("examples"):
+        cells = [
+            f"{row[s]['auc-calibrated']:.2f} ({100 * row[s]['members-found-at-1%-false']:.0f} %)"
+            for _, row in rows.iterrows()
+            for s in ("one client", "sum of ten")
+        ]
+        assert f"| {count:,} | {' | '.join(cells)} |" in page
+    rebuilt = pd.DataFrame(found["rebuilt"]).set_index(["weights", "features", "bits"])
+    for count, text in ((1, "SSIM {:.2f} from the last"), (2, "of two it has {:.2f} and")):
+        value = rebuilt.loc[("first", "last-layer", 32), f"ssim, mean of {count}"]
+        assert text.format(value) in page
+
+
+def test_images_that_are_linear_in_their_features_are_rebuilt(monkeypatch):
+    """In float64 but for the smallest ridge, 1e-6."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("sums_privacy")
+    drawn = torch.Generator().manual_seed(0)
+    z, true = (torch.randn(*n, generator=drawn) for n in ((200, 20), (21, 784)))
+    images = torch.cat([z, torch.ones(200, 1)], 1) @ true
+    found = program.linear_map(z, images)
+    torch.testing.assert_close(found, true.double(), rtol=0, atol=1e-4)
 
 
 def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(monkeypatch):

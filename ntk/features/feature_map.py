@@ -27,6 +27,7 @@ __all__ = ["FeatureKind", "FeatureMap", "with_fourier_features"]
 
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
 SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
+REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's inputs
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ class FeatureMap:
             If the network has no last linear layer; and by the function, if replacing that does not
             leave one output, or features are not finite.
         """
-        if self.kind in ("last-layer", "fourier"):
-            return _representations(self, network)
+        if self.kind in REPRESENTATIONS:
+            both = self.extractor_with_outputs(network)
+            return lambda x: both(x)[0]
         width, convexified = self.width(network), self.convexified(network)
         device = next(convexified.parameters()).device
         method: Literal["sketch", "subsample"] = (
@@ -194,6 +196,31 @@ class FeatureMap:
             return extract(x)
 
         return features
+
+    def extractor_with_outputs(
+        self, network: nn.Module
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return the function x (n, ...) -> z (n, p) and f(x) (n, C), by one pass forward.
+
+        Both are on the CPU, z in float32. Tangent features would need two passes.
+
+        Parameters
+        ----------
+        network : nn.Module
+            It is copied, and used in evaluation mode.
+
+        Raises
+        ------
+        ValueError
+            If features are tangent features, or the network has no last linear layer; and by the
+            function, if that layer is not called once with one row for each example.
+        """
+        if self.kind not in REPRESENTATIONS:
+            raise ValueError(
+                f"features: expected {' or '.join(REPRESENTATIONS)}, got {self.kind!r}, which are "
+                "no by-product of the outputs; use extractor"
+            )
+        return _representations(self, network)
 
     def to_config(self) -> dict[str, str | int]:
         """Return what a message's configuration holds of it."""
@@ -291,7 +318,9 @@ def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
     return moved
 
 
-def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[Tensor], Tensor]:
+def _representations(
+    feature_map: FeatureMap, network: nn.Module
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     network = copy.deepcopy(network)
     _, head = feature_map.last_layer(network)
     width, device = head.in_features, head.weight.device
@@ -301,12 +330,12 @@ def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[T
         else None
     )
 
-    def features(x: Tensor) -> Tensor:
+    def features(x: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             with torch.no_grad():
-                network.eval()(x.to(device))
+                outputs = network.eval()(x.to(device)).cpu()
         finally:
             hook.remove()
         if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
@@ -316,7 +345,7 @@ def _representations(feature_map: FeatureMap, network: nn.Module) -> Callable[[T
             )
         if cosines is not None:
             with torch.no_grad():
-                return cosines(seen[0]).cpu()  # type: ignore[no-any-return]
-        return seen[0].to("cpu", torch.float32, copy=True)  # it may be x itself
+                return cosines(seen[0]).cpu(), outputs
+        return seen[0].to("cpu", torch.float32, copy=True), outputs  # it may be x itself
 
     return features

@@ -15,7 +15,8 @@ from ..strategies.federation import examples, network
 
 
 def config(*, gram: bool = True, **options: Any) -> dict[str, Any]:
-    return {**FeatureMap("last-layer", **options).to_config(), "feature-gram": gram}
+    asked = {"feature-gram": True} if gram else {}
+    return {**FeatureMap("last-layer", **options).to_config(), **asked}
 
 
 def client(**options: Any) -> ClosedFormClient:
@@ -51,6 +52,16 @@ def test_without_a_gram_matrix_it_sends_class_means_and_counts():
     expected = np.stack([z[y.numpy() == c].mean(0) for c in present])
     np.testing.assert_allclose(means, expected, rtol=1e-6, atol=1e-6)
     assert counts.tolist() == torch.bincount(y, minlength=3).tolist()
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_examples_pass_the_network_once(gram):
+    """8 examples, 3 at a time; class means take 256 at a time."""
+    own, passed = client(batch_size_eval=3), []
+    count = own.model[0].register_forward_hook  # copied with the network
+    count(lambda _, inputs, __: passed.append(len(inputs[0])))
+    own.fit(get_weights(network(1)), config(gram=gram))
+    assert sum(passed) == len(own.x) == 8
 
 
 def test_a_sample_of_the_examples_is_drawn_where_wanted():

@@ -258,6 +258,26 @@ def test_last_layer_features_are_not_the_examples_themselves():
     assert torch.equal(x, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("kind", ["last-layer", "fourier"])
+def test_one_pass_gives_features_and_outputs(kind):
+    """The network's own outputs, whatever comes after the head, and the extractor's features."""
+    model, x = nn.Sequential(network("batch-norm"), nn.Softmax(1)), examples("batch-norm")
+    passes: list[int] = []
+    hook = model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
+    feature_map = FeatureMap(kind, 20)
+    features, outputs = feature_map.extractor_with_outputs(model.train())(x)
+    assert passes == [len(x)]
+    hook.remove()
+    assert torch.equal(features, feature_map.extractor(model)(x))
+    assert torch.equal(outputs, model.eval()(x))
+    assert not outputs.requires_grad
+
+
+def test_tangent_features_are_not_had_in_one_pass():
+    with pytest.raises(ValueError, match="expected last-layer or fourier, got 'entk', which are"):
+        FeatureMap().extractor_with_outputs(network("mlp"))
+
+
 # ------------------------------------------------------------------------- the head
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from fedntk.ntk import FeatureMap
-from fedntk.ntk.features import with_fourier_features
+from fedntk.ntk import FeatureMap, with_fourier_features
 from fedntk.ntk.features.fourier import BANDWIDTH, FourierFeatures
 
 

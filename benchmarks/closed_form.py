@@ -1,0 +1,151 @@
+"""AFL, Fed3R and FedNCM on frozen features of one network, beside TCT's sums of such features.
+
+10 clients with one class of Fashion-MNIST each, 60,000 images, SimpleCNN, test accuracy on all
+10,000 images after one exchange. The network is as it is drawn ("random"), or comes from 15 rounds
+of FedAvg with two classes a client ("trained"), as in ``tct_statistics.py``. The three methods have
+all images; TCT (``solve = "statistics"``, with what the last layer is given or random Fourier
+features of it, in 8 bits) has 58,000 and chooses its ridge on the other 2,000. So is Fed3R's here,
+by the squared error, from sums of the 58,000; then it has all. Nothing is chosen on the test set.
+Also with ten clients of all classes, which must make no difference.
+
+    python benchmarks/closed_form.py --data-dir FOLDER [--networks random,trained] [--seeds 0,1,2]
+        [--fourier 0] [--out FOLDER]
+
+Each row of results/closed_form.csv is one exchange; results/closed_form.json has the means over
+seeds. Rows of other cases stay as they are. FedAvg's runs in FOLDER are gone on from.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tct_statistics import Settings, bootstrapped, percent, settled
+
+from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk.convex import NormalEquations, best_ridge
+from fedntk.ntk.payloads import FeatureStatistics
+from fedntk.simulations import Config, run
+from fedntk.simulations.building import load_setup
+from fedntk.simulations.results import machine
+
+RESULTS = Path(__file__).parent / "results"
+SPLITS: dict[str, Settings] = {
+    "one class a client": {},
+    "IID": {"partition": "iid"},
+}
+METHODS: dict[str, Settings] = {
+    "AFL": {"method": "afl", "validation_examples": 0},
+    "Fed3R": {"method": "fed3r", "validation_examples": 0},
+    "FedNCM": {"method": "fed-ncm", "validation_examples": 0},
+    "TCT, last-layer": {"tct.features": "last-layer"},
+    "TCT, fourier": {"tct.features": "fourier", "tct.num_features": 4000},
+}
+CASE = ["network", "method", "split"]
+KEYS = [*CASE, "seed"]
+
+
+def chosen_ridge(config: Config) -> float:
+    """Return the ridge of Fed3R with the least squared error on the validation examples."""
+    setup = load_setup(config)
+    extract = FeatureMap("last-layer").extractor(setup.network)
+
+    def equations(indices: np.ndarray) -> NormalEquations:
+        x, y = setup.data.train(indices)
+        sums = FeatureStatistics.of(map(extract, x.split(2048)), y, setup.data.num_classes)
+        identity = Normaliser.identity(sums.width)
+        return NormalEquations.of(sums, identity, bias=True, centred=False)
+
+    training = np.concatenate(setup.split.clients)
+    return best_ridge(equations(training), equations(setup.split.validation))
+
+
+def exchanged(
+    options: argparse.Namespace, network: str, seed: int, method: str, split: str
+) -> dict[str, Any]:
+    """Make one exchange, by the simulation."""
+    more: Settings = {"rounds": 1, "tct.bootstrap_rounds": 0, **SPLITS[split]}
+    row: dict[str, Any] = {"network": network, "method": method, "split": split, "seed": seed}
+    row |= {"network's own accuracy": None, "ridge": None}
+    if network == "trained":
+        trained = bootstrapped(options, options.bootstrap, seed)
+        more["weights"] = str(trained.folder / "model.safetensors")
+        row["network's own accuracy"] = percent(trained.curve().iloc[-1])
+    name = f"{network} {method} {split}"
+    if method == "Fed3R":
+        row["ridge"] = chosen_ridge(settled(options, options.data, seed, name, **more))
+        more["fed3r.ridge"] = row["ridge"]
+    config = settled(options, options.data, seed, name, **more, **METHODS[method])
+    done = run(config, progress=False)
+    if method.startswith("TCT"):
+        row["ridge"] = float(done.curve("ridge").loc[1])
+    shutil.rmtree(config.folder)
+    return row | {
+        "accuracy": percent(done.curve().loc[1]),
+        "MB up, a client": round(
+            float(done.curve("bytes-up").loc[1]) / config.num_clients / 1e6, 3
+        ),
+    }
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Join the rows with those of other cases; write all, and the means over seeds."""
+    path = RESULTS / "closed_form.csv"
+    table = pd.DataFrame(rows)
+    if path.exists():
+        table = pd.concat([pd.read_csv(path), table])
+    table = table.drop_duplicates(KEYS, keep="last").sort_values(KEYS)
+    table.to_csv(path, index=False)
+    cases = [
+        {
+            **dict(zip(CASE, case, strict=True)),
+            "seeds": sorted(own.seed.tolist()),
+            "accuracy in %": round(float(own.accuracy.mean()), 2),
+            "by seed": own.accuracy.tolist(),
+            "network's own accuracy in %": own["network's own accuracy"].dropna().tolist(),
+            "MB up, a client": round(float(own["MB up, a client"].mean()), 3),
+        }
+        for case, own in table.groupby(CASE, sort=False)
+    ]
+    summary = {
+        "machine": machine(),
+        "size": "60,000 training images on 10 clients (TCT: 58,000, and 2,000 on the server) and "
+        "10,000 test images; SimpleCNN, 128 features before the last layer",
+        "cases": cases,
+    }
+    text = json.dumps(summary, indent=2)
+    (RESULTS / "closed_form.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Make the exchanges, one after another, and write after each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-dir", required=True, help="in torchvision's layout")
+    parser.add_argument("--networks", default="random,trained", help="with commas")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas")
+    parser.add_argument("--fourier", default="0", help="seeds with Fourier features, with commas")
+    parser.add_argument("--rounds", type=int, default=15, help="of FedAvg before")
+    parser.add_argument("--rate", type=float, default=0.03, help="FedAvg's learning rate")
+    parser.add_argument("--out", default="runs/closed-form", help="folder of the runs")
+    parser.set_defaults(data="#C=1", bootstrap="#C=2")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for network in options.networks.split(","):
+        for seed in map(int, options.seeds.split(",")):
+            for method in METHODS:
+                if method == "TCT, fourier" and str(seed) not in options.fourier.split(","):
+                    continue
+                both = seed == 0 and not method.startswith("TCT")
+                for split in [*SPLITS][: 2 if both else 1]:
+                    rows.append(exchanged(options, network, seed, method, split))
+                    print(rows[-1], flush=True)
+                    write(rows)
+
+
+if __name__ == "__main__":
+    main()

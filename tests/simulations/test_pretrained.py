@@ -1,0 +1,105 @@
+"""A pre-trained network of torchvision's, as the page on AFL says, on a few generated images."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations.results import load_model
+
+from ..conftest import ROOT
+
+CLASSES = 3
+METHODS = {
+    "afl": {"method": "afl"},
+    "fed3r": {"method": "fed3r"},
+    "fed-ncm": {"method": "fed-ncm"},
+    "tct": {
+        "method": "tct",
+        "tct": {"bootstrap_rounds": 0, "solve": "statistics", "features": "last-layer"},
+    },
+}
+
+
+def images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a pattern for each class, and noise a tenth as large: grey, 20 x 20."""
+    patterns = np.random.default_rng(0).standard_normal((CLASSES, 1, 20, 20))
+    noise = np.random.default_rng([1, seed]).standard_normal((count, 1, 20, 20))
+    y = np.arange(count) % CLASSES
+    return (patterns[y] + 0.1 * noise).astype(np.float32), y
+
+
+def pretrained() -> dict[str, Tensor]:
+    """Return random weights, with running statistics unlike those of any batch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = resnet18()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_(0, 0.2)
+                module.running_var.uniform_(0.5, 2)
+    return model.state_dict()
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Settings that name the page's function, beside the file of weights in this very folder."""
+    page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    (tmp_path / "pretrained.py").write_text(code, encoding="utf-8")
+    save_file(pretrained(), tmp_path / "resnet18.safetensors")
+    (x, y), (x_test, y_test) = images(30, 0), images(9, 1)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {
+        "dataset": "npz:own.npz", "model": "pretrained:network", "partition": "pathological",
+        "classes_per_client": 1, "class_assignment": "first-deterministic", "num_clients": 3,
+        "clients_per_round": 3, "rounds": 1,
+        "out": str(tmp_path / "run"),
+    }  # fmt: skip
+    sys.modules.pop("pretrained", None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_sums_takes_it(config, method):
+    """One class a client; the classes are far apart, so that all test images are told apart."""
+    result = run(Config(**config, **METHODS[method]), progress=False)
+    assert result.summary["accuracy"] == 1.0
+    found = load_predictor(result.folder).predict(torch.zeros(2, 1, 20, 20))
+    assert found.shape == (2, CLASSES)
+
+
+def test_afl_is_least_squares_on_its_features_by_the_running_statistics(config):
+    """Against torchvision's own network in evaluation mode, on images that its factory would make.
+
+    30 images have 512 features: the solution of least norm, whose scores of these images are the
+    labels. The last layer is float32; an output is a sum of 512 products of it, so 1e-4.
+    """
+    result = run(Config(**config, method="afl"), progress=False)
+    learned = {name: torch.from_numpy(array) for name, array in load_model(result.folder).items()}
+    weights = pretrained()
+    for name, tensor in weights.items():
+        if not name.startswith("fc."):
+            assert torch.equal(learned[f"body.{name}"], tensor)
+    body = resnet18()
+    body.load_state_dict(weights)
+    body.fc = nn.Identity()
+    x, y = images(30, 0)
+    scaled = torch.from_numpy((x - x.mean()) / x.std())
+    larger = nn.functional.interpolate(scaled, size=(64, 64), mode="bilinear").expand(-1, 3, -1, -1)
+    with torch.no_grad():
+        z = body.eval()(larger).double()
+    linear = torch.linalg.pinv(z) @ torch.eye(CLASSES).double()[torch.from_numpy(y)]
+    torch.testing.assert_close(
+        z @ learned["body.fc.weight"].double().T, z @ linear, rtol=0, atol=1e-4
+    )
+    with torch.no_grad():
+        batch = body.train()(larger).double()
+    assert float((batch - z).norm() / z.norm()) > 0.1  # the running statistics matter
