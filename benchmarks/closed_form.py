@@ -42,6 +42,7 @@ METHODS: dict[str, Settings] = {
     "AFL": {"method": "afl", "validation_examples": 0},
     "Fed3R": {"method": "fed3r", "validation_examples": 0},
     "FedNCM": {"method": "fed-ncm", "validation_examples": 0},
+    "AFL, fourier": {"method": "afl", "validation_examples": 0, "random_features": 4000},
     "TCT, last-layer": {"tct.features": "last-layer"},
     "TCT, fourier": {"tct.features": "fourier", "tct.num_features": 4000},
 }
@@ -138,9 +139,9 @@ def main() -> None:
     for network in options.networks.split(","):
         for seed in map(int, options.seeds.split(",")):
             for method in METHODS:
-                if method == "TCT, fourier" and str(seed) not in options.fourier.split(","):
+                if method.endswith("fourier") and str(seed) not in options.fourier.split(","):
                     continue
-                both = seed == 0 and not method.startswith("TCT")
+                both = seed == 0 and method in ("AFL", "Fed3R", "FedNCM")
                 for split in [*SPLITS][: 2 if both else 1]:
                     rows.append(exchanged(options, network, seed, method, split))
                     print(rows[-1], flush=True)

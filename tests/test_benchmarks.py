@@ -191,7 +191,7 @@ def test_the_page_on_afl_quotes_what_was_measured():
     """Its table has each network, and the two splits the same accuracies."""
     page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
     table = pd.read_csv(BENCHMARKS / "results" / "closed_form.csv")
-    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier"]
+    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
     one = table[table.split == "one class a client"]
     for (network, seed), rows in one.groupby(["network", "seed"]):
         found = rows.set_index("method").accuracy
