@@ -10,12 +10,13 @@ the sum of all y_u the s_uv cancel. The other clients hold Shamir shares of b_u 
 They give those of b_u where y_u came, and those of the mask key where it did not; never both.
 
 Here shares and mask keys travel encrypted under a key that two clients agree on by their public
-keys, so that the server can read neither, nor put others in their place unless it put a public key
-of its own in a client's. All keys depend on nonces that the clients draw for the sum, and the s_uv
-on what the words are of as well, so that a server can neither ask for one sum again, nor for others
-words from some. Before they give shares, clients compare what they were told of who dropped out:
-that is round 3 of the figure, with tags of keyed BLAKE2b in place of signatures. PRG is ChaCha20,
-keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128).
+keys. The server, which hands them on, can read neither, nor put others in their place, unless it
+passed off a public key of its own as a client's. All keys depend on nonces that the clients draw
+for the sum, and the s_uv also on what the words are of. So a server can ask for a sum only once,
+and for sums of the same thing only. Before they give shares, clients compare what they were told
+of who dropped out: that is round 3 of the figure, with tags of keyed BLAKE2b in place of
+signatures. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over
+GF(2^128).
 
 What holds against whom: see the page on privacy. A client that does not follow the protocol can
 spoil the sum. It learns nothing of the others.
