@@ -13,13 +13,14 @@ share all three.
         [--splits "IID;Dirichlet 0.5"] [--seeds 0,1,2] [--rounds 20] [--workers 1]
 
 FOLDER is in torchvision's layout. Each combination's run goes into runs/ntk_dfl_fmnist and is not
-repeated if it is there; of runs of different lengths the longest counts. Writes beside this file
-results/ntk_dfl_fmnist.csv (all rounds of all runs that are there), .json (machine, rounds to 85 %)
-and .png (the curves).
+repeated if it is there; what its clients kept, 5 GB, is removed when it has ended. Of runs of
+different lengths the longest counts. Writes beside this file results/ntk_dfl_fmnist.csv (all rounds
+of all runs that are there), .json (machine, rounds to 85 %) and .png (the curves).
 """
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def main() -> None:
                     data_dir=options.data_dir,
                     out=str(FOLDER / f"{name}, {options.rounds} rounds" / str(seed)),
                 )
-                run(config, workers=options.workers)
+                finished = run(config, workers=options.workers)
+                shutil.rmtree(finished.folder / "cache", ignore_errors=True)  # up to 5 GB
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     write(results)
