@@ -2,8 +2,8 @@
 
 Four exchanges after the public keys are known: shares of the client's secrets for the others; its
 words, masked; whose words it was told to have arrived; and its shares of the others' secrets, by
-which the sum is opened. Between them it
-keeps its secrets in a file that its owner alone can read, which goes with the last one.
+which the sum is opened. Between them it keeps its secrets in a file that its owner alone can read,
+which goes with the last one. It answers one message of a sum at a time.
 """
 
 import secrets
@@ -59,31 +59,29 @@ class SecureSum:
             As the others: if the client is at work on another message of a sum.
         """
         with claimed(self._folder, "sum"):
-            return self._shares(roster)
-
-    def _shares(self, roster: Arrays) -> dict[str, NDArray[np.uint8]]:
-        keys = tuple(row.tobytes() for row in roster["keys"])
-        for key, voucher in zip(keys, roster["vouchers"], strict=True):
-            self._keys.require_vouched(key, voucher.tobytes())
-        clients = tuple(roster["clients"].tolist())
-        nonces = tuple(row.tobytes() for row in roster["nonces"])
-        own = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
-        if self._keys.public_key not in keys:
-            raise SealError("the server has another public key of this client")
-        path = self._folder / NONCE
-        if not path.exists() or path.read_bytes() != nonces[keys.index(self._keys.public_key)]:
-            raise SealError("this client drew another nonce; ask for its public key once more")
-        masker = Masker(own, clients[keys.index(self._keys.public_key)])
-        parcels = masker.parcels(self._keys.private_key)
-        rows = np.zeros((len(clients), PARCEL_BYTES), np.uint8)
-        for position, client in enumerate(clients):
-            if client in parcels:
-                rows[position] = np.frombuffer(parcels[client], np.uint8)
-        for left in self._folder.glob("sum-*"):
-            left.unlink(missing_ok=True)
-        self._keep(masker)
-        promise = np.frombuffer(masker.promise.mask_key + masker.promise.commitment, np.uint8)
-        return {"promise": promise.reshape(2, -1), "parcels": rows}
+            keys = tuple(row.tobytes() for row in roster["keys"])
+            for key, voucher in zip(keys, roster["vouchers"], strict=True):
+                self._keys.require_vouched(key, voucher.tobytes())
+            clients = tuple(roster["clients"].tolist())
+            nonces = tuple(row.tobytes() for row in roster["nonces"])
+            own = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
+            if self._keys.public_key not in keys:
+                raise SealError("the server has another public key of this client")
+            place, path = keys.index(self._keys.public_key), self._folder / NONCE
+            if not path.exists() or path.read_bytes() != nonces[place]:
+                raise SealError("this client drew another nonce; ask for its public key once more")
+            masker = Masker(own, clients[place])
+            parcels = masker.parcels(self._keys.private_key)
+            rows = np.zeros((len(clients), PARCEL_BYTES), np.uint8)
+            for position, client in enumerate(clients):
+                if client in parcels:
+                    rows[position] = np.frombuffer(parcels[client], np.uint8)
+            for left in self._folder.glob("sum-*"):
+                left.unlink(missing_ok=True)
+            self._keep(masker)
+            told = masker.promise
+            promise = np.frombuffer(told.mask_key + told.commitment, np.uint8)
+            return {"promise": promise.reshape(2, -1), "parcels": rows}
 
     def masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
         """Return words (m,), uint32 or uint64, with masks against the clients whose parcels came.
@@ -96,18 +94,15 @@ class SecureSum:
             If this client does not know of the sum, or a parcel does not open, or too few came.
         """
         with claimed(self._folder, "sum"):
-            return self._masked(parcels, words, about)
-
-    def _masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
-        masker = self._kept(parcels)
-        if len(masker.shares) > 1:
-            raise SealError("this client has masked its numbers for this sum already")
-        senders = parcels["clients"].tolist()
-        came = {k: row.tobytes() for k, row in zip(senders, parcels["parcels"], strict=True)}
-        came.pop(masker.client, None)
-        masker.receive(self._keys.private_key, came)
-        self._keep(masker)
-        return masker.masked(words, about)
+            masker = self._kept(parcels)
+            if len(masker.shares) > 1:
+                raise SealError("this client has masked its numbers for this sum already")
+            senders = parcels["clients"].tolist()
+            came = {k: row.tobytes() for k, row in zip(senders, parcels["parcels"], strict=True)}
+            came.pop(masker.client, None)
+            masker.receive(self._keys.private_key, came)
+            self._keep(masker)
+            return masker.masked(words, about)
 
     def confirmed(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return tags for the roster's clients (K, 16), by which they see what this one was told.
@@ -135,15 +130,12 @@ class SecureSum:
             told the same as this one.
         """
         with claimed(self._folder, "sum"):
-            return self._revealed(confirmed)
-
-    def _revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
-        masker, senders = self._kept(confirmed), confirmed["clients"].tolist()
-        tags = {k: row.tobytes() for k, row in zip(senders, confirmed["tags"], strict=True)}
-        shares = masker.reveal(self._keys.private_key, tags)
-        self._path(masker.roster.exchange).unlink()  # with other clients it gives none
-        rows = np.frombuffer(b"".join(shares.values()), np.uint8)
-        return {"clients": np.array(list(shares), np.int64), "shares": rows.reshape(-1, 16)}
+            masker, senders = self._kept(confirmed), confirmed["clients"].tolist()
+            tags = {k: row.tobytes() for k, row in zip(senders, confirmed["tags"], strict=True)}
+            shares = masker.reveal(self._keys.private_key, tags)
+            self._path(masker.roster.exchange).unlink()  # with other clients it gives none
+            rows = np.frombuffer(b"".join(shares.values()), np.uint8)
+            return {"clients": np.array(list(shares), np.int64), "shares": rows.reshape(-1, 16)}
 
     def _path(self, exchange: bytes) -> Path:
         return self._folder / f"sum-{exchange.hex()}"
