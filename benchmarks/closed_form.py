@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
-from tct_statistics import Settings, bootstrapped, percent, settled
+from tct_statistics import Settings, bootstrapped, joined, percent, settled
 
 from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex import NormalEquations, best_ridge
@@ -95,12 +94,7 @@ def exchanged(
 
 def write(rows: list[dict[str, Any]]) -> None:
     """Join the rows with those of other cases; write all, and the means over seeds."""
-    path = RESULTS / "closed_form.csv"
-    table = pd.DataFrame(rows)
-    if path.exists():
-        table = pd.concat([pd.read_csv(path), table])
-    table = table.drop_duplicates(KEYS, keep="last").sort_values(KEYS)
-    table.to_csv(path, index=False)
+    table = joined(RESULTS / "closed_form.csv", rows, KEYS)
     cases = [
         {
             **dict(zip(CASE, case, strict=True)),

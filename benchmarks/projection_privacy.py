@@ -183,17 +183,16 @@ def attacks(
     return found
 
 
-def draw(images: dict[str, NDArray[np.float32]], originals: NDArray[np.float32]) -> None:
-    """Draw eight images, a row for each attacker."""
-    rows = {"original": originals, **images}
-    figure, axes = plt.subplots(len(rows), 8, figsize=(5.6, 0.62 * len(rows)))
+def draw_rows(rows: dict[str, NDArray[np.float32]], stem: str, columns: int, width: float) -> None:
+    """Draw the first images of each source, 28 x 28, a named row for each, on so many inches."""
+    figure, axes = plt.subplots(len(rows), columns, figsize=(width, 0.62 * len(rows)))
     for line, (name, own) in zip(axes, rows.items(), strict=True):
         for axis, image in zip(line, own, strict=False):
             axis.imshow(image.reshape(28, 28), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
         line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
     figure.subplots_adjust(wspace=0.03, hspace=0.03)
-    figure.savefig(RESULTS / "projection_privacy.png", dpi=75, bbox_inches="tight")
+    figure.savefig(RESULTS / f"{stem}.png", dpi=75, bbox_inches="tight")
 
 
 def main() -> None:
@@ -231,7 +230,7 @@ def main() -> None:
     content = {"machine": machine("cpu"), "settings": settings, "results": results}
     text = json.dumps(content, indent=1)
     (RESULTS / "projection_privacy.json").write_text(text + "\n", encoding="utf-8")
-    draw(shown, originals)
+    draw_rows({"original": originals, **shown}, "projection_privacy", 8, width=5.6)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import RESULTS
 from numpy.typing import NDArray
+from projection_privacy import draw_rows
 from reconstruction import ssim
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -245,18 +245,6 @@ def rebuilt(
     return {name: round(float(np.mean(s)), 3) for name, s in scores.items()}, np.stack(images)
 
 
-def draw(rows: dict[str, NDArray[np.float32]]) -> None:
-    """Draw an image of each class, a row for each source."""
-    figure, axes = plt.subplots(len(rows), SHOWN, figsize=(0.62 * SHOWN, 0.62 * len(rows)))
-    for line, (name, own) in zip(axes, rows.items(), strict=True):
-        for axis, image in zip(line, own, strict=False):
-            axis.imshow(image.reshape(28, 28), cmap="gray", vmin=0, vmax=1)
-            axis.set(xticks=[], yticks=[])
-        line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    figure.subplots_adjust(wspace=0.03, hspace=0.03)
-    figure.savefig(RESULTS / "sums_privacy.png", dpi=75, bbox_inches="tight")
-
-
 def extracted(network: nn.Module, kind: str, x: Tensor) -> Tensor:
     """Features (n, p), float32."""
     extract = MAPS[kind].extractor(network)
@@ -319,7 +307,7 @@ def main() -> None:
                         print(content["differences"][-1], flush=True)
                 text = json.dumps(content, indent=1)
                 (RESULTS / "sums_privacy.json").write_text(text + "\n", encoding="utf-8")
-    draw(shown)
+    draw_rows(shown, "sums_privacy", SHOWN, width=0.62 * SHOWN)
 
 
 if __name__ == "__main__":

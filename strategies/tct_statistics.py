@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import BadReply, Normaliser, NotEnoughMemory, TCTModel, require_memory
-from fedntk.ntk.arrays import require_array
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, Solve, SplitStatistics
-from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size
+from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_counts
 from fedntk.ntk.predictor import load_arrays
 
 from .averaging import named_arrays
@@ -66,9 +65,7 @@ class ClassCounts(StageTwo):
             if len(arrays) != 1:
                 raise BadReply("arrays", f"expected the classes' counts, got {len(arrays)}")
             (counts,) = arrays
-            require_array("counts", counts, shape=(tct.shape[1],), dtype=np.int64, low=0)
-            if (total := sum(counts.tolist())) != reply.num_examples:
-                raise BadReply("num-examples", f"claims {reply.num_examples}, counts {total}")
+            require_counts(counts, tct.shape[1], reply.num_examples)
             return counts
 
         pairs, metrics = self.gathered(replies, parse)

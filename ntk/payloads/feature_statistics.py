@@ -25,7 +25,14 @@ from ..features.fixed_point import FixedPoint
 from ..memory import require_memory
 from ..precision import full_float32
 
-__all__ = ["FEATURE_GRAM", "FeatureStatistics", "packed_size", "sums_digest", "word_dtype"]
+__all__ = [
+    "FEATURE_GRAM",
+    "FeatureStatistics",
+    "packed_size",
+    "require_counts",
+    "sums_digest",
+    "word_dtype",
+]
 
 FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
 ROWS, COLUMNS = 1024, 1024  # of a block of products
@@ -249,9 +256,7 @@ class FeatureStatistics:
         gram, class_sums, counts = arrays
         w = np.ones(num_classes) if weights is None else weights
         dtype = _wire_dtype(num_examples, fixed_point)
-        require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
-        if (total := sum(counts.tolist())) != num_examples:
-            raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
+        require_counts(counts, num_classes, num_examples)
         require_array("gram", gram, shape=(packed_size(width),), dtype=dtype, limit=1e300)
         require_array("class sums", class_sums, shape=(num_classes, width), dtype=dtype)
         found = cls(gram, class_sums, counts, w)
@@ -310,6 +315,13 @@ class FeatureStatistics:
             counts.astype(np.int64),
         ]
         return cls.from_arrays(arrays, num_examples, width, num_classes, fixed_point=fixed_point)
+
+
+def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int) -> None:
+    """Raise BadReply if these are not the examples of each class, int64 (C,), of so many in all."""
+    require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
+    if (total := sum(counts.tolist())) != num_examples:
+        raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
 
 
 def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
