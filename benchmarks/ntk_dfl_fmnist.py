@@ -39,10 +39,17 @@ KEPT = (
     "trained-accuracy-min", "trained-accuracy-max", "bytes-up", "bytes-down", "seconds",
     "seconds-clients",
 )  # fmt: skip
+CORRECTED = {"ntk-dfl.kernel": "corrected", "ntk-dfl.steps": "200,400,600,800"}
 # name -> configuration, what differs from it, and in which rounds models are evaluated
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
     "NTK-DFL": ("ntk_dfl_fmnist", {}, 1),
     "NTK-DFL, rate decay 0.07": ("ntk_dfl_fmnist", {"ntk-dfl.learning-rate-decay": 0.07}, 1),
+    "NTK-DFL, corrected kernel": ("ntk_dfl_fmnist", CORRECTED, 1),
+    "NTK-DFL, corrected kernel, rate decay 0.07": (
+        "ntk_dfl_fmnist",
+        {**CORRECTED, "ntk-dfl.learning-rate-decay": 0.07},
+        1,
+    ),
     "NTK-DFL, batches m_1 = 5": ("ntk_dfl_fmnist", {"ntk-dfl.batches": 5}, 1),
     "NTK-DFL, no averaging": ("ntk_dfl_fmnist", {"ntk-dfl.average": False}, 1),
     "NTK-FL, as busy clients": ("ntk_fl_busyness_fmnist", {}, 1),

@@ -44,6 +44,7 @@ from fedntk.ntk.evolution import (
     AUTO_STEPS,
     Candidates,
     GradientFlow,
+    Kernel,
     KernelDtype,
     SolverStep,
     lowest_loss,
@@ -112,8 +113,10 @@ class NTKFL(BaseStrategy):
     class_target : {"uniform", "seen"}
         What the network then predicts for: classes that are equally common; or as common as they
         were among all examples so far, this round's included.
-    kernel : {"mean", "full"}
-        One kernel for all outputs, as in the paper, or all outputs coupled.
+    kernel : {"mean", "corrected", "full"}
+        One kernel for all outputs, as in the paper; the same, but with the outputs of the exact
+        linearised network at each of the `steps`, which costs little and learns in fewer rounds; or
+        all outputs coupled: see :class:`~fedntk.ntk.evolution.GradientFlow`.
     residuals : {"integral", "sum"}
         The residual's integral over t, or eq. (10)'s sum to the letter.
     kernel_dtype : {"outputs", "bfloat16"}
@@ -162,7 +165,7 @@ class NTKFL(BaseStrategy):
         validation_partitions: Sequence[int] = (),
         class_prior: bool = False,
         class_target: ClassTarget = "uniform",
-        kernel: Literal["mean", "full"] = "mean",
+        kernel: Kernel = "mean",
         residuals: Literal["integral", "sum"] = "integral",
         kernel_dtype: KernelDtype = "outputs",
         tolerance: float = 1e-4,

@@ -7,7 +7,7 @@ from .candidates import (
     stack_candidates,
     unstack_candidates,
 )
-from .gradient_flow import Evolution, GradientFlow, KernelDtype, evolve
+from .gradient_flow import Evolution, GradientFlow, Kernel, KernelDtype, evolve
 from .learning_rate import AUTO, AUTO_STEPS, largest_eigenvalue
 from .solver import SolverStep
 
@@ -17,6 +17,7 @@ __all__ = [
     "Candidates",
     "Evolution",
     "GradientFlow",
+    "Kernel",
     "KernelDtype",
     "SolverStep",
     "evolve",

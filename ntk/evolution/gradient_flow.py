@@ -9,28 +9,36 @@ G(f) = scale * (Y - softmax(f)) for cross-entropy, scale = eta/n:
 so that f(t) = f(0) + H R(t). Time is counted in steps of the learning rate. The paper writes 1/N
 in eq. (7) and (9a) but 1/(N d_2) in eq. (10); used literally, functions and weights would move at
 speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves both.
+
+The paper's H is a mean over outputs and leaves out how they move each other, so that f(t) is not
+what the update J^T R does to the linearised network: along some directions of MLPs that are being
+trained it does twice as much, and the models of following rounds go up and down. The kernel
+``"corrected"`` follows H from one reported step to the next, and puts the outputs right in between.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from ..jacobian.operator import Jacobian
-from ..losses import Loss, check_loss, output_hessian, output_scale, residual
+from ..losses import Loss, check_loss, loss_value, output_hessian, output_scale, residual
 from ..memory import available_memory, require_memory
 from ..precision import full_float32
 from .learning_rate import AUTO, largest_eigenvalue
-from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev
+from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep
 
-__all__ = ["Evolution", "GradientFlow", "KernelDtype", "evolve"]
+__all__ = ["Evolution", "GradientFlow", "Kernel", "KernelDtype", "evolve"]
 
+Kernel = Literal["mean", "corrected", "full"]
 KernelDtype = Literal["outputs", "bfloat16"]
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
+MOST_HALVINGS = 10  # of one interval's residuals, where a correction would raise the loss
+State = tuple[Tensor, Tensor]  # f and R, in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +88,14 @@ class GradientFlow:
         along no eigenvector of the kernel: see :mod:`fedntk.ntk.evolution.learning_rate`.
     steps : tuple of float, length T
         Increasing times t >= 0 at which to report, in steps of the learning rate.
-    kernel : {"mean", "full"}
+    kernel : {"mean", "corrected", "full"}
         ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
-        the exact linearised network; needs a Jacobian, builds no matrix.
+        the exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from
+        one of the `steps` to the next, and there the outputs of the exact linearised network,
+        f(0) + J J^T R, from which H goes on: close to ``"full"`` with four to eight steps, for one
+        product of the full kernel at each, where that takes hundreds. Where the residuals of an
+        interval would raise the linearised network's loss, they are halved until they do not. Needs
+        a Jacobian, too, and several steps: at the first one the weights are those of ``"mean"``.
     residuals : {"integral", "sum"}
         ``"integral"``: R(t), the residual integrated over t; it never overshoots. ``"sum"``: the
         paper's eq. (10) to the letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which
@@ -111,7 +124,7 @@ class GradientFlow:
     loss: Loss
     learning_rate: float | Literal["auto"]
     steps: Sequence[float]
-    kernel: Literal["mean", "full"] = "mean"
+    kernel: Kernel = "mean"
     residuals: Literal["integral", "sum"] = "integral"
     kernel_dtype: KernelDtype = "outputs"
     tolerance: float = 1e-4
@@ -119,8 +132,8 @@ class GradientFlow:
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
-        if self.kernel not in ("mean", "full"):
-            raise ValueError(f"kernel: expected 'mean' or 'full', got {self.kernel!r}")
+        if self.kernel not in get_args(Kernel):
+            raise ValueError(f"kernel: expected 'mean', 'corrected' or 'full', got {self.kernel!r}")
         if self.residuals not in ("integral", "sum"):
             raise ValueError(f"residuals: expected 'integral' or 'sum', got {self.residuals!r}")
         if self.kernel_dtype not in get_args(KernelDtype):
@@ -129,8 +142,9 @@ class GradientFlow:
             )
         if self.kernel_dtype == "bfloat16" and (self.kernel == "full" or self.loss == "mse"):
             raise ValueError(
-                "kernel_dtype: 'bfloat16' is for the mean kernel and cross-entropy, which alone "
-                f"are multiplied by a matrix; got {self.kernel!r} and {self.loss!r}"
+                "kernel_dtype: 'bfloat16' is for the mean kernel, corrected or not, and "
+                "cross-entropy, which alone are multiplied by a matrix; "
+                f"got {self.kernel!r} and {self.loss!r}"
             )
         rate = self.learning_rate
         if rate != AUTO and not (isinstance(rate, int | float) and 0 < rate < math.inf):
@@ -150,9 +164,9 @@ class GradientFlow:
     ) -> Evolution:
         """Evolve the outputs: see :func:`evolve`; `on_step` is the solver's."""
         n, num_outputs = _checked_shapes(jacobian_or_kernel, outputs, targets)
-        if self.kernel == "full" and isinstance(jacobian_or_kernel, Tensor):
+        if self.kernel != "mean" and isinstance(jacobian_or_kernel, Tensor):
             raise ValueError(
-                "kernel='full' couples the outputs: pass a Jacobian, not a kernel matrix"
+                f"kernel={self.kernel!r} couples the outputs: pass a Jacobian, not a kernel matrix"
             )
         times = tuple(self.steps)
         matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
@@ -160,34 +174,30 @@ class GradientFlow:
             apply = _matrix_product(matrix.bfloat16())
         rate, products = self._rate(apply, outputs)
         scale = rate * output_scale(n, num_outputs, self.loss)
+        follow: _Follow
         if self.loss == "mse" and matrix is not None:
-            evolution = _evolve_mse(matrix, outputs, targets, scale, times, self.residuals)
-            return replace(evolution, learning_rate=rate, kernel_products=products)
-        require_memory(
-            8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
-            f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
-            device=outputs.device,
-            cure="report fewer steps or sample fewer examples",
-        )
-        solver = RungeKuttaChebyshev(
-            apply,
-            lambda f: scale * residual(f, targets.double(), self.loss),
-            lambda f, v: scale * output_hessian(f, v, self.loss),
-            outputs,
-            self.tolerance,
-            on_step,
-        )
-        solver.products = products
-        evolved, accumulated = zip(
-            *solver.solve(times, whole_steps=self.residuals == "sum"), strict=True
-        )
+            follow = _ClosedForm(matrix, targets, scale, self.residuals)
+        else:
+            require_memory(
+                8 * outputs.numel() * (SOLVER_ARRAYS + 2 * len(times)),
+                f"the evolution of {n} examples x {num_outputs} outputs at {len(times)} steps",
+                device=outputs.device,
+                cure="report fewer steps or sample fewer examples",
+            )
+            follow = _Solved(self, apply, targets, scale, outputs.dtype, on_step)
+        if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
+            states = _corrected(follow, jacobian_or_kernel, outputs, targets, self.loss, times)
+            products += sum(time > 0 for time in times)  # of the full kernel
+        else:
+            states = follow(outputs.double(), times)
+        evolved, accumulated = zip(*states, strict=True)
         return Evolution(
             times,
             torch.stack(evolved).to(outputs.dtype),
             torch.stack(accumulated).to(outputs.dtype),
-            solver.products,
-            solver.steps,
-            solver.error_estimate,
+            products + follow.products,
+            follow.steps,
+            follow.error_estimate,
             rate,
         )
 
@@ -217,7 +227,7 @@ def evolve(
     loss: Loss,
     learning_rate: float | Literal["auto"],
     steps: Sequence[float],
-    kernel: Literal["mean", "full"] = "mean",
+    kernel: Kernel = "mean",
     residuals: Literal["integral", "sum"] = "integral",
     kernel_dtype: KernelDtype = "outputs",
     tolerance: float = 1e-4,
@@ -332,37 +342,135 @@ def _checked_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
     return times
 
 
-def _evolve_mse(
-    kernel: Tensor,
+class _Follow(Protocol):
+    """Follows the flow of one kernel from some outputs, and counts what that takes.
+
+    Attributes
+    ----------
+    products, steps : int
+        Kernel products, and steps of the solver, so far.
+    error_estimate : float
+        Sum of these steps' estimated errors.
+    """
+
+    products: int
+    steps: int
+    error_estimate: float
+
+    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
+        """Return f and R at increasing times, with f(0) = `outputs`, in float64, and R(0) = 0."""
+
+
+class _ClosedForm:
+    """MSE in the kernel's eigenbasis: each eigenvalue's part of Y - f decays as exp(-rate t)."""
+
+    products = 0
+    steps = 0
+    error_estimate = 0.0
+
+    def __init__(self, kernel: Tensor, targets: Tensor, scale: float, residuals: str) -> None:
+        if not torch.isfinite(kernel).all():
+            raise ValueError(NOT_FINITE)
+        require_memory(
+            _eigen_bytes(len(kernel)),
+            f"the eigendecomposition of the kernel of {len(kernel)} examples",
+            device=kernel.device,
+            cure="sample fewer clients a round or fewer examples on each",
+        )
+        eigenvalues, self._basis = torch.linalg.eigh(kernel.double())
+        self._rates = scale * eigenvalues.clamp(min=0)
+        self._targets, self._scale, self._residuals = targets, scale, residuals
+
+    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
+        """Solve eq. (9a)."""
+        if not torch.isfinite(outputs).all():
+            raise ValueError(NOT_FINITE)
+        start = self._basis.T @ (self._targets.double() - outputs)
+        states = []
+        for time in times:
+            decay = -torch.expm1(-self._rates * time)  # 1 - exp(-rate t)
+            # integral of exp(-rate u), or its geometric series over whole u
+            shares = self._rates if self._residuals == "integral" else -torch.expm1(-self._rates)
+            total = _ratio(decay, shares, time)
+            f = outputs + self._basis @ (decay[:, None] * start)
+            states.append((f, self._scale * (self._basis @ (total[:, None] * start))))
+        return states
+
+
+class _Solved:
+    """Any loss and kernel, by the stabilised solver."""
+
+    def __init__(
+        self,
+        flow: GradientFlow,
+        apply: Callable[[Tensor], Tensor],
+        targets: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        on_step: OnStep | None,
+    ) -> None:
+        self._flow, self._apply, self._targets = flow, apply, targets.double()
+        self._scale, self._dtype, self._on_step = scale, dtype, on_step
+        self._passed = 0.0
+        self.products, self.steps, self.error_estimate = 0, 0, 0.0
+
+    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
+        """Integrate; called again, it counts on in time, products and steps."""
+        loss, scale, told = self._flow.loss, self._scale, self._on_step
+        on_step = None if told is None else lambda step: told(self._of_all(step))
+        solver = RungeKuttaChebyshev(
+            self._apply,
+            lambda f: scale * residual(f, self._targets, loss),
+            lambda f, v: scale * output_hessian(f, v, loss),
+            outputs.to(self._dtype),
+            self._flow.tolerance,
+            on_step,
+        )
+        states = list(solver.solve(times, whole_steps=self._flow.residuals == "sum"))
+        self._passed += times[-1]
+        self.products += solver.products
+        self.steps += solver.steps
+        self.error_estimate += solver.error_estimate
+        return states
+
+    def _of_all(self, step: SolverStep) -> SolverStep:
+        """Return how far the whole evolution is, of which this may be one interval."""
+        return SolverStep(
+            self._passed + step.time,
+            self._flow.steps[-1],
+            self.products + step.products,
+            step.expected * (len(self._flow.steps) if self._flow.kernel == "corrected" else 1),
+        )
+
+
+def _corrected(
+    follow: _Follow,
+    jacobian: Jacobian,
     outputs: Tensor,
     targets: Tensor,
-    scale: float,
-    times: tuple[float, ...],
-    residuals: str,
-) -> Evolution:
-    """Solve in closed form: each eigenvalue's part of Y - f decays as exp(-rate t), eq. (9a)."""
-    if not (torch.isfinite(kernel).all() and torch.isfinite(outputs).all()):
-        raise ValueError(NOT_FINITE)
-    require_memory(
-        _eigen_bytes(len(kernel)),
-        f"the eigendecomposition of the kernel of {len(kernel)} examples",
-        device=kernel.device,
-        cure="sample fewer clients a round or fewer examples on each",
-    )
-    eigenvalues, basis = torch.linalg.eigh(kernel.double())
-    rates = scale * eigenvalues.clamp(min=0)
-    start = basis.T @ (targets - outputs).double()
-    t = torch.tensor(times, dtype=torch.float64, device=rates.device)[:, None]
-    decay = -torch.expm1(-rates * t)  # 1 - exp(-rate t)
-    # integral of exp(-rate u), or its geometric series over whole u
-    total = _ratio(decay, rates if residuals == "integral" else -torch.expm1(-rates), t)
-    evolved = outputs.double() + basis @ (decay[:, :, None] * start)
-    accumulated = scale * (basis @ (total[:, :, None] * start))
-    dtype = outputs.dtype
-    return Evolution(times, evolved.to(dtype), accumulated.to(dtype), 0, 0, 0.0, 0.0)
+    loss: Loss,
+    times: Sequence[float],
+) -> list[State]:
+    """Follow the mean kernel from each time to the next, from the exact linearised outputs."""
+    f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
+    states = []
+    for start, end in itertools.pairwise([0.0, *times]):
+        if end > start:
+            ((_, own),) = follow(f, [end - start])
+            change = jacobian.full_product(own.to(outputs.dtype)).double()
+            share, before = 1.0, loss_value(f, targets, loss)
+            for _ in range(MOST_HALVINGS):
+                if loss_value(f + share * change, targets, loss) <= before:
+                    break
+                share /= 2
+            else:
+                share = 0.0
+            f, total = f + share * change, total + share * own
+        states.append((f, total))
+    return states
 
 
-def _ratio(numerator: Tensor, denominator: Tensor, limit: Tensor) -> Tensor:
+def _ratio(numerator: Tensor, denominator: Tensor, limit: float) -> Tensor:
     """Numerator / denominator, and `limit` where the denominator is zero."""
     zero = denominator == 0
     return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
-from ..evolution.gradient_flow import GradientFlow, KernelDtype
+from ..evolution.gradient_flow import GradientFlow, Kernel, KernelDtype
 from ..losses import Loss
 from .compression import UNQUANTISED, check_compression
 
@@ -26,8 +26,8 @@ class EvolutionTask:
         eta of the round.
     steps : tuple of float
         The grid of t.
-    kernel : {"mean", "full"}
-        One kernel for all outputs, or all outputs coupled.
+    kernel : {"mean", "corrected", "full"}
+        One kernel for all outputs, the same put right at each of the steps, or all outputs coupled.
     selection : {"last", "true-loss", "own"}
         Which t: the last; that of the lowest loss of the network itself over all examples of the
         neighbourhood, for which their inputs travel with the Jacobians; or over the client's own.
@@ -56,7 +56,7 @@ class EvolutionTask:
     loss: Loss = "cross-entropy"
     learning_rate: float = 0.01
     steps: tuple[float, ...] = tuple(range(100, 801, 100))
-    kernel: Literal["mean", "full"] = "mean"
+    kernel: Kernel = "mean"
     selection: LocalSelection = "last"
     batches: int = 1
     average: bool = True
@@ -79,7 +79,7 @@ class EvolutionTask:
 
     @property
     def flow(self) -> GradientFlow:
-        """What evolves outputs so; with the last t alone where the others are not compared."""
+        """What evolves outputs so; with the last t alone where the others serve nothing."""
         whole = GradientFlow(
             loss=self.loss,
             learning_rate=self.learning_rate,
@@ -88,7 +88,8 @@ class EvolutionTask:
             kernel_dtype=self.kernel_dtype,
             tolerance=self.tolerance,
         )
-        return replace(whole, steps=whole.steps[-1:]) if self.selection == "last" else whole
+        others = self.selection != "last" or self.kernel == "corrected"
+        return whole if others else replace(whole, steps=whole.steps[-1:])
 
     def to_config(self) -> dict[str, Any]:
         """Return keys that begin with ``evolution-`` and their values."""

@@ -25,8 +25,8 @@ class NTKDFLSettings(GraphSettings):
     table = "ntk-dfl"
 
     steps: str = setting("100,200,300,400,500,600,700,800", "grid of t")
-    kernel: Literal["mean", "full"] = setting(
-        "mean", "one kernel for all outputs, or all outputs coupled"
+    kernel: Literal["mean", "corrected", "full"] = setting(
+        "mean", "over outputs; corrected: with exact outputs at each of the steps; or full"
     )
     selection: Literal["last", "true-loss", "own"] = setting(
         "last",

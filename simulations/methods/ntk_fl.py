@@ -46,7 +46,9 @@ class EvolvingSettings(Settings):
         "uniform",
         "of class-prior: predict for classes that are equally common, or as common as so far",
     )
-    kernel: Literal["mean", "full"] = setting("mean", "over outputs: see fedntk.ntk.evolve")
+    kernel: Literal["mean", "corrected", "full"] = setting(
+        "mean", "over outputs; corrected: with exact outputs at each of the steps; or full"
+    )
     residuals: Literal["integral", "sum"] = setting("integral", "over time: see fedntk.ntk.evolve")
     kernel_dtype: Literal["outputs", "bfloat16"] = setting(
         "outputs", "in which the mean kernel is multiplied; bfloat16 goes with a tolerance of 0.01"

@@ -82,7 +82,13 @@ def weights_of(strategy: NTKDFL, client: int, server_round: int) -> dict[str, np
 
 
 def evolved(
-    weights: dict[str, np.ndarray], members: list[int], t: float, loss: str, *, prior: bool = False
+    weights: dict[str, np.ndarray],
+    members: list[int],
+    t: float,
+    loss: str,
+    *,
+    prior: bool = False,
+    **options: Any,
 ) -> dict[str, np.ndarray]:
     """One evolution on one machine, of all examples of some clients: eq. (2) to (5)."""
     network = net()
@@ -96,8 +102,8 @@ def evolved(
     if prior:
         counts = targets.sum(0)
         outputs = outputs + (3 * (counts + 1 / 3) / (len(y) + 1)).log()
-    flow = GradientFlow(loss=loss, learning_rate=0.1, steps=[t])  # type: ignore[arg-type]
-    residuals = flow(rows, outputs, targets).residuals[0]
+    options = {"loss": loss, "learning_rate": 0.1, "steps": [t], **options}
+    residuals = GradientFlow(**options)(rows, outputs, targets).residuals[-1]
     update = rows.vjp(residuals)
     return {name: weights[name] + update[name].numpy() for name in weights}
 
@@ -138,6 +144,20 @@ def test_three_rounds_are_those_of_the_algorithms_on_one_machine(loss, kind, pri
     for name, array in found.items():
         mean = sum(weights[k][name] for k in range(6)) / 6
         np.testing.assert_allclose(array, mean, rtol=bound, atol=bound)
+
+
+def test_the_corrected_kernel_is_put_right_at_all_steps_though_the_last_is_taken():
+    topology = Topology("complete")
+    options = {"loss": "mse", "kernel": "corrected", "steps": STEPS}
+    own = strategy(topology=topology, **ALL, **options)
+    run(own, Grid(clients(loss="mse")), rounds=1)
+    start_ = {name: t.numpy() for name, t in net().state_dict().items()}
+    each = list(range(6))
+    expected = evolved(start_, each, STEPS[-1], **options)
+    once = evolved(start_, each, STEPS[-1], loss="mse")
+    for name, array in weights_of(own, 0, 1).items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-9, atol=1e-9)
+        assert np.abs(array - once[name]).max() > 1e-4
 
 
 def test_compressed_rows_are_fewer_bytes_and_near_the_exact_ones():

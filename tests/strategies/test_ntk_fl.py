@@ -82,7 +82,7 @@ def pooled(
 
 
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
-@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("kernel", ["mean", "corrected", "full"])
 def test_federated_round_equals_the_pooled_computation_bit_for_bit(loss, kernel):
     candidates, losses, linearised = pooled(loss, kernel=kernel)
     strategy = NTKFL(loss=loss, kernel=kernel, **OPTIONS)

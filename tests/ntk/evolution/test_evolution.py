@@ -9,6 +9,7 @@ against outputs of at least 1, as the solver measures it.
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fedntk.ntk import Jacobian, NotEnoughMemory, evolve, jacobian, loss_value, one_hot, residual
-from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, _coefficients
+from fedntk.ntk.evolution import GradientFlow, Kernel
+from fedntk.ntk.evolution.solver import RungeKuttaChebyshev, SolverStep, _coefficients
 from fedntk.ntk.losses import output_hessian, output_scale
 
 LOSSES = ("mse", "cross-entropy")
@@ -65,7 +67,7 @@ def gradient_flow(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
     """The linearisation of a linear model is the model, so functions and weights must agree.
 
@@ -94,7 +96,7 @@ def test_linear_model_evolves_as_under_gradient_flow(loss, kernel):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 @pytest.mark.parametrize("residuals", ["integral", "sum"])
 def test_time_zero_gives_the_input(loss, kernel, residuals):
     model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
@@ -336,6 +338,107 @@ def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_outputs_of_the_corrected_kernel_are_what_its_update_does(loss):
+    """f(t) = f(0) + J J^T R(t), exactly, where that of the mean kernel is far off."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"loss": loss, "learning_rate": 0.3, "steps": [2, 5, 30], "tolerance": TOLERANCE}
+
+    def off(kernel: Kernel) -> list[float]:
+        found = evolve(jac, f, y, kernel=kernel, **options)
+        changes = [jac.jvp(jac.vjp(r)) for r in found.residuals]
+        return [relative(a - f, b) for a, b in zip(found.outputs, changes, strict=True)]
+
+    assert max(off("corrected")) < 1e-10
+    assert min(off("mean")) > 0.05
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_corrected_kernel_tends_to_the_full_one_with_the_number_of_steps(loss):
+    """Between corrections it is off to first order in their distance, so 4 times closer by 4."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"loss": loss, "learning_rate": 0.02, "tolerance": TOLERANCE}
+    end = 128
+    full = evolve(jac, f, y, kernel="full", steps=[end], **options)
+
+    def off(steps: int) -> float:
+        times = [end * (k + 1) // steps for k in range(steps)]
+        found = evolve(jac, f, y, kernel="corrected", steps=times, **options)
+        return relative(found.residuals[-1], full.residuals[-1])
+
+    mean = evolve(jac, f, y, kernel="mean", steps=[end], **options)
+    assert off(1) == pytest.approx(relative(mean.residuals[-1], full.residuals[-1]), rel=1e-6)
+    errors = [off(4), off(16), off(64)]
+    assert errors[1] < errors[0] / 3
+    assert errors[2] < errors[1] / 3
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_corrected_sums_at_every_step_are_gradient_descent_on_the_linearised_network(loss):
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    evolution = evolve(
+        jac, f, y, loss=loss, learning_rate=0.1, steps=range(1, 21), kernel="corrected",
+        residuals="sum", tolerance=TOLERANCE,
+    )  # fmt: skip
+    scale = 0.1 * output_scale(*f.shape, loss)
+    for outputs in evolution.outputs:
+        f = f + jac.full_product(scale * residual(f, y, loss))
+        assert relative(outputs, f) < 1e-10
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_corrections_never_raise_the_loss_where_the_mean_kernel_overshoots(loss):
+    """All outputs hang on one number: along it the update does C = 10 times what H foresees."""
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 10, bias=False)))
+    y = nn.functional.pad(y, (0, 7))
+    with torch.no_grad():
+        model[0].weight.mul_(0.1)
+    model[1].weight.requires_grad_(False)
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"loss": loss, "learning_rate": 1.0, "steps": range(40, 401, 40)}
+    before = loss_value(f, y, loss)
+    mean = evolve(jac, f, y, kernel="mean", **options)
+    reached = loss_value(f + jac.jvp(jac.vjp(mean.residuals[-1])), y, loss)
+    assert reached > before  # the mean kernel alone overshoots
+    found = evolve(jac, f, y, kernel="corrected", **options)
+    losses = [before, *(loss_value(outputs, y, loss) for outputs in found.outputs)]
+    assert losses == sorted(losses, reverse=True)
+    full = evolve(jac, f, y, kernel="full", **options)
+    assert losses[-1] < 1.1 * loss_value(full.outputs[-1], y, loss)
+
+
+def test_corrections_take_bfloat16_products_and_put_their_error_right():
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    options = {"loss": "cross-entropy", "learning_rate": 1.0, "steps": [25, 50, 75, 100]}
+    options |= {"kernel": "corrected", "tolerance": 1e-2}
+    exact = evolve(jac, f, y, **options)
+    half = evolve(jac, f, y, kernel_dtype="bfloat16", **options)
+    changes = jac.jvp(jac.vjp(half.residuals[-1]))
+    assert relative(half.outputs[-1] - f, changes) < 1e-10
+    assert 0 < relative(half.residuals[-1], exact.residuals[-1]) < 0.05
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_progress_of_corrected_intervals_is_that_of_the_whole(loss):
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    jac, f = jacobian(model, x), model(x).detach()
+    flow = GradientFlow(
+        loss=loss, learning_rate=0.3, steps=[5, 10, 30], kernel="corrected", memory_budget=0
+    )
+    told: list[SolverStep] = []
+    evolution = flow(jac, f, y, told.append)
+    times, products = [step.time for step in told], [step.products for step in told]
+    assert times == sorted(times)
+    assert products == sorted(products)
+    assert {step.end for step in told} == {30.0}
+    assert times[-1] == 30.0
+    assert evolution.kernel_products == products[-1] + 3  # one of the full kernel at each step
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_loss_never_rises_along_the_flow(digits, loss):
     kernel, f, y = digits
     evolution = evolve(kernel, f, y, loss=loss, learning_rate=0.1, steps=range(0, 1000, 100))
@@ -356,10 +459,11 @@ def test_loss_never_rises_along_the_flow(digits, loss):
         ({"steps": [0.5], "residuals": "sum"}, "whole steps"),
         ({"residuals": "mean"}, "residuals: expected"),
         ({"kernel": "some"}, "kernel: expected"),
-        ({"kernel": "full"}, "pass a Jacobian"),
+        ({"kernel": "full"}, "'full' couples the outputs: pass a Jacobian"),
+        ({"kernel": "corrected"}, "'corrected' couples the outputs: pass a Jacobian"),
         ({"tolerance": 0.0}, "tolerance: expected"),
         ({"kernel_dtype": "half"}, "kernel_dtype: expected 'outputs' or 'bfloat16', got 'half'"),
-        ({"kernel_dtype": "bfloat16"}, "'bfloat16' is for the mean kernel and cross-entropy"),
+        ({"kernel_dtype": "bfloat16"}, "'bfloat16' is for the mean kernel, corrected or not"),
         ({"targets": torch.zeros(2, 3)}, "outputs and targets"),
         ({"jacobian_or_kernel": torch.zeros(3, 3)}, "kernel of 2 x 2 examples, got"),
     ],
