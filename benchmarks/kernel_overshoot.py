@@ -1,0 +1,142 @@
+"""How far an update moves the linearised network, and how far each kernel foresees it.
+
+Clients in a complete graph: in each round all evolve from the mean of the last round's weights,
+each on 1,200 training images of its own, with the settings of `ntk_dfl_fmnist.toml`. The overshoot
+of a round is the linearised network's change J J^T R along the direction over the classes in which
+the evolved outputs f(t) - f(0) of a client change most, divided by that change: 1 where the kernel
+foresees it. Accuracy is that of the mean on 5,000 other training images.
+
+    python benchmarks/kernel_overshoot.py --data-dir FOLDER [--clients 8] [--rounds 12]
+
+FOLDER is in torchvision's layout. Writes beside this file results/kernel_overshoot.csv, .json
+(machine, seconds of an evolution) and .png.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fedntk.ntk import jacobian, one_hot
+from fedntk.ntk.evolution import GradientFlow
+from fedntk.simulations import Config
+from fedntk.simulations.data import load_data
+from fedntk.simulations.models import build_model
+from fedntk.simulations.results import machine
+
+CONF = Path(__file__).parent.parent / "simulations" / "conf"
+EXAMPLES, HELD_OUT = 1200, 5000
+# name -> kernel and steps
+KERNELS = {
+    "mean": ("mean", [800]),
+    "corrected, 4 steps": ("corrected", [200, 400, 600, 800]),
+    "corrected, 8 steps": ("corrected", list(range(100, 801, 100))),
+    "full": ("full", [800]),
+}
+
+
+def overshoot(foreseen: Tensor, done: Tensor) -> float:
+    """Change that was done by the one foreseen, along the direction that changes most."""
+    centred = foreseen - foreseen.mean(1, keepdim=True)
+    direction = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
+    a, b = foreseen @ direction, done @ direction
+    return float(a @ b / (a @ a))
+
+
+def vector(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
+    config = Config.load(CONF / "ntk_dfl_fmnist.toml", data_dir=options.data_dir)
+    data = load_data(config)
+    x = torch.as_tensor(data.x_train).float()
+    x, y = (x - x.mean()) / x.std(), torch.as_tensor(data.y_train)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(x)))
+    held_out, rest = order[:HELD_OUT], order[HELD_OUT:]
+    clients = rest[: options.clients * EXAMPLES].split(EXAMPLES)
+    rows, seconds = [], {}
+    for name, (kernel, steps) in KERNELS.items():
+        flow = GradientFlow(
+            loss="cross-entropy",
+            learning_rate=config.learning_rate,
+            steps=steps,
+            kernel=kernel,  # type: ignore[arg-type]
+            tolerance=1e-3,
+        )
+        model = build_model(config, tuple(x.shape[1:]), data.num_classes)
+        times, before = [], None
+        for number in tqdm(range(1, options.rounds + 1), desc=name):
+            start, found, over = vector(model), [], []
+            for client in clients:
+                rows_of, targets = jacobian(model, x[client]), one_hot(y[client], data.num_classes)
+                with torch.no_grad():
+                    outputs = model(x[client])
+                began = time.perf_counter()
+                evolution = flow(rows_of, outputs, targets)
+                times.append(time.perf_counter() - began)
+                update = rows_of.vjp(evolution.residuals[-1])
+                done = rows_of.jvp(update).double()
+                over.append(overshoot((evolution.outputs[-1] - outputs).double(), done))
+                parts = [update[key].flatten() for key, _ in model.named_parameters()]
+                found.append(start + torch.cat(parts))
+            with torch.no_grad():
+                old = model(x[held_out])
+                nn.utils.vector_to_parameters(torch.stack(found).mean(0), model.parameters())
+                new = model(x[held_out])
+            step, last, before = (new - old).flatten(), before, (new - old).flatten()
+            rows.append(
+                {
+                    "kernel": name,
+                    "round": number,
+                    "accuracy": float((new.argmax(1) == y[held_out]).double().mean()),
+                    "overshoot": float(np.mean(over)),
+                    "cosine-to-last-change": float("nan")
+                    if last is None
+                    else float(nn.functional.cosine_similarity(step, last, dim=0)),
+                }
+            )
+        seconds[name] = round(float(np.median(times)), 3)
+    table = pd.DataFrame(rows)
+    print(table.pivot(index="round", columns="kernel", values="accuracy").to_string())
+    print(table.pivot(index="round", columns="kernel", values="overshoot").round(2).to_string())
+    print(seconds)
+    stem = Path(__file__).parent / "results" / "kernel_overshoot"
+    table.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.4f")
+    summary = {
+        "machine": machine(),
+        "clients": options.clients,
+        "seconds-of-an-evolution": seconds,
+    }
+    stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    shown = {
+        "accuracy": "accuracy of the mean model",
+        "overshoot": "change done / change foreseen",
+        "cosine-to-last-change": "cosine to the last round's change",
+    }
+    for axis, (column, label) in zip(axes, shown.items(), strict=True):
+        for name in KERNELS:
+            own = table[table.kernel == name]
+            axis.plot(own["round"], own[column], label=name, marker=".")
+        axis.set(xlabel="round", ylabel=label)
+    axes[0].set_ylim(bottom=0.6)
+    axes[0].legend(title="kernel", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(stem.with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main()
