@@ -55,7 +55,8 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     Each reply's metrics hold ``partition-id`` too, from the node's configuration, or -1 where it
     has none. A ``query.partition`` message asks for nothing else and loads no data; a
     ``query.keys`` message asks for ``get_properties({})``, which tells the key server to whom to
-    seal; a ``query.public_key`` message calls ``public_key(config)``.
+    seal; a ``query.public_key`` message calls ``public_key(config)``, and a
+    ``query.feature_sums`` message ``feature_sums(config)``.
 
     The configuration that a client is given has ``client-id`` besides what was sent: its partition,
     or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
@@ -204,6 +205,12 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
         _, config = received(message, context)
         client: Any = _made(client_fn, context)
         return _reply(message, context, {"public-key": client.public_key(config)})
+
+    @app.query("feature_sums")
+    def feature_sums(message: Message, context: Context) -> Message:
+        _, config = received(message, context)
+        client: Any = _made(client_fn, context)
+        return _reply(message, context, client.feature_sums(config))
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:

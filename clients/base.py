@@ -264,6 +264,21 @@ class ModelClient(NumPyClient):
         """Return what the key server needs to seal the projection's seed; else nothing."""
         return {} if self.projection is None else dict(self.projection.keys.request())
 
+    def feature_sums(self, config: dict[str, Scalar]) -> dict[str, Any]:
+        """Return the sum of all training inputs, and their number: for their mean over all clients.
+
+        Returns
+        -------
+        dict
+            ``{"feature-sums": [...], "num-examples": n}``: sums in float64 over the examples,
+            projected where there is a projection, flat.
+        """
+        x = self._projected(self.x, config)
+        return {
+            "feature-sums": x.double().sum(0).flatten().tolist(),
+            "num-examples": len(x),
+        }
+
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.
 

@@ -89,6 +89,11 @@ class Config(Settings):
         at_least=0,
         below=1,
     )
+    centre_features: bool = setting(
+        False,
+        "take the mean over all clients off the inputs, projected where there is a projection; "
+        "clients are asked for their sums before the first round",
+    )
     max_examples: int = setting(
         0, "a client that claims more is refused; 0: as many as the training set has", at_least=0
     )

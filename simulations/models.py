@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedntk.ntk import with_fourier_features
+from fedntk.ntk.centred import CentredInputs
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
 
@@ -306,12 +307,12 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
             f"class, got {('n', *shape[1:])}"
         )
-    if not config.random_features:
-        return model
-    try:
-        return with_fourier_features(model, config.random_features, config.seed)
-    except ValueError as error:
-        raise ConfigError(f"random-features: {error}") from None
+    if config.random_features:
+        try:
+            model = with_fourier_features(model, config.random_features, config.seed)
+        except ValueError as error:
+            raise ConfigError(f"random-features: {error}") from None
+    return CentredInputs(model, input_shape) if config.centre_features else model
 
 
 def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:

@@ -32,6 +32,7 @@ from .array_archive import under
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
+from .feature_centre import FeatureCentre
 from .registry import ClientRegistry, Exchange, SentParts
 from .replies import (
     NoUsableReply,
@@ -86,6 +87,11 @@ class BaseStrategy(FedAvg):
         what is evaluated and returned; clients train from the newest weights all the same. 0: the
         newest weights are. See :class:`~fedntk.strategies.averaged_model.AveragedModel`. Not
         for methods that learn different things in different rounds or clients.
+    centre_features : bool
+        Before the first round all clients are asked for the sum of their inputs, projected where
+        there is a projection, and the model's array ``centre`` becomes their mean: see
+        :class:`~fedntk.ntk.centred.CentredInputs`, which the model has to be. Up to 10,000 inputs.
+        For methods of one network that all clients train.
     key_server : SealsSeeds, optional
         Seals the seed of the random projection for each client, such as
         :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The strategy never learns the seed;
@@ -124,6 +130,7 @@ class BaseStrategy(FedAvg):
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
     averages: ClassVar[bool] = True  # whether what it learns has a mean over rounds
+    centres: ClassVar[bool] = False  # whether it can centre the inputs of what it learns
     # how metrics of several such strategies in one round are put together, by the name's beginning;
     # means, weighted by examples, are the rule
     combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
@@ -140,6 +147,7 @@ class BaseStrategy(FedAvg):
         evaluate_every: int = 1,
         outlier_factor: float = OUTLIER_FACTOR,
         average_decay: float = 0.0,
+        centre_features: bool = False,
         key_server: SealsSeeds | None = None,
         run: str = "",
         **fedavg_options: Any,
@@ -156,6 +164,10 @@ class BaseStrategy(FedAvg):
                 f"average_decay: expected 0 for {type(self).__name__}, whose arrays have no "
                 f"mean over rounds, got {average_decay}"
             )
+        if centre_features and not self.centres:
+            raise ValueError(
+                f"centre_features: {type(self).__name__} has no such array; leave it out"
+            )
         if key_server is not None and not run:
             raise ValueError("key_server: name the training run with run=..., as its clients do")
         self.seed = seed
@@ -169,6 +181,7 @@ class BaseStrategy(FedAvg):
         self.evaluate_every = evaluate_every
         self.outlier_factor = outlier_factor
         self.averaged = AveragedModel(average_decay) if average_decay else None
+        self.centre = FeatureCentre() if centre_features else None
         self.run = run
         self.registry = ClientRegistry()
         self.sent = SentParts()
@@ -209,7 +222,13 @@ class BaseStrategy(FedAvg):
         """
         own = {} if self.averaged is None else self.averaged.state_dict()
         averaged = {f"averaged.{name}": value for name, value in own.items()}
-        return {"settings": self.settings(), "server-round": self.server_round, **averaged}
+        centre = {} if self.centre is None else self.centre.state_dict()
+        return {
+            "settings": self.settings(),
+            "server-round": self.server_round,
+            **averaged,
+            **centre,
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return what a run's outcome depends on besides data and weights, as JSON holds it.
@@ -226,6 +245,7 @@ class BaseStrategy(FedAvg):
             "outlier_factor": self.outlier_factor,
             "run": self.run,
             **({} if self.averaged is None else {"average_decay": self.averaged.decay}),
+            **({} if self.centre is None else {"centre_features": True}),
         }
 
     def agreement(self) -> Agreement:
@@ -258,6 +278,8 @@ class BaseStrategy(FedAvg):
         self.server_round = self._rounds_loaded = int(state["server-round"])
         if self.averaged is not None:
             self.averaged.load_state_dict(under("averaged.", state))
+        if self.centre is not None:
+            self.centre.load_state_dict(state)
 
     def start(
         self,
@@ -451,6 +473,8 @@ class BaseStrategy(FedAvg):
             self.client_evaluations = {}
             if self.averaged is not None:
                 self.averaged.reset()
+            if self.centre is not None:
+                self.centre.mean = None
         return initial_arrays
 
     # ----------------------------------------------------------------- sending
@@ -462,6 +486,8 @@ class BaseStrategy(FedAvg):
         self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
+        if self.centre is not None:
+            arrays = self.global_arrays = self.centre.put_into(arrays, self, grid)
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(
             grid, server_round, "train", self.fraction_train, minimum, self.held_out

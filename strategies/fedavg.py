@@ -31,6 +31,8 @@ class SeededFedAvg(BaseStrategy):
         If an argument is out of range.
     """
 
+    centres = True
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:

@@ -146,6 +146,7 @@ class NTKFL(BaseStrategy):
 
     client = "NTKFLClient"
     replies = "Jacobians"
+    centres = True
     combined_by: ClassVar = {
         "kernel-products": sum,
         "solver-steps": sum,

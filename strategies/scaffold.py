@@ -93,6 +93,7 @@ class SCAFFOLD(BaseStrategy):
 
     client = "SCAFFOLDClient"
     replies = "weights and controls"
+    centres = True
 
     def __init__(self, *, server_learning_rate: float = 1.0, **options: Any) -> None:
         super().__init__(**options)

@@ -7,7 +7,7 @@ PROJECTED = {"sampling_rate": 0.5, "projection": 20}
 TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
 SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none
 SETTINGS |= {
-    "cp-ntk-fl": {**TOOLS, "average_decay": 0.6},
+    "cp-ntk-fl": {**TOOLS, "average_decay": 0.6, "centre_features": True},
     "tct": {
         **PROJECTED,
         "tct": {

@@ -1,0 +1,45 @@
+"""A network whose inputs are centred by a mean that is among its arrays."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CENTRE", "CentredInputs"]
+
+CENTRE = "centre"  # name of the array
+
+
+class CentredInputs(nn.Module):
+    """A network of the inputs less their mean.
+
+    The mean is a buffer: it travels with the weights, is never trained, and whoever evaluates the
+    network has it. It begins as zeros; a strategy with ``centre_features=True`` fills in the mean
+    over all clients.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Of the centred inputs.
+    input_shape : sequence of int
+        Of one example.
+
+    Examples
+    --------
+    >>> network = CentredInputs(nn.Identity(), (2,))
+    >>> network.centre.copy_(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    >>> network(torch.tensor([[3.0, 3.0]]))
+    tensor([[2., 1.]])
+    """
+
+    centre: Tensor
+
+    def __init__(self, network: nn.Module, input_shape: Sequence[int]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer(CENTRE, torch.zeros(tuple(input_shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the network's outputs, given inputs of shape (n, *input_shape)."""
+        return self.network(x - self.centre)

@@ -1,0 +1,108 @@
+"""Inputs centred by their mean over all clients, which these are asked for once.
+
+Each client sends the sum of its inputs, projected where there is a projection, and their number;
+the server sees both. The mean goes into an array of the model, which all clients are then sent.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.centred import CENTRE
+from fedntk.ntk.payloads import screen_sizes
+
+from .averaging import cast_like, named_arrays
+from .replies import Reply
+
+if TYPE_CHECKING:
+    from .base import BaseStrategy
+
+__all__ = ["FEATURE_SUMS", "FeatureCentre"]
+
+logger = logging.getLogger("flwr")
+FEATURE_SUMS = "feature-sums"  # name of a client's sums among its metrics
+STAGE = "query.feature_sums"
+
+
+class FeatureCentre:
+    """The mean of all clients' inputs, for a :class:`~fedntk.ntk.centred.CentredInputs`.
+
+    Attributes
+    ----------
+    mean : ndarray of float64, flat, or None
+        None until clients have answered.
+    """
+
+    def __init__(self) -> None:
+        self.mean: NDArray[np.float64] | None = None
+
+    def put_into(self, arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid) -> ArrayRecord:
+        """Return the arrays with the mean; the clients are asked for it if they were not yet.
+
+        Where too few answer, the arrays stay as they are, and the next round asks again.
+
+        Raises
+        ------
+        ValueError
+            If the model has no such array.
+        """
+        model = named_arrays(arrays)
+        if CENTRE not in model:
+            raise ValueError(
+                f"centre_features: expected the array {CENTRE!r} in the model, got "
+                f"{list(model)[:5]}; wrap the network as CentredInputs(network, input_shape), on "
+                "the clients, too"
+            )
+        centre = model[CENTRE]
+        if self.mean is None:
+            self.mean = self._asked(strategy, grid, centre.size)
+        if self.mean is None:
+            return arrays
+        own = cast_like({CENTRE: self.mean.reshape(centre.shape)}, {CENTRE: centre})
+        return ArrayRecord({**arrays, **own})
+
+    def _asked(self, strategy: "BaseStrategy", grid: Grid, size: int) -> NDArray[np.float64] | None:
+        nodes = strategy.sample(
+            grid, strategy.server_round, STAGE, 1.0, strategy.min_completed, strategy.held_out
+        )
+
+        pairs, rejected = strategy.exchange(
+            nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, size)
+        )
+        pairs = strategy.screened(pairs, rejected, _screen)
+        if not strategy.enough(len(pairs)):
+            logger.log(WARNING, "no mean of the inputs: they stay uncentred in this round")
+            return None
+        counts = [reply.num_examples for reply, _ in pairs]
+        logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
+        return np.average([mean for _, mean in pairs], axis=0, weights=counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean, as JSON holds it."""
+        return {"centre": None if self.mean is None else self.mean.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        found = state["centre"]
+        self.mean = None if found is None else np.array(found, np.float64)
+
+
+def _checked_mean(reply: Reply, size: int) -> NDArray[np.float64]:
+    found = reply.metrics.get(FEATURE_SUMS)
+    sums = np.array(found if isinstance(found, list) else [], np.float64)
+    if len(sums) != size:
+        raise BadReply("metrics", f"expected {size} {FEATURE_SUMS!r}, got {len(sums)}")
+    if not np.isfinite(sums).all():
+        raise BadReply("non-finite", f"{FEATURE_SUMS!r} are not finite")
+    return sums / reply.num_examples
+
+
+def _screen(means: Sequence[NDArray[np.float64]], factor: float) -> list[BadReply | None]:
+    return screen_sizes([float(np.linalg.norm(mean)) for mean in means], factor)

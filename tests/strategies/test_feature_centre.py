@@ -1,0 +1,196 @@
+"""Inputs centred by their mean over all clients, against clients whose inputs were centred before.
+
+All is float64, so that the sums' order may differ: bounds are 1e-9.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
+from fedntk.ntk import jacobian
+from fedntk.ntk.centred import CENTRE, CentredInputs
+from fedntk.simulations import Config
+from fedntk.simulations import run as simulate
+from fedntk.simulations.building import load_setup
+from fedntk.simulations.simulated_trust import projected
+from fedntk.simulations.tensors import load_tensors
+from fedntk.strategies import NTKDFL, NTKFL, SCAFFOLD, BaseStrategy, FedPer, SeededFedAvg
+
+from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_metrics
+
+BOUND = 1e-9
+NTK = {"learning_rate": 0.1, "steps": [5, 20, 50]}
+SGD = {"learning_rate": 0.1, "batch_size": 4}
+METHODS: dict[str, tuple[Callable[..., BaseStrategy], Callable[..., NumPyClient], dict[str, Any]]]
+METHODS = {
+    "NTKFL": (lambda **options: NTKFL(**NTK, **options), NTKFLClient, {}),
+    "SeededFedAvg": (SeededFedAvg, SGDClient, SGD),
+    "SCAFFOLD": (SCAFFOLD, SCAFFOLDClient, SGD),
+}
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def centred() -> nn.Module:
+    return CentredInputs(network(), (4,)).double()
+
+
+def far(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A client's examples, far from zero."""
+    x, y = examples(partition)
+    return x.double() + torch.tensor([3.0, -2.0, 0.0, 7.0]) + partition / 10, y
+
+
+def pooled_mean() -> torch.Tensor:
+    return torch.cat([far(p)[0] for p in range(NUM_CLIENTS)]).mean(0)
+
+
+def clients(
+    make: Callable[..., NumPyClient], *, by_hand: bool = False, **options: Any
+) -> ClientApp:
+    def client_fn(context: Context) -> NumPyClient:
+        partition = int(context.node_config["partition-id"])
+        x, y = far(partition)
+        if by_hand:
+            return make(network(), x - pooled_mean(), y, seed=(0, partition), **options)
+        return make(centred(), x, y, seed=(0, partition), **options)
+
+    return client_app(client_fn)
+
+
+def run(
+    strategy: BaseStrategy, grid: Grid, model: nn.Module, rounds: int = 2, **options: Any
+) -> dict[str, np.ndarray]:
+    initial = ArrayRecord(dict(model.state_dict()))
+    result = strategy.start(grid, initial, num_rounds=rounds, **options)
+    return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_training_on_inputs_that_were_centred_before(method):
+    make, client, options = METHODS[method]
+    common = {"fraction_evaluate": 0.0, "fraction_train": 0.5, "min_available_nodes": NUM_CLIENTS}
+    grid = Grid(clients(client, **options))
+    found = run(make(centre_features=True, **common), grid, centred())
+    expected = run(make(**common), Grid(clients(client, by_hand=True, **options)), network())
+    np.testing.assert_allclose(found.pop(CENTRE), pooled_mean(), rtol=BOUND)
+    assert len(found) == len(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[f"network.{name}"], array, rtol=BOUND, atol=BOUND)
+    # all clients are asked, once
+    asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.feature_sums"]
+    assert asked == [("query.feature_sums", NUM_CLIENTS)]
+
+
+def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
+    model, (x, _) = centred(), far(0)
+    model.centre.copy_(pooled_mean())
+    plain = jacobian(network(), x - pooled_mean())
+    found = jacobian(model, x)
+    assert [block.kind for block in found.blocks] == [block.kind for block in plain.blocks]
+    torch.testing.assert_close(found.gram(), plain.gram(), rtol=BOUND, atol=BOUND)
+    assert CENTRE not in found.dense()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        failed,
+        with_metrics(feature_sums=None),
+        with_metrics(feature_sums=[1.0, 2.0]),
+        with_metrics(feature_sums=3.0),
+        with_metrics(feature_sums=[1.0, 2.0, float("inf"), 4.0]),
+        with_metrics(feature_sums=[1e9, 0.0, 0.0, 0.0]),
+        with_metrics(num_examples=-1),
+    ],
+)
+def test_sums_that_cannot_be_right_are_left_out(change: Change):
+    grid = Grid(clients(NTKFLClient), changes={2: change}, changed_kind="query.feature_sums")
+    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    found = run(strategy, grid, centred(), rounds=1)
+    others = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p != 2]).mean(0)
+    assert grid.damaged == 1
+    np.testing.assert_allclose(found[CENTRE], others, rtol=BOUND)
+
+
+def test_with_too_few_answers_a_round_goes_on_uncentred_and_the_next_asks_again():
+    asked: list[int] = []
+
+    def once(reply):
+        asked.append(1)
+        return failed(reply) if len(asked) <= NUM_CLIENTS else reply
+
+    changes = dict.fromkeys(range(NUM_CLIENTS), once)
+    grid = Grid(clients(NTKFLClient), changes=changes, changed_kind="query.feature_sums")
+    centres = []
+
+    def evaluate(_, arrays):
+        centres.append(arrays[CENTRE].numpy())
+
+    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    run(strategy, grid, centred(), rounds=2, evaluate_fn=evaluate)
+    assert not centres[1].any()
+    np.testing.assert_allclose(centres[2], pooled_mean(), rtol=BOUND)
+
+
+def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
+    def fresh() -> tuple[NTKFL, Grid]:
+        strategy = NTKFL(**NTK, centre_features=True, fraction_train=0.5, fraction_evaluate=0.0)
+        return strategy, Grid(clients(NTKFLClient))
+
+    whole = run(*fresh(), centred(), rounds=4)
+    run(*fresh(), centred(), rounds=2, checkpoint=tmp_path / "run")
+    strategy, grid = fresh()
+    found = run(strategy, grid, centred(), rounds=4, checkpoint=tmp_path / "run")
+    assert bits(found) == bits(whole)
+    assert "query.feature_sums" not in dict(grid.exchanges)
+    plain = NTKFL(**NTK, fraction_train=0.5, fraction_evaluate=0.0)
+    with pytest.raises(ValueError, match="centre_features"):
+        run(plain, Grid(clients(NTKFLClient)), centred(), checkpoint=tmp_path / "run")
+
+
+def test_a_second_run_of_one_strategy_asks_anew():
+    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    for _ in range(2):
+        grid = Grid(clients(NTKFLClient))
+        run(strategy, grid, centred(), rounds=1)
+        assert dict(grid.exchanges)["query.feature_sums"] == NUM_CLIENTS
+
+
+def test_a_model_without_the_array_is_an_error_that_says_what_to_do():
+    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
+        run(strategy, Grid(clients(SGDClient, by_hand=True, **SGD)), network(), rounds=1)
+
+
+@pytest.mark.parametrize(("make", "options"), [(NTKDFL, {}), (FedPer, {"network": network()})])
+def test_methods_that_cannot_are_refused(make, options):
+    with pytest.raises(ValueError, match=f"centre_features: {make.__name__} has no such array"):
+        make(centre_features=True, **options)
+
+
+@pytest.mark.parametrize("method", ["cp-ntk-fl", "fedavg", "scaffold"])
+def test_in_a_simulation_the_mean_is_of_what_was_projected(method, tmp_path):
+    config = Config(
+        method=method, projection=20, centre_features=True, num_clients=4, clients_per_round=2,
+        clients_per_evaluation=0, rounds=1, sampling_rate=0.5, out=str(tmp_path / "run"),
+    )  # fmt: skip
+    finished = simulate(config, progress=False)
+    setup = load_setup(config)
+    x = torch.cat([setup.examples(p).train[0] for p in range(4)])
+    found, _ = load_tensors(finished.folder / "model.safetensors")
+    # the sum's rounding, and that of 20 features in float32
+    np.testing.assert_allclose(found[CENTRE], projected(config, x).double().mean(0), atol=1e-6)
+    assert np.abs(found[CENTRE]).max() > 0.1
