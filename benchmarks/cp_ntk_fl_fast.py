@@ -55,6 +55,7 @@ OURS: dict[str, dict[str, Any]] = {
     "all three, compressed": {},
     "all three, compressed, classes as so far": {"cp-ntk-fl.class-target": "seen"},
     "prior and mean, compressed": GAUSSIAN,
+    "prior, mean and centred, compressed": {**GAUSSIAN, "centre_features": True},
     "IID, no option": {**WHOLE, **GAUSSIAN, **NEWEST, **NO_PRIOR, **IID},
     "IID, all three, compressed": IID,
 }

@@ -11,6 +11,7 @@ from .ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
 from .features import (
+    CentredInputs,
     FeatureMap,
     Moments,
     Normaliser,
@@ -27,6 +28,7 @@ from .prototype_predictor import PrototypePredictor
 
 __all__ = [
     "BadReply",
+    "CentredInputs",
     "CompressedUpload",
     "EnsemblePredictor",
     "Evolution",

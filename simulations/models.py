@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedntk.ntk import with_fourier_features
-from fedntk.ntk.centred import CentredInputs
+from fedntk.ntk import CentredInputs, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
 

@@ -90,7 +90,7 @@ class BaseStrategy(FedAvg):
     centre_features : bool
         Before the first round all clients are asked for the sum of their inputs, projected where
         there is a projection, and the model's array ``centre`` becomes their mean: see
-        :class:`~fedntk.ntk.centred.CentredInputs`, which the model has to be. Up to 10,000 inputs.
+        :class:`~fedntk.ntk.CentredInputs`, which the model has to be. Up to 10,000 inputs.
         For methods of one network that all clients train.
     key_server : SealsSeeds, optional
         Seals the seed of the random projection for each client, such as

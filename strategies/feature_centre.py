@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.centred import CENTRE
+from fedntk.ntk.features import CENTRE
 from fedntk.ntk.payloads import screen_sizes
 
 from .averaging import cast_like, named_arrays
@@ -32,7 +32,7 @@ STAGE = "query.feature_sums"
 
 
 class FeatureCentre:
-    """The mean of all clients' inputs, for a :class:`~fedntk.ntk.centred.CentredInputs`.
+    """The mean of all clients' inputs, for a :class:`~fedntk.ntk.CentredInputs`.
 
     Attributes
     ----------

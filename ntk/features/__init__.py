@@ -1,5 +1,6 @@
-"""Tangent features of examples: their map, rows on disk, and their normaliser."""
+"""Tangent features of examples: their map, rows on disk, and their normaliser; projections."""
 
+from .centred import CENTRE, CentredInputs
 from .feature_map import FeatureKind, FeatureMap, with_fourier_features
 from .fixed_point import FixedPoint
 from .normaliser import Moments, Normaliser
@@ -8,6 +9,8 @@ from .rows import FeatureRows
 from .tangent import TangentFeatures, entk_features
 
 __all__ = [
+    "CENTRE",
+    "CentredInputs",
     "FeatureKind",
     "FeatureMap",
     "FeatureRows",

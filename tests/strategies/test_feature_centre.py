@@ -16,7 +16,7 @@ from torch import nn
 
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
 from fedntk.ntk import jacobian
-from fedntk.ntk.centred import CENTRE, CentredInputs
+from fedntk.ntk.features import CENTRE, CentredInputs
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
 from fedntk.simulations.building import load_setup

@@ -42,4 +42,5 @@ class CentredInputs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's outputs, given inputs of shape (n, *input_shape)."""
-        return self.network(x - self.centre)
+        outputs: Tensor = self.network(x - self.centre)
+        return outputs
