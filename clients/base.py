@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
+from fedntk.ntk.features import CENTRE, FEATURE_SUMS
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
@@ -272,12 +273,19 @@ class ModelClient(NumPyClient):
         dict
             ``{"feature-sums": [...], "num-examples": n}``: sums in float64 over the examples,
             projected where there is a projection, flat.
+
+        Raises
+        ------
+        ValueError
+            If the model has no centred inputs: then nobody needs to know.
         """
+        if CENTRE not in dict(self.model.named_buffers()):
+            raise ValueError(
+                "centre_features: the strategy asks for the sum of this client's inputs, but its "
+                "model is no CentredInputs(network, input_shape), and does not take their mean off"
+            )
         x = self._projected(self.x, config)
-        return {
-            "feature-sums": x.double().sum(0).flatten().tolist(),
-            "num-examples": len(x),
-        }
+        return {FEATURE_SUMS: x.double().sum(0).flatten().tolist(), "num-examples": len(x)}
 
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.

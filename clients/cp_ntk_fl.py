@@ -155,6 +155,21 @@ class CPNTKFLClient(NTKFLClient):
             )
         return super().query(parameters, config)
 
+    def feature_sums(self, config: dict[str, Scalar]) -> dict[str, Any]:
+        """Return the sum of all training inputs, and their number.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy: this sum has no noise.
+        """
+        if self.noise_multiplier:
+            raise ValueError(
+                "a sum of the training examples was asked for, which their differential privacy "
+                "does not cover; have the strategy leave centre_features out"
+            )
+        return super().feature_sums(config)
+
     def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation.
 

@@ -572,13 +572,19 @@ class BaseStrategy(FedAvg):
         Raises
         ------
         ValueError
-            If the method cannot work so, or averages its weights over rounds, which is the owner's.
+            If the method cannot work so, averages its weights over rounds, which is the owner's, or
+            centres inputs.
         """
         del everyone
         if self.averaged is not None:
             raise ValueError(
                 f"average_decay: expected 0 within a {type(owner).__name__}, which may have one "
                 f"itself, got {self.averaged.decay}"
+            )
+        if self.centre is not None:
+            raise ValueError(
+                f"centre_features: expected False within a {type(owner).__name__}, which shows it "
+                "some of the clients; leave it out"
             )
         self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out
         self._seeds = owner._seeds

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.features import CENTRE
+from fedntk.ntk.features import CENTRE, FEATURE_SUMS
 from fedntk.ntk.payloads import screen_sizes
 
 from .averaging import cast_like, named_arrays
@@ -24,10 +24,9 @@ from .replies import Reply
 if TYPE_CHECKING:
     from .base import BaseStrategy
 
-__all__ = ["FEATURE_SUMS", "FeatureCentre"]
+__all__ = ["FeatureCentre"]
 
 logger = logging.getLogger("flwr")
-FEATURE_SUMS = "feature-sums"  # name of a client's sums among its metrics
 STAGE = "query.feature_sums"
 
 

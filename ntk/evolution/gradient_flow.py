@@ -12,7 +12,7 @@ speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves 
 
 The paper's H is a mean over outputs and leaves out how they move each other, so that f(t) is not
 what the update J^T R does to the linearised network: along some directions of MLPs that are being
-trained it does twice as much, and the models of following rounds go up and down. The kernel
+trained it does half as much again, and the models of following rounds go up and down. The kernel
 ``"corrected"`` follows H from one reported step to the next, and puts the outputs right in between.
 """
 

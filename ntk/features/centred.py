@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CENTRE", "CentredInputs"]
+__all__ = ["CENTRE", "FEATURE_SUMS", "CentredInputs"]
 
 CENTRE = "centre"  # name of the array
+FEATURE_SUMS = "feature-sums"  # of a client's inputs, among its metrics
 
 
 class CentredInputs(nn.Module):

@@ -277,5 +277,7 @@ def test_a_private_client_tells_nothing_else_of_its_training_examples():
         client.query([w[None] for w in weights], {"server-round": 1})
     with pytest.raises(ValueError, match="give the client test examples"):
         client.evaluate(weights, {})
+    with pytest.raises(ValueError, match="have the strategy leave centre_features out"):
+        client.feature_sums({})
     tested = CPNTKFLClient(network(), X, Y, x_test=X[:5], y_test=Y[:5], **DP)
     assert tested.evaluate(weights, {})[1] == 5

@@ -557,6 +557,10 @@ def test_what_was_asked_of_whom_outlasts_a_restart():
             {"noise_multiplier": 1.0, "selection": "validation", "validation_partitions": [1]},
             "or validation_loss",
         ),
+        (
+            {"noise_multiplier": 1.0, "selection": "linearised", "centre_features": True},
+            "centre_features asks clients for sums of their examples",
+        ),
         ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
         ({"shuffling_server": ShufflingServer()}, "shuffling_server: name the training run"),
         ({"key_server": Parties().server}, "key_server: name the training run"),

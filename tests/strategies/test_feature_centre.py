@@ -22,7 +22,15 @@ from fedntk.simulations import run as simulate
 from fedntk.simulations.building import load_setup
 from fedntk.simulations.simulated_trust import projected
 from fedntk.simulations.tensors import load_tensors
-from fedntk.strategies import NTKDFL, NTKFL, SCAFFOLD, BaseStrategy, FedPer, SeededFedAvg
+from fedntk.strategies import (
+    NTKDFL,
+    NTKFL,
+    SCAFFOLD,
+    BaseStrategy,
+    FedPer,
+    NoUsableReply,
+    SeededFedAvg,
+)
 
 from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_metrics
 
@@ -173,6 +181,22 @@ def test_a_model_without_the_array_is_an_error_that_says_what_to_do():
     strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
     with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
         run(strategy, Grid(clients(SGDClient, by_hand=True, **SGD)), network(), rounds=1)
+
+
+def test_a_client_whose_model_centres_nothing_tells_no_sums():
+    app = clients(NTKFLClient, by_hand=True)
+    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    with pytest.raises(NoUsableReply):
+        run(strategy, Grid(app), centred(), rounds=1)
+    client = NTKFLClient(network(), *far(0))
+    with pytest.raises(ValueError, match="its model is no CentredInputs"):
+        client.feature_sums({})
+
+
+def test_within_another_strategy_it_is_refused():
+    strategy = SeededFedAvg(centre_features=True)
+    with pytest.raises(ValueError, match="centre_features: expected False within a NTKFL"):
+        strategy.work_within(NTKFL(**NTK), everyone=False)
 
 
 @pytest.mark.parametrize(("make", "options"), [(NTKDFL, {}), (FedPer, {"network": network()})])
