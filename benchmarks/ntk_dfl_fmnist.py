@@ -120,23 +120,30 @@ def write(results: Path) -> None:
 
 def draw(accuracy: pd.DataFrame, path: Path) -> None:
     """Draw a panel for each split: the mean over the seeds, and their range."""
+    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors, strict=False))
     splits = [split for split in SPLITS if split in set(accuracy.split)]
-    figure, axes = plt.subplots(1, len(splits), figsize=(4 * len(splits), 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(splits), figsize=(3.4 * len(splits), 4), squeeze=False)
     for axis, split in zip(axes[0], splits, strict=True):
-        for i, method in enumerate(METHODS):
+        for method, colour in colours.items():
             own = accuracy[(accuracy.split == split) & (accuracy.method == method)]
+            own = own[own["round"] > 0]
             if len(own):
                 curves = own.groupby("round").value.agg(["mean", "min", "max"])
-                axis.plot(curves.index, curves["mean"], label=method, color=f"C{i}", marker=".")
+                axis.plot(curves.index, curves["mean"], label=method, color=colour, marker=".")
                 axis.fill_between(
-                    curves.index, curves["min"], curves["max"], color=f"C{i}", alpha=0.2, lw=0
+                    curves.index, curves["min"], curves["max"], color=colour, alpha=0.2, lw=0
                 )
         axis.axhline(TARGET, color="0.6", lw=0.8, ls=":")
-        axis.set(title=split, xlabel="round", ylim=(0.4, 1.0 if "MNIST" in split else 0.9))
+        axis.set(title=split, xlabel="round", xscale="log")
+        axis.set_ylim((0.75, 0.95) if "MNIST" in split else (0.6, 0.88))
+        last = accuracy[accuracy.split == split]["round"].max()
+        ticks = [number for number in (1, 2, 5, 10, 20, 50, 100) if number <= last]
+        axis.set_xticks(ticks, [str(number) for number in ticks])
+        axis.set_xticks([], minor=True)
     axes[0][0].set_ylabel("test accuracy of the mean model")
     lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
     shown = [name for name in METHODS if name in lines]
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.legend([lines[name] for name in shown], shown, loc="lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=110)
 
