@@ -7,7 +7,7 @@ PROJECTED = {"sampling_rate": 0.5, "projection": 20}
 TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
 SETTINGS: dict[str, dict[str, Any]] = defaultdict(dict)  # a method without tools needs none
 SETTINGS |= {
-    "cp-ntk-fl": {**TOOLS, "average_decay": 0.6, "centre_features": True},
+    "cp-ntk-fl": {**TOOLS, "average_decay": 0.6},
     "tct": {
         **PROJECTED,
         "tct": {
@@ -21,7 +21,7 @@ SETTINGS |= {
     },
     "fed-be": {"local_epochs": 3, "fed_be": {"num_samples": 3}},
     "scaffold": {
-        **PROJECTED, "local_epochs": 3, "average_decay": 0.6,
+        **PROJECTED, "local_epochs": 3, "average_decay": 0.6, "centre_features": True,
         "scaffold": {"server_learning_rate": 1.5},
     },
     "afl": {**PROJECTED, "afl": {"ridge": 0.1}},
