@@ -52,7 +52,7 @@ class NTKDFL(RelayStrategy):
         That evolves. The paper's closed form is MSE's; its program runs cross-entropy.
     kernel : {"mean", "corrected", "full"}
         One kernel for all outputs, as in eq. (3); the same, but with the outputs of the exact
-        linearised network at each of the `steps`, which costs little and learns in fewer rounds; or
+        linearised network at each of the `steps`, which learns in fewer rounds: keep these few; or
         all outputs coupled: see :class:`~fedntk.ntk.evolution.GradientFlow`.
     selection : {"last", "true-loss", "own"}
         Which t. The paper's rule, the lowest loss of the evolved outputs, always takes the last

@@ -115,7 +115,7 @@ class NTKFL(BaseStrategy):
         were among all examples so far, this round's included.
     kernel : {"mean", "corrected", "full"}
         One kernel for all outputs, as in the paper; the same, but with the outputs of the exact
-        linearised network at each of the `steps`, which costs little and learns in fewer rounds; or
+        linearised network at each of the `steps`, which learns in fewer rounds: keep these few; or
         all outputs coupled: see :class:`~fedntk.ntk.evolution.GradientFlow`.
     residuals : {"integral", "sum"}
         The residual's integral over t, or eq. (10)'s sum to the letter.
