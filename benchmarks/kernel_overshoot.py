@@ -62,11 +62,9 @@ def main() -> None:
     options = parser.parse_args()
     config = Config.load(CONF / "ntk_dfl_fmnist.toml", data_dir=options.data_dir)
     data = load_data(config)
-    x = torch.as_tensor(data.x_train).float()
-    x, y = (x - x.mean()) / x.std(), torch.as_tensor(data.y_train)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(x)))
-    held_out, rest = order[:HELD_OUT], order[HELD_OUT:]
-    clients = rest[: options.clients * EXAMPLES].split(EXAMPLES)
+    x, y = data.train(np.random.default_rng(0).permutation(len(data.y_train)))
+    (x_held, x), (y_held, y) = (part.tensor_split([HELD_OUT]) for part in (x, y))
+    clients = [*zip(x.split(EXAMPLES), y.split(EXAMPLES), strict=True)][: options.clients]
     rows, seconds = [], {}
     for name, (kernel, steps) in KERNELS.items():
         flow = GradientFlow(
@@ -80,10 +78,10 @@ def main() -> None:
         times, before = [], None
         for number in tqdm(range(1, options.rounds + 1), desc=name):
             start, found, over = vector(model), [], []
-            for client in clients:
-                rows_of, targets = jacobian(model, x[client]), one_hot(y[client], data.num_classes)
+            for own, labels in clients:
+                rows_of, targets = jacobian(model, own), one_hot(labels, data.num_classes)
                 with torch.no_grad():
-                    outputs = model(x[client])
+                    outputs = model(own)
                 began = time.perf_counter()
                 evolution = flow(rows_of, outputs, targets)
                 times.append(time.perf_counter() - began)
@@ -93,15 +91,15 @@ def main() -> None:
                 parts = [update[key].flatten() for key, _ in model.named_parameters()]
                 found.append(start + torch.cat(parts))
             with torch.no_grad():
-                old = model(x[held_out])
+                old = model(x_held)
                 nn.utils.vector_to_parameters(torch.stack(found).mean(0), model.parameters())
-                new = model(x[held_out])
+                new = model(x_held)
             step, last, before = (new - old).flatten(), before, (new - old).flatten()
             rows.append(
                 {
                     "kernel": name,
                     "round": number,
-                    "accuracy": float((new.argmax(1) == y[held_out]).double().mean()),
+                    "accuracy": float((new.argmax(1) == y_held).double().mean()),
                     "overshoot": float(np.mean(over)),
                     "cosine-to-last-change": float("nan")
                     if last is None

@@ -14,8 +14,9 @@ share all three.
 
 FOLDER is in torchvision's layout. Each combination's run goes into runs/ntk_dfl_fmnist and is not
 repeated if it is there; what its clients kept, 5 GB, is removed when it has ended. Of runs of
-different lengths the longest counts. Writes beside this file results/ntk_dfl_fmnist.csv (all rounds
-of all runs that are there), .json (machine, rounds to 85 %) and .png (the curves).
+different lengths the longest counts, as it does of those that are in the results. Writes beside
+this file results/ntk_dfl_fmnist.csv (all rounds of all runs so far), .json (machine, rounds to
+85 %) and .png (the curves).
 """
 
 import argparse
@@ -27,12 +28,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from fedntk.simulations import Config, Run, read_runs, run
+from fedntk.simulations import Config, read_runs, run
 from fedntk.simulations.results import machine
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")
 TARGET = 0.85
+CASE = ["method", "split", "seed"]
 KEPT = (
     "accuracy", "loss", "inter-client-deviation", "averaged-accuracy-mean",
     "averaged-accuracy-std", "trained-accuracy-mean", "trained-accuracy-std",
@@ -75,47 +77,47 @@ def reached(curve: pd.DataFrame) -> int | None:
 
 
 def write(results: Path) -> None:
-    """Write what all runs in the folder came to."""
-    longest: dict[tuple[str, int], Run] = {}
+    """Join the runs in the folder with those that were written before; the longest count."""
+    stem = results / "ntk_dfl_fmnist"
+    columns = [*CASE, "round", "metric", "value"]
+    found = [pd.read_csv(stem.with_suffix(".csv"))] if stem.with_suffix(".csv").exists() else []
     for finished in read_runs(FOLDER):
-        key, rounds = (finished.config.name, finished.config.seed), finished.config.rounds
-        if key not in longest or rounds > longest[key].config.rounds:
-            longest[key] = finished
-    found, rows = [], []
-    for finished in longest.values():
         method, split = finished.config.name.split(" on ")
         own = finished.rounds[finished.rounds.metric.isin(KEPT)]
-        found.append(own.assign(method=method, split=split))
-        accuracy = own[own.metric == "accuracy"].sort_values("round")
-        last = accuracy["round"].max()
-        seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
-        rows.append(
-            {
-                "method": method,
-                "split": split,
-                "seed": finished.summary["seed"],
-                "rounds": int(last),
-                "rounds-to-85": reached(accuracy),
-                "last": round(float(accuracy.value.iloc[-1]), 4),
-                "best": round(float(accuracy.value.max()), 4),
-                **{
-                    f"last-{point}-mean": round(float(at[at["round"] == last].value.iloc[0]), 4)
-                    for point in ("averaged", "trained")
-                    if len(at := own[own.metric == f"{point}-accuracy-mean"])
-                },
-                "seconds-a-round": round(float(seconds.median()), 1),
-            }
-        )
+        found.append(own.assign(method=method, split=split)[columns])
+    runs = [own for table in found for _, own in table.groupby(CASE)]
+    longest = {
+        tuple(own[CASE].iloc[0]): own for own in sorted(runs, key=lambda own: own["round"].max())
+    }
+    rounds = pd.concat(longest.values()).sort_values(columns[:-1])
+    rows = [row(case, own) for case, own in rounds.groupby(CASE)]
     table = pd.DataFrame(rows).sort_values(["split", "method", "seed"])
     print(table.to_string(index=False), flush=True)
-    columns = ["method", "split", "seed", "round", "metric", "value"]
-    rounds = pd.concat(found)[columns].sort_values(columns[:-1])
-    stem = results / "ntk_dfl_fmnist"
     rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
     told = table.astype(object).where(table.notna(), None).to_dict("records")
     summary = {"machine": machine(), "target": TARGET, "rows": told}
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     draw(rounds[rounds.metric == "accuracy"], stem.with_suffix(".png"))
+
+
+def row(case: tuple[Any, ...], own: pd.DataFrame) -> dict[str, Any]:
+    """Say in short what a run came to."""
+    accuracy = own[own.metric == "accuracy"]
+    last = accuracy["round"].max()
+    seconds = own[(own.metric == "seconds") & (own["round"] > 0)].value
+    return {
+        **dict(zip(CASE, case, strict=True)),
+        "rounds": int(last),
+        "rounds-to-85": reached(accuracy),
+        "last": round(float(accuracy.value.iloc[-1]), 4),
+        "best": round(float(accuracy.value.max()), 4),
+        **{
+            f"last-{point}-mean": round(float(at[at["round"] == last].value.iloc[0]), 4)
+            for point in ("averaged", "trained")
+            if len(at := own[own.metric == f"{point}-accuracy-mean"])
+        },
+        "seconds-a-round": round(float(seconds.median()), 1),
+    }
 
 
 def draw(accuracy: pd.DataFrame, path: Path) -> None:

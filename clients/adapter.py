@@ -22,6 +22,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from fedntk.ntk.features import FEATURE_SUMS
 from fedntk.ntk.payloads import Agreement, from_npy, to_npy
 
 from .named_arrays import NamedArrays
@@ -210,7 +211,9 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     def feature_sums(message: Message, context: Context) -> Message:
         _, config = received(message, context)
         client: Any = _made(client_fn, context)
-        return _reply(message, context, client.feature_sums(config))
+        sums, num_examples = client.feature_sums(config)
+        records = {"arrays": {FEATURE_SUMS: sums}}
+        return _reply(message, context, {"num-examples": num_examples}, records)
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:

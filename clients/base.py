@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
-from fedntk.ntk.features import CENTRE, FEATURE_SUMS
+from fedntk.ntk.features import CENTRE
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
@@ -265,14 +265,15 @@ class ModelClient(NumPyClient):
         """Return what the key server needs to seal the projection's seed; else nothing."""
         return {} if self.projection is None else dict(self.projection.keys.request())
 
-    def feature_sums(self, config: dict[str, Scalar]) -> dict[str, Any]:
+    def feature_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, and their number: for their mean over all clients.
 
         Returns
         -------
-        dict
-            ``{"feature-sums": [...], "num-examples": n}``: sums in float64 over the examples,
-            projected where there is a projection, flat.
+        sums : ndarray of float64, of one input's shape
+            Of the inputs as the model takes them: projected where there is a projection.
+        num_examples : int
+            How many they are.
 
         Raises
         ------
@@ -285,7 +286,7 @@ class ModelClient(NumPyClient):
                 "model is no CentredInputs(network, input_shape), and does not take their mean off"
             )
         x = self._projected(self.x, config)
-        return {FEATURE_SUMS: x.double().sum(0).flatten().tolist(), "num-examples": len(x)}
+        return x.double().sum(0).cpu().numpy(), len(x)
 
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.

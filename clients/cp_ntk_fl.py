@@ -155,7 +155,7 @@ class CPNTKFLClient(NTKFLClient):
             )
         return super().query(parameters, config)
 
-    def feature_sums(self, config: dict[str, Scalar]) -> dict[str, Any]:
+    def feature_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, and their number.
 
         Raises

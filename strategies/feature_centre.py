@@ -7,7 +7,7 @@ the server sees both. The mean goes into an array of the model, which all client
 import logging
 from collections.abc import Mapping, Sequence
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import CENTRE, FEATURE_SUMS
 from fedntk.ntk.payloads import screen_sizes
 
@@ -35,7 +36,7 @@ class FeatureCentre:
 
     Attributes
     ----------
-    mean : ndarray of float64, flat, or None
+    mean : ndarray of float64, of one input's shape, or None
         None until clients have answered.
     """
 
@@ -61,19 +62,20 @@ class FeatureCentre:
             )
         centre = model[CENTRE]
         if self.mean is None:
-            self.mean = self._asked(strategy, grid, centre.size)
+            self.mean = self._asked(strategy, grid, centre.shape)
         if self.mean is None:
             return arrays
-        own = cast_like({CENTRE: self.mean.reshape(centre.shape)}, {CENTRE: centre})
+        own = cast_like({CENTRE: self.mean}, {CENTRE: centre})
         return ArrayRecord({**arrays, **own})
 
-    def _asked(self, strategy: "BaseStrategy", grid: Grid, size: int) -> NDArray[np.float64] | None:
+    def _asked(
+        self, strategy: "BaseStrategy", grid: Grid, shape: tuple[int, ...]
+    ) -> NDArray[np.float64] | None:
         nodes = strategy.sample(
             grid, strategy.server_round, STAGE, 1.0, strategy.min_completed, strategy.held_out
         )
-
         pairs, rejected = strategy.exchange(
-            nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, size)
+            nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, shape)
         )
         pairs = strategy.screened(pairs, rejected, _screen)
         if not strategy.enough(len(pairs)):
@@ -93,14 +95,13 @@ class FeatureCentre:
         self.mean = None if found is None else np.array(found, np.float64)
 
 
-def _checked_mean(reply: Reply, size: int) -> NDArray[np.float64]:
-    found = reply.metrics.get(FEATURE_SUMS)
-    sums = np.array(found if isinstance(found, list) else [], np.float64)
-    if len(sums) != size:
-        raise BadReply("metrics", f"expected {size} {FEATURE_SUMS!r}, got {len(sums)}")
-    if not np.isfinite(sums).all():
-        raise BadReply("non-finite", f"{FEATURE_SUMS!r} are not finite")
-    return sums / reply.num_examples
+def _checked_mean(reply: Reply, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    arrays = reply.arrays()
+    if list(arrays) != [FEATURE_SUMS]:
+        raise BadReply("arrays", f"expected {FEATURE_SUMS!r} alone, got {str(list(arrays))[:80]}")
+    sums = arrays[FEATURE_SUMS]
+    require_array(FEATURE_SUMS, sums, shape=shape, dtype=np.float64)
+    return cast(NDArray[np.float64], sums / reply.num_examples)
 
 
 def _screen(means: Sequence[NDArray[np.float64]], factor: float) -> list[BadReply | None]:

@@ -37,7 +37,7 @@ __all__ = ["Evolution", "GradientFlow", "Kernel", "KernelDtype", "evolve"]
 Kernel = Literal["mean", "corrected", "full"]
 KernelDtype = Literal["outputs", "bfloat16"]
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
-MOST_HALVINGS = 10  # of one interval's residuals, where a correction would raise the loss
+SHARES = [0.5**k for k in range(10)]  # of an interval: the first that does not raise the loss
 State = tuple[Tensor, Tensor]  # f and R, in float64
 
 
@@ -453,19 +453,17 @@ def _corrected(
 ) -> list[State]:
     """Follow the mean kernel from each time to the next, from the exact linearised outputs."""
     f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
-    states = []
+    reached, states = loss_value(f, targets, loss), []
     for start, end in itertools.pairwise([0.0, *times]):
         if end > start:
             ((_, own),) = follow(f, [end - start])
             change = jacobian.full_product(own.to(outputs.dtype)).double()
-            share, before = 1.0, loss_value(f, targets, loss)
-            for _ in range(MOST_HALVINGS):
-                if loss_value(f + share * change, targets, loss) <= before:
+            for share in SHARES:
+                corrected = f + share * change
+                value = loss_value(corrected, targets, loss)
+                if value <= reached:
+                    f, total, reached = corrected, total + share * own, value
                     break
-                share /= 2
-            else:
-                share = 0.0
-            f, total = f + share * change, total + share * own
         states.append((f, total))
     return states
 

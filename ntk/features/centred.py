@@ -8,7 +8,7 @@ from torch import Tensor, nn
 __all__ = ["CENTRE", "FEATURE_SUMS", "CentredInputs"]
 
 CENTRE = "centre"  # name of the array
-FEATURE_SUMS = "feature-sums"  # of a client's inputs, among its metrics
+FEATURE_SUMS = "feature-sums"  # name of the sum of a client's inputs, as an array
 
 
 class CentredInputs(nn.Module):

@@ -32,7 +32,7 @@ from fedntk.strategies import (
     SeededFedAvg,
 )
 
-from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_metrics
+from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_arrays, with_metrics
 
 BOUND = 1e-9
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50]}
@@ -116,11 +116,13 @@ def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
     "change",
     [
         failed,
-        with_metrics(feature_sums=None),
-        with_metrics(feature_sums=[1.0, 2.0]),
-        with_metrics(feature_sums=3.0),
-        with_metrics(feature_sums=[1.0, 2.0, float("inf"), 4.0]),
-        with_metrics(feature_sums=[1e9, 0.0, 0.0, 0.0]),
+        with_arrays(lambda arrays: {}),
+        with_arrays(lambda arrays: {"sums": arrays["feature-sums"]}),
+        with_arrays(lambda arrays: arrays | {"more": np.zeros(4)}),
+        with_arrays(lambda arrays: {"feature-sums": arrays["feature-sums"][:2]}),
+        with_arrays(lambda arrays: {"feature-sums": arrays["feature-sums"].astype(np.float32)}),
+        with_arrays(lambda arrays: {"feature-sums": np.array([1.0, 2.0, np.inf, 4.0])}),
+        with_arrays(lambda arrays: {"feature-sums": np.array([1e9, 0.0, 0.0, 0.0])}),
         with_metrics(num_examples=-1),
     ],
 )
@@ -131,6 +133,19 @@ def test_sums_that_cannot_be_right_are_left_out(change: Change):
     others = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p != 2]).mean(0)
     assert grid.damaged == 1
     np.testing.assert_allclose(found[CENTRE], others, rtol=BOUND)
+
+
+def test_inputs_of_more_numbers_than_metrics_may_have_are_centred():
+    def client_fn(context: Context) -> NumPyClient:
+        _, y = examples(int(context.node_config["partition-id"]))
+        return SGDClient(make(), torch.full((len(y), 3, 64, 64), 2.0), y, learning_rate=0.1)
+
+    def make() -> nn.Module:
+        return CentredInputs(nn.Sequential(nn.Flatten(), nn.Linear(12288, 3)), (3, 64, 64))
+
+    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    found = run(strategy, Grid(client_app(client_fn)), make(), rounds=1)
+    np.testing.assert_array_equal(found[CENTRE], np.full((3, 64, 64), 2.0))
 
 
 def test_with_too_few_answers_a_round_goes_on_uncentred_and_the_next_asks_again():
