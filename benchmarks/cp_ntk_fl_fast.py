@@ -12,15 +12,16 @@ products of the kernel. The learning rate of FedAvg', its local epochs of batche
 of 32, and whether its clients' loss has the class prior are chosen in the same way. It has the mean
 of the weights, too, with a decay of 0.5 (the best of 0.5, 0.7 and 0.85 in a search before), and the
 projection to low frequencies; clients use all their examples in each round. What was chosen for it
-serves FedAvg without projection, and SCAFFOLD'.
+serves FedAvg without projection, SCAFFOLD', and FedProx', of which mu alone is searched.
 "table": test accuracy by rounds and by bytes from clients to server, metered.
 
-    python benchmarks/cp_ntk_fl_fast.py --data-dir FOLDER [--seeds 0,1,2] [--rounds 25]
-        [--parallel 1]
+    python benchmarks/cp_ntk_fl_fast.py --data-dir FOLDER [--runs "all three;FedAvg'"]
+        [--search "FedAvg'"] [--seeds 0,1,2] [--rounds 25] [--parallel 1]
 
 FOLDER is in torchvision's layout. Runs go into runs/cp_ntk_fl_fast, and are not repeated if they
 are there. Writes beside this file results/cp_ntk_fl_fast.csv (accuracy and bytes of all rounds),
-.json (machine, search, table) and _rounds.png and _bytes-up.png.
+.json (machine, search, table) and _rounds.png and _bytes-up.png. What these have of other runs and
+seeds stays, and what searches came to is taken from there.
 """
 
 import argparse
@@ -61,70 +62,66 @@ OURS: dict[str, dict[str, Any]] = {
 }
 HELPED = {"average_decay": 0.5, "batch_size": 32, "clients_per_evaluation": 0}
 PROJECTED = {"projection": 200, "projection_kind": "low-frequency"}
-SGD = {
-    "local-epochs": [5, 20],
-    "learning-rate": [0.03, 0.1, 0.3],
-    "class-prior": [True, False],
-}
-# name -> configuration, what differs from it, and the grid of the search
-SEARCHED: dict[str, tuple[str, dict[str, Any], dict[str, list[Any]]]] = {
-    "CP-NTK-FL": (
-        "cp_ntk_fl_fmnist_fast",
-        {},
-        {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average-decay": DECAYS},
-    ),
-    "FedAvg'": ("fedavg_fmnist", HELPED | PROJECTED, SGD),
+# name -> what is searched; FedProx' has what was chosen for FedAvg', too
+GRIDS: dict[str, dict[str, list[Any]]] = {
+    "CP-NTK-FL": {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average-decay": DECAYS},
+    "FedAvg'": {
+        "local-epochs": [5, 20, 50],
+        "learning-rate": [0.03, 0.1, 0.3],
+        "class-prior": [True, False],
+    },
+    "FedProx'": {"fedavg.proximal-mu": [0.001, 0.01, 0.1]},
 }
 
 
-def searched(options: argparse.Namespace) -> tuple[dict[str, Config], dict[str, Any]]:
-    """Return the best configuration of each method, and what the searches came to."""
-    best, told = {}, {}
-    for i, (name, (stem, changes, grid)) in enumerate(SEARCHED.items()):
-        config = Config.load(
+def searched(options: argparse.Namespace, told: dict[str, Any]) -> dict[str, Config]:
+    """Return the best configuration of each method; `told` has, and gets, what searches came to."""
+
+    def best(name: str, config: Config) -> Config:
+        grid = GRIDS[name]
+        if name not in told or name in options.search.split(";"):
+            found = tune(
+                config,
+                grid=grid,
+                seeds=(0, 1),
+                parallel=options.parallel,
+                out=FOLDER / f"search, {name}",
+            )
+            told[name] = found.trials[["mean", "std", *grid]].round(4).to_dict("records")
+        print(name, told[name][0], flush=True)
+        return config.replace(**{key: told[name][0][key] for key in grid})
+
+    def start(stem: str, **changes: Any) -> Config:
+        return Config.load(
             CONF / f"{stem}.toml",
             **changes,
             data_dir=options.data_dir,
             rounds=20,
             validation_examples=5_000,
-            evaluate_on="validation",
             checkpoint_every=20,
         )
-        found = tune(
-            config, grid=grid, seeds=(0, 1), parallel=options.parallel, out=FOLDER / f"search-{i}"
-        )
-        best[name] = found.best
-        columns = ["mean", "std", *grid]
-        told[name] = found.trials[columns].round(4).to_dict("records")
-        print(name, told[name][0], flush=True)
-    return best, told
+
+    ours = best("CP-NTK-FL", start("cp_ntk_fl_fmnist_fast"))
+    fedavg = best("FedAvg'", start("fedavg_fmnist", **HELPED, **PROJECTED))
+    return {"CP-NTK-FL": ours, "FedAvg'": fedavg, "FedProx'": best("FedProx'", fedavg)}
 
 
 def chosen(best: dict[str, Config]) -> dict[str, Config]:
     """Return all configurations of the table, with what the searches chose."""
-    settled = Config.load(CONF / f"{SEARCHED['CP-NTK-FL'][0]}.toml")
+    settled = Config.load(CONF / "cp_ntk_fl_fmnist_fast.toml")
     ours = best["CP-NTK-FL"].replace(
         learning_rate=settled.learning_rate, average_decay=settled.average_decay
     )
     decay = {"average_decay": ours.average_decay}
-    named = {name: ours.replace(**by_table({**decay, **changes})) for name, changes in OURS.items()}
+    named = {name: ours.replace(**{**decay, **changes}) for name, changes in OURS.items()}
     theirs = best["FedAvg'"]
     return named | {
         "FedAvg'": theirs,
+        "FedProx'": best["FedProx'"],
         "FedAvg": theirs.replace(projection=0, projection_kind="gaussian"),
         "SCAFFOLD'": theirs.replace(method="scaffold"),
         "IID, FedAvg'": theirs.replace(**IID),
     }
-
-
-def by_table(changes: dict[str, Any]) -> dict[str, Any]:
-    """Turn keys with a dot into a dictionary of the table's."""
-    nested: dict[str, Any] = {key: value for key, value in changes.items() if "." not in key}
-    for key, value in changes.items():
-        table, dot, name = key.partition(".")
-        if dot:
-            nested.setdefault(table.replace("-", "_"), {})[name.replace("-", "_")] = value
-    return nested
 
 
 def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
@@ -140,6 +137,7 @@ def row(name: str, own: pd.DataFrame) -> dict[str, Any]:
     up = own[(own.metric == "bytes-up") & (own["round"] > 0)]
     return {
         "method": name,
+        "seeds": sorted(map(int, own.seed.unique())),
         "rounds to 85 %": firsts,
         "MB up to 85 %": costs,
         "MB up a round": round(float(up.value.mean() / 1e6), 2),
@@ -155,22 +153,31 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--runs", default="", help="names, by semicolons; all without it")
+    parser.add_argument("--search", default="", help="of which to search again, by semicolons")
     parser.add_argument("--parallel", type=int, default=1, help="trials of the search at a time")
     options = parser.parse_args()
-    best, told = searched(options)
+    stem = RESULTS / "cp_ntk_fl_fast"
+    before = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+    told = before["search"]
     configs = {
         name: config.replace(rounds=options.rounds, clients_per_evaluation=0)
-        for name, config in chosen(best).items()
+        for name, config in chosen(searched(options, told)).items()
     }
+    asked = options.runs.split(";") if options.runs else [*configs]
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    rounds = compare(configs, seeds=seeds, out=FOLDER / "table")
-    rounds = rounds[rounds.metric.isin(KEPT)].drop(columns="method")
-    rows = [row(name, rounds[rounds.run == name]) for name in configs]
+    found = compare({name: configs[name] for name in asked}, seeds=seeds, out=FOLDER / "table")
+    found = found[found.metric.isin(KEPT)].drop(columns="method")
+    kept = pd.read_csv(stem.with_suffix(".csv"))
+    again = pd.MultiIndex.from_frame(kept[["run", "seed"]]).isin(
+        pd.MultiIndex.from_frame(found[["run", "seed"]])
+    )
+    rounds = pd.concat([kept[~again], found])
+    rows = [row(name, own) for name in configs if len(own := rounds[rounds.run == name])]
     print(pd.DataFrame(rows).to_string(index=False), flush=True)
-    rounds.to_csv(RESULTS / "cp_ntk_fl_fast.csv", index=False, float_format="%.6g")
-    content = {"machine": machine(), "seeds": seeds, "search": told, "table": rows}
-    text = json.dumps(content, indent=1)
-    (RESULTS / "cp_ntk_fl_fast.json").write_text(text + "\n", encoding="utf-8")
+    rounds.to_csv(stem.with_suffix(".csv"), index=False, float_format="%.6g")
+    content = {"machine": machine(), "search": told, "table": rows}
+    stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     drawn = ("no option", "all three", "all three, compressed", "FedAvg'", "FedAvg", "SCAFFOLD'")
     shown = rounds[rounds.run.isin(drawn) & (rounds["round"] > 0)]
     for against in ("rounds", "bytes-up"):
