@@ -56,7 +56,11 @@ OURS: dict[str, dict[str, Any]] = {
     "all three, compressed": {},
     "all three, compressed, classes as so far": {"cp-ntk-fl.class-target": "seen"},
     "prior and mean, compressed": GAUSSIAN,
-    "prior, mean and centred, compressed": {**GAUSSIAN, "centre_features": True},
+    "prior, mean and centred, compressed": {
+        **GAUSSIAN,
+        "centre_features": True,
+        "cp-ntk-fl.shuffle": False,  # which the clients' sums would undo
+    },
     "IID, no option": {**WHOLE, **GAUSSIAN, **NEWEST, **NO_PRIOR, **IID},
     "IID, all three, compressed": IID,
 }

@@ -211,6 +211,7 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     def feature_sums(message: Message, context: Context) -> Message:
         _, config = received(message, context)
         client: Any = _made(client_fn, context)
+        client.require_agreement(_agreed(message))
         sums, num_examples = client.feature_sums(config)
         records = {"arrays": {FEATURE_SUMS: sums}}
         return _reply(message, context, {"num-examples": num_examples}, records)

@@ -14,8 +14,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import Loss, NetworkPredictor, Predictor, loss_value, one_hot
-from fedntk.ntk.features import CENTRE
+from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.losses import check_loss
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
@@ -280,13 +279,13 @@ class ModelClient(NumPyClient):
         ValueError
             If the model has no centred inputs: then nobody needs to know.
         """
-        if CENTRE not in dict(self.model.named_buffers()):
+        if not isinstance(self.model, CentredInputs):
             raise ValueError(
                 "centre_features: the strategy asks for the sum of this client's inputs, but its "
                 "model is no CentredInputs(network, input_shape), and does not take their mean off"
             )
         x = self._projected(self.x, config)
-        return x.double().sum(0).cpu().numpy(), len(x)
+        return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
 
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.

@@ -161,12 +161,14 @@ class CPNTKFLClient(NTKFLClient):
         Raises
         ------
         ValueError
-            With differential privacy: this sum has no noise.
+            With differential privacy, as this sum has no noise; with a shuffling server, as it
+            tells whose rows look like it.
         """
-        if self.noise_multiplier:
+        if self.noise_multiplier or self.shuffling_key is not None:
             raise ValueError(
-                "a sum of the training examples was asked for, which their differential privacy "
-                "does not cover; have the strategy leave centre_features out"
+                "a sum of the training examples was asked for, which differential privacy does not "
+                "cover and by which shuffled rows can be told apart; have the strategy leave "
+                "centre_features out"
             )
         return super().feature_sums(config)
 

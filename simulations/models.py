@@ -311,7 +311,20 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             model = with_fourier_features(model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
-    return CentredInputs(model, input_shape) if config.centre_features else model
+    return _centred(model, input_shape, config.model) if config.centre_features else model
+
+
+def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
+    """Wrap a network, unless its inputs are such that they have no mean."""
+    try:
+        with torch.no_grad():
+            model(torch.full((1, *input_shape), -1.5))
+    except Exception as error:
+        raise ConfigError(
+            f"centre-features: model = {name} fails for inputs with a mean taken off, as one does "
+            f"that looks them up in a table: {type(error).__name__}: {error}"
+        ) from error
+    return CentredInputs(model, input_shape)
 
 
 def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:

@@ -32,7 +32,7 @@ from .array_archive import under
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
-from .feature_centre import FeatureCentre
+from .feature_centre import centred_by_clients, require_same_centre
 from .registry import ClientRegistry, Exchange, SentParts
 from .replies import (
     NoUsableReply,
@@ -90,8 +90,8 @@ class BaseStrategy(FedAvg):
     centre_features : bool
         Before the first round all clients are asked for the sum of their inputs, projected where
         there is a projection, and the model's array ``centre`` becomes their mean: see
-        :class:`~fedntk.ntk.CentredInputs`, which the model has to be. Up to 10,000 inputs.
-        For methods of one network that all clients train.
+        :class:`~fedntk.ntk.CentredInputs`, which the model has to be. More than half of them must
+        give one that can be used. For methods of one network that all clients train.
     key_server : SealsSeeds, optional
         Seals the seed of the random projection for each client, such as
         :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The strategy never learns the seed;
@@ -166,7 +166,8 @@ class BaseStrategy(FedAvg):
             )
         if centre_features and not self.centres:
             raise ValueError(
-                f"centre_features: {type(self).__name__} has no such array; leave it out"
+                f"centre_features: expected False for {type(self).__name__}, which cannot take a "
+                "mean off its clients' inputs"
             )
         if key_server is not None and not run:
             raise ValueError("key_server: name the training run with run=..., as its clients do")
@@ -181,7 +182,7 @@ class BaseStrategy(FedAvg):
         self.evaluate_every = evaluate_every
         self.outlier_factor = outlier_factor
         self.averaged = AveragedModel(average_decay) if average_decay else None
-        self.centre = FeatureCentre() if centre_features else None
+        self.centre_features = centre_features
         self.run = run
         self.registry = ClientRegistry()
         self.sent = SentParts()
@@ -222,13 +223,7 @@ class BaseStrategy(FedAvg):
         """
         own = {} if self.averaged is None else self.averaged.state_dict()
         averaged = {f"averaged.{name}": value for name, value in own.items()}
-        centre = {} if self.centre is None else self.centre.state_dict()
-        return {
-            "settings": self.settings(),
-            "server-round": self.server_round,
-            **averaged,
-            **centre,
-        }
+        return {"settings": self.settings(), "server-round": self.server_round, **averaged}
 
     def settings(self) -> dict[str, Any]:
         """Return what a run's outcome depends on besides data and weights, as JSON holds it.
@@ -245,7 +240,7 @@ class BaseStrategy(FedAvg):
             "outlier_factor": self.outlier_factor,
             "run": self.run,
             **({} if self.averaged is None else {"average_decay": self.averaged.decay}),
-            **({} if self.centre is None else {"centre_features": True}),
+            **({"centre_features": True} if self.centre_features else {}),
         }
 
     def agreement(self) -> Agreement:
@@ -278,8 +273,6 @@ class BaseStrategy(FedAvg):
         self.server_round = self._rounds_loaded = int(state["server-round"])
         if self.averaged is not None:
             self.averaged.load_state_dict(under("averaged.", state))
-        if self.centre is not None:
-            self.centre.load_state_dict(state)
 
     def start(
         self,
@@ -325,7 +318,8 @@ class BaseStrategy(FedAvg):
         OSError
             If the first checkpoint cannot be written.
         NoUsableReply
-            At the end, if in none of the rounds a reply to a training message could be used.
+            At the end, if in none of the rounds a reply to a training message could be used; before
+            the first round, if too few clients tell what `centre_features` needs.
         RuntimeError
             At the end, if a strategy within this one failed and no round changed the model.
         """
@@ -367,6 +361,8 @@ class BaseStrategy(FedAvg):
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
         if self.averaged is not None and done and self.averaged.count:
             initial_arrays = self.averaged.newest
+        if self.centre_features and self.fraction_train and not done:
+            initial_arrays = centred_by_clients(initial_arrays, self, options["grid"])
 
         def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
             if checkpoints is not None:
@@ -473,8 +469,6 @@ class BaseStrategy(FedAvg):
             self.client_evaluations = {}
             if self.averaged is not None:
                 self.averaged.reset()
-            if self.centre is not None:
-                self.centre.mean = None
         return initial_arrays
 
     # ----------------------------------------------------------------- sending
@@ -486,8 +480,6 @@ class BaseStrategy(FedAvg):
         self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
-        if self.centre is not None:
-            arrays = self.global_arrays = self.centre.put_into(arrays, self, grid)
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(
             grid, server_round, "train", self.fraction_train, minimum, self.held_out
@@ -581,7 +573,7 @@ class BaseStrategy(FedAvg):
                 f"average_decay: expected 0 within a {type(owner).__name__}, which may have one "
                 f"itself, got {self.averaged.decay}"
             )
-        if self.centre is not None:
+        if self.centre_features:
             raise ValueError(
                 f"centre_features: expected False within a {type(owner).__name__}, which shows it "
                 "some of the clients; leave it out"
@@ -791,6 +783,8 @@ class BaseStrategy(FedAvg):
                 client = self.registry.client(sent.take(message))
                 reply = Reply(message, client, self.weighted_by_key, self.max_examples)
                 self._require_kind(message, stage)
+                if self.centre_features:
+                    require_same_centre(message, self.global_arrays, self.arrayrecord_key)
                 parsed.append((reply, parse(reply)))
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))

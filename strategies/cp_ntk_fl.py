@@ -105,10 +105,10 @@ class CPNTKFL(NTKFL):
                 "examples, which differential privacy does not cover; use selection='linearised' "
                 "with a grid that is safe, or validation_loss"
             )
-        if noise_multiplier and self.centre is not None:
+        if self.centre_features and (noise_multiplier or shuffling_server is not None):
             raise ValueError(
-                "centre_features asks clients for sums of their examples, which differential "
-                "privacy does not cover; leave it out"
+                "centre_features asks each client for a sum of its examples, which differential "
+                "privacy does not cover and by which shuffled rows can be told apart; leave it out"
             )
         if noise_multiplier:
             self._epsilon(1, 2)  # is the accountant there?

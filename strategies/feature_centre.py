@@ -1,16 +1,16 @@
-"""Inputs centred by their mean over all clients, which these are asked for once.
+"""Inputs centred by their mean over all clients, which these are asked for before the first round.
 
 Each client sends the sum of its inputs, projected where there is a projection, and their number;
-the server sees both. The mean goes into an array of the model, which all clients are then sent.
+the server sees both. The mean becomes an array of the model, which all clients are then sent.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from logging import INFO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -19,90 +19,79 @@ from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import CENTRE, FEATURE_SUMS
 from fedntk.ntk.payloads import screen_sizes
 
-from .averaging import cast_like, named_arrays
-from .replies import Reply
+from .replies import LARGEST_WEIGHT, NoUsableReply, Reply, read_arrays
 
 if TYPE_CHECKING:
     from .base import BaseStrategy
 
-__all__ = ["FeatureCentre"]
+__all__ = ["centred_by_clients", "require_same_centre"]
 
 logger = logging.getLogger("flwr")
 STAGE = "query.feature_sums"
+Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 
 
-class FeatureCentre:
-    """The mean of all clients' inputs, for a :class:`~fedntk.ntk.CentredInputs`.
+def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid) -> ArrayRecord:
+    """Return the model's arrays with the mean over the inputs of all clients that may train.
 
-    Attributes
-    ----------
-    mean : ndarray of float64, of one input's shape, or None
-        None until clients have answered.
+    Raises
+    ------
+    ValueError
+        If the model has no such array.
+    NoUsableReply
+        If not more than half of the clients gave a sum that can be used, or fewer than
+        ``min_completed``.
     """
-
-    def __init__(self) -> None:
-        self.mean: NDArray[np.float64] | None = None
-
-    def put_into(self, arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid) -> ArrayRecord:
-        """Return the arrays with the mean; the clients are asked for it if they were not yet.
-
-        Where too few answer, the arrays stay as they are, and the next round asks again.
-
-        Raises
-        ------
-        ValueError
-            If the model has no such array.
-        """
-        model = named_arrays(arrays)
-        if CENTRE not in model:
-            raise ValueError(
-                f"centre_features: expected the array {CENTRE!r} in the model, got "
-                f"{list(model)[:5]}; wrap the network as CentredInputs(network, input_shape), on "
-                "the clients, too"
-            )
-        centre = model[CENTRE]
-        if self.mean is None:
-            self.mean = self._asked(strategy, grid, centre.shape)
-        if self.mean is None:
-            return arrays
-        own = cast_like({CENTRE: self.mean}, {CENTRE: centre})
-        return ArrayRecord({**arrays, **own})
-
-    def _asked(
-        self, strategy: "BaseStrategy", grid: Grid, shape: tuple[int, ...]
-    ) -> NDArray[np.float64] | None:
-        nodes = strategy.sample(
-            grid, strategy.server_round, STAGE, 1.0, strategy.min_completed, strategy.held_out
+    if CENTRE not in arrays:
+        raise ValueError(
+            f"centre_features: expected the array {CENTRE!r} in the model, got {list(arrays)[:5]}; "
+            "wrap the network as CentredInputs(network, input_shape), on the clients, too"
         )
-        pairs, rejected = strategy.exchange(
-            nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, shape)
+    centre = arrays[CENTRE].numpy()
+    nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.min_completed, strategy.held_out)
+    pairs, rejected = strategy.exchange(
+        nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, centre)
+    )
+    pairs = strategy.screened(pairs, rejected, _screen)
+    if not strategy.enough(len(pairs)) or 2 * len(pairs) <= len(nodes):
+        raise NoUsableReply(
+            f"centre_features: {len(pairs)} of {len(nodes)} clients gave a sum of inputs that can "
+            "be used, and more than half must; start again when they are there, or leave "
+            f"centre_features out; the last refused: {strategy.last_refusal or 'none came at all'}"
         )
-        pairs = strategy.screened(pairs, rejected, _screen)
-        if not strategy.enough(len(pairs)):
-            logger.log(WARNING, "no mean of the inputs: they stay uncentred in this round")
-            return None
-        counts = [reply.num_examples for reply, _ in pairs]
-        logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
-        return np.average([mean for _, mean in pairs], axis=0, weights=counts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean, as JSON holds it."""
-        return {"centre": None if self.mean is None else self.mean.tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        found = state["centre"]
-        self.mean = None if found is None else np.array(found, np.float64)
+    means, counts = zip(*(own for _, own in pairs), strict=True)
+    logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
+    mean = np.average(means, axis=0, weights=counts).astype(centre.dtype)
+    return ArrayRecord({**arrays, CENTRE: Array(mean)})
 
 
-def _checked_mean(reply: Reply, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def require_same_centre(message: Message, model: ArrayRecord, key: str) -> None:
+    """Refuse a reply that has another mean than it was sent, in the record `key` of its weights.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"arrays"``.
+    """
+    own = message.content.array_records.get(key, ArrayRecord())
+    if CENTRE in own:
+        returned = read_arrays(ArrayRecord({CENTRE: own[CENTRE]}))[CENTRE]
+        if not np.array_equal(returned, model[CENTRE].numpy()):
+            raise BadReply("arrays", f"{CENTRE!r} is not what was sent; no client trains it")
+
+
+def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
     arrays = reply.arrays()
     if list(arrays) != [FEATURE_SUMS]:
         raise BadReply("arrays", f"expected {FEATURE_SUMS!r} alone, got {str(list(arrays))[:80]}")
-    sums = arrays[FEATURE_SUMS]
-    require_array(FEATURE_SUMS, sums, shape=shape, dtype=np.float64)
-    return cast(NDArray[np.float64], sums / reply.num_examples)
+    sums, count = arrays[FEATURE_SUMS], reply.num_examples
+    limit = count * min(LARGEST_WEIGHT, float(np.finfo(centre.dtype).max))
+    require_array(FEATURE_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)
+    return sums / count, count
 
 
-def _screen(means: Sequence[NDArray[np.float64]], factor: float) -> list[BadReply | None]:
-    return screen_sizes([float(np.linalg.norm(mean)) for mean in means], factor)
+def _screen(found: Sequence[Mean], factor: float) -> list[BadReply | None]:
+    """Refuse what would outweigh all others: a mean far out, or one of too many examples."""
+    of_means = screen_sizes([float(np.linalg.norm(mean)) for mean, _ in found], factor)
+    of_counts = screen_sizes([float(count) for _, count in found], factor)
+    return [a or b for a, b in zip(of_means, of_counts, strict=True)]

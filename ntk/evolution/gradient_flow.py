@@ -37,7 +37,6 @@ __all__ = ["Evolution", "GradientFlow", "Kernel", "KernelDtype", "evolve"]
 Kernel = Literal["mean", "corrected", "full"]
 KernelDtype = Literal["outputs", "bfloat16"]
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
-SHARES = [0.5**k for k in range(10)]  # of an interval: the first that does not raise the loss
 State = tuple[Tensor, Tensor]  # f and R, in float64
 
 
@@ -55,8 +54,9 @@ class Evolution:
         R(t), the residual times its scale, integrated over t: ``jacobian.vjp(residuals[k])`` is the
         change of the weights, eq. (9b) and (10).
     kernel_products : int
-        How many products of the kernel with an (n, C) matrix it took, those for the automatic
-        learning rate included; 0 in closed form at a rate that is given.
+        How many products of a kernel, mean or full, with an (n, C) matrix it took, those for the
+        automatic learning rate and for corrections included; 0 for the mean kernel in closed form
+        at a rate that is given.
     solver_steps : int
         How many steps it accepted; the estimated error of each is within the tolerance.
     error_estimate : float
@@ -85,17 +85,19 @@ class GradientFlow:
         Loss averaged over examples (and outputs, for MSE).
     learning_rate : float or "auto"
         eta. ``"auto"``: the largest at which gradient descent on the linearised network overshoots
-        along no eigenvector of the kernel: see :mod:`fedntk.ntk.evolution.learning_rate`.
+        along no eigenvector of the mean kernel, or of the full one for the other two kernels: see
+        :mod:`fedntk.ntk.evolution.learning_rate`.
     steps : tuple of float, length T
         Increasing times t >= 0 at which to report, in steps of the learning rate.
     kernel : {"mean", "corrected", "full"}
         ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
         the exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from
         one of the `steps` to the next, and there the outputs of the exact linearised network,
-        f(0) + J J^T R, from which H goes on: close to ``"full"`` with four to eight steps, for one
-        product of the full kernel at each, where that takes hundreds. Where the residuals of an
-        interval would raise the linearised network's loss, they are halved until they do not. Needs
-        a Jacobian, too, and several steps: at the first one the weights are those of ``"mean"``.
+        f(0) + J J^T R, from which H goes on. With more steps it tends to ``"full"``, for one
+        product of the full kernel at each, where that takes hundreds. Where H would raise the
+        linearised network's loss over an interval, the full kernel is followed instead, at its
+        price. Needs a Jacobian, too, and several steps: with one the weights are those of
+        ``"mean"``, or of ``"full"``.
     residuals : {"integral", "sum"}
         ``"integral"``: R(t), the residual integrated over t; it never overshoots. ``"sum"``: the
         paper's eq. (10) to the letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which
@@ -105,7 +107,7 @@ class GradientFlow:
         In which a mean kernel that is built is multiplied by the solver: the outputs' own dtype, or
         bfloat16, which CPUs and GPUs with instructions for it multiply two to four times as fast,
         and others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
-        smaller one only takes more products. For ``"mean"`` and cross-entropy; a kernel that is
+        smaller one only takes more products. Not for ``"full"`` or MSE; a kernel that is
         over the memory budget, and not built, is multiplied as without it.
     tolerance : float
         Error allowed per step of the solver, relative to the norm of the outputs. The whole error
@@ -170,11 +172,12 @@ class GradientFlow:
             )
         times = tuple(self.steps)
         matrix, apply = _products(jacobian_or_kernel, self.kernel, self.loss, self.memory_budget)
+        rate, products = self._rate(jacobian_or_kernel, apply, outputs)
         if matrix is not None and self.kernel_dtype == "bfloat16":
             apply = _matrix_product(matrix.bfloat16())
-        rate, products = self._rate(apply, outputs)
         scale = rate * output_scale(n, num_outputs, self.loss)
         follow: _Follow
+        cost = _Cost()
         if self.loss == "mse" and matrix is not None:
             follow = _ClosedForm(matrix, targets, scale, self.residuals)
         else:
@@ -184,10 +187,12 @@ class GradientFlow:
                 device=outputs.device,
                 cure="report fewer steps or sample fewer examples",
             )
-            follow = _Solved(self, apply, targets, scale, outputs.dtype, on_step)
+            follow = _Solved(self, apply, targets, scale, outputs.dtype, on_step, cost)
         if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
-            states = _corrected(follow, jacobian_or_kernel, outputs, targets, self.loss, times)
-            products += sum(time > 0 for time in times)  # of the full kernel
+            full = _Counted(jacobian_or_kernel.full_product)
+            exact = _Solved(self, full.apply, targets, scale, outputs.dtype, on_step, cost)
+            states = _corrected(follow, exact, full, outputs, targets, self.loss, times)
+            products += full.count
         else:
             states = follow(outputs.double(), times)
         evolved, accumulated = zip(*states, strict=True)
@@ -195,28 +200,26 @@ class GradientFlow:
             times,
             torch.stack(evolved).to(outputs.dtype),
             torch.stack(accumulated).to(outputs.dtype),
-            products + follow.products,
-            follow.steps,
-            follow.error_estimate,
+            products + cost.products,
+            cost.steps,
+            cost.error_estimate,
             rate,
         )
 
-    def _rate(self, apply: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[float, int]:
+    def _rate(
+        self, operator: Jacobian | Tensor, apply: Callable[[Tensor], Tensor], outputs: Tensor
+    ) -> tuple[float, int]:
         """Return eta, and how many kernel products it took to find it."""
         if not isinstance(self.learning_rate, str):
             return self.learning_rate, 0
-        counted = 0
-
-        def product(vector: Tensor) -> Tensor:
-            nonlocal counted
-            counted += 1
-            return apply(vector)
-
         n, num_outputs = outputs.shape
-        largest = largest_eigenvalue(product, outputs if self.kernel == "full" else outputs[:, :1])
+        product, columns = _Counted(apply), outputs[:, :1]
+        if self.kernel != "mean" and isinstance(operator, Jacobian):
+            product, columns = _Counted(operator.full_product), outputs
+        largest = largest_eigenvalue(product, columns)
         if largest == 0:
             raise ValueError("learning_rate='auto': the kernel is zero; the outputs cannot move")
-        return 1 / (output_scale(n, num_outputs, self.loss) * largest), counted
+        return 1 / (output_scale(n, num_outputs, self.loss) * largest), product.count
 
 
 def evolve(
@@ -235,7 +238,8 @@ def evolve(
 ) -> Evolution:
     """Evolve the outputs of a linearised network under gradient flow.
 
-    MSE with the mean kernel is solved in closed form in the kernel's eigenbasis, in float64.
+    MSE with the mean kernel, corrected or not, is solved in closed form in the kernel's eigenbasis,
+    in float64.
     In all other cases the differential equation is stiff, and a stabilised explicit method, of
     Runge, Kutta and Chebyshev, integrates it with error control (Sommeijer, Shampine and Verwer,
     *RKC: an explicit solver for parabolic PDEs*, J. Comput. Appl. Math. 88, 1998).
@@ -263,7 +267,8 @@ def evolve(
     NotEnoughMemory
         If not even the solver's own arrays, or a given kernel's eigendecomposition, would fit.
     FloatingPointError
-        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice.
+        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice,
+        for one interval with ``"corrected"``.
 
     Examples
     --------
@@ -342,31 +347,40 @@ def _checked_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
     return times
 
 
+class _Counted:
+    """A product that counts how often it was taken."""
+
+    def __init__(self, apply: Callable[[Tensor], Tensor]) -> None:
+        self.apply, self.count = apply, 0
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        self.count += 1
+        return self.apply(columns)
+
+
+@dataclass
+class _Cost:
+    """What the solver took so far: kernel products, steps, and the sum of these' errors."""
+
+    products: int = 0
+    steps: int = 0
+    error_estimate: float = 0.0
+
+
 class _Follow(Protocol):
-    """Follows the flow of one kernel from some outputs, and counts what that takes.
+    """Follows the flow of one kernel from some outputs."""
 
-    Attributes
-    ----------
-    products, steps : int
-        Kernel products, and steps of the solver, so far.
-    error_estimate : float
-        Sum of these steps' estimated errors.
-    """
+    def __call__(
+        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
+    ) -> list[State]:
+        """Return f and R at increasing times, with f(0) = `outputs`, in float64, and R(0) = 0.
 
-    products: int
-    steps: int
-    error_estimate: float
-
-    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
-        """Return f and R at increasing times, with f(0) = `outputs`, in float64, and R(0) = 0."""
+        `passed` is the time before, from which progress counts on.
+        """
 
 
 class _ClosedForm:
     """MSE in the kernel's eigenbasis: each eigenvalue's part of Y - f decays as exp(-rate t)."""
-
-    products = 0
-    steps = 0
-    error_estimate = 0.0
 
     def __init__(self, kernel: Tensor, targets: Tensor, scale: float, residuals: str) -> None:
         if not torch.isfinite(kernel).all():
@@ -381,8 +395,11 @@ class _ClosedForm:
         self._rates = scale * eigenvalues.clamp(min=0)
         self._targets, self._scale, self._residuals = targets, scale, residuals
 
-    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
+    def __call__(
+        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
+    ) -> list[State]:
         """Solve eq. (9a)."""
+        del passed
         if not torch.isfinite(outputs).all():
             raise ValueError(NOT_FINITE)
         start = self._basis.T @ (self._targets.double() - outputs)
@@ -408,16 +425,17 @@ class _Solved:
         scale: float,
         dtype: torch.dtype,
         on_step: OnStep | None,
+        cost: _Cost,
     ) -> None:
         self._flow, self._apply, self._targets = flow, apply, targets.double()
-        self._scale, self._dtype, self._on_step = scale, dtype, on_step
-        self._passed = 0.0
-        self.products, self.steps, self.error_estimate = 0, 0, 0.0
+        self._scale, self._dtype, self._on_step, self._cost = scale, dtype, on_step, cost
 
-    def __call__(self, outputs: Tensor, times: Sequence[float]) -> list[State]:
-        """Integrate; called again, it counts on in time, products and steps."""
+    def __call__(
+        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
+    ) -> list[State]:
+        """Integrate; called again, it counts on in products and steps."""
         loss, scale, told = self._flow.loss, self._scale, self._on_step
-        on_step = None if told is None else lambda step: told(self._of_all(step))
+        on_step = None if told is None else lambda step: told(self._of_all(step, passed))
         solver = RungeKuttaChebyshev(
             self._apply,
             lambda f: scale * residual(f, self._targets, loss),
@@ -427,43 +445,48 @@ class _Solved:
             on_step,
         )
         states = list(solver.solve(times, whole_steps=self._flow.residuals == "sum"))
-        self._passed += times[-1]
-        self.products += solver.products
-        self.steps += solver.steps
-        self.error_estimate += solver.error_estimate
+        self._cost.products += solver.products
+        self._cost.steps += solver.steps
+        self._cost.error_estimate += solver.error_estimate
         return states
 
-    def _of_all(self, step: SolverStep) -> SolverStep:
+    def _of_all(self, step: SolverStep, passed: float) -> SolverStep:
         """Return how far the whole evolution is, of which this may be one interval."""
         return SolverStep(
-            self._passed + step.time,
+            passed + step.time,
             self._flow.steps[-1],
-            self.products + step.products,
+            self._cost.products + step.products,
             step.expected * (len(self._flow.steps) if self._flow.kernel == "corrected" else 1),
         )
 
 
 def _corrected(
     follow: _Follow,
-    jacobian: Jacobian,
+    exact: _Follow,
+    full: Callable[[Tensor], Tensor],
     outputs: Tensor,
     targets: Tensor,
     loss: Loss,
     times: Sequence[float],
 ) -> list[State]:
-    """Follow the mean kernel from each time to the next, from the exact linearised outputs."""
+    """Follow the mean kernel from each time to the next, from the exact linearised outputs.
+
+    Where that would raise the linearised loss, `exact` follows the full kernel instead.
+    """
     f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
     reached, states = loss_value(f, targets, loss), []
+
+    def after(kernel: _Follow, start: float, end: float) -> tuple[Tensor, Tensor, float]:
+        ((_, own),) = kernel(f, [end - start], passed=start)
+        corrected = f + full(own.to(outputs.dtype)).double()
+        return corrected, total + own, loss_value(corrected, targets, loss)
+
     for start, end in itertools.pairwise([0.0, *times]):
         if end > start:
-            ((_, own),) = follow(f, [end - start])
-            change = jacobian.full_product(own.to(outputs.dtype)).double()
-            for share in SHARES:
-                corrected = f + share * change
-                value = loss_value(corrected, targets, loss)
-                if value <= reached:
-                    f, total, reached = corrected, total + share * own, value
-                    break
+            found = after(follow, start, end)
+            if not found[-1] <= reached:
+                found = after(exact, start, end)
+            f, total, reached = found
         states.append((f, total))
     return states
 

@@ -14,7 +14,7 @@ from fedntk.clients import (
     get_weights,
     project,
 )
-from fedntk.ntk import CompressedUpload, UploadLimits, jacobian, one_hot
+from fedntk.ntk import CentredInputs, CompressedUpload, UploadLimits, jacobian, one_hot
 from fedntk.trust import (
     SEALED_SEED,
     ClientKeys,
@@ -279,5 +279,10 @@ def test_a_private_client_tells_nothing_else_of_its_training_examples():
         client.evaluate(weights, {})
     with pytest.raises(ValueError, match="have the strategy leave centre_features out"):
         client.feature_sums({})
+    shuffled = CPNTKFLClient(
+        CentredInputs(network(), X.shape[1:]), X, Y, shuffling_key=bytes(range(32)), run=RUN
+    )
+    with pytest.raises(ValueError, match="by which shuffled rows can be told apart"):
+        shuffled.feature_sums({})
     tested = CPNTKFLClient(network(), X, Y, x_test=X[:5], y_test=Y[:5], **DP)
     assert tested.evaluate(weights, {})[1] == 5

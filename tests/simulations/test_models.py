@@ -218,3 +218,9 @@ def test_a_projection_gives_the_network_its_features():
 def test_networks_that_do_not_fit_are_refused(model, shape, message):
     with pytest.raises(ConfigError, match=message):
         build_model(Config(model=model), shape, 3)
+
+
+def test_text_has_no_mean_that_could_be_taken_off():
+    build_model(Config(model="char-lstm"), (5,), 7)
+    with pytest.raises(ConfigError, match="centre-features: model = char-lstm fails for inputs"):
+        build_model(Config(model="char-lstm", centre_features=True), (5,), 7)

@@ -559,7 +559,11 @@ def test_what_was_asked_of_whom_outlasts_a_restart():
         ),
         (
             {"noise_multiplier": 1.0, "selection": "linearised", "centre_features": True},
-            "centre_features asks clients for sums of their examples",
+            "centre_features asks each client for a sum",
+        ),
+        (
+            {"shuffling_server": ShufflingServer(), "run": RUN, "centre_features": True},
+            "by which shuffled rows can be told apart",
         ),
         ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
         ({"shuffling_server": ShufflingServer()}, "shuffling_server: name the training run"),

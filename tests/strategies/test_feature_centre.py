@@ -4,6 +4,7 @@ All is float64, so that the sums' order may differ: bounds are 1e-9.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,7 @@ def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
         with_arrays(lambda arrays: {"feature-sums": np.array([1.0, 2.0, np.inf, 4.0])}),
         with_arrays(lambda arrays: {"feature-sums": np.array([1e9, 0.0, 0.0, 0.0])}),
         with_metrics(num_examples=-1),
+        with_metrics(num_examples=100_000),
     ],
 )
 def test_sums_that_cannot_be_right_are_left_out(change: Change):
@@ -148,38 +150,65 @@ def test_inputs_of_more_numbers_than_metrics_may_have_are_centred():
     np.testing.assert_array_equal(found[CENTRE], np.full((3, 64, 64), 2.0))
 
 
-def test_with_too_few_answers_a_round_goes_on_uncentred_and_the_next_asks_again():
-    asked: list[int] = []
-
-    def once(reply):
-        asked.append(1)
-        return failed(reply) if len(asked) <= NUM_CLIENTS else reply
-
-    changes = dict.fromkeys(range(NUM_CLIENTS), once)
+@pytest.mark.parametrize("usable", [2, 3])  # of six
+def test_with_half_the_answers_or_fewer_nothing_is_begun(usable):
+    changes = dict.fromkeys(range(usable, NUM_CLIENTS), failed)
     grid = Grid(clients(NTKFLClient), changes=changes, changed_kind="query.feature_sums")
-    centres = []
-
-    def evaluate(_, arrays):
-        centres.append(arrays[CENTRE].numpy())
-
     strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
-    run(strategy, grid, centred(), rounds=2, evaluate_fn=evaluate)
-    assert not centres[1].any()
-    np.testing.assert_allclose(centres[2], pooled_mean(), rtol=BOUND)
+    with pytest.raises(NoUsableReply, match=f"{usable} of {NUM_CLIENTS} clients gave a sum"):
+        run(strategy, grid, centred(), rounds=1)
+    assert "train" not in dict(grid.exchanges)
+
+
+def test_two_clients_cannot_put_the_mean_out_of_range():
+    huge = with_arrays(lambda arrays: {"feature-sums": np.full(4, 1e308)})
+    damage = {"changes": {1: huge}, "changed_kind": "query.feature_sums"}
+    grid = Grid(clients(NTKFLClient), num_clients=2, **damage)
+    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    with pytest.raises(NoUsableReply, match="feature-sums"):
+        run(strategy, grid, centred(), rounds=1)
+
+
+def test_clients_held_out_are_not_in_the_mean():
+    grid = Grid(clients(SGDClient, **SGD))
+    strategy = SeededFedAvg(centre_features=True, held_out=[1, 4])
+    found = run(strategy, grid, centred(), rounds=1)
+    mean = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p not in (1, 4)]).mean(0)
+    np.testing.assert_allclose(found[CENTRE], mean, rtol=BOUND)
+
+
+def test_a_reply_with_another_mean_is_dropped():
+    def moved(arrays):
+        return arrays | {CENTRE: arrays[CENTRE] + 0.5}
+
+    grid = Grid(clients(SGDClient, **SGD), changes={2: with_arrays(moved)})
+    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    found = run(strategy, grid, centred(), rounds=1)
+    assert strategy.train_metrics[1]["rejected-arrays"] == 1
+    np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
+
+
+def test_a_client_without_the_projection_that_is_expected_tells_no_sums(monkeypatch):
+    strategy = SeededFedAvg(centre_features=True)
+    agreement = replace(strategy.agreement(), projected=True)  # as with a key server
+    monkeypatch.setattr(strategy, "agreement", lambda: agreement)
+    with pytest.raises(NoUsableReply, match=r"0 of 6 clients gave .* projection"):
+        run(strategy, Grid(clients(SGDClient, **SGD)), centred(), rounds=1)
 
 
 def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
     def fresh() -> tuple[NTKFL, Grid]:
-        strategy = NTKFL(**NTK, centre_features=True, fraction_train=0.5, fraction_evaluate=0.0)
-        return strategy, Grid(clients(NTKFLClient))
+        options = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "average_decay": 0.5}
+        return NTKFL(**NTK, centre_features=True, **options), Grid(clients(NTKFLClient))
 
     whole = run(*fresh(), centred(), rounds=4)
+    np.testing.assert_allclose(whole[CENTRE], pooled_mean(), rtol=BOUND)
     run(*fresh(), centred(), rounds=2, checkpoint=tmp_path / "run")
     strategy, grid = fresh()
     found = run(strategy, grid, centred(), rounds=4, checkpoint=tmp_path / "run")
     assert bits(found) == bits(whole)
     assert "query.feature_sums" not in dict(grid.exchanges)
-    plain = NTKFL(**NTK, fraction_train=0.5, fraction_evaluate=0.0)
+    plain = NTKFL(**NTK, fraction_train=0.5, fraction_evaluate=0.0, average_decay=0.5)
     with pytest.raises(ValueError, match="centre_features"):
         run(plain, Grid(clients(NTKFLClient)), centred(), checkpoint=tmp_path / "run")
 
@@ -216,7 +245,7 @@ def test_within_another_strategy_it_is_refused():
 
 @pytest.mark.parametrize(("make", "options"), [(NTKDFL, {}), (FedPer, {"network": network()})])
 def test_methods_that_cannot_are_refused(make, options):
-    with pytest.raises(ValueError, match=f"centre_features: {make.__name__} has no such array"):
+    with pytest.raises(ValueError, match=f"centre_features: expected False for {make.__name__}"):
         make(centre_features=True, **options)
 
 
