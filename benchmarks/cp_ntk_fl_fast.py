@@ -83,7 +83,7 @@ def searched(options: argparse.Namespace, told: dict[str, Any]) -> dict[str, Con
 
     def best(name: str, config: Config) -> Config:
         grid = GRIDS[name]
-        if name not in told or name in options.search.split(";"):
+        if name not in told or name in options.search:
             found = tune(
                 config,
                 grid=grid,
@@ -106,6 +106,8 @@ def searched(options: argparse.Namespace, told: dict[str, Any]) -> dict[str, Con
         )
 
     ours = best("CP-NTK-FL", start("cp_ntk_fl_fmnist_fast"))
+    if "FedAvg'" in options.search:
+        told.pop("FedProx'", None)
     fedavg = best("FedAvg'", start("fedavg_fmnist", **HELPED, **PROJECTED))
     return {"CP-NTK-FL": ours, "FedAvg'": fedavg, "FedProx'": best("FedProx'", fedavg)}
 
@@ -161,6 +163,9 @@ def main() -> None:
     parser.add_argument("--search", default="", help="of which to search again, by semicolons")
     parser.add_argument("--parallel", type=int, default=1, help="trials of the search at a time")
     options = parser.parse_args()
+    options.search = [*filter(None, options.search.split(";"))]
+    if unknown := set(options.search) - GRIDS.keys():
+        parser.error(f"--search: expected some of {', '.join(GRIDS)}, got {', '.join(unknown)}")
     stem = RESULTS / "cp_ntk_fl_fast"
     before = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
     told = before["search"]
@@ -169,6 +174,8 @@ def main() -> None:
         for name, config in chosen(searched(options, told)).items()
     }
     asked = options.runs.split(";") if options.runs else [*configs]
+    if unknown := set(asked) - configs.keys():
+        parser.error(f"--runs: expected some of {', '.join(configs)}, got {', '.join(unknown)}")
     seeds = [int(seed) for seed in options.seeds.split(",")]
     found = compare({name: configs[name] for name in asked}, seeds=seeds, out=FOLDER / "table")
     found = found[found.metric.isin(KEPT)].drop(columns="method")
