@@ -361,7 +361,7 @@ class BaseStrategy(FedAvg):
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
         if self.averaged is not None and done and self.averaged.count:
             initial_arrays = self.averaged.newest
-        if self.centre_features and self.fraction_train and not done:
+        if self.centre_features and self.fraction_train and not done and before is None:
             initial_arrays = centred_by_clients(initial_arrays, self, options["grid"])
 
         def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
