@@ -196,7 +196,9 @@ class BaseStrategy(FedAvg):
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
         self._grid: Grid | None = None
         self._owner: BaseStrategy | None = None
-        self._rounds_loaded = self._last_round = 0
+        self._rounds_loaded: int | None = None  # before start, of a state
+        self._last_round = 0
+        self._centred = False  # whether the weights that belong to the state have their mean
         self.last_refusal = ""
         self.last_failure = ""  # of a strategy that works within this one
         self._timeout: float = 3600
@@ -223,7 +225,13 @@ class BaseStrategy(FedAvg):
         """
         own = {} if self.averaged is None else self.averaged.state_dict()
         averaged = {f"averaged.{name}": value for name, value in own.items()}
-        return {"settings": self.settings(), "server-round": self.server_round, **averaged}
+        centred = {"centred": self._centred} if self.centre_features else {}
+        return {
+            "settings": self.settings(),
+            "server-round": self.server_round,
+            **averaged,
+            **centred,
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return what a run's outcome depends on besides data and weights, as JSON holds it.
@@ -271,6 +279,7 @@ class BaseStrategy(FedAvg):
                     "of a strategy with other settings"
                 )
         self.server_round = self._rounds_loaded = int(state["server-round"])
+        self._centred = bool(state.get("centred", False))
         if self.averaged is not None:
             self.averaged.load_state_dict(under("averaged.", state))
 
@@ -357,12 +366,14 @@ class BaseStrategy(FedAvg):
             if found is not None:
                 initial_arrays, before = found.arrays, found.result
                 self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
-        done, self._rounds_loaded = self._rounds_loaded, 0
+        loaded, self._rounds_loaded = self._rounds_loaded, None
+        done, self._centred = loaded or 0, self._centred and loaded is not None
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
         if self.averaged is not None and done and self.averaged.count:
             initial_arrays = self.averaged.newest
-        if self.centre_features and self.fraction_train and not done and before is None:
+        if self.centre_features and self.fraction_train and not self._centred:
             initial_arrays = centred_by_clients(initial_arrays, self, options["grid"])
+            self._centred = True
 
         def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
             if checkpoints is not None:
