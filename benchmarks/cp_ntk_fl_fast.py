@@ -39,6 +39,7 @@ CONF = Path(__file__).parent.parent / "simulations" / "conf"
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("runs/cp_ntk_fl_fast")
 TARGET = 0.85
+CASE = ["run", "seed"]
 KEPT = ("accuracy", "bytes-up")
 DECAYS = [0.5, 0.7, 0.85]
 WHOLE: dict[str, Any] = {"cp-ntk-fl.sparsity": 0.0, "cp-ntk-fl.bits": 32}
@@ -180,9 +181,7 @@ def main() -> None:
     found = compare({name: configs[name] for name in asked}, seeds=seeds, out=FOLDER / "table")
     found = found[found.metric.isin(KEPT)].drop(columns="method")
     kept = pd.read_csv(stem.with_suffix(".csv"))
-    again = pd.MultiIndex.from_frame(kept[["run", "seed"]]).isin(
-        pd.MultiIndex.from_frame(found[["run", "seed"]])
-    )
+    again = kept.set_index(CASE).index.isin(found.set_index(CASE).index)
     rounds = pd.concat([kept[~again], found])
     rows = [row(name, own) for name in configs if len(own := rounds[rounds.run == name])]
     print(pd.DataFrame(rows).to_string(index=False), flush=True)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import BadReply, NetworkPredictor, Predictor
+from fedntk.ntk.features import CENTRE
 from fedntk.ntk.files import claimed
 from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
 from fedntk.ntk.threads import stop_spinning
@@ -32,7 +33,7 @@ from .array_archive import under
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
 from .checkpoint import RunCheckpoints
-from .feature_centre import centred_by_clients, require_same_centre
+from .feature_centre import centred_by_clients
 from .registry import ClientRegistry, Exchange, SentParts
 from .replies import (
     NoUsableReply,
@@ -794,8 +795,6 @@ class BaseStrategy(FedAvg):
                 client = self.registry.client(sent.take(message))
                 reply = Reply(message, client, self.weighted_by_key, self.max_examples)
                 self._require_kind(message, stage)
-                if self.centre_features:
-                    require_same_centre(message, self.global_arrays, self.arrayrecord_key)
                 parsed.append((reply, parse(reply)))
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
@@ -815,6 +814,11 @@ class BaseStrategy(FedAvg):
             raise BadReply(
                 "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
             )
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """Names of the model's arrays that clients must return as they were sent."""
+        return (CENTRE,) if self.centre_features else ()
 
     @property
     def takes_weights(self) -> bool:

@@ -10,7 +10,7 @@ from logging import INFO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -19,12 +19,12 @@ from fedntk.ntk.arrays import require_array
 from fedntk.ntk.features import CENTRE, FEATURE_SUMS
 from fedntk.ntk.payloads import screen_sizes
 
-from .replies import LARGEST_WEIGHT, NoUsableReply, Reply, read_arrays
+from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
 
 if TYPE_CHECKING:
     from .base import BaseStrategy
 
-__all__ = ["centred_by_clients", "require_same_centre"]
+__all__ = ["centred_by_clients"]
 
 logger = logging.getLogger("flwr")
 STAGE = "query.feature_sums"
@@ -63,21 +63,6 @@ def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid
     logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
     mean = np.average(means, axis=0, weights=counts).astype(centre.dtype)
     return ArrayRecord({**arrays, CENTRE: Array(mean)})
-
-
-def require_same_centre(message: Message, model: ArrayRecord, key: str) -> None:
-    """Refuse a reply that has another mean than it was sent, in the record `key` of its weights.
-
-    Raises
-    ------
-    BadReply
-        With the reason ``"arrays"``.
-    """
-    own = message.content.array_records.get(key, ArrayRecord())
-    if CENTRE in own:
-        returned = read_arrays(ArrayRecord({CENTRE: own[CENTRE]}))[CENTRE]
-        if not np.array_equal(returned, model[CENTRE].numpy()):
-            raise BadReply("arrays", f"{CENTRE!r} is not what was sent; no client trains it")
 
 
 def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:

@@ -39,7 +39,9 @@ class SeededFedAvg(BaseStrategy):
         """Average the accepted weights, in the dtypes of the global model."""
         model = named_arrays(self.global_arrays)
         pairs, rejected = self.accepted(
-            replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
+            replies,
+            lambda reply: checked_weights(reply.arrays(), model, self.untrained),
+            MessageType.TRAIN,
         )
         pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)

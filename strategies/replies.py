@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,9 +188,13 @@ def largest_group(
 
 
 def checked_weights(
-    arrays: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]
+    arrays: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, NDArray[Any]],
+    untrained: Collection[str] = (),
 ) -> dict[str, NDArray[Any]]:
     """Check arrays against those of a model: names, shapes, dtypes and ranges.
+
+    Those that are `untrained` must be as they were sent.
 
     Raises
     ------
@@ -202,6 +206,8 @@ def checked_weights(
         raise BadReply("arrays", f"names differ from the model's in {str(odd[:5])[:200]}")
     for name, array in arrays.items():
         require_like(name, array, expected[name])
+        if name in untrained and not np.array_equal(array, expected[name]):
+            raise BadReply("arrays", f"{name!r} is not what was sent; no client trains it")
     return dict(arrays)
 
 

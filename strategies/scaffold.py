@@ -202,7 +202,8 @@ class SCAFFOLD(BaseStrategy):
 
         def parse(reply: Reply) -> tuple[Arrays, Arrays]:
             weights, controls = reply.array_records(self.arrayrecord_key, CONTROLS)
-            return checked_weights(weights, model), checked_weights(controls, floating)
+            found = checked_weights(weights, model, self.untrained)
+            return found, checked_weights(controls, floating)
 
         def screen(own: Sequence[tuple[Arrays, Arrays]], most: float) -> list[BadReply | None]:
             by_weights = screen_changes(model, [weights for weights, _ in own], most)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -177,11 +177,28 @@ def test_clients_held_out_are_not_in_the_mean():
     np.testing.assert_allclose(found[CENTRE], mean, rtol=BOUND)
 
 
-def test_a_reply_with_another_mean_is_dropped():
+@pytest.mark.parametrize("method", ["SeededFedAvg", "SCAFFOLD"])
+def test_a_reply_with_another_mean_is_dropped(method):
+    make, client, options = METHODS[method]
+
     def moved(arrays):
         return arrays | {CENTRE: arrays[CENTRE] + 0.5}
 
-    grid = Grid(clients(SGDClient, **SGD), changes={2: with_arrays(moved)})
+    grid = Grid(clients(client, **options), changes={2: with_arrays(moved)})
+    strategy = make(centre_features=True, fraction_evaluate=0.0)
+    found = run(strategy, grid, centred(), rounds=1)
+    assert strategy.train_metrics[1]["rejected-arrays"] == 1
+    np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
+
+
+def test_a_reply_with_another_mean_is_dropped_under_any_name():
+    def moved(reply):
+        arrays = {name: array.numpy() for name, array in reply.content.pop("arrays").items()}
+        own = ArrayRecord({k: Array(a + 0.5 * (k == CENTRE)) for k, a in arrays.items()})
+        reply.content["weights"] = own
+        return reply
+
+    grid = Grid(clients(SGDClient, **SGD), changes={2: moved})
     strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
     found = run(strategy, grid, centred(), rounds=1)
     assert strategy.train_metrics[1]["rejected-arrays"] == 1
