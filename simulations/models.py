@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
+from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
 
 from .config import Config
@@ -300,7 +301,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
     if config.init != "default":
         _draw_weights(model, config.init, config.seed)
     if config.weights:
-        _load_weights(model, Path(config.weights).expanduser())
+        _load_weights(model, Path(config.weights).expanduser(), centred=config.centre_features)
     if shape != (1, num_classes):
         raise ConfigError(
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
@@ -337,13 +338,23 @@ def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
             trained[name].copy_(torch.from_numpy(array))
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
-    """Load a network's weights, which a file may hold among others."""
+def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
+    """Load a network's weights, which a file may hold among others.
+
+    Those of a run with ``centre-features`` serve only a network that will be `centred`.
+    """
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"weights = {path}: cannot be read: {error}") from error
     state = model.state_dict()
+    if CENTRE in tensors and CENTRE not in state:
+        if not centred:
+            raise ConfigError(
+                f"weights = {path}: of a network whose inputs had their mean taken off; set "
+                "centre-features = true, or give weights of a run without it"
+            )
+        tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
     if odd := [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]:
         raise ConfigError(f"weights = {path}: not of this network, which has also {odd[:5]}")
     model.load_state_dict({name: tensors[name] for name in state})
