@@ -71,7 +71,7 @@ PROJECTED = {"projection": 200, "projection_kind": "low-frequency"}
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "CP-NTK-FL": {"learning-rate": [0.006, 0.012, 0.024, 0.048], "average-decay": DECAYS},
     "FedAvg'": {
-        "local-epochs": [5, 20, 50],
+        "local-epochs": [5, 20, 50, 100, 200],
         "learning-rate": [0.03, 0.1, 0.3],
         "class-prior": [True, False],
     },
