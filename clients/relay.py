@@ -258,7 +258,9 @@ class RelayClient(ModelClient):
         """
         server_round = int(config.get(ROUND, 0))
         if self._first and not server_round:  # they come once
-            self.store(config).save(0, self._first)
+            late = int(config.get("server-round", 0)) > 1  # then they are the model as it is
+            first = self._first if late else self._drawn(self._first, config)
+            self.store(config).save(0, first)
         kept = self._kept_weights(server_round, config)
         if server_round:
             if kept is not None:
@@ -275,11 +277,15 @@ class RelayClient(ModelClient):
 
     def first_weights(self, config: Mapping[str, Any]) -> Arrays:
         """Return the weights to begin with; of a client that lost them, the model's as it is."""
-        first = self._kept_weights(0, config) or self.model_weights()
-        if not config.get("same-weights", True):
-            generator = np.random.default_rng([*self.seed, *b"first-weights"])
-            first = drawn_weights(first, "he", generator)
-        return {name: first[name] for name in self.model.state_dict()}
+        kept = self._kept_weights(0, config)
+        return self._drawn(self.model_weights(), config) if kept is None else kept
+
+    def _drawn(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
+        """Return weights of the client's own where clients begin with different ones."""
+        if config.get("same-weights", True):
+            return weights
+        generator = np.random.default_rng([*self.seed, *b"first-weights"])
+        return drawn_weights(weights, "he", generator)
 
     def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
         """Keep weights within a round, for whoever judges them: averaged ones before training.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+import networkx as nx
 import numpy as np
 import pandas as pd
 import torch
@@ -37,8 +38,11 @@ __all__ = [
 class GraphSettings(Settings):
     """Settings of methods whose clients have neighbours."""
 
-    topology: Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete"] = setting(
-        "regular", "who is whose neighbour"
+    topology: Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"] = (
+        setting("regular", "who is whose neighbour; own: by the graph in a file")
+    )
+    graph: str = setting(
+        "", "with topology = own: a file with its edges, two partitions on each line"
     )
     degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
     dynamic: bool = setting(True, "the graph is drawn anew in each round")
@@ -60,15 +64,47 @@ class GraphSettings(Settings):
         at_least=0,
     )
 
-    def of_relay(self, seed: int) -> dict[str, Any]:
+    def check(self) -> None:
+        """Refuse a graph that is missing or not used."""
+        super().check()
+        if (self.topology == "own") != bool(self.graph):
+            raise ConfigError(
+                f"{self.key('graph')}: expected a file with {self.key('topology')} = own, and none "
+                f"with another, got {self.graph!r} with {self.topology}"
+            )
+        if self.graph:  # the same file for every process
+            object.__setattr__(self, "graph", str(Path(self.graph).expanduser().absolute()))
+
+    def of_relay(self, config: Config) -> dict[str, Any]:
         """Return the options that the strategies of these methods share, with a run's graphs."""
-        graphs = Topology(self.topology, degree=self.degree, dynamic=self.dynamic, seed=seed)
         return {
-            "topology": graphs,
+            "topology": Topology(
+                self.topology,
+                degree=self.degree,
+                dynamic=self.dynamic,
+                seed=config.seed,
+                graph=self._read_graph(config.num_clients) if self.graph else None,
+            ),
             "same_weights": self.same_weights,
             "seal": self.seal,
             "collect_both": self.both_accuracies,
         }
+
+    def _read_graph(self, num_clients: int) -> nx.Graph:
+        named = f"{self.key('graph')} = {self.graph}"
+        try:
+            graph = nx.read_edgelist(self.graph, nodetype=int, data=False)
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{named}: expected edges, two partitions on each line: {error}"
+            ) from error
+        unknown = sorted(client for client in graph if not 0 <= client < num_clients)
+        if unknown or not graph:
+            raise ConfigError(
+                f"{named}: expected edges between the partitions 0 ... {num_clients - 1}, got "
+                f"{unknown[:5] or 'none'}"
+            )
+        return graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +219,7 @@ class GossipMethod(DecentralisedMethod[G]):
         """Return the options that the strategies of these methods share."""
         own = self.own(setup.config)
         return {
-            **own.of_relay(setup.config.seed),
+            **own.of_relay(setup.config),
             "mixing": own.mixing,
             "learning_rate_factor": own.learning_rate_factor,
         }

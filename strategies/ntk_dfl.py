@@ -72,6 +72,9 @@ class NTKDFL(RelayStrategy):
         (appendix E.3: 0.5), as in :meth:`fedntk.ntk.CompressedUpload.compress`.
     bits : int
         Of each number that stays (appendix E.3: 6), 1 ... 16; 32 leaves them as they are.
+    residuals : {"integral", "sum"}
+        R(t) over time: the paper's sum over whole steps, or its limit of small steps, which is
+        stable at any rate; see :func:`fedntk.ntk.evolve`.
     kernel_dtype : {"outputs", "bfloat16"}
         In which clients multiply their kernels: ``"bfloat16"`` is two to three times as fast on
         CPUs that have it: see :class:`~fedntk.ntk.evolution.GradientFlow`.
@@ -114,6 +117,7 @@ class NTKDFL(RelayStrategy):
         class_prior: bool = False,
         sparsity: float = 0.0,
         bits: int = UNQUANTISED,
+        residuals: str = "integral",
         kernel_dtype: str = "outputs",
         tolerance: float = 1e-3,
         evolve_once: bool = False,
@@ -132,6 +136,7 @@ class NTKDFL(RelayStrategy):
             class_prior=class_prior,
             sparsity=sparsity,
             bits=bits,
+            residuals=residuals,  # type: ignore[arg-type]
             kernel_dtype=kernel_dtype,  # type: ignore[arg-type]
             tolerance=tolerance,
         )
@@ -148,6 +153,7 @@ class NTKDFL(RelayStrategy):
         self.learning_rate_decay = learning_rate_decay
         self.evolve_once = evolve_once
         self._hubs: frozenset[int] = frozenset()
+        self._clusters: dict[int, tuple[int, ...]] = {}  # of the round; or any other graph
         self.same_weights = same_weights
         self.mixing = "examples" if average else None
 
@@ -195,17 +201,16 @@ class NTKDFL(RelayStrategy):
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return who exchanges parcels with whom; where hubs evolve, members do with them alone."""
+        self._clusters = super().graph(server_round, clients)
         if not self.evolve_once:
-            return super().graph(server_round, clients)
-        stars = self.topology.hubs(server_round, clients)
+            return self._clusters
+        stars = self.topology.hubs(server_round, self._clusters)
         self._hubs = frozenset(stars)
         return stars | {member: (hub,) for hub, members in stars.items() for member in members}
 
     def averaging_graph(self) -> dict[int, tuple[int, ...]]:
         """Return with whom clients average: a cluster's members all do, though its hub does it."""
-        if not self.evolve_once:
-            return super().averaging_graph()
-        return self.topology.neighbours(self.server_round, self.neighbours)
+        return self._clusters
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord

@@ -5,6 +5,7 @@ Settings via Neural Tangent Kernel*, ICML 2025, section 5 and appendix C.4: regu
 neighbours, rings, lines, Erdos-Renyi graphs and clusters, drawn anew in each round or once.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING, getLogger
 from typing import Literal, get_args
@@ -40,7 +41,7 @@ class Topology:
     seed : int
         Of the draws, with the round.
     graph : networkx.Graph, or iterable of pairs of int, optional
-        Of kind ``"own"``: its edges, between clients' ids (partitions).
+        Of kind ``"own"``: its edges, between clients' ids (partitions). Edges have no direction.
 
     Raises
     ------
@@ -74,8 +75,7 @@ class Topology:
                 f"{'none' if graph is None else 'one'} with {kind!r}"
             )
         self.kind, self.degree, self.dynamic, self.seed = kind, degree, dynamic, seed
-        edges = graph.edges if isinstance(graph, nx.Graph) else () if graph is None else graph
-        self.edges = frozenset(tuple(sorted((int(a), int(b)))) for a, b in edges if a != b)
+        self.edges = frozenset() if graph is None else _edges(graph)
         if kind == "clustered" and not dynamic:
             logger.log(WARNING, "static clusters never exchange anything with each other")
 
@@ -109,13 +109,15 @@ class Topology:
             self._report(server_round, graph)
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
 
-    def hubs(self, server_round: int, clients: Iterable[int]) -> Neighbours:
+    def hubs(self, server_round: int, neighbours: Neighbours) -> Neighbours:
         """Return the clusters of a round as stars: all are joined to one member, drawn at random.
 
         Parameters
         ----------
-        server_round, clients
-            As for :meth:`neighbours`.
+        server_round : int
+            Its number: each round draws anew.
+        neighbours : dict of int to tuple of int
+            Of those that take part, as from :meth:`neighbours`.
 
         Returns
         -------
@@ -129,12 +131,12 @@ class Topology:
 
         Examples
         --------
-        >>> Topology("clustered", degree=2).hubs(1, range(5))
+        >>> clusters = Topology("clustered", degree=2)
+        >>> clusters.hubs(1, clusters.neighbours(1, range(5)))
         {1: (0,), 2: (3, 4)}
         """
         if self.kind != "clustered":
             raise ValueError(f"hubs: expected the topology 'clustered', got {self.kind!r}")
-        neighbours = self.neighbours(server_round, clients)
         clusters = sorted({tuple(sorted((k, *others))) for k, others in neighbours.items()})
         generator = np.random.default_rng([self.seed, server_round, *b"hubs"])
         chosen = [(c[int(generator.integers(len(c)))], c) for c in clusters]
@@ -194,6 +196,26 @@ class Topology:
         return nx.relabel_nodes(numbered, dict(enumerate(order)))
 
 
+def _edges(graph: nx.Graph | Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
+    """Return a graph's edges between different clients, each once, the lower id first."""
+    if isinstance(graph, nx.Graph) and graph.is_directed():
+        raise ValueError(
+            "graph: expected one without directions, as neighbours send each other parcels, got a "
+            f"{type(graph).__name__}; give graph.to_undirected()"
+        )
+    edges = set()
+    for pair in graph.edges() if isinstance(graph, nx.Graph) else graph:
+        try:
+            a, b = sorted(map(operator.index, pair))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"graph: expected edges as pairs of clients' ids, whole numbers, got {pair!r}"
+            ) from None
+        if a != b:
+            edges.add((a, b))
+    return frozenset(edges)
+
+
 def mixing_matrix(
     neighbours: Mapping[int, Sequence[int]], examples: Mapping[int, int], mixing: MixingMatrix
 ) -> NDArray[np.float64]:
@@ -241,7 +263,7 @@ def spectral_gap(matrix: NDArray[np.float64]) -> float:
     """Return 1 - |lambda_2| of a mixing matrix: how fast repeated averaging leads to one model.
 
     1 where one average does, as on the complete graph; 0 where it never does, as the graph is in
-    parts.
+    parts. (Definition 4.2 of Thompson et al. has (1 - lambda)^2 with lambda = |lambda_2|.)
 
     Parameters
     ----------

@@ -42,6 +42,8 @@ class EvolutionTask:
         Share of the numbers of each tensor of a Jacobian that is dropped before it is sent.
     bits : int
         Of each number that stays, 1 ... 16; 32 leaves them as they are.
+    residuals : {"integral", "sum"}
+        R(t) over time: see :class:`~fedntk.ntk.evolution.GradientFlow`.
     kernel_dtype : {"outputs", "bfloat16"}
         In which the kernel is multiplied: see the same.
     tolerance : float
@@ -63,6 +65,7 @@ class EvolutionTask:
     class_prior: bool = False
     sparsity: float = 0.0
     bits: int = UNQUANTISED
+    residuals: Literal["integral", "sum"] = "integral"
     kernel_dtype: KernelDtype = "outputs"
     tolerance: float = 1e-3
 
@@ -85,6 +88,7 @@ class EvolutionTask:
             learning_rate=self.learning_rate,
             steps=self.steps,
             kernel=self.kernel,
+            residuals=self.residuals,
             kernel_dtype=self.kernel_dtype,
             tolerance=self.tolerance,
         )

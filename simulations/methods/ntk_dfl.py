@@ -52,6 +52,7 @@ class NTKDFLSettings(GraphSettings):
     bits: int = setting(
         32, "of each number that is sent, 1 ... 16; 32 leaves them as they are", at_least=1
     )
+    residuals: Literal["integral", "sum"] = setting("integral", "over time: see fedntk.ntk.evolve")
     kernel_dtype: Literal["outputs", "bfloat16"] = setting(
         "outputs", "in which kernels are multiplied; bfloat16 goes with a tolerance of 0.01"
     )
@@ -104,10 +105,11 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
             class_prior=own.class_prior,
             sparsity=own.sparsity,
             bits=own.bits,
+            residuals=own.residuals,
             kernel_dtype=own.kernel_dtype,
             tolerance=own.tolerance,
             evolve_once=own.evolve_once,
-            **own.of_relay(config.seed),
+            **own.of_relay(config),
             **options,
         )
 

@@ -246,7 +246,7 @@ def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, 
         for k in range(6):
             for name, array in found[1][k].items():
                 np.testing.assert_allclose(found[0][k][name], array, rtol=1e-8, atol=1e-10)
-        for hub, members in topology.hubs(3, range(6)).items():
+        for hub, members in topology.hubs(3, topology.neighbours(3, range(6))).items():
             assert all(bits(found[0][k]) == bits(found[0][hub]) for k in members)
 
 
@@ -280,7 +280,7 @@ def test_members_of_a_cluster_are_judged_at_the_average_that_their_hub_formed():
 def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step):
     """Its members have nothing to adopt; whatever the step, round 2 has all six again."""
     topology = Topology("clustered", degree=2, seed=5)
-    hub, members = next(iter(topology.hubs(1, range(6)).items()))
+    hub, members = next(iter(topology.hubs(1, topology.neighbours(1, range(6))).items()))
     own = strategy(topology=topology, loss="mse", evolve_once=True, **ALL)
 
     def change(reply: Message) -> Message:
@@ -294,7 +294,7 @@ def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step
 
 def test_a_member_that_fails_is_missing_in_its_hubs_kernel_alone():
     topology = Topology("clustered", degree=5, seed=5)
-    (members,) = topology.hubs(1, range(6)).values()
+    (members,) = topology.hubs(1, topology.neighbours(1, range(6))).values()
     own = strategy(topology=topology, loss="mse", evolve_once=True, **ALL)
 
     def change(reply: Message) -> Message:

@@ -146,7 +146,7 @@ def test_own_graph_of_pairs_or_networkx_without_those_that_are_not_there():
     """Edges to ids that no client has, loops, and edges named twice count for nothing."""
     edges = [(0, 1), (1, 0), (1, 2), (2, 2), (2, 77), (88, 99)]
     expected = {0: (1,), 1: (0, 2), 2: (1,), 5: ()}
-    for graph in (edges, nx.Graph(edges), np.array(edges)):
+    for graph in (edges, nx.Graph(edges), nx.MultiGraph(edges), np.array(edges)):
         assert Topology("own", graph=graph).neighbours(1, [5, 2, 1, 0]) == expected
 
 
@@ -166,6 +166,13 @@ def test_own_graph_that_is_not_connected_is_reported_in_each_round(caplog):
         ({"degree": 0}, "degree: expected at least 1, got 0"),
         ({"kind": "own"}, "graph: expected one with topology = 'own'.*got none with 'own'"),
         ({"graph": [(0, 1)]}, "graph: .*none with another, got one with 'regular'"),
+        ({"kind": "own", "graph": [(0, 1), (1, "a")]}, r"graph: .*whole numbers, got \(1, 'a'\)"),
+        ({"kind": "own", "graph": [(0, 1, 2)]}, r"graph: .*pairs of .*, got \(0, 1, 2\)"),
+        ({"kind": "own", "graph": [3]}, "graph: .*pairs of clients' ids, whole numbers, got 3"),
+        (
+            {"kind": "own", "graph": nx.DiGraph([(0, 1)])},
+            "without directions, .* got a DiGraph; give graph.to_undirected",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], message):
@@ -232,6 +239,12 @@ def test_clients_that_are_not_there_leave_their_shares_to_the_others():
 def test_hubs_are_drawn_anew_in_each_round_where_clusters_stay():
     """Of one cluster of six: that ten draws gave one and the same has a chance of 6^-9."""
     topology = Topology("clustered", degree=5, dynamic=False, seed=3)
-    drawn = [next(iter(topology.hubs(number, range(6)))) for number in range(10)]
+    drawn = [
+        next(iter(topology.hubs(number, topology.neighbours(number, range(6)))))
+        for number in range(10)
+    ]
     assert len(set(drawn)) > 1
-    assert drawn == [next(iter(topology.hubs(number, range(6)))) for number in range(10)]
+    assert drawn == [
+        next(iter(topology.hubs(number, topology.neighbours(number, range(6)))))
+        for number in range(10)
+    ]
