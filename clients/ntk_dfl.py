@@ -21,7 +21,13 @@ from fedntk.ntk.arrays import require_array
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian import Plans
-from fedntk.ntk.payloads import EvolutionTask, JacobianParcel, screen_losses, screen_uploads
+from fedntk.ntk.payloads import (
+    EvolutionTask,
+    JacobianParcel,
+    MemoryBudget,
+    screen_losses,
+    screen_uploads,
+)
 
 from .randomness import round_seed
 from .relay import (
@@ -170,9 +176,14 @@ class NTKDFLClient(RelayClient):
         form = JacobianParcel(upload, x if task.selection == "true-loss" else None)
         shapes = {name: array.shape for name, array in average.items()}
         limits = UploadLimits(shapes, message.max_examples, task.sparsity, task.bits)
-        heard = self.opened(
-            message, lambda arrays: JacobianParcel.from_arrays(arrays, limits=limits, own=form)
-        )
+        budget = MemoryBudget()
+
+        def parse(arrays: Arrays) -> JacobianParcel:
+            parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
+            budget.hold(parcel.upload)
+            return parcel
+
+        heard = self.opened(message, parse)
         uploads = [upload, *(each.upload for _, each in heard)]
         others = self.screened(heard, lambda factor: screen_uploads(uploads, factor), message)
         rows = [own, *(each for _, each in others)]

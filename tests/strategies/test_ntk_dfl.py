@@ -1,6 +1,7 @@
 """NTK-DFL against its equations, computed on one machine, and against clients that fail."""
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,12 +89,14 @@ def evolved(
     loss: str,
     *,
     prior: bool = False,
+    of: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """One evolution on one machine, of all examples of some clients: eq. (2) to (5)."""
+    """One evolution on one machine, of all examples of some clients or those `of` them: eq. 2-5."""
     network = net()
     network.load_state_dict({name: torch.tensor(a) for name, a in weights.items()})
-    x, y = (torch.cat(parts) for parts in zip(*map(examples, members), strict=True))
+    chosen = [of(k) if of else examples(k) for k in members]
+    x, y = (torch.cat(parts) for parts in zip(*chosen, strict=True))
     x = x.double()
     rows = jacobian(network, x)
     with torch.no_grad():
@@ -292,6 +295,17 @@ def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step
     assert own.train_metrics[2]["replies-accepted"] == 6
 
 
+def test_static_clusters_stay_as_they_are_while_a_member_is_missing():
+    """Its cluster has a gap; all others keep their members, and their hub is one of them."""
+    own = strategy(topology=Topology("clustered", degree=2, dynamic=False), evolve_once=True, **ALL)
+    whole = own.topology.neighbours(1, range(6))
+    own.graph(1, range(6))
+    missing = whole[0][0]
+    stars = own.graph(2, [k for k in range(6) if k != missing])
+    for hub, members in ((k, near) for k, near in stars.items() if k in own._hubs):
+        assert {hub, *members} == {hub, *whole[hub]} - {missing}
+
+
 def test_a_member_that_fails_is_missing_in_its_hubs_kernel_alone():
     topology = Topology("clustered", degree=5, seed=5)
     (members,) = topology.hubs(1, topology.neighbours(1, range(6))).values()
@@ -417,14 +431,29 @@ def at(weights: dict[str, np.ndarray], members: list[int], t: float) -> dict[str
 
 
 def test_two_batches_are_two_evolutions_of_half_the_examples_each():
-    """Every example counts in one of them; three exchanges a round become five."""
-    own, grid = strategy(batches=2, **ALL), Grid(clients())
+    """The second begins where the first ended; three exchanges a round become five."""
+    topology = Topology("complete")
+    own, grid = strategy(batches=2, loss="mse", topology=topology, **ALL), Grid(clients(loss="mse"))
     run(own, grid, rounds=2)
     kinds = [kind for kind, _ in grid.exchanges]
     assert kinds.count("train") == 1 + 5 + 5
-    whole = strategy(**ALL)
-    run(whole, Grid(clients()), rounds=2)
-    assert bits(weights_of(own, 0, 2)) != bits(weights_of(whole, 0, 2))
+    weights = {name: t.numpy() for name, t in net().state_dict().items()}
+    for server_round in (1, 2):
+
+        def halves(client: int, number: int = server_round) -> list[torch.Tensor]:
+            seed = [0, client, number, *b"batches"]
+            order = np.random.default_rng(seed).permutation(len(examples(client)[1]))
+            return [torch.from_numpy(np.sort(part)) for part in np.array_split(order, 2)]
+
+        for half in range(2):
+
+            def of(client: int, half: int = half) -> tuple[torch.Tensor, torch.Tensor]:
+                x, y = examples(client)
+                return x[halves(client)[half]], y[halves(client)[half]]
+
+            weights = evolved(weights, list(range(6)), STEPS[-1], "mse", of=of)
+    for name, array in weights_of(own, 0, 2).items():
+        np.testing.assert_allclose(array, weights[name], rtol=1e-7, atol=1e-9)
 
 
 def test_the_rate_falls_from_round_to_round_as_set():
@@ -598,17 +627,25 @@ def test_a_client_that_lost_its_weights_takes_its_neighbours_average():
 
 
 def test_a_client_that_joins_begins_with_the_global_arrays():
-    """Those are the mean model by then; without `collect` the first weights."""
-    for collect in (True, False):
+    """Those are the mean model by then; without `collect` the first weights.
+
+    On the complete graph they count in everybody's average, also where the others began apart.
+    """
+    for collect, same in ((True, True), (False, True), (True, False)):
         own = strategy(
             topology=Topology("complete"), min_available_nodes=5, fraction_evaluate=0.0,
-            collect=collect,
+            collect=collect, same_weights=same,
         )  # fmt: skip
-        expected = joined_late(own)
-        kept = weights_of(own, 5, 0)
+        after = joined_late(own)
+        begins = after if collect else {n: t.numpy() for n, t in net().state_dict().items()}
         assert own.trained == dict.fromkeys(range(6), 2)
-        for name, array in (expected if collect else net().state_dict()).items():
-            np.testing.assert_array_equal(kept[name], array)
+        counts = [len(examples(k)[1]) for k in range(6)]
+        held = [*(weights_of(own, k, 1) for k in range(5)), begins]
+        average = PersonalStore(None, own.run_key, "5-average").load(2)
+        assert average is not None
+        for name, array in average.items():
+            mean = np.average([own[name] for own in held], axis=0, weights=counts)
+            np.testing.assert_allclose(array, mean, rtol=1e-12, atol=1e-12)
 
 
 def joined_late(own: NTKDFL) -> dict[str, np.ndarray]:
