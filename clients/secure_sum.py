@@ -40,7 +40,10 @@ class SecureSum:
         self._folder, self._keys = folder, keys
 
     def public_key(self) -> dict[str, NDArray[np.uint8]]:
-        """Return the public key (32,) and a nonce (16,), with which it takes part in one sum."""
+        """Return the public key (32,) and a nonce (16,), with which it takes part in one sum.
+
+        A nonce that was drawn before, and not used, serves no more.
+        """
         nonce = secrets.token_bytes(EXCHANGE_BYTES)
         with whole_path(self._folder / NONCE) as partial:
             write_secret(partial, nonce)
@@ -76,6 +79,7 @@ class SecureSum:
             for position, client in enumerate(clients):
                 if client in parcels:
                     rows[position] = np.frombuffer(parcels[client], np.uint8)
+            path.unlink()  # so that it takes part once with it
             for left in self._folder.glob("sum-*"):
                 left.unlink(missing_ok=True)
             self._keep(masker)

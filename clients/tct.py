@@ -502,6 +502,12 @@ class TCTClient(SGDClient):
         task = ConvexTask.from_config(config)
         if task is None:
             return super().evaluate(parameters, config)
+        if self.only_masked and self.x_test is self.x:
+            raise ValueError(
+                "this client sends masked sums alone, and losses of linear models on its training "
+                "examples would tell what is in its sums; give it examples for evaluation (x_test, "
+                "y_test), or set fraction_evaluate = 0"
+            )
         records = _records(parameters, "linear")
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):

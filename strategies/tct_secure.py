@@ -42,6 +42,7 @@ from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, che
 from fedntk.trust.sealing import KEY_BYTES
 from fedntk.trust.secure_sum import (
     EXCHANGE_BYTES,
+    FEWEST,
     PARCEL_BYTES,
     SECRET_BYTES,
     TAG_BYTES,
@@ -207,7 +208,7 @@ class SecureStatistics(PooledStatistics):
 
     def _roster(self, known: Mapping[int, "_Known"]) -> tuple[Roster, Records]:
         """Return who takes part, and the arrays that say so."""
-        clients, threshold = sorted(known), math.ceil(self.threshold * len(known))
+        clients, threshold = sorted(known), max(FEWEST, math.ceil(self.threshold * len(known)))
         keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
         roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
         described: Records = {

@@ -12,11 +12,12 @@ They give those of b_u where y_u came, and those of the mask key where it did no
 Here shares and mask keys travel encrypted under a key that two clients agree on by their public
 keys. The server, which hands them on, can read neither, nor put others in their place, unless it
 passed off a public key of its own as a client's. All keys depend on nonces that the clients draw
-for the sum, and the s_uv also on what the words are of. So a server can ask for a sum only once,
-and for sums of the same thing only. Before they give shares, clients compare what they were told
-of who dropped out: that is round 3 of the figure, with tags of keyed BLAKE2b in place of
-signatures. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over
-GF(2^128).
+for the sum, and the s_uv also on what the words are of. So a server can open what clients sent for
+a sum only once, and only if all were asked for the same thing. It can begin another sum of the same
+words: of two sums over different clients it learns the difference. Before they give shares, clients
+compare what they were told of who dropped out: that is round 3 of the figure, with tags of keyed
+BLAKE2b in place of signatures. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are
+pycryptodome's, over GF(2^128).
 
 What holds against whom: see the page on privacy. A client that does not follow the protocol can
 spoil the sum. It learns nothing of the others.
@@ -94,13 +95,14 @@ class Roster:
     keys : tuple of bytes
         Their public keys, 32 raw bytes each.
     threshold : int
-        How many clients must give shares so that the sum can be opened; more than half of them.
+        How many clients must give shares so that the sum can be opened, and be in it; more than
+        half of them, and three at least.
 
     Raises
     ------
     SealError
         If there are fewer than three clients, or two of one id or key; or if the threshold is not
-        above half of their number and at most that.
+        above half of their number, three at least, and at most that.
     """
 
     exchange: bytes
@@ -116,10 +118,11 @@ class Roster:
             raise SealError(f"expected {count} public keys of {KEY_BYTES} bytes")
         if list(self.clients) != sorted(set(self.clients)) or len(set(self.keys)) != count:
             raise SealError("expected clients in order, each once, with keys of their own")
-        if not count / 2 < self.threshold <= count:
+        if not max(count / 2, FEWEST - 1) < self.threshold <= count:
             raise SealError(
-                f"threshold: expected more than half of {count} clients and at most all, got "
-                f"{self.threshold}: with fewer a server could open a single client's numbers"
+                f"threshold: expected more than half of {count} clients, at least {FEWEST} and at "
+                f"most all, got {self.threshold}: with fewer a server could open a single client's "
+                "numbers, or one client another's"
             )
 
     @cached_property

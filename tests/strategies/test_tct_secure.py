@@ -385,6 +385,20 @@ def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
         assert not found[LINEAR].any()
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_client_that_masks_alone_evaluates_no_linear_model_on_what_its_sums_are_of(
+    clients, held_out, caplog
+):
+    """Losses of chosen models on the same examples would give its Gram matrix exactly."""
+    x, y = examples(7)
+    own = {"x_test": x, "y_test": y} if held_out else {}
+    strategy = make(fraction_evaluate=1.0)
+    with caplog.at_level(WARNING, "flwr"):
+        start(strategy, Grid(clients(only_masked=True, **own)))
+    assert ("accuracy" in strategy.evaluate_metrics.get(1, {})) == held_out
+    assert ("losses of linear models on its training examples" in caplog.text) != held_out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

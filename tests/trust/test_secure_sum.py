@@ -277,6 +277,14 @@ def test_too_few_parcels_leave_the_numbers_unmasked_and_unsent():
             },
             "more than half of 4 clients",
         ),
+        (
+            {
+                "clients": IDS[:3],
+                "keys": tuple(public_bytes(KEYS[k]) for k in IDS[:3]),
+                "threshold": 2,
+            },
+            "at least 3 and at most all, got 2",
+        ),
         ({"clients": IDS[::-1]}, "clients in order"),
         ({"clients": (2, 3, 5, 8, 8)}, "each once"),
         ({"keys": (bytes(32),) * 5}, "keys of their own"),
