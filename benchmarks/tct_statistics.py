@@ -4,7 +4,8 @@ Yu et al. 2022, section 5, on all images where the paper has them: 10 clients, S
 network after some rounds of FedAvg with one local epoch, or from one that was never trained, one
 exchange of sums over tangent features (``solve = "statistics"``). 2,000 training images are kept on
 the server, on which the ridge and the steps of fixed-point numbers are chosen; nothing is chosen on
-the test set, which is whole.
+the test set, which is whole. "long-tailed": all Fashion-MNIST images of class 0, 100 times fewer of
+class 9; with equal weights for all images, or for all classes.
 
     python benchmarks/tct_statistics.py --data-dir FOLDER [--data "#C=1;random"] [--features entk]
         [--widths 2000,4000] [--bits 8] [--seeds 0] [--rounds 15] [--out FOLDER]
@@ -47,12 +48,20 @@ PARTITIONS: dict[str, Settings] = {
     "Dirichlet(0.1)": {"partition": "dirichlet", "alpha": 0.1},
     "Dirichlet(0.5)": {"partition": "dirichlet", "alpha": 0.5},
 }
+LONG_TAILED = "npz:{out}/long-tailed.npz"
 # the sums are the same for every split of the examples, so that one split does without training
 UNTRAINED: dict[str, Settings] = {
     "random": PARTITIONS["#C=1"],
     "MNIST, random": {**PARTITIONS["#C=1"], "dataset": "mnist"},
     "CIFAR-10 subset, random": {**PARTITIONS["#C=1"], "dataset": "hf:{data_dir}/CIFAR10-jpeg"},
+    "long-tailed, random": {**PARTITIONS["#C=1"], "dataset": LONG_TAILED},
+    "long-tailed, random, balanced": {
+        **PARTITIONS["#C=1"],
+        "dataset": LONG_TAILED,
+        "tct.balanced": True,
+    },
 }
+IMBALANCE = 100  # of the long-tailed set: the most common class's images over the rarest's
 PAPER = {"#C=1": 86.32, "#C=2": 90.33, "Dirichlet(0.1)": 90.78, "Dirichlet(0.5)": 91.13}  # Table 2
 CASE = ["data", "rounds of FedAvg", "features", "p", "bits"]
 KEYS = [*CASE, "seed"]
@@ -61,7 +70,10 @@ KEYS = [*CASE, "seed"]
 def settled(options: argparse.Namespace, data: str, seed: int, name: str, **more: Any) -> Config:
     """Make a configuration whose folder names data, seed and run."""
     own = {**PARTITIONS, **UNTRAINED}[data]
-    own = {k: v.format(data_dir=options.data_dir) if k == "dataset" else v for k, v in own.items()}
+    if own.get("dataset") == LONG_TAILED:
+        long_tailed(options)
+    places = {"data_dir": options.data_dir, "out": Path(options.out).absolute()}
+    own = {k: v.format(**places) if k == "dataset" else v for k, v in own.items()}
     folder = "".join(letter if letter.isalnum() else "-" for letter in f"{data} {seed} {name}")
     return Config.load(
         CONFIGURATION,
@@ -76,6 +88,27 @@ def settled(options: argparse.Namespace, data: str, seed: int, name: str, **more
     )
 
 
+def long_tailed(options: argparse.Namespace) -> None:
+    """Write Fashion-MNIST with ever fewer training images of a class, by one factor from class 0.
+
+    As the long-tailed sets of Cui et al., *Class-Balanced Loss Based on Effective Number of
+    Samples*, CVPR 2019. All test images stay.
+    """
+    path = Path(options.out) / "long-tailed.npz"
+    if not path.exists():
+        data = load_data(Config(dataset="fashion-mnist", data_dir=options.data_dir))
+        counts = np.bincount(data.y_train)
+        shares = IMBALANCE ** (-np.arange(len(counts)) / (len(counts) - 1))
+        kept = [
+            np.flatnonzero(data.y_train == c)[: round(count * share)]
+            for c, (count, share) in enumerate(zip(counts, shares, strict=True))
+        ]
+        chosen = np.sort(np.concatenate(kept))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train = {"x_train": data.x_train[chosen], "y_train": data.y_train[chosen]}
+        np.savez(path, **train, x_test=data.x_test, y_test=data.y_test)
+
+
 def bootstrapped(options: argparse.Namespace, data: str, seed: int) -> Run:
     """Run FedAvg."""
     settings = {"method": "fedavg", "rounds": options.rounds, "learning_rate": options.rate}
@@ -87,10 +120,12 @@ def exchanged(
     options: argparse.Namespace, data: str, seed: int, kind: str, width: int
 ) -> dict[str, Any]:
     """Make the one exchange, from the bootstrapped network or the first weights."""
-    settings: Settings = {"rounds": 1, "tct.bootstrap_rounds": 0, "tct.bits": options.bits}
+    balanced = data.endswith("balanced")  # counts come first, and fixed-point numbers do not go
+    bits, rounds = (32, 2) if balanced else (options.bits, 1)
+    settings: Settings = {"rounds": rounds, "tct.bootstrap_rounds": 0, "tct.bits": bits}
     settings |= {"tct.features": kind, "tct.num_features": width}
     row: dict[str, Any] = {
-        "data": data, "features": kind, "p": width, "bits": options.bits, "seed": seed,
+        "data": data, "features": kind, "p": width, "bits": bits, "seed": seed,
         "rounds of FedAvg": options.rounds if data in PARTITIONS else 0, "network": None,
     }  # fmt: skip
     if data in PARTITIONS:
@@ -100,7 +135,7 @@ def exchanged(
     name = f"{kind} {width} {options.bits} {options.rounds}"
     config = settled(options, data, seed, name, **settings)
     done = run(config, progress=False)
-    value = {name: float(done.curve(name).loc[1]) for name in (
+    value = {name: float(done.curve(name).loc[rounds]) for name in (
         "accuracy", "ridge", "seconds-clients", "seconds-server", "bytes-up", "peak-memory",
     )}  # fmt: skip
     shutil.rmtree(config.folder)

@@ -267,6 +267,11 @@ class Config(Settings):
             if name == self.method or own != method.settings():
                 kept.append(own)
         object.__setattr__(self, "tables", tuple(kept))
+        if self.class_prior and "class_prior" in self.settings.options():
+            raise ConfigError(
+                f"class-prior is of local SGD, which {self.method} has not; set "
+                f"{self.settings.key('class_prior')}"
+            )
         self.chosen_method.check(self, self.settings)
 
     def check(self) -> None:
@@ -284,6 +289,8 @@ class Config(Settings):
                 f"projection-kind = {self.projection_kind} goes with projection, the number of "
                 "features; got 0"
             )
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
         if any(not 0 < target < 1 for target in self.target_accuracies):
             raise ConfigError(f"targets: expected numbers between 0 and 1, got {self.targets!r}")
         trainable = self.num_clients - self.validation_clients

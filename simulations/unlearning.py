@@ -79,6 +79,7 @@ class Unlearned:
                 f"({own.examples} examples)"
                 for name, own in rows.items()
             ),
+            "Taken out of the sums alone: if they helped to train the network, it has seen them.",
             f"The model: {self.folder}",
         ]
 

@@ -1,4 +1,4 @@
-"""The mean of a model over rounds: what is evaluated and returned, and sent to no client to train.
+"""The moving average of a model over rounds: evaluated and returned, and sent to none to train.
 
 Where rounds differ much, as with few clients of few classes each, the newest weights jump about a
 path that their mean follows. (Polyak and Juditsky, *Acceleration of Stochastic Approximation by
@@ -24,7 +24,9 @@ NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 
 
 class AveragedModel:
-    """Exponential mean of the weights that a strategy learned, each change of them counting once.
+    """Exponential moving average (EMA) of the weights that a strategy learned.
+
+    Each change of them counts once.
 
     Of several models in one set of arrays all count again where one of them changed.
 

@@ -235,7 +235,11 @@ class GramStrategy(ClosedFormStrategy):
             If it could not.
         """
         width = self.shape[1]
-        require_memory(36 * width**2, f"{width} features", cure="use a smaller last layer")
+        require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
+            (36 + 8 * self.min_available_nodes) * width**2,
+            f"{width} features from {self.min_available_nodes} clients",
+            cure="use a smaller last layer",
+        )
         return super().begin(initial_arrays, num_rounds, done)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:

@@ -517,8 +517,8 @@ class TCT(ResendingStrategy):
         ValueError
             If they are not those of the network, or not all that the state goes with.
         NotEnoughMemory
-            If what ``solve="statistics"`` takes would not fit in memory, or what it keeps of
-            ``min_available_nodes`` clients on the disk.
+            If what ``solve="statistics"`` takes of ``min_available_nodes`` clients would not fit in
+            memory, or what it keeps of them on the disk.
         """
         expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
         found = {k: tuple(a.shape) for k, a in initial_arrays.items()}
@@ -527,9 +527,16 @@ class TCT(ResendingStrategy):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         for phase in self.phases:
-            require_memory(phase.memory, f"{phase.name} of {self.width} features", cure=FEWER)
-            if isinstance(phase, PooledStatistics) and self.keep_sums is not None and not done:
-                self.keep_sums.require_disk(phase.upload_bytes, self.min_available_nodes)
+            if not isinstance(phase, PooledStatistics):
+                continue
+            clients = self.min_available_nodes
+            require_memory(  # uploads as they came, and as arrays
+                phase.memory + 2 * phase.upload_bytes * clients,
+                f"{phase.name} of {self.width} features from {clients} clients",
+                cure=FEWER,
+            )
+            if self.keep_sums is not None and not done:
+                self.keep_sums.require_disk(phase.upload_bytes, clients)
         exchanges = sum(p.asks_everyone and not p.changes_linear for p in self.phases)
         if num_rounds <= self.bootstrap_rounds + exchanges:
             logger.log(

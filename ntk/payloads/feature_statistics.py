@@ -106,7 +106,8 @@ class FeatureStatistics:
         NotEnoughMemory
             If the Gram matrix and its triangle, 12 p^2 bytes, would not fit.
         ValueError
-            If there are weights and `fixed_point`, whose sums would not be whole numbers.
+            If there are weights and `fixed_point`, whose sums would not be whole numbers; or if
+            features are not finite.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
@@ -124,6 +125,8 @@ class FeatureStatistics:
                 sums = torch.zeros(num_classes, width, dtype=torch.float64)
             if start + len(features) > len(labels):
                 raise ValueError(f"labels: {len(labels)} of them for more examples")
+            if not torch.isfinite(features).all():
+                raise ValueError("features: expected finite numbers, got infinity or NaN")
             for part in features.split(rows):
                 z = part.double() if fixed_point is None else fixed_point(part)
                 own = slice(start, start + len(z))

@@ -51,6 +51,11 @@ DP = {
         ),
         ({"min-completed": 11}, "min-completed: expected at most clients-per-round = 10, got 11"),
         ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
+        ({"class-prior": True}, "which ntk-fl has not; set ntk-fl.class-prior"),
+        (
+            {"class-prior": True, "method": "fedavg", "loss": "mse"},
+            "class-prior goes with loss = cross-entropy, got mse",
+        ),
         (
             {"ntk-fl.selection": "validation", "validation-clients": 2, "validation-examples": 9},
             "validation-clients (held out), got 9 and 2",

@@ -51,6 +51,34 @@ def test_settings_reach_the_strategy(method):
     assert settings["topology_seed"] == 3
 
 
+@pytest.mark.parametrize("method", ["ntk-dfl", *sorted(TABLES)])
+def test_a_graph_of_ones_own_comes_from_a_file_of_edges(method, tmp_path):
+    """As networkx writes it, comments and data on the edges included."""
+    table = {**TABLES, "ntk-dfl": "ntk_dfl"}[method]
+    file = tmp_path / "graph.txt"
+    file.write_text("# a path and a chord\n0 1 {'weight': 2}\n1 2\n2 3\n3 4\n4 1\n")
+
+    def settings(**own: Any) -> dict[str, Any]:
+        config = Config(method=method, **SMALL, **{table: {"topology": "own", **own}})
+        return make_strategy(load_setup(config)).settings()
+
+    assert settings(graph=str(file))["edges"] == [[0, 1], [1, 2], [1, 4], [2, 3], [3, 4]]
+    for text, words in (
+        ("0 7\n1 2\n", r"partitions 0 \.\.\. 4, got \[7\]"),
+        ("0 a\n", "expected edges, two partitions on each line"),
+        ("# no edge\n", "got none"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"{method}.graph = .*{words}"):
+            settings(graph=str(file))
+    with pytest.raises(ConfigError, match=r"graph\.txt: expected edges, .*No such file"):
+        settings(graph=str(tmp_path / "missing" / "graph.txt"))
+    with pytest.raises(ConfigError, match=f"{method}.graph: expected a file with .*topology = own"):
+        settings()
+    with pytest.raises(ConfigError, match="and none with another"):
+        settings(graph=str(file), topology="ring")
+
+
 @pytest.mark.parametrize("projection", [0, 20])
 def test_the_accuracies_of_the_clients_models_are_those_of_their_predictors(projection, tmp_path):
     """On the server's examples, projected where there is a projection."""

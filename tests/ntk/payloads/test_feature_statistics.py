@@ -41,6 +41,16 @@ def test_what_arrives_is_what_was_sent(way):
     assert found.size == pytest.approx(np.sqrt(np.diag(sent.matrix()).sum() / N))
 
 
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_sums_of_features_that_are_not_finite_are_refused_where_they_are_formed(way, value):
+    """Rounded to integers they would be numbers like any other."""
+    features = Z.clone()
+    features[3, 1] = value
+    with pytest.raises(ValueError, match="features: expected finite numbers"):
+        FeatureStatistics.of([features], LABELS, C, **WAYS[way])
+
+
 def test_integers_are_int32_while_all_sums_fit():
     """n 127^2 < 2^31 up to n = 133,144; what is added up then is int64."""
     arrays = wire("integers")
