@@ -17,6 +17,7 @@ from fedntk.clients import (
     CPNTKFLClient,
     ModelClient,
     NamedArrays,
+    NTKDFLClient,
     NTKFLClient,
     SCAFFOLDClient,
     SealedProjection,
@@ -24,9 +25,10 @@ from fedntk.clients import (
     TCTClient,
     get_weights,
 )
+from fedntk.clients.relay import WeightsParcel
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTModel
 from fedntk.ntk.evolution import stack_candidates
-from fedntk.ntk.payloads import ConvexTask
+from fedntk.ntk.payloads import ConvexTask, EvolutionTask
 from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
 
 from ..fake_device import NAME, FakeDevice
@@ -182,6 +184,37 @@ def test_rounds_of_tct(loss, solver, tmp_path):
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}
 
     same(rounds)
+
+
+@pytest.mark.parametrize("kernel", ["mean", "corrected", "full"])
+def test_a_round_of_ntk_dfl(kernel, tmp_path):
+    """Rows that it sends are used as a neighbour's, too."""
+
+    def work(device: str) -> tuple[Any, ...]:
+        client = NTKDFLClient(network(), X, Y, device=device, cache=tmp_path / device, seed=1)
+        task = EvolutionTask(learning_rate=0.1, steps=(1.0, 4.0), kernel=kernel, selection="own")
+        config = {
+            "server-round": 1, "batch": 0, "neighbours": [2], "personal-run": "r",
+            "personal-round": 0, "same-weights": True, **task.to_config(),
+        }  # fmt: skip
+        heard = WeightsParcel({k: 1.1 * a for k, a in floats().items()}, 5).to_arrays()
+        heard |= {k: a for k, a in named_weights().items() if k not in floats()}
+        sent, told = [], {}
+        for step in ("weights", "average", "jacobians", "evolve"):
+            records = {"arrays": named_weights(), "from-2": heard}
+            found, count, metrics = client.fit(NamedArrays(records), {**config, "step": step})
+            told |= metrics
+            sent += [a for record in found.records.values() for a in record.values()]
+            heard = found.records.get("to-2", heard)
+        assert count == len(X)
+        assert told["neighbours-heard"] == 1
+        return [a.astype(float) for a in sent], count, told
+
+    same(work)
+
+
+def floats() -> dict[str, np.ndarray]:
+    return {name: a for name, a in named_weights().items() if a.dtype.kind == "f"}
 
 
 @pytest.mark.parametrize("kind", [NetworkPredictor, TCTModel])
