@@ -61,7 +61,7 @@ OURS: dict[str, dict[str, Any]] = {
     "prior and mean, compressed": GAUSSIAN,
     "prior, mean and centred, compressed": {
         **GAUSSIAN,
-        "centre_features": True,
+        "centre_inputs": True,
         "cp-ntk-fl.shuffle": False,  # which the clients' sums would undo
     },
     "IID, no option": {**WHOLE, **GAUSSIAN, **NEWEST, **NO_PRIOR, **IID},

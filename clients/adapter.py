@@ -22,7 +22,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedntk.ntk.features import FEATURE_SUMS
+from fedntk.ntk.features import INPUT_SUMS
 from fedntk.ntk.payloads import Agreement, from_npy, to_npy
 
 from .named_arrays import NamedArrays
@@ -57,7 +57,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
     has none. A ``query.partition`` message asks for nothing else and loads no data; a
     ``query.keys`` message asks for ``get_properties({})``, which tells the key server to whom to
     seal; a ``query.public_key`` message calls ``public_key(config)``, and a
-    ``query.feature_sums`` message ``feature_sums(config)``.
+    ``query.input_sums`` message ``input_sums(config)``.
 
     The configuration that a client is given has ``client-id`` besides what was sent: its partition,
     or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
@@ -207,13 +207,13 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
         client: Any = _made(client_fn, context)
         return _reply(message, context, {"public-key": client.public_key(config)})
 
-    @app.query("feature_sums")
-    def feature_sums(message: Message, context: Context) -> Message:
+    @app.query("input_sums")
+    def input_sums(message: Message, context: Context) -> Message:
         _, config = received(message, context)
         client: Any = _made(client_fn, context)
         client.require_agreement(_agreed(message))
-        sums, num_examples = client.feature_sums(config)
-        records = {"arrays": {FEATURE_SUMS: sums}}
+        sums, num_examples = client.input_sums(config)
+        records = {"arrays": {INPUT_SUMS: sums}}
         return _reply(message, context, {"num-examples": num_examples}, records)
 
     @app.query("keys")

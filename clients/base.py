@@ -264,7 +264,7 @@ class ModelClient(NumPyClient):
         """Return what the key server needs to seal the projection's seed; else nothing."""
         return {} if self.projection is None else dict(self.projection.keys.request())
 
-    def feature_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
+    def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, and their number: for their mean over all clients.
 
         Returns
@@ -281,7 +281,7 @@ class ModelClient(NumPyClient):
         """
         if not isinstance(self.model, CentredInputs):
             raise ValueError(
-                "centre_features: the strategy asks for the sum of this client's inputs, but its "
+                "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
                 "model is no CentredInputs(network, input_shape), and does not take their mean off"
             )
         x = self._projected(self.x, config)

@@ -155,7 +155,7 @@ class CPNTKFLClient(NTKFLClient):
             )
         return super().query(parameters, config)
 
-    def feature_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
+    def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, and their number.
 
         Raises
@@ -168,9 +168,9 @@ class CPNTKFLClient(NTKFLClient):
             raise ValueError(
                 "a sum of the training examples was asked for, which differential privacy does not "
                 "cover and by which shuffled rows can be told apart; have the strategy leave "
-                "centre_features out"
+                "centre_inputs out"
             )
-        return super().feature_sums(config)
+        return super().input_sums(config)
 
     def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation.

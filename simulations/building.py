@@ -59,7 +59,7 @@ def make_strategy(setup: Setup) -> BaseStrategy:
         "seed": config.seed,
         "min_completed": config.min_completed,
         "average_decay": config.average_decay,
-        "centre_features": config.centre_features,
+        "centre_inputs": config.centre_inputs,
         "max_examples": setup.max_examples,
         "fraction_train": config.clients_per_round / config.num_clients,
         "min_train_nodes": config.clients_per_round,

@@ -89,7 +89,7 @@ class Config(Settings):
         at_least=0,
         below=1,
     )
-    centre_features: bool = setting(
+    centre_inputs: bool = setting(
         False,
         "take the mean over all clients off the inputs, projected where there is a projection; "
         "clients are asked for their sums before the first round",

@@ -301,7 +301,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
     if config.init != "default":
         _draw_weights(model, config.init, config.seed)
     if config.weights:
-        _load_weights(model, Path(config.weights).expanduser(), centred=config.centre_features)
+        _load_weights(model, Path(config.weights).expanduser(), centred=config.centre_inputs)
     if shape != (1, num_classes):
         raise ConfigError(
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
@@ -312,7 +312,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             model = with_fourier_features(model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
-    return _centred(model, input_shape, config.model) if config.centre_features else model
+    return _centred(model, input_shape, config.model) if config.centre_inputs else model
 
 
 def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
@@ -322,7 +322,7 @@ def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
             model(torch.full((1, *input_shape), -1.5))
     except Exception as error:
         raise ConfigError(
-            f"centre-features: model = {name} fails for inputs with a mean taken off, as one does "
+            f"centre-inputs: model = {name} fails for inputs with a mean taken off, as one does "
             f"that looks them up in a table: {type(error).__name__}: {error}"
         ) from error
     return CentredInputs(model, input_shape)
@@ -341,7 +341,7 @@ def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
     """Load a network's weights, which a file may hold among others.
 
-    Those of a run with ``centre-features`` serve only a network that will be `centred`.
+    Those of a run with ``centre-inputs`` serve only a network that will be `centred`.
     """
     try:
         tensors = load_file(path)
@@ -352,7 +352,7 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
         if not centred:
             raise ConfigError(
                 f"weights = {path}: of a network whose inputs had their mean taken off; set "
-                "centre-features = true, or give weights of a run without it"
+                "centre-inputs = true, or give weights of a run without it"
             )
         tensors = {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
     if odd := [k for k, t in state.items() if k not in tensors or tensors[k].shape != t.shape]:

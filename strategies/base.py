@@ -32,8 +32,8 @@ from fedntk.trust import SEALED_SEED
 from .array_archive import under
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
+from .centred_inputs import centred_by_clients
 from .checkpoint import RunCheckpoints
-from .feature_centre import centred_by_clients
 from .registry import ClientRegistry, Exchange, SentParts
 from .replies import (
     NoUsableReply,
@@ -88,7 +88,7 @@ class BaseStrategy(FedAvg):
         what is evaluated and returned; clients train from the newest weights all the same. 0: the
         newest weights are. See :class:`~fedntk.strategies.averaged_model.AveragedModel`. Not
         for methods that learn different things in different rounds or clients.
-    centre_features : bool
+    centre_inputs : bool
         Before the first round all clients are asked for the sum of their inputs, projected where
         there is a projection, and the model's array ``centre`` becomes their mean: see
         :class:`~fedntk.ntk.CentredInputs`, which the model has to be. More than half of them must
@@ -148,7 +148,7 @@ class BaseStrategy(FedAvg):
         evaluate_every: int = 1,
         outlier_factor: float = OUTLIER_FACTOR,
         average_decay: float = 0.0,
-        centre_features: bool = False,
+        centre_inputs: bool = False,
         key_server: SealsSeeds | None = None,
         run: str = "",
         **fedavg_options: Any,
@@ -165,9 +165,9 @@ class BaseStrategy(FedAvg):
                 f"average_decay: expected 0 for {type(self).__name__}, whose arrays have no "
                 f"mean over rounds, got {average_decay}"
             )
-        if centre_features and not self.centres:
+        if centre_inputs and not self.centres:
             raise ValueError(
-                f"centre_features: expected False for {type(self).__name__}, which cannot take a "
+                f"centre_inputs: expected False for {type(self).__name__}, which cannot take a "
                 "mean off its clients' inputs"
             )
         if key_server is not None and not run:
@@ -183,7 +183,7 @@ class BaseStrategy(FedAvg):
         self.evaluate_every = evaluate_every
         self.outlier_factor = outlier_factor
         self.averaged = AveragedModel(average_decay) if average_decay else None
-        self.centre_features = centre_features
+        self.centre_inputs = centre_inputs
         self.run = run
         self.registry = ClientRegistry()
         self.sent = SentParts()
@@ -226,7 +226,7 @@ class BaseStrategy(FedAvg):
         """
         own = {} if self.averaged is None else self.averaged.state_dict()
         averaged = {f"averaged.{name}": value for name, value in own.items()}
-        centred = {"centred": self._centred} if self.centre_features else {}
+        centred = {"centred": self._centred} if self.centre_inputs else {}
         return {
             "settings": self.settings(),
             "server-round": self.server_round,
@@ -249,7 +249,7 @@ class BaseStrategy(FedAvg):
             "outlier_factor": self.outlier_factor,
             "run": self.run,
             **({} if self.averaged is None else {"average_decay": self.averaged.decay}),
-            **({"centre_features": True} if self.centre_features else {}),
+            **({"centre_inputs": True} if self.centre_inputs else {}),
         }
 
     def agreement(self) -> Agreement:
@@ -329,7 +329,7 @@ class BaseStrategy(FedAvg):
             If the first checkpoint cannot be written.
         NoUsableReply
             At the end, if in none of the rounds a reply to a training message could be used; before
-            the first round, if too few clients tell what `centre_features` needs.
+            the first round, if too few clients tell what `centre_inputs` needs.
         RuntimeError
             At the end, if a strategy within this one failed and no round changed the model.
         """
@@ -372,7 +372,7 @@ class BaseStrategy(FedAvg):
         initial_arrays = self.begin(initial_arrays, num_rounds, done)
         if self.averaged is not None and done and self.averaged.count:
             initial_arrays = self.averaged.newest
-        if self.centre_features and self.fraction_train and not self._centred:
+        if self.centre_inputs and self.fraction_train and not self._centred:
             initial_arrays = centred_by_clients(initial_arrays, self, options["grid"])
             self._centred = True
 
@@ -585,9 +585,9 @@ class BaseStrategy(FedAvg):
                 f"average_decay: expected 0 within a {type(owner).__name__}, which may have one "
                 f"itself, got {self.averaged.decay}"
             )
-        if self.centre_features:
+        if self.centre_inputs:
             raise ValueError(
-                f"centre_features: expected False within a {type(owner).__name__}, which shows it "
+                f"centre_inputs: expected False within a {type(owner).__name__}, which shows it "
                 "some of the clients; leave it out"
             )
         self._owner, self.registry, self.held_out = owner, owner.registry, owner.held_out
@@ -818,7 +818,7 @@ class BaseStrategy(FedAvg):
     @property
     def untrained(self) -> tuple[str, ...]:
         """Names of the model's arrays that clients must return as they were sent."""
-        return (CENTRE,) if self.centre_features else ()
+        return (CENTRE,) if self.centre_inputs else ()
 
     @property
     def takes_weights(self) -> bool:

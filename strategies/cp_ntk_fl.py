@@ -105,9 +105,9 @@ class CPNTKFL(NTKFL):
                 "examples, which differential privacy does not cover; use selection='linearised' "
                 "with a grid that is safe, or validation_loss"
             )
-        if self.centre_features and (noise_multiplier or shuffling_server is not None):
+        if self.centre_inputs and (noise_multiplier or shuffling_server is not None):
             raise ValueError(
-                "centre_features asks each client for a sum of its examples, which differential "
+                "centre_inputs asks each client for a sum of its examples, which differential "
                 "privacy does not cover and by which shuffled rows can be told apart; leave it out"
             )
         if noise_multiplier:

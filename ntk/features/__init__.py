@@ -1,6 +1,6 @@
 """Tangent features of examples: their map, rows on disk, and their normaliser; projections."""
 
-from .centred import CENTRE, FEATURE_SUMS, CentredInputs
+from .centred_inputs import CENTRE, INPUT_SUMS, CentredInputs
 from .feature_map import FeatureKind, FeatureMap, with_fourier_features
 from .fixed_point import FixedPoint
 from .normaliser import Moments, Normaliser
@@ -10,7 +10,7 @@ from .tangent import TangentFeatures, entk_features
 
 __all__ = [
     "CENTRE",
-    "FEATURE_SUMS",
+    "INPUT_SUMS",
     "CentredInputs",
     "FeatureKind",
     "FeatureMap",

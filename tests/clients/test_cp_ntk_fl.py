@@ -277,12 +277,12 @@ def test_a_private_client_tells_nothing_else_of_its_training_examples():
         client.query([w[None] for w in weights], {"server-round": 1})
     with pytest.raises(ValueError, match="give the client test examples"):
         client.evaluate(weights, {})
-    with pytest.raises(ValueError, match="have the strategy leave centre_features out"):
-        client.feature_sums({})
+    with pytest.raises(ValueError, match="have the strategy leave centre_inputs out"):
+        client.input_sums({})
     shuffled = CPNTKFLClient(
         CentredInputs(network(), X.shape[1:]), X, Y, shuffling_key=bytes(range(32)), run=RUN
     )
     with pytest.raises(ValueError, match="by which shuffled rows can be told apart"):
-        shuffled.feature_sums({})
+        shuffled.input_sums({})
     tested = CPNTKFLClient(network(), X, Y, x_test=X[:5], y_test=Y[:5], **DP)
     assert tested.evaluate(weights, {})[1] == 5

@@ -21,7 +21,7 @@ SETTINGS |= {
     },
     "fed-be": {"local_epochs": 3, "fed_be": {"num_samples": 3}},
     "scaffold": {
-        **PROJECTED, "local_epochs": 3, "average_decay": 0.6, "centre_features": True,
+        **PROJECTED, "local_epochs": 3, "average_decay": 0.6, "centre_inputs": True,
         "scaffold": {"server_learning_rate": 1.5},
     },
     "afl": {**PROJECTED, "afl": {"ridge": 0.1}},

@@ -221,18 +221,18 @@ def test_networks_that_do_not_fit_are_refused(model, shape, message):
 
 
 def test_weights_of_a_centred_run_serve_a_centred_network_alone(tmp_path):
-    centred = Config(centre_features=True, width=7, seed=1)
+    centred = Config(centre_inputs=True, width=7, seed=1)
     kept = build_model(centred, (5,), 3).state_dict() | {"centre": torch.ones(5)}
     save_file(kept, tmp_path / "model.safetensors")
     given = {"weights": str(tmp_path / "model.safetensors"), "seed": 2}
     found = build_model(centred.replace(**given), (5,), 3).state_dict()
     assert not found.pop("centre").any()  # every run asks its own clients
     assert all(torch.equal(array, kept[name]) for name, array in found.items())
-    with pytest.raises(ConfigError, match="mean taken off; set centre-features = true"):
-        build_model(centred.replace(**given, centre_features=False), (5,), 3)
+    with pytest.raises(ConfigError, match="mean taken off; set centre-inputs = true"):
+        build_model(centred.replace(**given, centre_inputs=False), (5,), 3)
 
 
 def test_text_has_no_mean_that_could_be_taken_off():
     build_model(Config(model="char-lstm"), (5,), 7)
-    with pytest.raises(ConfigError, match="centre-features: model = char-lstm fails for inputs"):
-        build_model(Config(model="char-lstm", centre_features=True), (5,), 7)
+    with pytest.raises(ConfigError, match="centre-inputs: model = char-lstm fails for inputs"):
+        build_model(Config(model="char-lstm", centre_inputs=True), (5,), 7)

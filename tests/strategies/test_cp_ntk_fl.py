@@ -558,11 +558,11 @@ def test_what_was_asked_of_whom_outlasts_a_restart():
             "or validation_loss",
         ),
         (
-            {"noise_multiplier": 1.0, "selection": "linearised", "centre_features": True},
-            "centre_features asks each client for a sum",
+            {"noise_multiplier": 1.0, "selection": "linearised", "centre_inputs": True},
+            "centre_inputs asks each client for a sum",
         ),
         (
-            {"shuffling_server": ShufflingServer(), "run": RUN, "centre_features": True},
+            {"shuffling_server": ShufflingServer(), "run": RUN, "centre_inputs": True},
             "by which shuffled rows can be told apart",
         ),
         ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),

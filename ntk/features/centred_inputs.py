@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CENTRE", "FEATURE_SUMS", "CentredInputs"]
+__all__ = ["CENTRE", "INPUT_SUMS", "CentredInputs"]
 
 CENTRE = "centre"  # name of the array
-FEATURE_SUMS = "feature-sums"  # name of the sum of a client's inputs, as an array
+INPUT_SUMS = "input-sums"  # name of the sum of a client's inputs, as an array
 
 
 class CentredInputs(nn.Module):
     """A network of the inputs less their mean.
 
     The mean is a buffer: it travels with the weights, is never trained, and whoever evaluates the
-    network has it. It begins as zeros; a strategy with ``centre_features=True`` fills in the mean
+    network has it. It begins as zeros; a strategy with ``centre_inputs=True`` fills in the mean
     over all clients.
 
     Parameters

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.arrays import require_array
-from fedntk.ntk.features import CENTRE, FEATURE_SUMS
+from fedntk.ntk.features import CENTRE, INPUT_SUMS
 from fedntk.ntk.payloads import screen_sizes
 
 from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["centred_by_clients"]
 
 logger = logging.getLogger("flwr")
-STAGE = "query.feature_sums"
+STAGE = "query.input_sums"
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 
 
@@ -44,7 +44,7 @@ def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid
     """
     if CENTRE not in arrays:
         raise ValueError(
-            f"centre_features: expected the array {CENTRE!r} in the model, got {list(arrays)[:5]}; "
+            f"centre_inputs: expected the array {CENTRE!r} in the model, got {list(arrays)[:5]}; "
             "wrap the network as CentredInputs(network, input_shape), on the clients, too"
         )
     centre = arrays[CENTRE].numpy()
@@ -55,9 +55,9 @@ def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid
     pairs = strategy.screened(pairs, rejected, _screen)
     if not strategy.enough(len(pairs)) or 2 * len(pairs) <= len(nodes):
         raise NoUsableReply(
-            f"centre_features: {len(pairs)} of {len(nodes)} clients gave a sum of inputs that can "
+            f"centre_inputs: {len(pairs)} of {len(nodes)} clients gave a sum of inputs that can "
             "be used, and more than half must; start again when they are there, or leave "
-            f"centre_features out; the last refused: {strategy.last_refusal or 'none came at all'}"
+            f"centre_inputs out; the last refused: {strategy.last_refusal or 'none came at all'}"
         )
     means, counts = zip(*(own for _, own in pairs), strict=True)
     logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
@@ -67,11 +67,11 @@ def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid
 
 def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
     arrays = reply.arrays()
-    if list(arrays) != [FEATURE_SUMS]:
-        raise BadReply("arrays", f"expected {FEATURE_SUMS!r} alone, got {str(list(arrays))[:80]}")
-    sums, count = arrays[FEATURE_SUMS], reply.num_examples
+    if list(arrays) != [INPUT_SUMS]:
+        raise BadReply("arrays", f"expected {INPUT_SUMS!r} alone, got {str(list(arrays))[:80]}")
+    sums, count = arrays[INPUT_SUMS], reply.num_examples
     limit = count * min(LARGEST_WEIGHT, float(np.finfo(centre.dtype).max))
-    require_array(FEATURE_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)
+    require_array(INPUT_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)
     return sums / count, count
 
 

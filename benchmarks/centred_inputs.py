@@ -3,9 +3,9 @@
 The settings of the methods' configurations for digits, three seeds, 10 rounds, and no shuffling;
 nothing is searched for. The seed changes the split, the first weights and the sampling.
 
-    python benchmarks/centred_features.py [--rounds 10] [--seeds 0,1,2]
+    python benchmarks/centred_inputs.py [--rounds 10] [--seeds 0,1,2]
 
-Writes beside this file results/centred_features.csv (accuracy of all rounds) and .json (machine,
+Writes beside this file results/centred_inputs.csv (accuracy of all rounds) and .json (machine,
 means over the seeds).
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
             CONF / f"{stem}.toml",
             **changes,
             rounds=options.rounds,
-            centre_features=centred,
+            centre_inputs=centred,
             clients_per_evaluation=0,
         )
         for name, (stem, changes) in METHODS.items()
@@ -50,7 +50,7 @@ def main() -> None:
     accuracy = rounds[rounds.metric == "accuracy"]
     means = accuracy.groupby(["run", "round"], sort=False).value.mean().unstack().round(4)
     print(means.to_string())
-    stem = Path(__file__).parent / "results" / "centred_features"
+    stem = Path(__file__).parent / "results" / "centred_inputs"
     columns = ["run", "seed", "round", "value"]
     accuracy[columns].to_csv(stem.with_suffix(".csv"), index=False, float_format="%.4f")
     shown = means[[number for number in SHOWN if number in means]].to_dict("index")

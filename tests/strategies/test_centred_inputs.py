@@ -92,15 +92,15 @@ def test_it_is_training_on_inputs_that_were_centred_before(method):
     make, client, options = METHODS[method]
     common = {"fraction_evaluate": 0.0, "fraction_train": 0.5, "min_available_nodes": NUM_CLIENTS}
     grid = Grid(clients(client, **options))
-    found = run(make(centre_features=True, **common), grid, centred())
+    found = run(make(centre_inputs=True, **common), grid, centred())
     expected = run(make(**common), Grid(clients(client, by_hand=True, **options)), network())
     np.testing.assert_allclose(found.pop(CENTRE), pooled_mean(), rtol=BOUND)
     assert len(found) == len(expected)
     for name, array in expected.items():
         np.testing.assert_allclose(found[f"network.{name}"], array, rtol=BOUND, atol=BOUND)
     # all clients are asked, once
-    asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.feature_sums"]
-    assert asked == [("query.feature_sums", NUM_CLIENTS)]
+    asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.input_sums"]
+    assert asked == [("query.input_sums", NUM_CLIENTS)]
 
 
 def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
@@ -118,19 +118,19 @@ def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
     [
         failed,
         with_arrays(lambda arrays: {}),
-        with_arrays(lambda arrays: {"sums": arrays["feature-sums"]}),
+        with_arrays(lambda arrays: {"sums": arrays["input-sums"]}),
         with_arrays(lambda arrays: arrays | {"more": np.zeros(4)}),
-        with_arrays(lambda arrays: {"feature-sums": arrays["feature-sums"][:2]}),
-        with_arrays(lambda arrays: {"feature-sums": arrays["feature-sums"].astype(np.float32)}),
-        with_arrays(lambda arrays: {"feature-sums": np.array([1.0, 2.0, np.inf, 4.0])}),
-        with_arrays(lambda arrays: {"feature-sums": np.array([1e9, 0.0, 0.0, 0.0])}),
+        with_arrays(lambda arrays: {"input-sums": arrays["input-sums"][:2]}),
+        with_arrays(lambda arrays: {"input-sums": arrays["input-sums"].astype(np.float32)}),
+        with_arrays(lambda arrays: {"input-sums": np.array([1.0, 2.0, np.inf, 4.0])}),
+        with_arrays(lambda arrays: {"input-sums": np.array([1e9, 0.0, 0.0, 0.0])}),
         with_metrics(num_examples=-1),
         with_metrics(num_examples=100_000),
     ],
 )
 def test_sums_that_cannot_be_right_are_left_out(change: Change):
-    grid = Grid(clients(NTKFLClient), changes={2: change}, changed_kind="query.feature_sums")
-    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    grid = Grid(clients(NTKFLClient), changes={2: change}, changed_kind="query.input_sums")
+    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
     found = run(strategy, grid, centred(), rounds=1)
     others = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p != 2]).mean(0)
     assert grid.damaged == 1
@@ -145,7 +145,7 @@ def test_inputs_of_more_numbers_than_metrics_may_have_are_centred():
     def make() -> nn.Module:
         return CentredInputs(nn.Sequential(nn.Flatten(), nn.Linear(12288, 3)), (3, 64, 64))
 
-    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
     found = run(strategy, Grid(client_app(client_fn)), make(), rounds=1)
     np.testing.assert_array_equal(found[CENTRE], np.full((3, 64, 64), 2.0))
 
@@ -153,25 +153,25 @@ def test_inputs_of_more_numbers_than_metrics_may_have_are_centred():
 @pytest.mark.parametrize("usable", [2, 3])  # of six
 def test_with_half_the_answers_or_fewer_nothing_is_begun(usable):
     changes = dict.fromkeys(range(usable, NUM_CLIENTS), failed)
-    grid = Grid(clients(NTKFLClient), changes=changes, changed_kind="query.feature_sums")
-    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    grid = Grid(clients(NTKFLClient), changes=changes, changed_kind="query.input_sums")
+    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
     with pytest.raises(NoUsableReply, match=f"{usable} of {NUM_CLIENTS} clients gave a sum"):
         run(strategy, grid, centred(), rounds=1)
     assert "train" not in dict(grid.exchanges)
 
 
 def test_two_clients_cannot_put_the_mean_out_of_range():
-    huge = with_arrays(lambda arrays: {"feature-sums": np.full(4, 1e308)})
-    damage = {"changes": {1: huge}, "changed_kind": "query.feature_sums"}
+    huge = with_arrays(lambda arrays: {"input-sums": np.full(4, 1e308)})
+    damage = {"changes": {1: huge}, "changed_kind": "query.input_sums"}
     grid = Grid(clients(NTKFLClient), num_clients=2, **damage)
-    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
-    with pytest.raises(NoUsableReply, match="feature-sums"):
+    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
+    with pytest.raises(NoUsableReply, match="input-sums"):
         run(strategy, grid, centred(), rounds=1)
 
 
 def test_clients_held_out_are_not_in_the_mean():
     grid = Grid(clients(SGDClient, **SGD))
-    strategy = SeededFedAvg(centre_features=True, held_out=[1, 4])
+    strategy = SeededFedAvg(centre_inputs=True, held_out=[1, 4])
     found = run(strategy, grid, centred(), rounds=1)
     mean = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p not in (1, 4)]).mean(0)
     np.testing.assert_allclose(found[CENTRE], mean, rtol=BOUND)
@@ -185,7 +185,7 @@ def test_a_reply_with_another_mean_is_dropped(method):
         return arrays | {CENTRE: arrays[CENTRE] + 0.5}
 
     grid = Grid(clients(client, **options), changes={2: with_arrays(moved)})
-    strategy = make(centre_features=True, fraction_evaluate=0.0)
+    strategy = make(centre_inputs=True, fraction_evaluate=0.0)
     found = run(strategy, grid, centred(), rounds=1)
     assert strategy.train_metrics[1]["rejected-arrays"] == 1
     np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
@@ -199,14 +199,14 @@ def test_a_reply_with_another_mean_is_dropped_under_any_name():
         return reply
 
     grid = Grid(clients(SGDClient, **SGD), changes={2: moved})
-    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
     found = run(strategy, grid, centred(), rounds=1)
     assert strategy.train_metrics[1]["rejected-arrays"] == 1
     np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
 
 
 def test_a_client_without_the_projection_that_is_expected_tells_no_sums(monkeypatch):
-    strategy = SeededFedAvg(centre_features=True)
+    strategy = SeededFedAvg(centre_inputs=True)
     agreement = replace(strategy.agreement(), projected=True)  # as with a key server
     monkeypatch.setattr(strategy, "agreement", lambda: agreement)
     with pytest.raises(NoUsableReply, match=r"0 of 6 clients gave .* projection"):
@@ -216,7 +216,7 @@ def test_a_client_without_the_projection_that_is_expected_tells_no_sums(monkeypa
 def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
     def fresh() -> tuple[NTKFL, Grid]:
         options = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "average_decay": 0.5}
-        return NTKFL(**NTK, centre_features=True, **options), Grid(clients(NTKFLClient))
+        return NTKFL(**NTK, centre_inputs=True, **options), Grid(clients(NTKFLClient))
 
     whole = run(*fresh(), centred(), rounds=4)
     np.testing.assert_allclose(whole[CENTRE], pooled_mean(), rtol=BOUND)
@@ -224,52 +224,52 @@ def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
     strategy, grid = fresh()
     found = run(strategy, grid, centred(), rounds=4, checkpoint=tmp_path / "run")
     assert bits(found) == bits(whole)
-    assert "query.feature_sums" not in dict(grid.exchanges)
+    assert "query.input_sums" not in dict(grid.exchanges)
     plain = NTKFL(**NTK, fraction_train=0.5, fraction_evaluate=0.0, average_decay=0.5)
-    with pytest.raises(ValueError, match="centre_features"):
+    with pytest.raises(ValueError, match="centre_inputs"):
         run(plain, Grid(clients(NTKFLClient)), centred(), checkpoint=tmp_path / "run")
 
 
 def test_a_second_run_of_one_strategy_asks_anew():
-    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
     for _ in range(2):
         grid = Grid(clients(NTKFLClient))
         run(strategy, grid, centred(), rounds=1)
-        assert dict(grid.exchanges)["query.feature_sums"] == NUM_CLIENTS
+        assert dict(grid.exchanges)["query.input_sums"] == NUM_CLIENTS
 
 
 def test_a_model_without_the_array_is_an_error_that_says_what_to_do():
-    strategy = SeededFedAvg(centre_features=True, fraction_evaluate=0.0)
+    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
     with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
         run(strategy, Grid(clients(SGDClient, by_hand=True, **SGD)), network(), rounds=1)
 
 
 def test_a_client_whose_model_centres_nothing_tells_no_sums():
     app = clients(NTKFLClient, by_hand=True)
-    strategy = NTKFL(**NTK, centre_features=True, fraction_evaluate=0.0)
+    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
     with pytest.raises(NoUsableReply):
         run(strategy, Grid(app), centred(), rounds=1)
     client = NTKFLClient(network(), *far(0))
     with pytest.raises(ValueError, match="its model is no CentredInputs"):
-        client.feature_sums({})
+        client.input_sums({})
 
 
 def test_within_another_strategy_it_is_refused():
-    strategy = SeededFedAvg(centre_features=True)
-    with pytest.raises(ValueError, match="centre_features: expected False within a NTKFL"):
+    strategy = SeededFedAvg(centre_inputs=True)
+    with pytest.raises(ValueError, match="centre_inputs: expected False within a NTKFL"):
         strategy.work_within(NTKFL(**NTK), everyone=False)
 
 
 @pytest.mark.parametrize(("make", "options"), [(NTKDFL, {}), (FedPer, {"network": network()})])
 def test_methods_that_cannot_are_refused(make, options):
-    with pytest.raises(ValueError, match=f"centre_features: expected False for {make.__name__}"):
-        make(centre_features=True, **options)
+    with pytest.raises(ValueError, match=f"centre_inputs: expected False for {make.__name__}"):
+        make(centre_inputs=True, **options)
 
 
 @pytest.mark.parametrize("method", ["cp-ntk-fl", "fedavg", "scaffold"])
 def test_in_a_simulation_the_mean_is_of_what_was_projected(method, tmp_path):
     config = Config(
-        method=method, projection=20, centre_features=True, num_clients=4, clients_per_round=2,
+        method=method, projection=20, centre_inputs=True, num_clients=4, clients_per_round=2,
         clients_per_evaluation=0, rounds=1, sampling_rate=0.5, out=str(tmp_path / "run"),
     )  # fmt: skip
     finished = simulate(config, progress=False)
