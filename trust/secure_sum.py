@@ -212,22 +212,24 @@ class Masker:
 
     Examples
     --------
-    Three clients add up; the third one's words never arrive.
+    Four clients add up; the last one's words never arrive.
 
     >>> from fedntk.trust import new_key
-    >>> keys = [new_key() for _ in range(3)]
-    >>> roster = Roster(bytes(16), (0, 1, 2), tuple(public_bytes(key) for key in keys), 2)
-    >>> maskers = [Masker(roster, k) for k in range(3)]
+    >>> keys = [new_key() for _ in range(4)]
+    >>> roster = Roster(bytes(16), (0, 1, 2, 3), tuple(public_bytes(key) for key in keys), 3)
+    >>> maskers = [Masker(roster, k) for k in range(4)]
     >>> parcels = [masker.parcels(key) for masker, key in zip(maskers, keys)]
     >>> for k, masker in enumerate(maskers):
-    ...     masker.receive(keys[k], {j: parcels[j][k] for j in range(3) if j != k})
+    ...     masker.receive(keys[k], {j: parcels[j][k] for j in range(4) if j != k})
     >>> words = [masker.masked(np.array([10, -k]).astype(np.uint32))
     ...          for k, masker in enumerate(maskers)]
     >>> total = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
-    >>> tags = [maskers[k].confirm(keys[k], [0, 1]) for k in (0, 1)]
-    >>> given = {k: maskers[k].reveal(keys[k], {1 - k: tags[1 - k][k]}) for k in (0, 1)}
-    >>> total.opened(words[0] + words[1], [0, 1], given).view(np.int32)
-    array([20, -1], dtype=int32)
+    >>> left = [0, 1, 2]
+    >>> tags = [maskers[k].confirm(keys[k], left) for k in left]
+    >>> given = {k: maskers[k].reveal(keys[k], {j: tags[j][k] for j in left if j != k})
+    ...          for k in left}
+    >>> total.opened(words[0] + words[1] + words[2], left, given).view(np.int32)
+    array([30, -3], dtype=int32)
     """
 
     roster: Roster
