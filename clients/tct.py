@@ -98,7 +98,8 @@ class TCTClient(SGDClient):
         keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
     only_masked : bool
         Whether the client sends nothing in stage 2 but masked sums: no moments, counts, features
-        or sums, and no linear model, of which they could be computed.
+        or sums, and no linear model, of which they could be computed. Nor does it evaluate linear
+        models on its training examples.
     local_epochs, batch_size, learning_rate, weight_decay
         Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
         is of stage 1, too.

@@ -184,6 +184,13 @@ class _TCT(Method[TCTSettings]):
                 f"tct.secure-aggregation needs num-clients = {FEWEST} or more, as of two each "
                 f"would learn the other's sums; got {config.num_clients}"
             )
+        apart = config.local_test_fraction or config.private_test
+        if settings.secure_aggregation and config.clients_per_evaluation and not apart:
+            raise ConfigError(
+                "tct.secure-aggregation: clients refuse to evaluate on the examples of their sums, "
+                "which losses would tell of; set clients-per-evaluation = 0, or "
+                f"local-test-fraction; got {config.clients_per_evaluation} and 0"
+            )
         if not settings.validates:
             return
         key = settings.key("auto_ridge" if settings.chooses_by_own else "bits")

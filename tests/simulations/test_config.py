@@ -138,6 +138,13 @@ DP = {
             "tct.secure-aggregation needs num-clients = 3 or more",
         ),
         (
+            {
+                "method": "tct", "validation-examples": 9,
+                "tct": {"solve": "statistics", "bits": 8, "secure-aggregation": True},
+            },
+            "set clients-per-evaluation = 0, or local-test-fraction; got 10 and 0",
+        ),
+        (
             {"method": "tct", "tct": {"solve": "statistics", "auto-ridge": True}},
             "tct.auto-ridge needs validation-examples, and no projection",
         ),
