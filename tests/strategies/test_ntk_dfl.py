@@ -457,6 +457,21 @@ def test_two_batches_are_two_evolutions_of_half_the_examples_each():
         np.testing.assert_allclose(array, weights[name], rtol=1e-7, atol=1e-9)
 
 
+def test_residuals_are_integrated_or_added_up_as_set():
+    """Eq. (5)'s sum over whole steps moves weights elsewhere than its limit of small steps."""
+    begins = {name: t.numpy() for name, t in net().state_dict().items()}
+    found = {}
+    for way in ("integral", "sum"):
+        own = strategy(residuals=way, loss="mse", topology=Topology("complete"), **ALL)
+        run(own, Grid(clients(loss="mse")), rounds=1)
+        expected = evolved(begins, list(range(6)), STEPS[-1], "mse", residuals=way)
+        found[way] = weights_of(own, 0, 1)
+        for name, array in found[way].items():
+            np.testing.assert_allclose(array, expected[name], rtol=1e-7, atol=1e-9)
+    name = "0.weight"
+    assert not np.allclose(found["sum"][name], found["integral"][name], rtol=1e-5)
+
+
 def test_the_rate_falls_from_round_to_round_as_set():
     own = strategy(learning_rate_decay=0.5, **ALL)
     rates = []
