@@ -51,17 +51,9 @@ class Hostile(NTKDFLClient):
         return {to: self._changed(arrays) for to, arrays in outgoing.items()}, count, metrics
 
     def _changed(self, arrays: Arrays) -> Arrays:
-        """Scale one factor of each block; a block of one array is the Jacobian itself."""
-        blocks = [name for name in arrays if name.startswith("block-")]
-        scaled = {name: self.scale * arrays[name] for name in self._slopes(arrays, blocks)}
+        """Scale of each layer's two factors the derivatives of the outputs, (n, C, 1, width)."""
+        scaled = {name: self.scale * array for name, array in arrays.items() if array.ndim == 4}
         return {**arrays, **scaled, "targets": np.roll(arrays["targets"], 1, axis=1)}
-
-    def _slopes(self, arrays: Arrays, blocks: list[str]) -> list[str]:
-        """Those that hold derivatives of the outputs: they have the number of classes in them."""
-        classes = arrays["targets"].shape[1]
-        return [
-            name for name in blocks if arrays[name].ndim > 2 and arrays[name].shape[1] == classes
-        ]
 
 
 def network(seed: int) -> nn.Module:

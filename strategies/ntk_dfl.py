@@ -153,7 +153,9 @@ class NTKDFL(RelayStrategy):
         self.learning_rate_decay = learning_rate_decay
         self.evolve_once = evolve_once
         self._hubs: frozenset[int] = frozenset()
-        self._clusters: dict[int, tuple[int, ...]] = {}  # of the round; or any other graph
+        self._clusters: dict[
+            int, tuple[int, ...]
+        ] = {}  # the round's graph, all in a cluster joined
         self.same_weights = same_weights
         self.mixing = "examples" if average else None
 

@@ -71,11 +71,6 @@ class Phase(ABC):
     def __init__(self, tct: "TCT") -> None:
         self.tct = tct
 
-    @property
-    def memory(self) -> int:
-        """Bytes that the phase takes on the server beside replies, where that is known before."""
-        return 0
-
     def messages(
         self,
         server_round: int,

@@ -85,8 +85,9 @@ class PooledStatistics(StageTwo):
 
     @property
     def memory(self) -> int:
-        """36 p^2: sums, normal equations of these and of validation examples, a factor.
+        """Bytes on the server beside replies.
 
+        36 p^2: sums, normal equations of these and of validation examples, a factor.
         40 p^2 where clients hold examples out, of whom there are sums, too.
         """
         return int((40 if self.tct.task.validation_share else 36) * self.tct.width**2)
