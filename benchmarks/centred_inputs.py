@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedntk.simulations import Config, compare
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 # name -> configuration, and what differs from it

@@ -29,8 +29,8 @@ from fedntk.ntk import FeatureMap, Normaliser
 from fedntk.ntk.convex import NormalEquations, best_ridge
 from fedntk.ntk.payloads import FeatureStatistics
 from fedntk.simulations import Config, run
-from fedntk.simulations.building import load_setup
-from fedntk.simulations.results import machine
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.report.results import machine
 
 RESULTS = Path(__file__).parent / "results"
 SPLITS: dict[str, Settings] = {

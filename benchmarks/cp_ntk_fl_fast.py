@@ -33,8 +33,8 @@ from typing import Any
 import pandas as pd
 
 from fedntk.simulations import Config, compare, tune
-from fedntk.simulations.figures import accuracy_curves
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.figures import accuracy_curves
+from fedntk.simulations.report.results import machine
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 RESULTS = Path(__file__).parent / "results"

@@ -31,8 +31,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedntk.simulations import Config, compare
-from fedntk.simulations.figures import COLOURS, accuracy_curves
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.figures import COLOURS, accuracy_curves
+from fedntk.simulations.report.results import machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"

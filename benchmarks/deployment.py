@@ -3,8 +3,8 @@
     python benchmarks/deployment.py [--nodes 3] [--repeats 5]
 
 A federation on this machine, with TLS and SuperNodes that authenticate
-(fedntk.simulations.federation); 0.3 MB of weights go to each node and come back. Flower starts a
-process for each message to a node:
+(fedntk.simulations.deploy.federation); 0.3 MB of weights go to each node and come back. Flower
+starts a process for each message to a node:
 
 waiting   from the server's call until that process starts: the SuperNode asks for messages every
           3 s, the SuperExec beside it for tasks every second
@@ -33,7 +33,7 @@ from typing import Any
 
 from common import machine, write
 
-from fedntk.simulations.federation import Federation
+from fedntk.simulations.deploy.federation import Federation
 
 APP = Path(__file__).parent / "deployment_app"
 STAGES = ("waiting", "flower", "imports", "answer", "back")

@@ -98,7 +98,7 @@ def bare(case: Mapping[str, Any]) -> None:
 def fedntk(case: Mapping[str, Any]) -> None:
     """Run the app's FedAvg on the local engine."""
     from fedntk.simulations import run
-    from fedntk.simulations import runs as simulations
+    from fedntk.simulations.engine import runs as simulations
 
     start, ended = simulations._start, turn
 
@@ -477,8 +477,8 @@ def flower_by_flwr_run(case: Mapping[str, Any], out: Path) -> list[float]:
     """Return the same of stock_app, by ``flwr run``."""
     import tomli_w
 
-    from fedntk.simulations.flwr_run import superlink
-    from fedntk.simulations.processes import tool
+    from fedntk.simulations.engine.flwr_run import superlink
+    from fedntk.simulations.engine.processes import tool
 
     (out / "settings.toml").write_text(
         tomli_w.dumps(stock_options(case, str(out / "times.npy"))), encoding="utf-8"
@@ -547,7 +547,7 @@ def main() -> None:
 
 def prepare(base: Mapping[str, Any]) -> None:
     """Write the examples and the split that fedntk has, for the others."""
-    from fedntk.simulations.building import load_setup
+    from fedntk.simulations.engine.building import load_setup
 
     setup = load_setup(ours({"network": "mlp-100", "rounds": 1, **base}, base["examples"]))
     x, y = setup.data.train(np.arange(len(setup.data.y_train)))

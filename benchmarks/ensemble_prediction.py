@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor
 from fedntk.simulations import Config
 from fedntk.simulations.models import build_model
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 MODELS = 5
 CASES = [

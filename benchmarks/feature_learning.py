@@ -44,8 +44,8 @@ from fedntk.ntk.feature_learning import (
     mixing_matrix,
     train,
 )
-from fedntk.simulations.figures import COLOURS
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.figures import COLOURS
+from fedntk.simulations.report.results import machine
 
 WIDTH, ROUNDS, LOCAL_STEPS, RATE = 50, 100, 5, 1.0
 EXAMPLES, TEST_EXAMPLES = 100, 2000

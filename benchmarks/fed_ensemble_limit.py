@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from fedntk.clients import client_app
 from fedntk.ntk import jacobian
 from fedntk.ntk.payloads import EnsembleArrays
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.figures import COLOURS
-from fedntk.simulations.results import machine
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.report.figures import COLOURS
+from fedntk.simulations.report.results import machine
 from fedntk.strategies import FedEnsemble, SeededFedAvg
 
 WIDTHS = (64, 256, 1024, 4096)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedntk.simulations import Config, compare, tune
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 SEEDS = (0, 1, 2)
 RATES = [0.01, 0.03, 0.1, 0.3]

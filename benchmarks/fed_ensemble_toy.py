@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from fedntk.clients import client_app
 from fedntk.ntk.payloads import EnsembleArrays
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.figures import COLOURS
-from fedntk.simulations.results import machine
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.report.figures import COLOURS
+from fedntk.simulations.report.results import machine
 from fedntk.strategies import FedEnsemble, SeededFedAvg
 
 CLIENTS, SAMPLED, LOCAL_STEPS, RATE = 50, 10, 10, 0.1

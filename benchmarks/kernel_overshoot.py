@@ -27,9 +27,9 @@ from tqdm import tqdm
 from fedntk.ntk import jacobian, one_hot
 from fedntk.ntk.evolution import GradientFlow
 from fedntk.simulations import Config
-from fedntk.simulations.data import load_data
+from fedntk.simulations.data.load.load import load_data
 from fedntk.simulations.models import build_model
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 EXAMPLES, HELD_OUT = 1200, 5000

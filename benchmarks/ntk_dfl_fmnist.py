@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from fedntk.simulations import Config, read_runs, run
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 CONF = Path(__file__).parent.parent / "simulations" / "conf"
 FOLDER = Path("runs/ntk_dfl_fmnist")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fedntk.simulations import Config, compare, read_runs
-from fedntk.simulations.figures import accuracy_curves
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.figures import accuracy_curves
+from fedntk.simulations.report.results import machine
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("accuracy", "loss", "t", "kernel-products", "bytes-up", "bytes-down", "seconds")

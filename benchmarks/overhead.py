@@ -22,11 +22,11 @@ import numpy as np
 import psutil
 
 from fedntk.simulations import Config, compare, run
-from fedntk.simulations._flower import log_from
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.flwr_run import superlink
-from fedntk.simulations.processes import tool
-from fedntk.simulations.results import machine
+from fedntk.simulations.engine._flower import log_from
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.flwr_run import superlink
+from fedntk.simulations.engine.processes import tool
+from fedntk.simulations.report.results import machine
 
 HERE = Path(__file__).parent
 APP = HERE / "idle_app"

@@ -35,8 +35,8 @@ from typing import Any
 import pandas as pd
 
 from fedntk.simulations import Config, compare, read_runs, tune
-from fedntk.simulations.client_tables import client_gains, client_summary
-from fedntk.simulations.results import machine
+from fedntk.simulations.data.load.client_tables import client_gains, client_summary
+from fedntk.simulations.report.results import machine
 
 SEEDS = (0, 1, 2)
 RATES = [0.03, 0.1, 0.3]

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from reconstruction import pixels, ssim
 from torch import Tensor
 
-from fedntk.clients.projection import project
+from fedntk.clients.core.projection import project
 from fedntk.ntk.features import low_frequencies
 
 FEATURES = 200

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fedntk.ntk import FeatureMap
 from fedntk.simulations import Config, run
-from fedntk.simulations.building import load_setup
-from fedntk.simulations.results import load_model, machine
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.report.results import load_model, machine
 
 COUNTS = (1, 2, 5, 20, 100)
 POOL = 1_000  # images of one class

@@ -48,8 +48,8 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics
 from fedntk.simulations import Config, run
-from fedntk.simulations.building import load_setup
-from fedntk.simulations.results import load_model, machine
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.report.results import load_model, machine
 
 COUNTS = (1, 10, 100, 1000, 5800)
 DRAWS = {1: 2}  # of ten clients; one draw for larger counts

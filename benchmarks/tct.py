@@ -145,7 +145,7 @@ def solve(
     n: int, steps: list[int], loops: list[int], num_features: int, data_dir: str | None
 ) -> list[dict[str, Any]]:
     """Time rounds of a client of two classes, closed and looped."""
-    from fedntk.clients.disk_store import example_digests
+    from fedntk.clients.core.disk_store import example_digests
     from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
     from fedntk.ntk.convex import Spectrum, residual_sum
     from fedntk.ntk.features import FeatureRows
@@ -306,8 +306,8 @@ def stage_2(
     from flwr.app import ArrayRecord, Context
 
     from fedntk.clients import TCTClient, client_app
-    from fedntk.simulations.engines import LocalGrid, MeteredGrid
-    from fedntk.simulations.meter import meter
+    from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
+    from fedntk.simulations.engine.meter import meter
     from fedntk.strategies import TCT
 
     data = [examples(data_dir, "MNIST", n, (2 * k, 2 * k + 1)) for k in range(clients)]

@@ -43,11 +43,11 @@ from torch import nn
 from fedntk.clients import TCTClient, client_app
 from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, run
-from fedntk.simulations.data import load_data
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.figures import COLOURS
+from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import SimpleCNN, build_model
-from fedntk.simulations.results import Run, machine
+from fedntk.simulations.report.figures import COLOURS
+from fedntk.simulations.report.results import Run, machine
 from fedntk.strategies import TCT, SeededFedAvg
 
 ROOT = Path(__file__).parent.parent

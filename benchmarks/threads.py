@@ -45,7 +45,7 @@ def child(work: str, way: str) -> dict[str, Any]:
     if work == WORKS[3]:
         return command(torch_first=way == "torch first")
     if way == "torch first":
-        from fedntk.ntk.threads import stop_spinning
+        from fedntk.ntk.support.threads import stop_spinning
 
         stop_spinning(torch.get_num_threads())
     use_checkout()

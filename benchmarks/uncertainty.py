@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 
 from fedntk.simulations import Config, Run, assess, compare, read_runs
-from fedntk.simulations.results import machine
+from fedntk.simulations.report.results import machine
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = {

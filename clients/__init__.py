@@ -2,31 +2,31 @@
 
 import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
-from .adapter import client_app, received
-from .base import ModelClient, sample_size
-from .closed_form import ClosedFormClient
-from .cp_ntk_fl import CPNTKFLClient
-from .d_psgd import DPSGDClient
-from .dfedavg import DFedAvgClient
-from .dfedsam import DFedSAMClient
-from .disk_store import DiskStore, cache_dir
-from .dispfl import DisPFLClient
-from .ditto import DittoClient
-from .feature_store import FeatureStore, shrink
-from .fed_ensemble import FedEnsembleClient
-from .fed_proto import FedProtoClient
-from .gossip import GossipClient
-from .named_arrays import NamedArrays
-from .ntk_dfl import NTKDFLClient
-from .ntk_fl import NTKFLClient
-from .personalised import PersonalisedClient
-from .projection import SealedProjection, project
-from .relay import RelayClient
+from .closed_form.closed_form import ClosedFormClient
+from .core.adapter import client_app, received
+from .core.base import ModelClient, sample_size
+from .core.disk_store import DiskStore, cache_dir
+from .core.named_arrays import NamedArrays
+from .core.projection import SealedProjection, project
+from .core.weights import get_weights, set_weights
+from .ensembles.fed_ensemble import FedEnsembleClient
+from .gossip.d_psgd import DPSGDClient
+from .gossip.dfedavg import DFedAvgClient
+from .gossip.dfedsam import DFedSAMClient
+from .gossip.dispfl import DisPFLClient
+from .gossip.gossip import GossipClient
+from .gossip.ntk_dfl import NTKDFLClient
+from .gossip.relay import RelayClient
+from .ntk.cp_ntk_fl import CPNTKFLClient
+from .ntk.ntk_fl import NTKFLClient
+from .personal.ditto import DittoClient
+from .personal.fed_proto import FedProtoClient
+from .personal.personalised import PersonalisedClient
+from .personal.weighted_fedavg import WeightedFedAvgClient
 from .scaffold import SCAFFOLDClient
 from .sgd import SGDClient
-from .tct import TCTClient
-from .weighted_fedavg import WeightedFedAvgClient
-from .weights import get_weights, set_weights
+from .tct.feature_store import FeatureStore, shrink
+from .tct.tct import TCTClient
 
 __all__ = [
     "CPNTKFLClient",

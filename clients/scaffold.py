@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .named_arrays import NamedArrays, records_of
-from .randomness import own_randomness
+from .core.named_arrays import NamedArrays, records_of
+from .core.randomness import own_randomness
+from .core.sgd_steps import Gradients
+from .core.weights import Scalar, get_weights, set_weights
 from .sgd import SGDClient
-from .sgd_steps import Gradients
-from .weights import Scalar, get_weights, set_weights
 
 __all__ = ["SCAFFOLDClient"]
 

@@ -20,10 +20,10 @@ from torch import nn
 from fedntk.ntk import loss_value
 from fedntk.ntk.class_prior import log_class_prior
 
-from .base import WEIGHTS, ModelClient
-from .randomness import own_randomness, round_seed
-from .sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
-from .weights import Scalar, get_weights, set_weights
+from .core.base import WEIGHTS, ModelClient
+from .core.randomness import own_randomness, round_seed
+from .core.sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
+from .core.weights import Scalar, get_weights, set_weights
 
 __all__ = ["SGDClient"]
 

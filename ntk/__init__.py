@@ -4,10 +4,7 @@ The names that most programs need are here; each room (``jacobian``, ``evolution
 ``convex``, ``payloads``) has all of its own.
 """
 
-from . import threads  # noqa: F401 - before torch: it says how torch's threads wait
-from .conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .convex import TCTModel, ridge_regression
-from .ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
 from .features import (
@@ -21,10 +18,13 @@ from .features import (
 )
 from .jacobian import Jacobian, jacobian
 from .losses import Loss, loss_value, one_hot, residual
-from .memory import available_memory, require_disk, require_memory
 from .payloads import CompressedUpload, JacobianUpload, UploadLimits, compress, privatise
-from .predictor import NetworkPredictor, Predictor
-from .prototype_predictor import PrototypePredictor
+from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
+from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
+from .predictors.network import NetworkPredictor, Predictor
+from .predictors.prototypes import PrototypePredictor
+from .support import threads  # noqa: F401 - before torch: it says how torch's threads wait
+from .support.memory import available_memory, require_disk, require_memory
 
 __all__ = [
     "BadReply",

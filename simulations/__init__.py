@@ -13,36 +13,36 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
-    from .building import load_predictor
-    from .config import Config, ConfigError
+    from .assess.uncertainty import Assessment, assess
+    from .assess.unlearning import Unlearned, unlearn
+    from .config.config import Config, ConfigError
+    from .deploy.federation import Federation
+    from .engine.building import load_predictor
+    from .engine.runs import compare, run
     from .errors import RunFailed
-    from .federation import Federation
-    from .report import write_report
-    from .results import Run, load_model, load_results, read_runs
-    from .runs import compare, run
-    from .tuning import Tuning, tune
-    from .uncertainty import Assessment, assess
-    from .unlearning import Unlearned, unlearn
+    from .report.report import write_report
+    from .report.results import Run, load_model, load_results, read_runs
+    from .tuning.tuning import Tuning, tune
 
 _HOMES = {
-    "Assessment": "uncertainty",
-    "Config": "config",
-    "ConfigError": "config",
-    "Federation": "federation",
-    "Run": "results",
+    "Assessment": "assess.uncertainty",
+    "Config": "config.config",
+    "ConfigError": "config.config",
+    "Federation": "deploy.federation",
+    "Run": "report.results",
     "RunFailed": "errors",
-    "Tuning": "tuning",
-    "Unlearned": "unlearning",
-    "assess": "uncertainty",
-    "compare": "runs",
-    "load_model": "results",
-    "load_predictor": "building",
-    "load_results": "results",
-    "read_runs": "results",
-    "run": "runs",
-    "tune": "tuning",
-    "unlearn": "unlearning",
-    "write_report": "report",
+    "Tuning": "tuning.tuning",
+    "Unlearned": "assess.unlearning",
+    "assess": "assess.uncertainty",
+    "compare": "engine.runs",
+    "load_model": "report.results",
+    "load_predictor": "engine.building",
+    "load_results": "report.results",
+    "read_runs": "report.results",
+    "run": "engine.runs",
+    "tune": "tuning.tuning",
+    "unlearn": "assess.unlearning",
+    "write_report": "report.report",
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .config import Config
+from .config.config import Config
 from .errors import ConfigError, errors_in_one_line
 
 __all__ = ["app"]
@@ -72,7 +72,7 @@ def run_command(
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
     """
     with errors_in_one_line("fedntk"):
-        from .runs import run
+        from .engine.runs import run
 
         overrides = _overrides(settings)
         if resume is not None:
@@ -122,8 +122,8 @@ def compare_command(
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
     with errors_in_one_line("fedntk"):
-        from .report import write_report
-        from .runs import compare
+        from .engine.runs import compare
+        from .report.report import write_report
 
         configs = {conf.stem: Config.load(conf) for conf in confs}
         if len(configs) < len(confs):
@@ -193,7 +193,7 @@ def tune_command(
       fedntk run runs/tune/best.toml
     """
     with errors_in_one_line("fedntk"):
-        from .tuning import tune
+        from .tuning.tuning import tune
 
         found = tune(
             conf,
@@ -238,7 +238,7 @@ def report_command(
       fedntk report runs --out report --targets 0.5,0.9
     """
     with errors_in_one_line("fedntk"):
-        from .report import write_report
+        from .report.report import write_report
 
         wanted = Config(targets=targets).target_accuracies if targets else None
         _show(write_report(folder, out, targets=wanted))
@@ -296,7 +296,7 @@ def assess_command(
       fedntk assess runs/a --unfamiliar mnist --coverage 0.9
     """
     with errors_in_one_line("fedntk"):
-        from .uncertainty import assess
+        from .assess.uncertainty import assess
 
         found = assess(
             folder,
@@ -337,7 +337,7 @@ def unlearn_command(
       fedntk unlearn runs/a 3 5 --forget
     """
     with errors_in_one_line("fedntk"):
-        from .unlearning import unlearn
+        from .assess.unlearning import unlearn
 
         typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .figures import accuracy_curves
-from .results import Run, load_results, read_runs
-from .runs import compare
+from .engine.runs import compare
+from .report.figures import accuracy_curves
+from .report.results import Run, load_results, read_runs
 
 __all__ = ["compare_on_digits", "main", "table"]
 

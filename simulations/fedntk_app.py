@@ -4,7 +4,7 @@
 the package, and torch with it: a second before each run.
 """
 
-from fedntk.simulations.client_app import app as client
-from fedntk.simulations.server_app import app as server
+from fedntk.simulations.engine.client_app import app as client
+from fedntk.simulations.engine.server_app import app as server
 
 __all__ = ["client", "server"]

@@ -18,8 +18,8 @@ from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
 
-from .config import Config
-from .settings import ConfigError, nearest
+from .config.config import Config
+from .config.settings import ConfigError, nearest
 
 __all__ = [
     "MLP",

@@ -2,38 +2,38 @@
 
 import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 
-from .afl import AFL
-from .base import BaseStrategy
-from .closed_form import ClosedFormStrategy, GramStrategy
-from .cp_ntk_fl import CPNTKFL
-from .d_psgd import DPSGD
-from .dfedavg import DFedAvg
-from .dfedsam import DFedSAM
-from .dispfl import DisPFL
-from .ditto import Ditto
-from .fed3r import Fed3R
-from .fed_be import FedBE
-from .fed_be_distillation import Distillation
-from .fed_bn import FedBN
-from .fed_ensemble import FedEnsemble
-from .fed_ncm import FedNCM
-from .fed_per import FedPer
-from .fed_proto import FedProto
+from .closed_form.afl import AFL
+from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
+from .closed_form.fed3r import Fed3R
+from .closed_form.fed_ncm import FedNCM
+from .core.base import BaseStrategy
+from .core.inner import CheckedStrategy
+from .core.kept_rounds import KeepingStrategy
+from .core.lost_state import ResendingStrategy
+from .core.replies import NoUsableReply
+from .ensembles.distillation import Distillation
+from .ensembles.fed_be import FedBE
+from .ensembles.fed_ensemble import FedEnsemble
 from .fedavg import SeededFedAvg
-from .gossip import GossipStrategy
-from .inner import CheckedStrategy
-from .kept_rounds import KeepingStrategy
-from .local_training import LocalTraining
-from .lost_state import ResendingStrategy
-from .ntk_dfl import NTKDFL
-from .ntk_fl import DEFAULT_STEPS, NTKFL, Selection
-from .personalised import PersonalisedStrategy
-from .relay import RelayStrategy
-from .replies import NoUsableReply
+from .gossip.d_psgd import DPSGD
+from .gossip.dfedavg import DFedAvg
+from .gossip.dfedsam import DFedSAM
+from .gossip.dispfl import DisPFL
+from .gossip.gossip import GossipStrategy
+from .gossip.ntk_dfl import NTKDFL
+from .gossip.relay import RelayStrategy
+from .gossip.topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
+from .ntk.cp_ntk_fl import CPNTKFL
+from .ntk.ntk_fl import DEFAULT_STEPS, NTKFL, Selection
+from .personal.ditto import Ditto
+from .personal.fed_bn import FedBN
+from .personal.fed_per import FedPer
+from .personal.fed_proto import FedProto
+from .personal.local_training import LocalTraining
+from .personal.personalised import PersonalisedStrategy
+from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
-from .tct import TCT, ConvexOptimizer
-from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
-from .weighted_fedavg import Mixing, WeightedFedAvg
+from .tct.tct import TCT, ConvexOptimizer
 
 __all__ = [
     "AFL",

@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 
 from fedntk.ntk.payloads import screen_changes
 
-from .averaging import cast_like, named_arrays, weighted_mean
-from .base import BaseStrategy
-from .replies import checked_weights
+from .core.averaging import cast_like, named_arrays, weighted_mean
+from .core.base import BaseStrategy
+from .core.replies import checked_weights
 
 __all__ = ["SeededFedAvg"]
 
@@ -22,7 +22,7 @@ class SeededFedAvg(BaseStrategy):
 
     Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
     three clients or more, weights that moved over 100 times as far as the median client's are
-    dropped. Its options are those of :class:`~fedntk.strategies.base.BaseStrategy` (seed,
+    dropped. Its options are those of :class:`~fedntk.strategies.BaseStrategy` (seed,
     min_completed) and of Flower's FedAvg.
 
     Raises

@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import screen_changes
 
-from .averaging import cast_like, named_arrays, weighted_mean
-from .base import BaseStrategy, logger
-from .replies import Reply, checked_weights
+from .core.averaging import cast_like, named_arrays, weighted_mean
+from .core.base import BaseStrategy, logger
+from .core.replies import Reply, checked_weights
 
 __all__ = ["SCAFFOLD"]
 
@@ -68,7 +68,7 @@ class SCAFFOLD(BaseStrategy):
     server_learning_rate : float
         eta_g, more than 0. At 1 the new weights are the clients' mean.
     **options
-        Of :class:`~fedntk.strategies.base.BaseStrategy` (seed, min_completed) and of Flower's
+        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
         FedAvg. N are the clients that are not `held_out`.
 
     Attributes

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from fedntk.ntk.convex import RIDGES
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
 from .conftest import ROOT

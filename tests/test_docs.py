@@ -180,7 +180,7 @@ def patterns() -> list["re.Pattern[str]"]:
     """What the texts in the code can become: values where they are filled in."""
     found = []
     for room in ("clients", "strategies"):
-        for path in (ROOT / room).glob("*.py"):
+        for path in (ROOT / room).rglob("*.py"):
             tree = ast.parse(text_of(path))
             texts = [[node] for node in ast.walk(tree) if isinstance(node, ast.Constant)]
             texts += [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]

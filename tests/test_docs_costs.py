@@ -35,7 +35,7 @@ from fedntk.clients import (
 )
 from fedntk.ntk import JacobianUpload, jacobian, one_hot
 from fedntk.ntk.payloads import compress
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import (
     AFL,
     CPNTKFL,
@@ -154,9 +154,9 @@ def refusals(monkeypatch):
     def note(num_bytes, what, *folder, **options):
         demands[what] = num_bytes
 
-    for module in ("fedntk.strategies.ntk_fl", "fedntk.ntk.evolution.gradient_flow",
-                   "fedntk.clients.tct", "fedntk.ntk.convex.ridge",
-                   "fedntk.strategies.tct", "fedntk.strategies.tct_statistics",
+    for module in ("fedntk.strategies.ntk.ntk_fl", "fedntk.ntk.evolution.gradient_flow",
+                   "fedntk.clients.tct.tct", "fedntk.ntk.convex.ridge",
+                   "fedntk.strategies.tct.tct", "fedntk.strategies.tct.statistics",
                    "fedntk.ntk.payloads.feature_statistics",
                    "fedntk.ntk.payloads.split_statistics"):  # fmt: skip
         monkeypatch.setattr(f"{module}.require_memory", note)

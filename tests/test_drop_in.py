@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import TCTModel, one_hot
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.flwr_run import superlink, tool
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.flwr_run import superlink, tool
 from fedntk.strategies import (
     CPNTKFL,
     NTKFL,

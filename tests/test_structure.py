@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Strategy
 
 import fedntk.clients
 import fedntk.strategies
-from fedntk.simulations.config import Config
+from fedntk.simulations.config.config import Config
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import BaseStrategy
 
@@ -27,13 +27,27 @@ METHODS = own_methods()
 PUBLIC = fedntk.strategies.__all__
 
 
+BASES = {"closed_form", "decentralised", "method", "personal"}  # in simulations/methods
+
+
 def stem(method):
     return method.replace("-", "_")
 
 
+def file_of(room, name):
+    """The file of a stem in a room, whatever family's folder it is in."""
+    (path,) = (ROOT / room).rglob(f"{name}.py")
+    return path
+
+
+def dotted(path):
+    return "fedntk." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
 def client_of(method):
     """The class of the clients that the method's strategy names."""
-    module = importlib.import_module(f"fedntk.strategies.{stem(method)}")
+    path = file_of("strategies", stem(method))
+    module = importlib.import_module(dotted(path))
     classes = [v for v in vars(module).values() if isinstance(v, type)]
     (name,) = {
         c.client
@@ -53,12 +67,12 @@ def test_method_has_its_file_in_every_room(method):
     own = stem(method)
     paths = [
         f"simulations/methods/{own}.py",
-        f"strategies/{own}.py",
+        file_of("strategies", own),
         f"docs/methods/{own}.md",
         f"tests/strategies/test_{own}.py",
     ]
     its_client = client_stem(method)
-    paths += [f"clients/{its_client}.py", f"tests/clients/test_{its_client}.py"]
+    paths += [file_of("clients", its_client), f"tests/clients/test_{its_client}.py"]
     sharing = [other for other in METHODS if client_stem(other) == its_client]
     assert its_client == own or len(sharing) > 1, f"{its_client} is of {method} alone"
     if not METHODS[method].baseline:
@@ -91,13 +105,16 @@ def test_the_page_of_a_method_has_all_sections(method):
 def shared_files():
     """Files that serve all methods, and so know none."""
     stems = set(map(stem, METHODS))
-    yield from sorted((ROOT / "simulations").glob("*.py"))
-    yield ROOT / "simulations" / "methods" / "__init__.py"
+    for path in sorted((ROOT / "simulations").rglob("*.py")):
+        if path.parent.name != "methods" or path.stem in {"__init__", *BASES}:
+            yield path
     for room in ("strategies", "clients"):
-        for path in sorted((ROOT / room).glob("*.py")):
-            own = any(path.stem == s or path.stem.startswith(f"{s}_") for s in stems)
-            if not own and path.stem != "__init__":
-                yield path
+        yield from sorted((ROOT / room / "core").glob("*.py"))
+        for family in ("gossip", "personal", "closed_form"):
+            for path in sorted((ROOT / room / family).glob("*.py")):
+                own = any(path.stem == s or path.stem.startswith(f"{s}_") for s in stems)
+                if not own and path.stem != "__init__":
+                    yield path
 
 
 @functools.cache
@@ -107,8 +124,9 @@ def names_of_methods():
     for room, method in itertools.product(
         ("strategies", "clients", "simulations/methods"), METHODS
     ):
-        path = ROOT / room / f"{stem(method)}.py"
-        if path.exists() and method != "fedavg":
+        for path in (ROOT / room).rglob(f"{stem(method)}.py"):
+            if method == "fedavg":
+                continue
             tree = ast.parse(path.read_text(encoding="utf-8"))
             names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     return names
@@ -132,7 +150,7 @@ def test_no_shared_file_knows_a_method(path):
         elif isinstance(node, ast.Attribute):
             found.append(node.attr)
     known = sorted(set(found) & names)
-    default = ["ntk-fl"] if path == ROOT / "simulations" / "config.py" else []
+    default = ["ntk-fl"] if path == ROOT / "simulations" / "config" / "config.py" else []
     assert known == default
 
 
@@ -147,8 +165,8 @@ def test_public_names_are_exported_and_exist(room):
 @pytest.mark.parametrize(("room", "base"), [("strategies", Strategy), ("clients", NumPyClient)])
 def test_every_strategy_and_client_is_exported(room, base):
     package = importlib.import_module(f"fedntk.{room}")
-    for path in (ROOT / room).glob("[!_]*.py"):
-        module = importlib.import_module(f"fedntk.{room}.{path.stem}")
+    for path in (ROOT / room).rglob("[!_]*.py"):
+        module = importlib.import_module(dotted(path))
         for name, value in vars(module).items():
             own = isinstance(value, type) and value.__module__ == module.__name__
             if own and issubclass(value, base) and not name.startswith("_"):

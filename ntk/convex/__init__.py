@@ -1,5 +1,6 @@
 """Least squares in tangent features: local steps, ridge regression, pooled sums, the predictor."""
 
+from ..predictors.tct_model import TCTModel
 from .local_steps import (
     Spectrum,
     centred_targets,
@@ -9,15 +10,8 @@ from .local_steps import (
     mean_gradient,
     residual_sum,
 )
-from .pooled_statistics import (
-    RIDGES,
-    NormalEquations,
-    best_ridge,
-    class_weights,
-    normaliser_of,
-)
+from .pooled_statistics import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from .ridge import pooled_ridge, ridge_regression
-from .tct_model import TCTModel
 
 __all__ = [
     "RIDGES",

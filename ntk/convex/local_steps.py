@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from ..losses import Loss, check_loss, residual
-from ..memory import require_memory
-from ..precision import full_float32
+from ..support.memory import require_memory
+from ..support.precision import full_float32
 
 __all__ = [
     "Spectrum",

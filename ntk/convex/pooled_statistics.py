@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..features.normaliser import Moments, Normaliser
-from ..memory import require_memory
 from ..payloads.feature_statistics import FEWER, FeatureStatistics
+from ..support.memory import require_memory
 
 __all__ = ["RIDGES", "NormalEquations", "best_ridge", "class_weights", "normaliser_of"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..features.normaliser import Moments, Normaliser
 from ..features.rows import FeatureRows
 from ..losses import one_hot
-from ..memory import require_memory
 from ..payloads.feature_upload import FeatureUpload
+from ..support.memory import require_memory
 
 __all__ = ["pooled_ridge", "ridge_regression"]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..jacobian.operator import Jacobian
 from ..losses import Loss, check_loss, loss_value, output_hessian, output_scale, residual
-from ..memory import available_memory, require_memory
-from ..precision import full_float32
+from ..support.memory import available_memory, require_memory
+from ..support.precision import full_float32
 from .learning_rate import AUTO, largest_eigenvalue
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from ..precision import full_float32
+from ..support.precision import full_float32
 
 __all__ = ["BANDWIDTH", "FourierFeatures"]
 

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
+from ..support.arrays import require_array
 
 __all__ = ["Moments", "Normaliser"]
 

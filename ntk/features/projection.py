@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..precision import full_float32
+from ..support.precision import full_float32
 
 __all__ = ["blocks_of_matrix", "low_frequencies", "random_projection", "rotated_low_frequencies"]
 

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..memory import require_memory
-from ..precision import full_float32
+from ..support.memory import require_memory
+from ..support.precision import full_float32
 
 __all__ = ["FeatureRows"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..jacobian.differentiate import Plans, differentiated
 from ..jacobian.operator import Jacobian
-from ..memory import require_memory
+from ..support.memory import require_memory
 from .projection import blocks_of_matrix
 from .sketch import GradientSketch
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..memory import require_memory
-from ..precision import full_float32
+from ..support.memory import require_memory
+from ..support.precision import full_float32
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .rules import Layer, any_axis, rule_for

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import require_memory
-from ..precision import full_float32
+from ..support.memory import require_memory
+from ..support.precision import full_float32
 from .blocks import WORKSPACE, Block, DenseBlock, tile_size, tiles
 
 __all__ = ["Jacobian"]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arrays import require_array
 from ..errors import BadReply
 from ..losses import one_hot
-from ..memory import require_memory
+from ..support.arrays import require_array
+from ..support.memory import require_memory
 from .compression import UNQUANTISED, Encoded, compress
 from .jacobian_format import count_arrays, jacobian_to_arrays, require_form
 from .jacobian_upload import JacobianUpload

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..memory import require_memory
-from ..precision import full_float32
+from ..support.arrays import require_array
+from ..support.memory import require_memory
+from ..support.precision import full_float32
 
 __all__ = [
     "FEATURE_GRAM",

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
-from ..memory import require_memory
+from ..support.arrays import require_array
+from ..support.memory import require_memory
 from .compressed_upload import DECODING_BYTES
 from .compression import UNQUANTISED, Encoded, compress
 from .limits import UploadLimits

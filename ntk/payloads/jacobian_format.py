@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
 from ..jacobian.blocks import Block, DenseBlock
 from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
 from ..jacobian.operator import Jacobian
+from ..support.arrays import require_array
 
 __all__ = ["count_arrays", "jacobian_from_arrays", "jacobian_to_arrays", "require_form"]
 

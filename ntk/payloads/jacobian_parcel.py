@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
+from ..support.arrays import require_array
 from .compressed_upload import CompressedUpload
 from .compression import UNQUANTISED
 from .jacobian_upload import JacobianUpload

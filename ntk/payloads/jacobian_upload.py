@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
 from ..jacobian.operator import Jacobian
+from ..support.arrays import require_array
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 
 __all__ = ["JacobianUpload"]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadReply, NotEnoughMemory
-from ..memory import require_memory
+from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
 
 __all__ = [

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..arrays import require_array
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..memory import require_memory
+from ..support.arrays import require_array
+from ..support.memory import require_memory
 from .feature_statistics import FEWER, FeatureStatistics
 
 __all__ = ["SplitStatistics", "draw_held_out"]

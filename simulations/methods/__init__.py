@@ -1,7 +1,7 @@
 """The methods: each is a module here, or an object that another package names.
 
-A module here holds its :class:`~fedntk.simulations.method.Method` as ``METHOD``. Another package
-names such an object in the entry-point group ``fedntk.methods``::
+A module here holds its :class:`~fedntk.simulations.methods.method.Method` as ``METHOD``. Another
+package names such an object in the entry-point group ``fedntk.methods``::
 
     [project.entry-points."fedntk.methods"]
     my-method = "my_package.my_method:METHOD"
@@ -16,7 +16,7 @@ from logging import WARNING, getLogger
 from types import MappingProxyType
 from typing import Any
 
-from ..method import Method
+from .method import Method
 
 __all__ = ["GROUP", "all_methods", "own_methods"]
 
@@ -27,8 +27,11 @@ logger = getLogger("flwr")
 @functools.cache
 def own_methods() -> Mapping[str, Method[Any]]:
     """Return the methods of this package, by name."""
-    modules = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name[0] != "_")
-    methods = [importlib.import_module(f"{__name__}.{module}").METHOD for module in modules]
+    modules = [
+        importlib.import_module(f"{__name__}.{info.name}")
+        for info in pkgutil.iter_modules(__path__)
+    ]
+    methods = [module.METHOD for module in modules if hasattr(module, "METHOD")]
     return MappingProxyType({m.name: m for m in sorted(methods, key=lambda m: m.name)})
 
 

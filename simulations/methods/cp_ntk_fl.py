@@ -9,10 +9,10 @@ from fedntk.clients import CPNTKFLClient
 from fedntk.ntk.payloads import check_compression, check_privacy
 from fedntk.strategies import CPNTKFL, BaseStrategy
 
-from ..config import Config
-from ..method import Setup
-from ..settings import ConfigError, setting
-from ..simulated_trust import run_name, shuffling_server
+from ..config.config import Config
+from ..config.settings import ConfigError, setting
+from ..deploy.simulated_trust import run_name, shuffling_server
+from .method import Setup
 from .ntk_fl import EvolvingMethod, EvolvingSettings
 
 __all__ = ["METHOD"]

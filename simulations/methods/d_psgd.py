@@ -8,8 +8,8 @@ from flwr.client import NumPyClient
 from fedntk.clients import DPSGDClient
 from fedntk.strategies import DPSGD, BaseStrategy
 
-from ..decentralised import GossipMethod, GossipSettings
-from ..method import Setup
+from .decentralised import GossipMethod, GossipSettings
+from .method import Setup
 
 __all__ = ["METHOD"]
 

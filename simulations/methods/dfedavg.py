@@ -8,9 +8,9 @@ from flwr.client import NumPyClient
 from fedntk.clients import DFedAvgClient
 from fedntk.strategies import BaseStrategy, DFedAvg
 
-from ..decentralised import GossipMethod, GossipSettings
-from ..method import Setup
-from ..settings import setting
+from ..config.settings import setting
+from .decentralised import GossipMethod, GossipSettings
+from .method import Setup
 
 __all__ = ["METHOD"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from fedntk.strategies import BaseStrategy, Fed3R
 
-from ..closed_form import ClosedFormSettings, GramMethod
-from ..method import Setup
-from ..settings import setting
+from ..config.settings import setting
+from .closed_form import ClosedFormSettings, GramMethod
+from .method import Setup
 
 __all__ = ["METHOD"]
 

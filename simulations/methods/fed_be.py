@@ -13,9 +13,9 @@ from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy, Distillation, FedBE
 
-from ..config import Config
-from ..method import Method, Need, Setup
-from ..settings import ConfigError, Settings, setting
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
+from .method import Method, Need, Setup
 
 __all__ = ["METHOD"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from fedntk.strategies import BaseStrategy, FedBN
 
-from ..method import Setup
-from ..personal import PersonalMethod
-from ..settings import Settings
+from ..config.settings import Settings
+from .method import Setup
+from .personal import PersonalMethod
 
 __all__ = ["METHOD"]
 

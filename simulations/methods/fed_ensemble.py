@@ -15,11 +15,11 @@ from fedntk.ntk import EnsemblePredictor, Predictor
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy, FedEnsemble
 
-from ..config import Config
-from ..method import Method, Need, Setup
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
 from ..models import build_model
-from ..settings import ConfigError, Settings, setting
 from . import all_methods
+from .method import Method, Need, Setup
 
 __all__ = ["METHOD"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from fedntk.strategies import BaseStrategy, FedNCM
 
-from ..closed_form import ClosedFormMethod, ClosedFormSettings
-from ..method import Setup
+from .closed_form import ClosedFormMethod, ClosedFormSettings
+from .method import Setup
 
 __all__ = ["METHOD"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from fedntk.strategies import BaseStrategy, FedPer
 
-from ..method import Setup
-from ..personal import PersonalMethod
-from ..settings import Settings, setting
+from ..config.settings import Settings, setting
+from .method import Setup
+from .personal import PersonalMethod
 
 __all__ = ["METHOD"]
 

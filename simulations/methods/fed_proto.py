@@ -8,9 +8,9 @@ from flwr.client import NumPyClient
 from fedntk.clients import FedProtoClient
 from fedntk.strategies import BaseStrategy, FedProto
 
-from ..method import Setup
-from ..personal import PersonalMethod, personal_cache
-from ..settings import Settings, setting
+from ..config.settings import Settings, setting
+from .method import Setup
+from .personal import PersonalMethod, personal_cache
 
 __all__ = ["METHOD"]
 

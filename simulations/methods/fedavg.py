@@ -8,8 +8,8 @@ from flwr.client import NumPyClient
 from fedntk.clients import SGDClient
 from fedntk.strategies import BaseStrategy, SeededFedAvg
 
-from ..method import Method, Setup
-from ..settings import Settings, setting
+from ..config.settings import Settings, setting
+from .method import Method, Setup
 
 __all__ = ["METHOD"]
 

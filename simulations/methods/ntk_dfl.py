@@ -10,11 +10,11 @@ from fedntk.clients import NTKDFLClient, sample_size
 from fedntk.ntk.payloads import check_compression
 from fedntk.strategies import NTKDFL, BaseStrategy
 
-from ..config import Config
-from ..decentralised import DecentralisedMethod, GraphSettings
-from ..method import Setup
-from ..personal import personal_cache
-from ..settings import ConfigError, numbers, setting
+from ..config.config import Config
+from ..config.settings import ConfigError, numbers, setting
+from .decentralised import DecentralisedMethod, GraphSettings
+from .method import Setup
+from .personal import personal_cache
 
 __all__ = ["METHOD"]
 

@@ -10,13 +10,13 @@ from flwr.client import NumPyClient
 from fedntk.clients import NTKFLClient, sample_size
 from fedntk.ntk import jacobian
 from fedntk.ntk.evolution import AUTO
-from fedntk.ntk.predictor import NetworkPredictor
+from fedntk.ntk.predictors.network import NetworkPredictor
 from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
 
-from ..config import Config
-from ..method import Method, Need, Setup
-from ..settings import ConfigError, Settings, numbers, setting
-from ..simulated_trust import projected
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, numbers, setting
+from ..deploy.simulated_trust import projected
+from .method import Method, Need, Setup
 
 __all__ = ["METHOD", "EvolvingMethod", "EvolvingSettings"]
 

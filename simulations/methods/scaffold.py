@@ -8,9 +8,9 @@ from flwr.client import NumPyClient
 from fedntk.clients import SCAFFOLDClient
 from fedntk.strategies import SCAFFOLD, BaseStrategy
 
-from ..config import Config
-from ..method import Method, Setup
-from ..settings import ConfigError, Settings, setting
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
+from .method import Method, Setup
 
 __all__ = ["METHOD"]
 

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.clients import FeatureStore, TCTClient, shrink
-from fedntk.clients.disk_store import data_digest
+from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import FeatureMap, TCTModel
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
-from fedntk.ntk.predictor import Evaluation, Predictor, arrays_of
+from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 from fedntk.trust.secure_sum import FEWEST
 
-from ..config import Config
-from ..method import Method, Need, Setup
-from ..settings import ConfigError, Settings, setting
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
+from .method import Method, Need, Setup
 
 __all__ = ["METHOD"]
 

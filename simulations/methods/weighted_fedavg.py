@@ -9,13 +9,13 @@ from flwr.client import NumPyClient
 from matplotlib.figure import Figure
 
 from fedntk.clients import WeightedFedAvgClient
-from fedntk.ntk.files import whole
+from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, WeightedFedAvg
 
-from ..figures import similarity_heat_map
-from ..method import Setup
-from ..personal import PersonalMethod, personal_cache
-from ..settings import Settings, setting
+from ..config.settings import Settings, setting
+from ..report.figures import similarity_heat_map
+from .method import Setup
+from .personal import PersonalMethod, personal_cache
 
 __all__ = ["METHOD"]
 

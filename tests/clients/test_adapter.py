@@ -16,8 +16,9 @@ from flwr.app import (
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
-from fedntk.clients import NamedArrays, adapter, client_app
-from fedntk.simulations._flower import become_server
+from fedntk.clients import NamedArrays, client_app
+from fedntk.clients.core import adapter
+from fedntk.simulations.engine._flower import become_server
 
 
 class Echo(NumPyClient):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedntk.clients import DFedAvgClient, DPSGDClient, NamedArrays
-from fedntk.clients.relay import WeightsParcel
+from fedntk.clients.gossip.relay import WeightsParcel
 
 from ..strategies.federation import examples, network
 

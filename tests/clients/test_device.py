@@ -25,7 +25,7 @@ from fedntk.clients import (
     TCTClient,
     get_weights,
 )
-from fedntk.clients.relay import WeightsParcel
+from fedntk.clients.gossip.relay import WeightsParcel
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTModel
 from fedntk.ntk.evolution import stack_candidates
 from fedntk.ntk.payloads import ConvexTask, EvolutionTask

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, NamedArrays
-from fedntk.clients.relay import Message, WeightsParcel
+from fedntk.clients.gossip.relay import Message, WeightsParcel
 
 from ..strategies.federation import examples
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedntk.clients import DiskStore, cache_dir
-from fedntk.clients.disk_store import data_digest
+from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import NotEnoughMemory
 
 from .damage import WAYS, damaged

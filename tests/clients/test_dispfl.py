@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedntk.clients import DisPFLClient, NamedArrays
-from fedntk.clients.dispfl import SparseWeights
-from fedntk.clients.dispfl_masks import first_masks, layer_densities, searched
+from fedntk.clients.gossip.dispfl import SparseWeights
+from fedntk.clients.gossip.dispfl_masks import first_masks, layer_densities, searched
 from fedntk.ntk import BadReply
 
 from ..strategies.federation import examples, network

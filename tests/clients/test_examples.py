@@ -35,7 +35,7 @@ from fedntk.clients import (
     TCTClient,
     get_weights,
 )
-from fedntk.clients.examples import class_numbers
+from fedntk.clients.core.examples import class_numbers
 from fedntk.ntk import one_hot
 from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
 

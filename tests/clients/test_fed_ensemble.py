@@ -7,7 +7,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedntk.clients import FedEnsembleClient, NamedArrays, SGDClient, client_app, get_weights
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.engines import LocalGrid
 
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 

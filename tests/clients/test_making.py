@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedntk.clients import NTKFLClient, SGDClient, client_app
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import NTKFL, NoUsableReply, SeededFedAvg
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

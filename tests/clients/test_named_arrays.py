@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedntk.clients import NamedArrays
-from fedntk.clients.named_arrays import records_of
+from fedntk.clients.core.named_arrays import records_of
 
 RECORDS = {
     "arrays": {"w": np.arange(6.0).reshape(2, 3), "b": np.zeros(2, np.float32)},

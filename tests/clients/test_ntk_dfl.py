@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fedntk.clients import NamedArrays, NTKDFLClient
-from fedntk.clients.ntk_dfl import EvolvedParcel
-from fedntk.clients.relay import WeightsParcel, mean_weights
+from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
+from fedntk.clients.gossip.relay import WeightsParcel, mean_weights
 from fedntk.ntk import BadReply, jacobian
 from fedntk.ntk.payloads import EvolutionTask, JacobianUpload
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedntk.clients import cache_dir, personal_store
-from fedntk.clients.personal_store import PersonalStore
+from fedntk.clients import cache_dir
+from fedntk.clients.personal import personal_store
+from fedntk.clients.personal.personal_store import PersonalStore
 
 from .damage import WAYS, damaged
 

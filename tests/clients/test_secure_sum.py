@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedntk.clients.secure_sum import SecureSum
-from fedntk.ntk.files import claimed
+from fedntk.clients.core.secure_sum import SecureSum
+from fedntk.ntk.support.files import claimed
 from fedntk.trust import ParcelKeys, SealError, new_key
 from fedntk.trust.secure_sum import exchange_of
 

@@ -14,15 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import (
-    NamedArrays,
-    SGDClient,
-    TCTClient,
-    feature_store,
-    get_weights,
-    shrink,
-)
-from fedntk.clients.disk_store import example_digests
+from fedntk.clients import NamedArrays, SGDClient, TCTClient, get_weights, shrink
+from fedntk.clients.core.disk_store import example_digests
+from fedntk.clients.tct.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import FixedPoint, tangent
@@ -573,7 +567,7 @@ def test_features_that_do_not_fit_on_the_disk_are_refused_with_their_size(tmp_pa
     ],
 )
 def test_what_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch, task, options, what):
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device="cpu": 100)
     monkeypatch.setattr(tangent, "require_memory", lambda *a, **o: None)
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     records = message() if task.step == "linear" else bootstrapped()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedntk.ntk import BadReply
-from fedntk.ntk.arrays import require_array
+from fedntk.ntk.support.arrays import require_array
 
 ONES = np.ones((2, 3), np.float32)
 

@@ -6,7 +6,7 @@ import torch
 from scipy.stats import beta, betabinom
 
 from fedntk.ntk import calibrate, conformal_scores, examples_needed, prediction_sets
-from fedntk.ntk.conformal import rank
+from fedntk.ntk.predictors.conformal import rank
 
 SCORES = ["threshold", "adaptive"]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedntk.ntk import entk_features, evolve, jacobian, random_projection
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import FeatureRows
-from fedntk.ntk.precision import full_float32
+from fedntk.ntk.support.precision import full_float32
 
 from .arithmetic import normal
 from .cases import make

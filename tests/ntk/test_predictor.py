@@ -9,7 +9,7 @@ from torch import nn
 from fedntk.clients import ModelClient, get_weights
 from fedntk.ntk import FeatureMap, Normaliser, TCTModel
 from fedntk.ntk.convex import convex_loss
-from fedntk.ntk.predictor import NetworkPredictor, Predictor, arrays_of
+from fedntk.ntk.predictors.network import NetworkPredictor, Predictor, arrays_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(2100, 6, generator=GENERATOR)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fedntk.ntk import threads
+from fedntk.ntk.support import threads
 
 SHOW = "import json, os, sys; print(json.dumps([os.environ.get('OMP_WAIT_POLICY'), {}]))"
 
@@ -30,7 +30,7 @@ import json, os, sys
 class Stop:
     def find_spec(self, name, *_):
         if name == "torch":
-            late = sys.modules["fedntk.ntk.threads"].TOO_LATE
+            late = sys.modules["fedntk.ntk.support.threads"].TOO_LATE
             print(json.dumps([os.environ.get("OMP_WAIT_POLICY"), late]), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Stop())
@@ -47,13 +47,13 @@ def test_passive_waiting_is_set_before_torch_is_loaded(room):
 
 
 def test_after_torch_it_is_set_for_the_processes_that_are_started():
-    late = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
+    late = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.support.threads.TOO_LATE')}"
     assert in_new_process(late) == ["PASSIVE", True]
 
 
 @pytest.mark.parametrize("name", threads.OWN_SETTINGS)
 def test_own_settings_win(name):
-    code = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.threads.TOO_LATE')}"
+    code = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.support.threads.TOO_LATE')}"
     expected = "ACTIVE" if name == "OMP_WAIT_POLICY" else None
     value = expected or "100"
     assert in_new_process(code, **{name: value}) == [expected, False]
@@ -117,7 +117,7 @@ def test_what_cannot_be_mended_is_said_once_on_a_busy_machine(
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
 def test_an_idle_team_is_as_large_as_torchs_and_computes_nothing_else():
     code = (
-        "import os, json, torch; from fedntk.ntk.threads import stop_spinning; "
+        "import os, json, torch; from fedntk.ntk.support.threads import stop_spinning; "
         "torch.zeros(2**23).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
         "before, threads = count(), torch.get_num_threads(); stop_spinning(threads); "
         "print(json.dumps([count() - before, threads, torch.get_num_threads()]))"

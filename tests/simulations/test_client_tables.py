@@ -5,13 +5,13 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.client_tables import (
+from fedntk.simulations.data.load.client_tables import (
     client_accuracy_table,
     client_gains,
     client_summary,
     newest_accuracies,
 )
-from fedntk.simulations.figures import similarity_heat_map
+from fedntk.simulations.report.figures import similarity_heat_map
 
 COLUMNS = ["run", "method", "seed", "round", "partition", "metric", "value"]
 
@@ -98,7 +98,7 @@ PERSONAL = Config(
 def test_a_clients_own_model_scores_as_the_client_said(method, tmp_path):
     """Loaded after the run, on the client's part of the test set; targets go by these, too."""
     result = run(PERSONAL.replace(method=method), out=tmp_path / "run", progress=False)
-    from fedntk.simulations.building import load_setup
+    from fedntk.simulations.engine.building import load_setup
 
     setup = load_setup(result.config)
     last = result.clients[(result.clients["round"] == 4) & (result.clients.metric == "accuracy")]

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from fedntk.simulations import Config, ConfigError, RunFailed, compare, load_results, read_runs, run
-from fedntk.simulations.results import run_state
+from fedntk.simulations.report.results import run_state
 
 SMALL = Config(
     num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=2, train_examples=300
@@ -36,7 +36,7 @@ def test_table_of_all_rounds_and_folders_by_name_and_seed(tmp_path):
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
     expected = compare(PAIR, seeds=[0, 1], out=tmp_path / "whole", progress=False)
-    from fedntk.simulations import runs
+    from fedntk.simulations.engine import runs
 
     ran: list[tuple[str, str]] = []
     serve = runs.serve
@@ -64,7 +64,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
 
 
 def test_a_run_that_another_process_finishes_meanwhile_is_kept(tmp_path, monkeypatch):
-    from fedntk.simulations import runs
+    from fedntk.simulations.engine import runs
 
     serve, ran = runs.serve, []
 
@@ -83,7 +83,7 @@ def test_a_run_that_another_process_finishes_meanwhile_is_kept(tmp_path, monkeyp
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
-    from fedntk.simulations import runs
+    from fedntk.simulations.engine import runs
 
     serve = runs.serve
 

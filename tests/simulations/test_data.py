@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data import load_data
+from fedntk.simulations.data.load.load import load_data
 
 
 def test_digits_are_scikit_learns_with_every_fifth_for_testing():
@@ -69,7 +69,7 @@ def test_unpacked_files_are_read_as_torchvision_reads_them(tmp_path):
         assert (x.dtype, y.dtype) == (np.uint8, np.int64)
     assert data.num_classes == len(theirs.classes)
     code = (
-        "import sys; from fedntk.simulations.data import load_data; "
+        "import sys; from fedntk.simulations.data.load import load_data; "
         "from fedntk.simulations import Config; "
         f"load_data(Config(dataset='mnist', data_dir={str(tmp_path)!r})); "
         "assert 'torchvision' not in sys.modules"

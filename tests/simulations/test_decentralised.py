@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.building import load_setup, make_strategy
-from fedntk.simulations.decentralised import selection_sets
-from fedntk.simulations.report import write_report
-from fedntk.simulations.selection import numbers_averaged, selection_curves
-from fedntk.simulations.settings import ConfigError
+from fedntk.simulations.assess.selection import numbers_averaged, selection_curves
+from fedntk.simulations.config.settings import ConfigError
+from fedntk.simulations.engine.building import load_setup, make_strategy
+from fedntk.simulations.methods.decentralised import selection_sets
+from fedntk.simulations.report.report import write_report
 
 SMALL = {"num_clients": 5, "clients_per_round": 5, "clients_per_evaluation": 5, "rounds": 2,
          "learning_rate": 0.1, "min_partition_size": 2}  # fmt: skip

@@ -10,10 +10,10 @@ import pytest
 from flwr.app import Message
 
 from fedntk.simulations import Config
-from fedntk.simulations.client_app import app
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.client_app import app
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
-from fedntk.simulations.server_app import serve
 
 from .settings import SETTINGS
 from .test_resume import outcome

@@ -3,7 +3,7 @@
 import torch
 
 from fedntk.simulations import Config
-from fedntk.simulations.building import load_setup, make_strategy
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.strategies import FedEnsemble
 
 

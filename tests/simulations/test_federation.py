@@ -29,10 +29,10 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from fedntk.simulations import Config, RunFailed, load_model, run
-from fedntk.simulations.certificates import make_node_key
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.federation import MARK, Federation, cli
-from fedntk.simulations.processes import processes_with, start, tool
+from fedntk.simulations.assess.certificates import make_node_key
+from fedntk.simulations.deploy.federation import MARK, Federation, cli
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.processes import processes_with, start, tool
 from fedntk.trust import KeyServer, ShufflingServer, load_key, new_key, public_bytes, save_key
 from fedntk.trust.key_server import load_secret, new_secret
 
@@ -310,8 +310,8 @@ def test_a_node_that_is_not_registered_is_refused(federation):
 SIMULATE = """
 import subprocess, sys
 from pathlib import Path
-from fedntk.simulations.flwr_run import superlink
-from fedntk.simulations.processes import tool
+from fedntk.simulations.engine.flwr_run import superlink
+from fedntk.simulations.engine.processes import tool
 app, home, config = sys.argv[1:]
 with superlink(Path(home)) as (_, environment):
     command = [tool("flwr"), "run", app, "fedntk", "--stream", "--run-config", config]
@@ -382,7 +382,15 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     environment = {**os.environ, **ONE_THREAD}
     environment.pop("FLWR_HOME", None)
     simulate = [installed, "-c", SIMULATE, bundle, tmp_path / "flwr"]
-    deploy = [installed, "-m", "fedntk.simulations.federation", "run", bundle, "--nodes", "3"]
+    deploy = [
+        installed,
+        "-m",
+        "fedntk.simulations.deploy.federation",
+        "run",
+        bundle,
+        "--nodes",
+        "3",
+    ]
     deploy += ["--folder", tmp_path / "federation", "--run-config"]
     for name, command in (("simulated", simulate), ("deployed", deploy)):
         arguments = [*command, f'{text} out="{tmp_path / name}"']

@@ -9,10 +9,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedntk.simulations import Config
-from fedntk.simulations.building import load_setup, make_client
-from fedntk.simulations.client_app import app
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.kept_examples import KeptExamples, Own
+from fedntk.simulations.data.load.kept_examples import KeptExamples, Own
+from fedntk.simulations.engine.building import load_setup, make_client
+from fedntk.simulations.engine.client_app import app
+from fedntk.simulations.engine.engines import LocalGrid
 
 CONFIG = Config(
     method="fedavg", num_clients=6, clients_per_round=6, batch_size=16, local_test_fraction=0.2,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.data import load_data
+from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load.partitions import load_split
 from fedntk.simulations.models import CharLSTM
-from fedntk.simulations.partitions import load_split
 
 SPEECHES = {
     "ROMEO": "but soft what light through yonder window breaks it is the east ",

@@ -14,10 +14,10 @@ import pytest
 from fedntk.clients import WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.building import load_setup
+from fedntk.simulations.config.settings import ConfigError, Settings, setting
+from fedntk.simulations.engine.building import load_setup
 from fedntk.simulations.methods import own_methods
 from fedntk.simulations.methods.fedavg import FedAvgSettings
-from fedntk.simulations.settings import ConfigError, Settings, setting
 
 from .settings import SETTINGS
 
@@ -25,8 +25,8 @@ PACKAGE = """
     from dataclasses import dataclass
     from fedntk.clients import SGDClient
     from fedntk.simulations import Config
-    from fedntk.simulations.method import Method
-    from fedntk.simulations.settings import ConfigError, Settings, setting
+    from fedntk.simulations.methods.method import Method
+    from fedntk.simulations.config.settings import ConfigError, Settings, setting
     from fedntk.strategies import SeededFedAvg
 
     @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ import pytest
 from datasets import Dataset
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data import Data, load_data
-from fedntk.simulations.partitioners import ClientDirichletPartitioner
-from fedntk.simulations.partitions import _load_split, load_split, split_data
+from fedntk.simulations.data.load.load import Data, load_data
+from fedntk.simulations.data.load.partitioners import ClientDirichletPartitioner
+from fedntk.simulations.data.load.partitions import _load_split, load_split, split_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 
@@ -145,7 +145,7 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     fresh = load_split(config)
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
     _load_split.cache_clear()
-    monkeypatch.setattr("fedntk.simulations.partitions.split_data", None)
+    monkeypatch.setattr("fedntk.simulations.data.partitions.split_data", None)
     again = load_split(config)
     assert again.checksum == fresh.checksum
     _load_split.cache_clear()

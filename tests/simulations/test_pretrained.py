@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.results import load_model
+from fedntk.simulations.report.results import load_model
 
 from ..conftest import ROOT
 

@@ -6,8 +6,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from fedntk.simulations import progress as module
-from fedntk.simulations.progress import Progress, progress
+from fedntk.simulations.engine import progress as module
+from fedntk.simulations.engine.progress import Progress, progress
 
 
 def record(number: int, **metrics: float) -> dict[str, float]:

@@ -8,13 +8,13 @@ from flwr.app import MetricRecord
 
 from fedntk.clients import SGDClient
 from fedntk.simulations import Config, load_model, run, write_report
-from fedntk.simulations.checkpoints import Evaluations
-from fedntk.simulations.client_app import app
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.checkpoints import Evaluations
+from fedntk.simulations.engine.client_app import app
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.recorder import LONGEST, OTHERS, AdmittedMetrics
+from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import own_methods
-from fedntk.simulations.recorder import LONGEST, OTHERS, AdmittedMetrics
-from fedntk.simulations.results import read_run
-from fedntk.simulations.server_app import serve
+from fedntk.simulations.report.results import read_run
 from fedntk.strategies import SeededFedAvg
 
 from .settings import SETTINGS

@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 
 from fedntk.simulations import Config, Run, compare, read_runs, write_report
-from fedntk.simulations.client_tables import newest_accuracies
-from fedntk.simulations.figures import (
+from fedntk.simulations.data.load.client_tables import newest_accuracies
+from fedntk.simulations.report.figures import (
     accuracy_against_heterogeneity,
     accuracy_curves,
     client_accuracies,
     label_distribution,
 )
-from fedntk.simulations.report import _without_alpha, final_table, target_table
+from fedntk.simulations.report.report import _without_alpha, final_table, target_table
 
 SMALL = Config(
     num_clients=8, clients_per_round=3, clients_per_evaluation=4, rounds=3, targets="0.3,0.99"

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from fedntk.ntk.files import DamagedFile, claimed, whole
+from fedntk.ntk.support.files import DamagedFile, claimed, whole
 from fedntk.simulations import Config, ConfigError, Run, load_model, run
-from fedntk.simulations.checkpoints import Best, Checkpoint, Checkpoints, Evaluations
-from fedntk.simulations.client_app import app
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.checkpoints import Best, Checkpoint, Checkpoints, Evaluations
+from fedntk.simulations.engine.client_app import app
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.server_app import serve
+from fedntk.simulations.engine.tensors import load_tensors, save_tensors
 from fedntk.simulations.methods import all_methods
-from fedntk.simulations.results import read_run
-from fedntk.simulations.server_app import serve
-from fedntk.simulations.tensors import load_tensors, save_tensors
+from fedntk.simulations.report.results import read_run
 
 from .settings import SETTINGS
 
@@ -114,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_call_does(tmp_path, straight, cap
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedntk.simulations.progress.Progress.on_round", stop)
+        patch.setattr("fedntk.simulations.engine.progress.Progress.on_round", stop)
         with pytest.raises(KeyboardInterrupt):
             run(config, progress=False)
     said = [record.getMessage() for record in caplog.records]
@@ -129,7 +129,7 @@ import os, signal, sys, warnings
 import pyarrow.parquet
 import torch
 from fedntk.simulations import Config, run
-from fedntk.simulations.server_app import prepare
+from fedntk.simulations.engine.server_app import prepare
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 base, first, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -235,7 +235,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(tmp_path, monkeypatch):
         ran.append(True)
         serve(*arguments)
 
-    monkeypatch.setattr("fedntk.simulations.runs.serve", counted)
+    monkeypatch.setattr("fedntk.simulations.engine.runs.serve", counted)
     second = run(config, progress=False)
     assert not ran
     pd.testing.assert_frame_equal(first.rounds, second.rounds)

@@ -27,15 +27,15 @@ from fedntk.simulations import (
     load_results,
     run,
 )
-from fedntk.simulations.client_app import app
-from fedntk.simulations.data import load_data
-from fedntk.simulations.engines import LocalGrid
-from fedntk.simulations.flwr_run import flwr_run
+from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.engine.client_app import app
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.simulations.engine.flwr_run import flwr_run
+from fedntk.simulations.engine.server_app import main, serve
 from fedntk.simulations.methods import all_methods
 from fedntk.simulations.models import build_model
-from fedntk.simulations.partitions import load_split
-from fedntk.simulations.results import read_run, to_target
-from fedntk.simulations.server_app import main, serve
+from fedntk.simulations.report.results import read_run, to_target
 
 from ..conftest import ROOT
 from .settings import SETTINGS, TOOLS
@@ -208,7 +208,7 @@ def test_variants_run_end_to_end(tmp_path, options):
 
 def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch):
     """By the size on the wire, of the largest clients, held and stacked."""
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 2 * 10**8)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 2 * 10**8)
     config = replace(SMALL, out=str(tmp_path), rounds=0, train_examples=0)
     run(config, progress=False)
     with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
@@ -231,7 +231,7 @@ def test_stage_2_that_cannot_fit_is_refused_before_the_first(
 ):
     """What all clients keep on this machine's disk, and the largest kernel in memory."""
     config = replace(SMALL, method="tct", num_clients=20, out=str(tmp_path), rounds=0, tct=options)
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device="cpu": 100)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device="cpu": 100)
     differentiate = sys.modules["fedntk.ntk.jacobian.differentiate"]  # beside a function
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
@@ -451,7 +451,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedntk.simulations.flwr_run._show_rounds", interrupt)
+        patch.setattr("fedntk.simulations.engine.flwr_run._show_rounds", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(config, engine="ray", progress=False)
     assert any("flower-superlink" in line for line in seen)

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, run, tune
-from fedntk.simulations.building import load_setup, make_strategy
+from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.engine.building import load_setup, make_strategy
+from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods
-from fedntk.simulations.partitions import load_split
-from fedntk.simulations.results import read_run
-from fedntk.simulations.server_app import serve
+from fedntk.simulations.report.results import read_run
 
 from .settings import SETTINGS
 from .test_cli import fedntk
@@ -62,7 +62,7 @@ def started(monkeypatch):
         ran.append(f"{config.folder.parent.name}/{config.folder.name}")
         serve(grid, config, on_round)
 
-    monkeypatch.setattr("fedntk.simulations.runs.serve", counted)
+    monkeypatch.setattr("fedntk.simulations.engine.runs.serve", counted)
     return ran
 
 
@@ -275,7 +275,7 @@ def test_an_interrupted_search_goes_on_and_runs_nothing_twice(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedntk.simulations.progress.Progress.on_round", stop)
+        patch.setattr("fedntk.simulations.engine.progress.Progress.on_round", stop)
         with pytest.raises(KeyboardInterrupt):
             search(tmp_path, seeds=[0, 1])
     before = list(started)
@@ -390,7 +390,7 @@ def test_in_parallel_after_ctrl_c_and_kill_9(tmp_path, straight):
 PROGRAM = """
 import json, sys, psutil
 from fedntk.simulations import Config, tune
-from fedntk.simulations.progress import Progress
+from fedntk.simulations.engine.progress import Progress
 
 def workers():
     children = psutil.Process().children()
@@ -504,7 +504,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, spoil
             kept = [{k: v for k, v in r.items() if k != "loss"} | spoiled for r in records]
             path.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
-    monkeypatch.setattr("fedntk.simulations.runs.serve", spoil)
+    monkeypatch.setattr("fedntk.simulations.engine.runs.serve", spoil)
     found = search(tmp_path, grid={"learning-rate": [0.3, 0.01]}, metric="loss")
     assert found.trials["state"].tolist() == ["finished", "failed"]
     assert found.trials["error"][1] == "loss is missing or not finite"
@@ -520,7 +520,7 @@ def test_a_failed_trial_is_tried_again(tmp_path, monkeypatch, straight):
         serve(grid, config, on_round)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedntk.simulations.runs.serve", full)
+        patch.setattr("fedntk.simulations.engine.runs.serve", full)
         found = search(tmp_path, seeds=[0, 1])
     failed = found.trials.iloc[-1]
     assert (failed["trial"], failed["state"]) == (2, "failed")
@@ -598,7 +598,7 @@ def test_two_searches_in_one_folder_at_a_time_are_refused(tmp_path, monkeypatch)
             search(tmp_path)
         serve(grid, config, on_round)
 
-    monkeypatch.setattr("fedntk.simulations.runs.serve", again)
+    monkeypatch.setattr("fedntk.simulations.engine.runs.serve", again)
     search(tmp_path, grid={"learning-rate": [0.1]})
 
 

@@ -17,12 +17,12 @@ from fedntk.ntk.feature_learning import (
     train,
 )
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.data import load_data
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load.two_patch import TwoPatchOptions
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import TwoPatchCNN, build_model
-from fedntk.simulations.partitions import load_split
-from fedntk.simulations.results import load_model
-from fedntk.simulations.two_patch import TwoPatchOptions
+from fedntk.simulations.report.results import load_model
 from fedntk.strategies import SeededFedAvg
 
 DATASET = "two-patch:groups=1-3,dimension=60,examples=6,test=25,signal=1.5,noise=0.7,seed=3"

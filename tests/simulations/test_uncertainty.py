@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from fedntk.ntk import calibrate, conformal_scores, uncertainty_of
 from fedntk.simulations import Config, ConfigError, assess, load_predictor, run
-from fedntk.simulations.cli import app
-from fedntk.simulations.data import load_data
-from fedntk.simulations.methods import own_methods
-from fedntk.simulations.partitions import load_split
-from fedntk.simulations.uncertainty_metrics import (
+from fedntk.simulations.assess.uncertainty_metrics import (
     BINS,
     auroc,
     calibration,
     rejection_curve,
     reliability,
 )
+from fedntk.simulations.cli import app
+from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.methods import own_methods
 
 from .settings import SETTINGS
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.writers import check_writers
+from fedntk.simulations.engine.writers import check_writers
 
 SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=3)
 
@@ -14,7 +14,7 @@ SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rou
 def in_two_parts(folder, monkeypatch, writer):
     """Three rounds, interrupted after the first."""
     config = SMALL.replace(out=str(folder))
-    from fedntk.simulations import runs
+    from fedntk.simulations.engine import runs
 
     serve = runs.serve
 

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
 from fedntk.clients import client_app
-from fedntk.simulations.engines import LocalGrid
+from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import BaseStrategy, NoUsableReply
 
 NUM_CLIENTS = 6

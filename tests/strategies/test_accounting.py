@@ -7,7 +7,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedntk.ntk.payloads import label_epsilon
-from fedntk.strategies.accounting import epsilon_after
+from fedntk.strategies.ntk.accounting import epsilon_after
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus' imports
 DELTA = 1e-5

@@ -7,7 +7,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedntk.clients import NTKFLClient, SGDClient
 from fedntk.strategies import NTKFL, TCT, FedBE, FedEnsemble, FedPer, SeededFedAvg
-from fedntk.strategies.averaged_model import AveragedModel
+from fedntk.strategies.core.averaged_model import AveragedModel
 
 from .federation import Contract, Grid, app, bits, lost, network, start
 

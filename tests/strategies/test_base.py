@@ -14,9 +14,10 @@ from torch import nn
 
 from fedntk.clients import SGDClient, client_app
 from fedntk.ntk import BadReply
-from fedntk.ntk.files import claimed
-from fedntk.simulations.engines import LocalGrid
-from fedntk.strategies import NoUsableReply, SeededFedAvg, rounds
+from fedntk.ntk.support.files import claimed
+from fedntk.simulations.engine.engines import LocalGrid
+from fedntk.strategies import NoUsableReply, SeededFedAvg
+from fedntk.strategies.core import rounds
 
 from .federation import (
     DAMAGED_ARRAYS,

@@ -20,9 +20,9 @@ from fedntk.ntk import jacobian
 from fedntk.ntk.features import CENTRE, CentredInputs
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
-from fedntk.simulations.building import load_setup
-from fedntk.simulations.simulated_trust import projected
-from fedntk.simulations.tensors import load_tensors
+from fedntk.simulations.deploy.simulated_trust import projected
+from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.engine.tensors import load_tensors
 from fedntk.strategies import (
     NTKDFL,
     NTKFL,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedntk.strategies.array_archive import ArrayArchive, Checksums, checksum
-from fedntk.strategies.client_models import ClientModels, mixtures
+from fedntk.strategies.core.array_archive import ArrayArchive, Checksums, checksum
+from fedntk.strategies.personal.client_models import ClientModels, mixtures
 
 
 def model(seed: int) -> dict[str, np.ndarray]:
@@ -90,8 +90,8 @@ def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
 
 def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
     """Against loops in float64; whole numbers are rounded. A chunk is two numbers of two sums."""
-    monkeypatch.setattr("fedntk.strategies.client_models.COLUMNS", 2)
-    monkeypatch.setattr("fedntk.strategies.client_models.ROWS", 2)
+    monkeypatch.setattr("fedntk.strategies.personal.client_models.COLUMNS", 2)
+    monkeypatch.setattr("fedntk.strategies.personal.client_models.ROWS", 2)
     weights = np.random.default_rng(0).dirichlet(np.ones(4), size=3)
     models = [model(seed) for seed in range(4)]
     found = list(mixtures(weights, models))
@@ -118,7 +118,7 @@ def test_checkpoints_read_and_write_only_the_models_that_changed(budget, tmp_pat
         read.append(array.nbytes)
         return checksum(array)
 
-    monkeypatch.setattr("fedntk.strategies.array_archive.checksum", noted)
+    monkeypatch.setattr("fedntk.strategies.core.array_archive.checksum", noted)
     models, archive = ClientModels(budget), ArrayArchive(tmp_path)
 
     def save(number: int) -> int:

@@ -23,9 +23,9 @@ from fedntk.clients import (
     project,
 )
 from fedntk.ntk import BadReply
-from fedntk.simulations.engines import MeteredGrid
+from fedntk.simulations.engine.engines import MeteredGrid
 from fedntk.strategies import CPNTKFL, NTKFL, NoUsableReply, SeededFedAvg
-from fedntk.strategies.accounting import epsilon_after
+from fedntk.strategies.ntk.accounting import epsilon_after
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
 
 from .federation import (
@@ -600,7 +600,7 @@ def test_replies_that_fit_alone_but_not_together_are_dropped(monkeypatch):
     """Room for the rows of four of six clients, each three times over."""
     size = 3 * 4 * (5 + 6 + 7 + 8) * (4 + 3 * 8 + 8 + 3 * 3 + 2 * 3 * 8)
     strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=8)
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda *_: size)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda *_: size)
     start(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
     counted = strategy.train_metrics[1]
     assert 0 < counted["rejected-memory"] < 6

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, NTKDFLClient, SGDClient, cache_dir
-from fedntk.clients.personal_store import PersonalStore
+from fedntk.clients.personal.personal_store import PersonalStore
 from fedntk.strategies import DFedAvg, NoUsableReply, SeededFedAvg, Topology
 
 from .federation import (

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Message
 
 from fedntk.clients import DFedAvgClient, DisPFLClient, SGDClient, cache_dir
-from fedntk.clients.dispfl_masks import layer_densities
+from fedntk.clients.gossip.dispfl_masks import layer_densities
 from fedntk.strategies import DFedAvg, DisPFL, NoUsableReply, Topology
 
 from .federation import Contract, Grid, app, bits, failed, with_arrays

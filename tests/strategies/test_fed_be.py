@@ -13,19 +13,14 @@ from torch import nn
 from fedntk.clients import SGDClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, loss_value
 from fedntk.ntk.payloads import EnsembleArrays
-from fedntk.ntk.predictor import arrays_of
+from fedntk.ntk.predictors.network import arrays_of
 from fedntk.simulations import Config, load_model, load_predictor, run
-from fedntk.simulations.building import load_setup, make_strategy
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.errors import ConfigError
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
-from fedntk.strategies.averaging import cast_like, weighted_mean
-from fedntk.strategies.fed_be_distillation import (
-    descend,
-    distil,
-    sharpened,
-    soft_cross_entropy,
-)
-from fedntk.strategies.fed_be_models import (
+from fedntk.strategies.core.averaging import cast_like, weighted_mean
+from fedntk.strategies.ensembles.distillation import descend, distil, sharpened, soft_cross_entropy
+from fedntk.strategies.ensembles.model_samples import (
     dirichlet_model,
     dirichlet_shares,
     gaussian_model,

@@ -32,7 +32,7 @@ from fedntk.clients import (
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.simulations import Config, run
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, SeededFedAvg
-from fedntk.strategies.fed_ensemble_strata import Strata, permutations
+from fedntk.strategies.ensembles.strata import Strata, permutations
 
 from .federation import (
     Contract,

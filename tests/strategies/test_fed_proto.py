@@ -8,12 +8,7 @@ import torch
 from flwr.app import Message
 from torch import nn
 
-from fedntk.clients import (
-    FedProtoClient,
-    PersonalisedClient,
-    SGDClient,
-    cache_dir,
-)
+from fedntk.clients import FedProtoClient, PersonalisedClient, SGDClient, cache_dir
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.strategies import FedProto, LocalTraining, NoUsableReply

@@ -11,11 +11,11 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedntk.clients import NTKDFLClient, NTKFLClient, cache_dir
-from fedntk.clients.personal_store import PersonalStore
+from fedntk.clients.personal.personal_store import PersonalStore
 from fedntk.ntk import jacobian, loss_value
 from fedntk.ntk.evolution import GradientFlow
 from fedntk.strategies import NTKDFL, NTKFL, NoUsableReply, Topology
-from fedntk.strategies.relay import deviation
+from fedntk.strategies.gossip.relay import deviation
 
 from .federation import Contract, Grid, app, bits, examples, failed
 

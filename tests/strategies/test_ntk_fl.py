@@ -16,7 +16,8 @@ from fedntk.clients import NTKFLClient, client_app, set_weights
 from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import AUTO_STEPS
-from fedntk.strategies import NTKFL, ntk_fl
+from fedntk.strategies import NTKFL
+from fedntk.strategies.ntk import ntk_fl
 
 from .federation import (
     NUM_CLIENTS,

@@ -152,7 +152,7 @@ def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were():
 
 def test_a_client_whose_replies_are_refused_for_long_goes_on_from_the_last_one_taken(monkeypatch):
     """Its files are too large for more than two rounds, and four replies in a row are lost."""
-    monkeypatch.setattr("fedntk.clients.personal_store.KEPT_BYTES", 0)
+    monkeypatch.setattr("fedntk.clients.personal.personal_store.KEPT_BYTES", 0)
     strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
 
     def change(reply: Message) -> Message | None:
@@ -260,7 +260,7 @@ def test_predictor_of_a_client_is_its_own_network():
     arrays = start(strategy, grid, rounds=2)
     from flwr.app import Array, ArrayRecord, ConfigRecord
 
-    from fedntk.clients.adapter import unpacked
+    from fedntk.clients.core.adapter import unpacked
 
     from .federation import examples
 

@@ -4,8 +4,8 @@ import pytest
 from flwr.app import Error, Message, Metadata, RecordDict
 
 from fedntk.ntk import BadReply
-from fedntk.simulations._flower import become_server, stamp
-from fedntk.strategies.registry import ClientRegistry, Exchange, SentParts
+from fedntk.simulations.engine._flower import become_server, stamp
+from fedntk.strategies.core.registry import ClientRegistry, Exchange, SentParts
 
 from .federation import SUPERLINK, from_node
 

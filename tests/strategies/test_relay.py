@@ -20,7 +20,7 @@ from fedntk.clients import (
     NTKDFLClient,
     cache_dir,
 )
-from fedntk.clients.personal_store import PersonalStore
+from fedntk.clients.personal.personal_store import PersonalStore
 from fedntk.strategies import (
     DPSGD,
     NTKDFL,
@@ -33,7 +33,7 @@ from fedntk.strategies import (
     mixing_matrix,
     spectral_gap,
 )
-from fedntk.strategies.trust_protocols import PublicKey
+from fedntk.strategies.core.trust_protocols import PublicKey
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
 from .federation import Grid, app, bits, failed, network, start

@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
 from fedntk.clients import SGDClient, TCTClient, client_app
-from fedntk.clients.disk_store import example_digests
+from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, one_hot
 from fedntk.strategies import SCAFFOLD, TCT, SeededFedAvg
 
@@ -729,7 +729,7 @@ def test_a_model_that_would_overflow_c_is_refused(clients):
 
 def test_more_examples_than_can_be_solved_for_are_left_out(clients, monkeypatch):
     """24 n^2 bytes: 9 + 8 + 7 + 6 + 5 = 35 examples take 29,400, client 5's 10 more 48,600."""
-    monkeypatch.setattr("fedntk.strategies.tct_phases.available_memory", lambda: 30_000)
+    monkeypatch.setattr("fedntk.strategies.tct.phases.available_memory", lambda: 30_000)
     strategy = make(solve="server")
     start(strategy, Grid(clients))
     assert strategy.train_metrics[1]["rejected-too-large"] == 1

@@ -215,6 +215,6 @@ def test_a_disk_too_small_is_refused_before_the_first_round(clients, tmp_path, m
 def test_too_little_memory_to_solve_again_is_refused(clients, tmp_path, monkeypatch):
     strategy = make(keep_sums=tmp_path)
     arrays = started(strategy, Grid(clients))
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda _: 2000)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
     with pytest.raises(NotEnoughMemory, match="pooled-statistics of 12 features needs"):
         strategy.without([1], arrays)

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedntk.clients import TCTClient, client_app
-from fedntk.clients.disk_store import example_digests
+from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import FeatureMap, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import RIDGES, class_weights
 from fedntk.ntk.payloads import draw_held_out
@@ -450,6 +450,6 @@ def test_what_does_not_go_together_is_refused(options, message):
 
 
 def test_a_matrix_that_would_not_fit_is_refused_before_the_first_round(clients, monkeypatch):
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda _: 2000)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
     with pytest.raises(NotEnoughMemory, match=r"pooled-statistics of 12 features from 6 clients"):
         start(make(), Grid(clients))

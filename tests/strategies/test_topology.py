@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedntk.strategies import Topology, mixing_matrix, spectral_gap
-from fedntk.strategies.topology import TopologyKind
+from fedntk.strategies.gossip.topology import TopologyKind
 
 KINDS = [kind for kind in get_args(TopologyKind) if kind != "own"]
 CLIENTS = [3, 7, 8, 20, 21, 22, 40, 41, 50, 60, 61, 99]

@@ -13,7 +13,7 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import Prototypes
 from fedntk.ntk.similarity import cosine_similarities, similarity_weights
 from fedntk.strategies import FedBN, LocalTraining, SeededFedAvg, WeightedFedAvg
-from fedntk.strategies.client_models import mixtures
+from fedntk.strategies.personal.client_models import mixtures
 
 from .federation import (
     Contract,
@@ -154,7 +154,7 @@ def test_at_temperature_zero_each_client_trains_alone():
 
 
 def kept(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
-    from fedntk.clients.personal_store import PersonalStore
+    from fedntk.clients.personal.personal_store import PersonalStore
 
     own = PersonalStore(None, strategy.run_key, str(client)).load(server_round)
     assert own is not None
@@ -294,7 +294,7 @@ def test_over_all_each_mixture_is_formed_once_a_round(monkeypatch):
         formed.append(len(weights))
         return mixtures(weights, models)
 
-    monkeypatch.setattr("fedntk.strategies.weighted_fedavg.mixtures", counted)
+    monkeypatch.setattr("fedntk.strategies.personal.weighted_fedavg.mixtures", counted)
     options = HALF | {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
     strategy = weighted(over="all", **options)
     grid = Uploads(CLIENTS)

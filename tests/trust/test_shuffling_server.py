@@ -199,7 +199,7 @@ def test_uploads_must_be_compressed_as_asked(server):
 
 def test_upload_that_does_not_fit_in_memory_is_dropped(server, monkeypatch):
     data = [sealed(upload(seed, 10), server) for seed in range(2)]
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda *_: 0)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda *_: 0)
     shuffled = shuffle(server, data)
     assert {error.reason for error in shuffled.rejected.values()} == {"memory"}
 

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from fedntk.ntk import NotEnoughMemory, ridge_regression
-from fedntk.ntk import memory as ntk_memory
 from fedntk.ntk.convex import (
     Spectrum,
     convex_loss,
@@ -18,6 +17,7 @@ from fedntk.ntk.convex import (
     mean_gradient,
     residual_sum,
 )
+from fedntk.ntk.support import memory as ntk_memory
 
 from ..arithmetic import normal, relative
 

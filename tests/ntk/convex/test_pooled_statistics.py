@@ -234,7 +234,7 @@ def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
     z = features()
     sums = statistics(z)
     equations = NormalEquations.of(sums, Normaliser.identity(P))
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda _: 100)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 100)
     for work in (
         lambda: statistics(z),
         lambda: NormalEquations.of(sums, Normaliser.identity(P)),

@@ -562,11 +562,13 @@ def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch):
     model, x, y = problem(nn.Linear(4, 3))
     jac, f = jacobian(model, x), model(x).detach()
     options = {"learning_rate": 0.5, "steps": [1, 2]}
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 8 * 36 * 28 - 1)
+    monkeypatch.setattr(
+        "fedntk.ntk.support.memory.available_memory", lambda device: 8 * 36 * 28 - 1
+    )
     monkeypatch.setattr("fedntk.ntk.evolution.gradient_flow.available_memory", lambda device: 1000)
     with pytest.raises(NotEnoughMemory, match=r"12 examples x 3 outputs .* needs 0.0 GB and cpu"):
         evolve(jac, f, y, loss="cross-entropy", **options)
-    monkeypatch.setattr("fedntk.ntk.memory.available_memory", lambda device: 1000)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 1000)
     with pytest.raises(NotEnoughMemory, match="eigendecomposition of the kernel of 12 examples"):
         evolve(torch.eye(12).double(), f, y, loss="mse", **options)
 

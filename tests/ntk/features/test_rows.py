@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fedntk.ntk import NotEnoughMemory
-from fedntk.ntk import memory as ntk_memory
 from fedntk.ntk.features import FeatureRows
 from fedntk.ntk.features import rows as module
+from fedntk.ntk.support import memory as ntk_memory
 
 from ..arithmetic import normal
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedntk.ntk import NotEnoughMemory, entk_features, jacobian, random_projection
-from fedntk.ntk import memory as ntk_memory
+from fedntk.ntk.support import memory as ntk_memory
 
 from ..cases import CASES, make
 

@@ -1,0 +1,73 @@
+"""Client of methods that compute a network's last layer in closed form: it sends sums of features.
+
+What it gives away: sums over all of the client's examples. Those of one example are its features,
+and those of few hold them. How many examples of each class it has is sent, too.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import FeatureMap, loss_value
+from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
+
+from ..core.base import ModelClient
+from ..core.weights import Scalar, set_weights
+
+__all__ = ["ClosedFormClient"]
+
+
+class ClosedFormClient(ModelClient):
+    """Sends sums over what the last layer is given, by the received weights; it trains nothing.
+
+    It keeps nothing from one message to the next. In memory are features of `batch_size_eval`
+    examples, and 12 p^2 bytes for p features where their Gram matrix is asked for. Its arguments
+    are those of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
+    batch_size_eval, sampling_rate, projection, seed.
+    """
+
+    strategy = "ClosedFormStrategy"
+    replies = "sums of features"
+    config_keys = frozenset({FEATURE_GRAM, *FeatureMap("last-layer").to_config()})
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Sum up the features of the round's examples.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            The arrays of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
+            :class:`~fedntk.ntk.payloads.Prototypes` where no Gram matrix is asked for; the number
+            of examples; and ``{"train-loss": ...}`` of the received network.
+
+        Raises
+        ------
+        ValueError
+            If the last linear layer does not give the logits.
+        NotEnoughMemory
+            If the sums would not fit.
+        """
+        set_weights(self.model, parameters)
+        feature_map = FeatureMap.from_config(config)
+        x, targets = self.training_examples(config)
+        num_classes = targets.shape[1]
+        head = feature_map.require_outputs(self.model, num_classes)
+        both, labels = feature_map.extractor_with_outputs(self.model), targets.argmax(1)
+        outputs: list[Tensor] = []
+
+        def features(part: Tensor) -> Tensor:
+            z, scores = both(part)
+            outputs.append(scores)
+            return z
+
+        if config.get(FEATURE_GRAM, False):
+            FeatureStatistics.require_memory(head.in_features)
+            chunks = map(features, x.split(self.batch_size_eval))
+            arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
+        else:
+            arrays = list(Prototypes.of(features, x, labels, num_classes).to_arrays().values())
+        return arrays, len(x), {"train-loss": loss_value(torch.cat(outputs), targets, self.loss)}

@@ -1,0 +1,1 @@
+"""What all methods share in the client half."""

@@ -1,0 +1,206 @@
+"""A folder in which a client keeps arrays from one message to the next.
+
+Flower makes a client anew for every message, so memory does not outlast one; and a node's
+``context.state`` travels with every message in a simulation, which large arrays must not.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from logging import INFO, getLogger
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import require_disk
+from fedntk.ntk.support.files import whole, whole_path
+
+__all__ = [
+    "DiskStore",
+    "cache_dir",
+    "client_folder",
+    "data_digest",
+    "example_digests",
+    "remove_stale",
+]
+
+logger = getLogger("flwr")
+STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
+
+
+# what numpy raises for a file that is not what it wrote
+DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+# what the system says where the file may be as good as it was
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again: ``fedntk`` in $XDG_CACHE_HOME or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedntk"
+
+
+def client_folder(cache: Path, run: str, client: object) -> Path:
+    """Return the folder of what one client keeps in one run."""
+    return cache / f"run-{_word(run)}-client-{_word(client)}"
+
+
+def _word(name: object) -> str:
+    """Return what can be part of a folder's name."""
+    return re.sub(r"\W+", "-", str(name))[:64]
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what a client kept in other runs, and nobody has used for a day.
+
+    Parameters
+    ----------
+    folder : Path
+        Of :func:`client_folder`, which stays.
+    """
+    client = folder.name.partition("-client-")[2]
+    for other in folder.parent.glob(f"run-*-client-{client}/"):
+        with contextlib.suppress(FileNotFoundError):
+            key = other / "key.json"  # is touched when the folder is used
+            used = (key if key.exists() else other).stat().st_mtime
+            if other != folder and time.time() - used > STALE:
+                logger.log(INFO, "removed %s, which no run has used for a day", other)
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def data_digest(*tensors: Tensor) -> str:
+    """Return a checksum of tensors: two clients with one have the same examples."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def example_digests(x: Tensor, targets: Tensor) -> NDArray[np.uint64]:
+    """Return a checksum of each example and its target, shape (n, 2): they tell examples apart."""
+    inputs, labels = (t.detach().cpu().contiguous().numpy() for t in (x, targets))
+    kind = f"{inputs.dtype} {inputs.shape[1:]} {labels.dtype}".encode()
+    rows = (
+        hashlib.blake2b(own.tobytes() + label.tobytes(), digest_size=16, key=kind[:64]).digest()
+        for own, label in zip(inputs, labels, strict=True)
+    )
+    return np.frombuffer(b"".join(rows), np.uint64).reshape(len(inputs), 2)
+
+
+class DiskStore:
+    """Arrays in files, which appear whole or not at all; a damaged one counts as missing.
+
+    Parameters
+    ----------
+    folder : Path
+        The client's own: it is emptied when another key comes.
+    key : object
+        What all that is kept depends on; JSON holds it.
+    cure : str
+        What to do where the disk is too small, for the error.
+    """
+
+    def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
+        self.folder, self._cure = folder, cure
+        found, expected = folder / "key.json", json.dumps(key).encode()
+        if not found.exists() or found.read_bytes() != expected:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            found.write_bytes(expected)
+        os.utime(found)  # when the folder was last used
+
+    def save(self, name: str, **arrays: NDArray[Any]) -> None:
+        """Keep some arrays under a name."""
+        with whole(self.folder / f"{name}.npz") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def load(self, name: str) -> dict[str, NDArray[Any]]:
+        """Return the arrays kept under a name; none if they are missing or damaged."""
+        path = self.folder / f"{name}.npz"
+        try:
+            with path.open("rb") as file, np.load(file) as saved:
+                return dict(saved)
+        except FileNotFoundError:
+            return {}
+        except DAMAGED as error:
+            _remove_damaged(path, error)
+            return {}
+
+    def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
+        """Map one large array into memory; None if it is missing, damaged or of another shape."""
+        path = self.folder / f"{name}.npy"
+        try:
+            array: NDArray[Any] = np.load(path, mmap_mode="c")
+        except FileNotFoundError:
+            return None
+        except DAMAGED as error:
+            _remove_damaged(path, error)
+            return None
+        return array if array.shape == shape else None
+
+    @contextlib.contextmanager
+    def fill(
+        self, name: str, shape: tuple[int, ...], dtype: str, *, what: str = ""
+    ) -> Iterator[NDArray[Any]]:
+        """Make one large array to be filled, which is kept once it is.
+
+        Parameters
+        ----------
+        name, shape, dtype : str, tuple of int, str
+            Of the array.
+        what : str
+            Says what it is in the error; the name by default.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If the disk is too small for it.
+        """
+        needed = math.prod(shape) * np.dtype(dtype).itemsize
+        require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
+        with whole_path(self.folder / f"{name}.npy") as partial:
+            stored = np.lib.format.open_memmap(partial, "w+", np.dtype(dtype), shape)
+            yield stored
+            stored.flush()
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Names of what is kept, sorted, that match a pattern of the shell's."""
+        return sorted(p.stem for p in self.folder.glob(pattern) if p.suffix in (".npz", ".npy"))
+
+    def remove(self, *, all_but: Collection[str] = (), pattern: str = "*") -> None:
+        """Remove what is kept, and matches a pattern, but for some names."""
+        for path in self.folder.glob(pattern):
+            if path.name != "key.json" and path.stem not in all_but:
+                path.unlink()
+
+
+def _remove_damaged(path: Path, error: Exception) -> None:
+    """Remove a file that cannot be read, unless that may pass."""
+    if isinstance(error, OSError) and error.errno in PASSING:
+        raise error
+    path.unlink()

@@ -1,0 +1,1 @@
+"""Methods that predict with many models: the client half."""

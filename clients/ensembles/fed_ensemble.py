@@ -1,0 +1,104 @@
+"""Client of Fed-ensemble: that of the inner method, which evaluates all models together.
+
+Source: Shi et al., *Fed-ensemble*, 2021, section 3.1: "after the training process is done, all K
+modes are sent to the client".
+"""
+
+from typing import Any
+
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+
+from fedntk.ntk import EnsemblePredictor
+from fedntk.ntk.payloads import EnsembleArrays
+
+from ..core.base import ModelClient
+from ..core.named_arrays import NamedArrays
+from ..core.weights import Scalar
+
+__all__ = ["FedEnsembleClient"]
+
+
+class FedEnsembleClient(NumPyClient):
+    """Trains one model as the client within does, and evaluates the whole ensemble.
+
+    Parameters
+    ----------
+    client : ModelClient
+        Of the inner strategy: an :class:`~fedntk.clients.SGDClient` for FedAvg and its relatives,
+        an ``NTKFLClient`` for NTKFL, and so on.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedntk.clients import SGDClient
+    >>> x, y = torch.eye(3), torch.arange(3)
+    >>> client = FedEnsembleClient(SGDClient(torch.nn.Linear(3, 3), x, y))
+    """
+
+    def __init__(self, client: ModelClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what else the client within has, such as ``identify`` and ``query``."""
+        if name == "client":  # not made yet, as in copying
+            raise AttributeError(name)
+        return getattr(self.client, name)
+
+    def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
+        """Return the weights of the client within."""
+        return self.client.get_parameters(config)
+
+    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Return the properties of the client within."""
+        return self.client.get_properties(config)
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Train the one model that came."""
+        return self.client.fit(parameters, config)
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Return loss and accuracy of the ensemble on the local test examples.
+
+        Returns
+        -------
+        tuple of float, int, dict
+            Loss, number of examples, ``"accuracy"`` and what else
+            :meth:`~fedntk.ntk.EnsemblePredictor.evaluate` tells of the single models.
+        """
+        x, targets = self.client.test_examples(config)
+        evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
+        return evaluated.loss, len(x), {"accuracy": evaluated.accuracy, **evaluated.more}
+
+    def predictor(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> EnsemblePredictor:
+        """Make the ensemble that a message for evaluation brings.
+
+        Raises
+        ------
+        ValueError
+            If the message has no records of several models.
+        """
+        records = parameters.records if isinstance(parameters, NamedArrays) else {}
+        if not EnsembleArrays.are_in(records):
+            raise ValueError(
+                f"expected the records of several models, such as model-0.arrays, from the "
+                f"strategy FedEnsemble, got {', '.join(records) or 'none'}"
+            )
+        models = EnsembleArrays.from_arrays(records).models
+        return EnsemblePredictor(
+            self.client.predictor(NamedArrays(model), _config_of(k, config))
+            for k, model in enumerate(models)
+        )
+
+
+def _config_of(model: int, config: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Return the configuration of one model: what is shared, and what is its own."""
+    prefix = f"model-{model}."
+    own = {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}
+    return {**config, **own}

@@ -1,0 +1,1 @@
+"""Decentralised methods: the client half."""

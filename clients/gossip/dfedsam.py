@@ -1,0 +1,71 @@
+"""Client of DFedSAM: as of DFedAvg, with steps along the gradient at the sharpest point nearby.
+
+Sources: Shi et al., *Improving the Model Consistency of Decentralized Federated Learning*, ICML
+2023, algorithm 1; Foret et al., *Sharpness-Aware Minimization for Efficiently Improving
+Generalization*, ICLR 2021, eq. (2) and (3).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.sgd_steps import Gradients
+from .dfedavg import DFedAvgClient
+
+__all__ = ["DFedSAMClient"]
+
+
+class DFedSAMClient(DFedAvgClient):
+    """Steps along the gradient at w + rho g / ||g||, where g is the batch's gradient at w.
+
+    Both gradients are of the same batch. ||g|| is over all parameters that are trained. Buffers,
+    such as BatchNorm's statistics, are those of the first pass. Each step takes two passes.
+
+    Parameters
+    ----------
+    rho : float
+        Radius. 0 means plain steps: DFedAvg, bit for bit.
+    **options
+        Of :class:`DFedAvgClient` and :class:`GossipClient`: model, x, y, local_epochs, batch_size,
+        learning_rate, momentum, weight_decay, cache, seed.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or what :class:`ModelClient` refuses.
+    """
+
+    strategy = "DFedSAM"
+
+    def __init__(self, *args: Any, rho: float = 0.01, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if not 0 <= rho < math.inf:
+            raise ValueError(f"rho: expected a finite number of at least 0, got {rho}")
+        self.rho = rho
+
+    def batch_gradients(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        batch: Tensor,
+        trainable: Mapping[str, nn.Parameter],
+    ) -> tuple[Tensor, Gradients]:
+        """Return a batch's loss at w, and its gradients at the point nearby."""
+        loss, gradients = super().batch_gradients(x, targets, batch, trainable)
+        if not self.rho or not gradients:
+            return loss, gradients
+        ascent = list(gradients.values())
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(ascent)))
+        weights = [trainable[name].detach() for name in gradients]
+        before = [weight.clone() for weight in weights]
+        statistics = [buffer.clone() for buffer in self.model.buffers()]
+        scale = torch.where(norm > 0, self.rho / norm, torch.zeros_like(norm))
+        torch._foreach_add_(weights, torch._foreach_mul(ascent, scale))
+        _, nearby = super().batch_gradients(x, targets, batch, trainable)
+        torch._foreach_copy_(weights, before)
+        for buffer, value in zip(self.model.buffers(), statistics, strict=True):
+            buffer.copy_(value)
+        return loss, nearby

@@ -1,0 +1,188 @@
+"""Client of CP-NTK-FL: NTK-FL's, with tools that save bytes and guard the examples.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2
+and figure 2. Each tool is optional and goes with any other, in this order:
+
+1. a sample of the examples, anew each round                 ``sampling_rate``
+2. the random projection of the inputs, Z = X P              ``projection``
+3. the Jacobian at Z, in factors or literally                ``structure``
+4. clipped rows, Gaussian noise, noisy labels                ``clip``, ``noise_multiplier``, ...
+5. top-k sparsification and quantisation                     ``sparsity``, ``bits``
+6. sealing for the shuffling server                          ``shuffling_key``
+
+docs/privacy.md says what each protects, and what it does not.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
+from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
+from fedntk.trust import check_public_key, check_run, seal_upload
+
+from ..core.randomness import round_seed
+from ..core.weights import Scalar
+from .ntk_fl import NTKFLClient
+
+__all__ = ["CPNTKFLClient"]
+
+
+class CPNTKFLClient(NTKFLClient):
+    """Computes J'_m, f(Z'_m) and Y'_m, and sends them compressed (section 4.2).
+
+    With differential privacy the client tells nothing else about its training examples: no loss
+    travels with an upload, it takes no part in the choice of t, and it evaluates on test examples
+    only.
+
+    Parameters
+    ----------
+    sparsity : float
+        Share of each tensor's numbers that is dropped: see
+        :meth:`fedntk.ntk.CompressedUpload.compress`.
+    bits : int
+        Of each number that stays, 1 ... 16; 32 leaves them as they are.
+    clip, noise_multiplier, label_noise : float
+        Of :func:`fedntk.ntk.privatise`. 0, the default, means no differential privacy.
+    noise_seed : tuple of int, optional
+        Makes the noise repeatable in a simulation: see :func:`fedntk.ntk.privatise`.
+    shuffling_key : bytes, optional
+        The shuffling server's public key: the upload is sealed for it. Each row is then compressed
+        by itself, and no loss travels beside the upload, so that neither says whose row is whose.
+    run : str
+        Name of the training run, which the sealed upload is bound to; the strategy's is the same.
+    **ntk_fl_options
+        Of :class:`NTKFLClient` (structure, chunk_size) and :class:`ModelClient` (sampling_rate,
+        projection, seed, ...).
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or two do not go together.
+    """
+
+    strategy = "CPNTKFL"
+    replies = "compressed Jacobians"
+
+    def __init__(
+        self,
+        *args: Any,
+        sparsity: float = 0.0,
+        bits: int = UNQUANTISED,
+        clip: float = 0.0,
+        noise_multiplier: float = 0.0,
+        label_noise: float = 0.0,
+        noise_seed: tuple[int, ...] | None = None,
+        shuffling_key: bytes | None = None,
+        run: str = "",
+        **ntk_fl_options: Any,
+    ) -> None:
+        super().__init__(*args, **ntk_fl_options)
+        check_compression(sparsity, bits)
+        check_privacy(clip, noise_multiplier, label_noise)
+        if shuffling_key is not None:
+            check_run(run)
+            check_public_key(shuffling_key)
+        self.sparsity = sparsity
+        self.bits = bits
+        self.clip = clip
+        self.noise_multiplier = noise_multiplier
+        self.label_noise = label_noise
+        self.noise_seed = noise_seed
+        self.shuffling_key = shuffling_key
+        self.run = run
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Return the arrays of a :class:`~fedntk.ntk.CompressedUpload`; the weights stay.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            The upload, or its sealed bytes as one array; the number of examples; the noise under
+            differential privacy, else, of an upload that is not sealed, ``{"train-loss": ...}`` at
+            the received weights.
+        """
+        upload = self.upload(parameters, config)
+        sealed = self.shuffling_key is not None
+        metrics: dict[str, Scalar] = {}
+        if self.noise_multiplier:
+            upload = self._privatised(upload, config)
+            metrics["noise-multiplier"] = self.noise_multiplier
+            metrics["label-noise"] = self.label_noise
+        elif not sealed:
+            metrics["train-loss"] = loss_value(upload.outputs, upload.targets, self.loss)
+        arrays = CompressedUpload.compress(
+            upload, sparsity=self.sparsity, bits=self.bits, by_row=sealed
+        ).to_arrays()
+        if self.shuffling_key is not None:
+            server_round = int(config.get("server-round", 0))
+            arrays = [
+                seal_upload(arrays, self.shuffling_key, run=self.run, server_round=server_round)
+            ]
+        return arrays, len(upload.outputs), metrics
+
+    def _privatised(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
+        generator = None
+        if self.noise_seed is not None:
+            entropy = [*round_seed(self.noise_seed, config), *b"noise"]
+            generator = np.random.default_rng(entropy)
+        return privatise(
+            upload,
+            clip=self.clip,
+            noise_multiplier=self.noise_multiplier,
+            label_noise=self.label_noise,
+            generator=generator,
+        )
+
+    def query(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> dict[str, list[float] | int]:
+        """Loss of the true network at each candidate, as :meth:`NTKFLClient.query`.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy: these losses are of the examples themselves.
+        """
+        if self.noise_multiplier:
+            raise ValueError(
+                "a loss of the training examples was asked for, which their differential privacy "
+                "does not cover; have the strategy use selection='linearised' or 'validation'"
+            )
+        return super().query(parameters, config)
+
+    def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
+        """Return the sum of all training inputs, and their number.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy, as this sum has no noise; with a shuffling server, as it
+            tells whose rows look like it.
+        """
+        if self.noise_multiplier or self.shuffling_key is not None:
+            raise ValueError(
+                "a sum of the training examples was asked for, which differential privacy does not "
+                "cover and by which shuffled rows can be told apart; have the strategy leave "
+                "centre_inputs out"
+            )
+        return super().input_sums(config)
+
+    def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
+        """Return the examples for evaluation.
+
+        Raises
+        ------
+        ValueError
+            With differential privacy, if there are none: training examples stand in for them.
+        """
+        if self.noise_multiplier and self.x_test is self.x:
+            raise ValueError(
+                "an evaluation on the training examples was asked for, which their differential "
+                "privacy does not cover; give the client test examples (x_test, y_test)"
+            )
+        return super().test_examples(config)

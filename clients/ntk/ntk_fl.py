@@ -1,0 +1,102 @@
+"""Client of NTK-FL: sends the Jacobian of its examples instead of weights.
+
+Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.1.
+
+What a client gives away: the Jacobian of a first linear layer holds the inputs exactly (divide a
+weight's row by its bias), in the factored and in the dense form alike, and the labels travel with
+it. NTK-FL hands the examples to the server; it is no privacy mechanism by itself.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from numpy.typing import NDArray
+
+from fedntk.ntk import JacobianUpload, jacobian, loss_value
+from fedntk.ntk.class_prior import offset_of
+from fedntk.ntk.evolution import unstack_candidates
+
+from ..core.base import ModelClient
+from ..core.weights import Scalar, set_weights
+
+__all__ = ["NTKFLClient"]
+
+
+class NTKFLClient(ModelClient):
+    """Computes J_m, f(X_m) and Y_m at the received weights (section 4.1, step 2).
+
+    Parameters
+    ----------
+    structure : {"factored", "dense"}
+        What is sent: layers in factors where that is smaller, or the paper's literal tensor of
+        n C d numbers. Both give the same weights.
+    chunk_size : int, optional
+        Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
+    **model_options
+        Of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
+        batch_size_eval, sampling_rate, projection, seed. The model is of float32 or float64.
+    """
+
+    strategy = "NTKFL"
+    replies = "Jacobians"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
+
+    def __init__(
+        self,
+        *args: Any,
+        structure: Literal["factored", "dense"] = "factored",
+        chunk_size: int | None = None,
+        **model_options: Any,
+    ) -> None:
+        super().__init__(*args, **model_options)
+        if structure not in ("factored", "dense"):
+            raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
+        self.structure = structure
+        self.chunk_size = chunk_size
+
+    def fit(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+        """Return the arrays of a :class:`~fedntk.ntk.JacobianUpload`; the weights stay.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
+        """
+        upload = self.upload(parameters, config)
+        train_loss = loss_value(upload.outputs, upload.targets, self.loss)
+        return upload.to_arrays(), len(upload.outputs), {"train-loss": train_loss}
+
+    def upload(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> JacobianUpload:
+        """Return Jacobian, outputs and targets of the round's examples at the given weights."""
+        set_weights(self.model, parameters)
+        x, targets = self.training_examples(config)
+        rows = jacobian(self.model, x.to(self.device), chunk_size=self.chunk_size)
+        if self.structure == "dense":
+            rows = rows.to_dense()
+        outputs = self.outputs(x)
+        return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
+
+    def query(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> dict[str, list[float] | int]:
+        """Loss of the true network at each candidate: eq. (11a), this client's share.
+
+        Parameters
+        ----------
+        parameters : list of ndarray
+            Weights stacked over candidates: shape (number of candidates, *weight shape).
+        config : dict
+            As for :meth:`fit`: the round's sample is the same. ``"output-offset"``, C numbers, is
+            added to the outputs before their loss is taken.
+
+        Returns
+        -------
+        dict
+            ``{"losses": [...], "num-examples": n}``, the losses averaged over the local examples.
+        """
+        x, targets = self.training_examples(config)
+        offset = offset_of(config, targets.shape[1])
+        losses = self.candidate_losses(unstack_candidates(parameters), x, targets, offset)
+        return {"losses": losses, "num-examples": len(x)}

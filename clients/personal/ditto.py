@@ -1,0 +1,107 @@
+"""Client of Ditto: it trains the global model for the server, and one of its own for itself.
+
+Source: Li, Hu, Beirami and Smith, *Ditto: Fair and Robust Federated Learning Through
+Personalization*, ICML 2021, algorithm 1, with w^t the received weights:
+
+    w_k <- local SGD on F_k from w^t, which is sent
+    v_k <- v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)), which is kept
+"""
+
+import math
+from collections.abc import Mapping
+from logging import WARNING, getLogger
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from ..core.sgd_steps import proximal_term
+from ..core.weights import Scalar, set_weights
+from .personalised import Arrays, Fit, PersonalisedClient
+
+__all__ = ["DittoClient"]
+
+logger = getLogger("flwr")
+
+
+class DittoClient(PersonalisedClient):
+    """Trains the received weights as :class:`SGDClient`, and beside them a model that it keeps.
+
+    The personal model v_k begins as the first weights that the client is sent. In each round it is
+    trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the received weights, on the same
+    batches as these. Parameters are pulled; buffers, such as BatchNorm's statistics, are the
+    model's own. Nothing that is sent depends on it. It is what the client evaluates.
+
+    A client that lost v_k begins again with the weights it receives, and reports ``restarted``.
+
+    Parameters
+    ----------
+    pull : float
+        lambda: how strongly v_k is pulled to w^t. 0 means not at all: v_k is local training. Its
+        steps do not overshoot w^t as long as ``learning_rate * pull`` is at most 1.
+    personal_epochs : int, optional
+        Passes over the local examples that train v_k; as many as `local_epochs` by default.
+    **options
+        Of :class:`PersonalisedClient`: cache, and those of :class:`SGDClient`, which both models
+        are trained with. FedProx's term is added for the sent weights alone.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    strategy = "Ditto"
+    replies = "global weights"
+
+    def __init__(
+        self, *args: Any, pull: float = 1.0, personal_epochs: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        if not 0 <= pull < math.inf:
+            raise ValueError(f"pull: expected a finite number of at least 0, got {pull}")
+        if personal_epochs is not None and personal_epochs < 0:
+            raise ValueError(f"personal_epochs: expected at least 0, got {personal_epochs}")
+        self.pull, self.personal_epochs = pull, personal_epochs
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Train both models, and return the global one.
+
+        Returns
+        -------
+        tuple of NamedArrays, int, dict
+            The new weights w_k, the number of examples, and metrics: ``train-loss`` of w_k and
+            ``personal-loss`` of v_k, each as of :meth:`SGDClient.descend`, and ``restarted``: 1 if
+            v_k was lost, else 0.
+        """
+        kept = self.kept(config)
+        result, num_examples, metrics = super().fit(parameters, config)
+        personal_loss = self._train_own(parameters, config, kept)
+        self.keep(self.weights(), config)
+        more = {"personal-loss": personal_loss, "restarted": float(kept is None)}
+        return result, num_examples, {**metrics, **more}
+
+    def _train_own(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar], kept: Arrays | None
+    ) -> float:
+        """Train v_k towards the received weights; the model holds it then."""
+        received, _ = self.records(parameters)
+        start = list(self._personal(received, kept).values())
+        set_weights(self.model, start)
+        x, targets = self.training_examples(config)
+        centre = {name: torch.from_numpy(array) for name, array in received.items()}
+        adjust = proximal_term(self.trainable, self.pull, centre) if self.pull else None
+        return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs)
+
+    def own_network(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
+        """Return v_k: what was kept; the received weights before that, or where it is lost."""
+        received, _ = self.records(parameters)
+        return self._personal(received, self.kept(config))
+
+    def _personal(self, received: Arrays, kept: Arrays | None) -> Arrays:
+        if kept is None:
+            logger.log(
+                WARNING, "the personal model is lost: it begins again with the global weights"
+            )
+        own = kept or received
+        return {name: own[name] for name in self.model.state_dict()}

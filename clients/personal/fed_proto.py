@@ -1,0 +1,188 @@
+"""Client of FedProto: a network of its own, whose features are drawn to what others' look like.
+
+Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
+2022, with C_i^j the mean feature of client i's examples of class j and C^j the server's:
+
+    F_i + lambda sum over j of d(C_i^j, C^j)
+
+As in the authors' program, d is taken example by example: the mean square over the features.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
+from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
+
+from ..core.named_arrays import NamedArrays
+from ..core.weights import Scalar
+from .personalised import Arrays, Fit, PersonalisedClient
+
+__all__ = ["FedProtoClient"]
+
+
+class FedProtoClient(PersonalisedClient):
+    """Trains a network of its own towards the server's class prototypes; sends its own of these.
+
+    To the loss of a batch of m examples is added
+
+        (lambda / m) * sum over the examples i of ||f(x_i) - C^{y_i}||^2 / p
+
+    with f(x) the p features before the last linear layer. A class without a global prototype pulls
+    at none. After training, the client's prototypes are the means of f(x), in evaluation mode, over
+    its examples of each class. All of the network stays on this machine.
+
+    Parameters
+    ----------
+    pull : float
+        lambda: how strongly features are drawn to the prototypes. 0 means not at all: local
+        training.
+    predict : {"prototype", "head"}
+        What the client evaluates: the class whose global prototype is nearest, or the network's own
+        last layer. Before there are prototypes it is the last layer.
+    **options
+        Of :class:`PersonalisedClient`: cache, and those of :class:`SGDClient`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    strategy = "FedProto"
+    replies = "prototypes"
+    config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
+
+    def __init__(
+        self,
+        *args: Any,
+        pull: float = 1.0,
+        predict: Literal["prototype", "head"] = "prototype",
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        if not 0 <= pull < math.inf:
+            raise ValueError(f"pull: expected a finite number of at least 0, got {pull}")
+        if predict not in ("prototype", "head"):
+            raise ValueError(f"predict: expected 'prototype' or 'head', got {predict!r}")
+        self.pull, self.predict = pull, predict
+        self._pull: _Pull | None = None  # while it trains
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Train the client's network, keep it, and form the prototypes.
+
+        Returns
+        -------
+        tuple of NamedArrays, int, dict
+            The record of :meth:`~fedntk.ntk.payloads.Prototypes.to_arrays`, the number
+            of examples, and ``{"train-loss": ...}`` as of :meth:`SGDClient.descend`, with the pull.
+            A client that lost what it kept returns no arrays, and ``{"lost-state": 0}``.
+        """
+        with self._pulled(parameters, config):
+            result, num_examples, metrics = super().fit(parameters, config)
+        if not isinstance(result, NamedArrays):  # what it kept is lost
+            return result, num_examples, metrics
+        x, targets = self.training_examples(config)
+        extract = FeatureMap.from_config(config).extractor(self.model)
+        own = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
+        name = self.record_name(parameters)
+        return NamedArrays({name: own.to_arrays()}), num_examples, metrics
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy on the examples for evaluation, by prototypes or by the last layer.
+
+        One that lost what it kept reports ``{"lost-state": 0}`` instead.
+        """
+        if not self._by_prototypes(parameters) or self.assembled(parameters, config) is None:
+            return super().evaluate(parameters, config)
+        x, targets = self.test_examples(config)
+        evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
+        return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of what the client evaluates: see :meth:`ModelClient.predictor`."""
+        predictor = super().predictor(parameters, config)
+        if not self._by_prototypes(parameters):
+            return predictor
+        feature_map, prototypes = FeatureMap.from_config(config), self._received(parameters)
+        return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
+
+    # ------------------------------------------------------------------ parts
+
+    def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
+        """Return no arrays of the network as shared, and first values of all as personal."""
+        _, first = super().records(parameters)
+        return {}, first
+
+    def _received(self, parameters: list[NDArray[Any]]) -> Prototypes:
+        arrays, _ = super().records(parameters)
+        if arrays.keys() != set(GLOBAL_PROTOTYPES):
+            raise ValueError(
+                f"arrays: expected {' and '.join(GLOBAL_PROTOTYPES)}, got {sorted(arrays)[:5]}"
+            )
+        return Prototypes.from_global_arrays(arrays)
+
+    def _by_prototypes(self, parameters: list[NDArray[Any]]) -> bool:
+        there = bool(self._received(parameters).present.any())
+        return there and self.predict == "prototype"
+
+    @contextmanager
+    def _pulled(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Iterator[None]:
+        """Add the pull to the loss of batches."""
+        prototypes = self._received(parameters)
+        _, head = FeatureMap.from_config(config).last_layer(self.model)
+        if prototypes.means.shape != (head.out_features, head.in_features):
+            raise ValueError(
+                f"prototypes: expected {head.out_features} classes and {head.in_features} features "
+                f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
+                "network"
+            )
+        if not self.pull or not prototypes.present.any():
+            yield
+            return
+        self._pull = _Pull(head, prototypes, self.pull)
+        try:
+            yield
+        finally:
+            self._pull.detach()
+            self._pull = None
+
+    def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
+        if self._pull is None:
+            return super()._batch_loss(x, targets, batch)
+        self._pull.features.clear()
+        loss = super()._batch_loss(x, targets, batch)
+        own = targets.index_select(0, batch)
+        return loss + self._pull.loss(own if own.ndim == 1 else own.argmax(1))
+
+
+class _Pull:
+    """What is added to a batch's loss, by the features that the last layer was given."""
+
+    def __init__(self, head: nn.Linear, prototypes: Prototypes, strength: float) -> None:
+        self.strength, self.features = strength, list[Tensor]()
+        self._means = torch.from_numpy(prototypes.means.copy()).to(head.weight)
+        self._present = torch.from_numpy(prototypes.present).to(head.weight)
+        hook = head.register_forward_pre_hook(lambda _, inputs: self.features.append(inputs[0]))
+        self.detach = hook.remove
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the pull at a batch's features."""
+        labels = labels.to(self._means.device)
+        expected = (len(labels), self._means.shape[1])
+        if [tuple(seen.shape) for seen in self.features] != [expected]:
+            raise ValueError(
+                f"head: expected one input of shape {expected}, got "
+                f"{[tuple(seen.shape) for seen in self.features]}"
+            )
+        (features,) = self.features
+        distances = (features - self._means[labels]).square().mean(1)
+        return self.strength * (self._present[labels] * distances).mean()

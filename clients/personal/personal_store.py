@@ -1,0 +1,102 @@
+"""What of a model stays with its client, from the round it was trained in to the next."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.adapter import CLIENT_ID
+from ..core.disk_store import DiskStore, cache_dir, client_folder, remove_stale
+
+__all__ = ["ROUND", "RUN", "PersonalStore"]
+
+RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
+
+KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them
+KEPT_BYTES = 64 * 2**20  # of which no more than this, but for the newest two
+PREFIX = "array "  # before the names, which are keyword arguments of numpy's
+Arrays = dict[str, NDArray[Any]]
+
+
+class PersonalStore:
+    """A folder with the arrays that one client keeps in one run, by round.
+
+    Each round's are whole or missing. What was kept in the newest 20 rounds can be had again, as
+    long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
+    cut off goes on from its checkpoint to the same bits.
+
+    Parameters
+    ----------
+    cache : path or None
+        Folder of all clients on this machine; ``fedntk/personal`` in $XDG_CACHE_HOME or
+        ``~/.cache`` by default.
+    run, client : str
+        Names of the run and of the client.
+    """
+
+    def __init__(self, cache: str | os.PathLike[str] | None, run: str, client: str) -> None:
+        cache = cache_dir() / "personal" if cache is None else Path(cache)
+        self.folder = client_folder(cache, run, client)
+
+    @classmethod
+    def of(
+        cls,
+        cache: str | os.PathLike[str] | None,
+        config: Mapping[str, Any],
+        seed: Sequence[int],
+        what: str = "",
+    ) -> Self:
+        """Return the store of the run and client that a message's configuration names.
+
+        A message that does not come through :func:`~fedntk.clients.client_app` names no client: it
+        then goes by its `seed`. `what` tells apart several stores of one client.
+        """
+        client = str(config.get(CLIENT_ID, "-".join(map(str, seed))))
+        return cls(cache, str(config.get(RUN, "")), client + what)
+
+    def load(self, server_round: int) -> Arrays | None:
+        """Return what was kept in a round; None if it is missing or damaged."""
+        if not self.folder.exists():
+            return None
+        kept = self._disk().load(_file(server_round))
+        return {name.removeprefix(PREFIX): array for name, array in kept.items()} or None
+
+    def save(
+        self, server_round: int, arrays: Mapping[str, NDArray[Any]], *, needed: int = 0
+    ) -> None:
+        """Keep some arrays, under their names, as those of a round.
+
+        Parameters
+        ----------
+        server_round : int
+            Number of the round.
+        arrays : mapping of str to ndarray
+            What is kept.
+        needed : int
+            Number of a round that stays, however old: the arrays of these may yet be refused.
+        """
+        if not self.folder.exists():
+            remove_stale(self.folder)
+        disk = self._disk()
+        for name in disk.names("round-*"):
+            if name > _file(server_round):  # of rounds that are run again
+                disk.remove(pattern=f"{name}.npz")
+        disk.save(_file(server_round), **{PREFIX + k: np.asarray(a) for k, a in arrays.items()})
+        size = sum(np.asarray(a).nbytes for a in arrays.values())
+        count = max(2, min(KEPT, KEPT_BYTES // max(size, 1)))
+        kept = [*_newest(disk.names("round-*"), count), _file(needed)]
+        disk.remove(all_but=kept, pattern="round-*")
+
+    def _disk(self) -> DiskStore:
+        return DiskStore(self.folder, "personal")
+
+
+def _file(server_round: int) -> str:
+    return f"round-{server_round:08}"
+
+
+def _newest(names: Collection[str], count: int) -> list[str]:
+    return sorted(names)[-count:]

@@ -1,0 +1,164 @@
+"""Client of partial personalisation: some of the network's arrays never leave it.
+
+Source: Pillutla et al., *Federated Learning with Partial Model Personalization*, ICML 2022, with
+u the shared and v_k the personal arrays of client k (its FedSim: both are trained together).
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fedntk.ntk import Predictor
+
+from ..core.named_arrays import NamedArrays, records_of
+from ..core.weights import Scalar, get_weights
+from ..sgd import SGDClient
+from .personal_store import ROUND, RUN, PersonalStore
+
+__all__ = ["PersonalisedClient"]
+
+SHARED, PERSONAL = "arrays", "personal"  # records of a message; a strategy may rename the first
+Arrays = dict[str, NDArray[Any]]
+Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
+
+
+class PersonalisedClient(SGDClient):
+    """Trains the whole network as :class:`SGDClient`, and keeps its personal arrays to itself.
+
+    What is personal is what the record ``arrays`` of a message lacks of the network. With the first
+    message come first values for it, in a record ``personal``. After each training it is kept on
+    this machine's disk. The strategy says from which round it is to be taken: the last one in which
+    it accepted the client's reply. A client that finds it missing says so, and is sent the first
+    values again.
+
+    Parameters
+    ----------
+    cache : path, optional
+        Folder for that; ``fedntk/personal`` in $XDG_CACHE_HOME or ``~/.cache`` by default. It holds
+        a folder for each run and client, with the newest 20 rounds (64 MiB at most, or the newest
+        two). A folder goes when this client begins another run more than a day after its last use.
+    **sgd_options
+        Of :class:`SGDClient`: local_epochs, batch_size, learning_rate, ...
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    strategy = "PersonalisedStrategy"
+    replies = "shared weights"
+    config_keys = SGDClient.config_keys | {RUN, ROUND}
+
+    def __init__(
+        self, *args: Any, cache: str | os.PathLike[str] | None = None, **sgd_options: Any
+    ) -> None:
+        super().__init__(*args, **sgd_options)
+        self.cache = cache
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Run E epochs of SGD on the received arrays and the client's own, together.
+
+        Parameters
+        ----------
+        parameters : NamedArrays
+            The record ``arrays``, and ``personal`` where the client has none of its own yet.
+        config : dict
+            Names the run, and the round of what is personal.
+
+        Returns
+        -------
+        tuple of NamedArrays, int, dict
+            The new shared arrays, the number of examples, and ``{"train-loss": ...}`` as of
+            :meth:`SGDClient.descend`. A client that lost what it kept returns no arrays, and
+            ``{"lost-state": 0}``.
+
+        Raises
+        ------
+        ValueError
+            If the arrays are not the network's, or come without names.
+        """
+        network = self.assembled(parameters, config)
+        if network is None:
+            return [], len(self._training), {"lost-state": 0}
+        _, num_examples, metrics = super().fit(list(network.values()), config)
+        trained = self.weights()
+        shared = {name: trained[name] for name in self.records(parameters)[0]}
+        self.keep({n: a for n, a in trained.items() if n not in shared}, config)
+        return NamedArrays({self.record_name(parameters): shared}), num_examples, metrics
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy of the client's own network on its examples for evaluation.
+
+        One that lost what it kept reports ``{"lost-state": 0}`` instead.
+        """
+        network = self.own_network(parameters, config)
+        if network is None:
+            return 0.0, len(self._training), {"lost-state": 0}
+        return super().evaluate(list(network.values()), config)
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of the client's own network: see :meth:`ModelClient.predictor`.
+
+        Raises
+        ------
+        ValueError
+            If the client lost what it kept, or the arrays are not the network's.
+        """
+        network = self.own_network(parameters, config)
+        if network is None:
+            raise ValueError(f"{self._store(config).folder}: what was kept there is lost")
+        return super().predictor(list(network.values()), config)
+
+    # ------------------------------------------------------------------ parts
+
+    def records(self, parameters: list[NDArray[Any]]) -> tuple[Arrays, Arrays]:
+        """Return the shared arrays that came, and first values of the personal ones."""
+        (shared,) = records_of(parameters, self.record_name(parameters), strategy=self.strategy)
+        return shared, dict(getattr(parameters, "records", {}).get(PERSONAL, {}))
+
+    def record_name(self, parameters: list[NDArray[Any]]) -> str:
+        """Return the name of the record that is not of personal arrays: the strategy's choice."""
+        names = [name for name in getattr(parameters, "records", {}) if name != PERSONAL]
+        return names[0] if len(names) == 1 else SHARED
+
+    def weights(self) -> Arrays:
+        """Return copies of the network's arrays, by name."""
+        return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
+
+    def assembled(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays | None:
+        """Return the client's whole network, in its order; None if its own part is lost."""
+        shared, first = self.records(parameters)
+        expected = self.model.state_dict()
+        personal = [name for name in expected if name not in shared]
+        if odd := sorted(shared.keys() - expected.keys()):
+            raise ValueError(f"arrays: the network has none of the names {odd[:5]}")
+        kept = self.kept(config) if personal else {}
+        own = kept or first
+        if any(name not in own for name in personal):
+            return None
+        return {name: shared[name] if name in shared else own[name] for name in expected}
+
+    def own_network(
+        self, parameters: list[NDArray[Any]], config: Mapping[str, Any]
+    ) -> Arrays | None:
+        """Return the network that the client evaluates: what it trains, as it stands."""
+        return self.assembled(parameters, config)
+
+    def kept(self, config: Mapping[str, Any]) -> Arrays | None:
+        """Return what the client kept in the round that the message names; None if it is lost."""
+        server_round = int(config.get(ROUND, 0))
+        return self._store(config).load(server_round) if server_round else {}
+
+    def keep(self, arrays: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+        """Keep some arrays as those of the round at work, and those that they were made from."""
+        if arrays:
+            needed = int(config.get(ROUND, 0))
+            self._store(config).save(int(config.get("server-round", 0)), arrays, needed=needed)
+
+    def _store(self, config: Mapping[str, Any]) -> PersonalStore:
+        return PersonalStore.of(self.cache, config, self.seed)

@@ -1,0 +1,60 @@
+"""Client of similarity-weighted FedAvg: its weights, and what its classes look like to them.
+
+Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
+Feature Learning Theory*, ICLR 2024, section 6.2: p_k^j = mean of g_k(x) over the examples of class
+j, with g_k the trained network without its last linear layer.
+"""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.payloads import Prototypes
+
+from ..core.named_arrays import NamedArrays
+from ..core.weights import Scalar
+from .personalised import Fit, PersonalisedClient
+
+__all__ = ["WeightedFedAvgClient"]
+
+
+class WeightedFedAvgClient(PersonalisedClient):
+    """Trains the model that is sent to it alone; sends it back with its classes' mean features.
+
+    Which features these are comes with the message. They tell the server what an average example
+    of each class looks like to the network, and how many examples of it there are: with a single
+    example of a class, that example's features.
+
+    Parameters
+    ----------
+    **sgd_options
+        Of :class:`PersonalisedClient`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    strategy = "WeightedFedAvg"
+    replies = "weights and prototypes"
+    config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Train as :meth:`PersonalisedClient.fit`, then form the prototypes.
+
+        Returns
+        -------
+        tuple of NamedArrays, int, dict
+            The records ``arrays`` of the new weights and ``prototypes``: see
+            :class:`~fedntk.ntk.payloads.Prototypes`.
+        """
+        result, num_examples, metrics = super().fit(parameters, config)
+        if not isinstance(result, NamedArrays):  # what it kept is lost
+            return result, num_examples, metrics
+        x, targets = self.training_examples(config)
+        extract = FeatureMap.from_config(config).extractor(self.model)
+        prototypes = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
+        records = {**result.records, "prototypes": prototypes.to_arrays()}
+        return NamedArrays(records), num_examples, metrics

@@ -1,0 +1,296 @@
+"""What a client of TCT computes once and keeps on disk: its features, their kernel, its state."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from logging import WARNING, getLogger
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import FeatureMap, Normaliser
+from fedntk.ntk.convex import Spectrum
+from fedntk.ntk.features import FeatureRows
+
+from ..core.disk_store import DiskStore
+from ..core.weights import set_weights
+
+__all__ = ["LESS_DISK", "FeatureStore", "shrink"]
+
+logger = getLogger("flwr")
+STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
+SENT = 2  # models of the newest rounds: a round may be asked for again
+CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
+LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def shrink(cache: Path) -> None:
+    """Remove from all clients' folders what can be made again, and their state of old rounds."""
+    for folder in cache.glob("*/"):
+        states = sorted(folder.glob("state-*.npz"), reverse=True)
+        kept = {"key.json", "examples-train.npz", *(path.name for path in states[:2])}
+        kept |= {path.name for path in folder.glob("carried-*.npz")}
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+
+
+class FeatureStore(DiskStore):
+    """A folder with one client's network, features, kernel and state in stage 2.
+
+    Parameters
+    ----------
+    folder : Path
+        The client's own: it is emptied when another key comes. A file in it that is damaged counts
+        as missing.
+    key : str
+        Names all that what is kept depends on, the normaliser excepted.
+    model : nn.Module
+        Its weights are overwritten by the network's.
+    feature_map : FeatureMap
+        Which features.
+    dtype : {"float32", "float16"}
+        In which features are kept; in float32 if one is too large for float16, as happens with
+        examples that were not used to fit the normaliser, where a feature hardly varies among those
+        that were.
+    keep : {"features", "nothing"}
+        Whether features are kept.
+    chunk_size : int, optional
+        Examples differentiated at a time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        model: nn.Module,
+        feature_map: FeatureMap,
+        *,
+        dtype: Literal["float32", "float16"],
+        keep: Literal["features", "nothing"],
+        chunk_size: int | None,
+    ) -> None:
+        super().__init__(folder, [key, dtype], cure=LESS_DISK)
+        self.model, self.feature_map = model, feature_map
+        self.dtype, self.keep, self.chunk_size = dtype, keep, chunk_size
+        self.width = feature_map.width(model)
+
+    # ------------------------------------------------------------- what was sent
+
+    def take(self, records: Mapping[str, Arrays]) -> None:
+        """Keep the network and the normaliser, where they came: records of those names.
+
+        Another normaliser than the one before makes what was computed with that one void.
+        """
+        if "network" in records:
+            arrays = records["network"].values()
+            self.save("network", **{str(i): array for i, array in enumerate(arrays)})
+        if "normaliser" in records:
+            parts = list(records["normaliser"].values())
+            if len(parts) != 2:
+                raise ValueError(f"record normaliser: expected mean and scale, got {len(parts)}")
+            mean, inv_std = parts
+            old = self.load("normaliser")
+            if old and not all(map(np.array_equal, old.values(), (mean, inv_std))):
+                self.remove(
+                    all_but=(
+                        *("network", "raw-train", "raw-test"),
+                        *("examples-train", "examples-test"),
+                    )
+                )
+            self.save("normaliser", mean=mean, inv_std=inv_std)
+
+    def holds(self, *names: str) -> bool:
+        """Whether these have come: ``"network"``, ``"normaliser"``."""
+        return all(self.load(name) for name in names)
+
+    @property
+    def network(self) -> list[NDArray[Any]]:
+        """The network's weights, in the order of its state dict."""
+        saved = self.load("network")
+        return [saved[str(i)] for i in range(len(saved))]
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """The normaliser that came last."""
+        saved = self.load("normaliser")
+        return Normaliser(saved["mean"], saved["inv_std"])
+
+    # ----------------------------------------------------------------- examples
+
+    def examples(self, name: str) -> NDArray[np.uint64] | None:
+        """Return the digests (n, 2) of the examples that what is kept is of; None if nothing is.
+
+        Parameters
+        ----------
+        name : {"train", "test"}
+            Which set.
+        """
+        return self.load(f"examples-{name}").get("digests")
+
+    def note_examples(self, name: str, digests: NDArray[np.uint64]) -> None:
+        """Note of which examples everything is that is kept from now on.
+
+        Parameters
+        ----------
+        name : {"train", "test"}
+            Which set.
+        digests : ndarray of uint64, shape (n, 2)
+            Sorted: see :func:`~fedntk.clients.core.disk_store.example_digests`.
+        """
+        self.save(f"examples-{name}", digests=digests)
+
+    def replace(self, name: str, digests: NDArray[np.uint64]) -> None:
+        """Keep these examples under a name, and nothing of others."""
+        patterns = [f"raw-{name}.npy", f"features-{name}.npy"]
+        if name == "train":
+            patterns += ["kernel.npz", "spectrum.npz", "state-*.npz"]
+        for pattern in patterns:
+            self.remove(pattern=pattern)
+        self.note_examples(name, digests)
+
+    # ----------------------------------------------------------------- features
+
+    def raw(self, name: str, x: Tensor) -> Iterator[Tensor]:
+        """Yield the features of examples (n, ...) before they are normalised, (m, p) at a time.
+
+        They are kept until the normaliser comes.
+        """
+        extract, chunks = self._extractor(), x.split(max(1, CHUNK_BYTES // (4 * self.width)))
+        if self.keep == "nothing":
+            yield from map(extract, chunks)
+            return
+        start = 0
+        with self._fill(f"raw-{name}", len(x), "float32") as stored:
+            for chunk in chunks:
+                features = extract(chunk)
+                stored[start : start + len(chunk)] = features.numpy()
+                start += len(chunk)
+                yield features
+
+    def rows(self, name: str, x: Tensor, *, bias: bool, device: torch.device | str) -> FeatureRows:
+        """Return the normalised features of examples (n, ...)."""
+        shape = (len(x), self.width)
+        normalise = self.normaliser
+        if self.dtype == "float16" and not normalise.mean.any() and (normalise.inv_std == 1).all():
+            raise ValueError(
+                "dtype = float16 would lose small features that are not normalised; use float32"
+            )
+        if self.keep == "nothing":
+            extract = self._extractor()
+
+            def read(start: int, stop: int) -> Tensor:
+                return normalise(extract(x[start:stop]))
+
+            return FeatureRows(read, shape, device=device, bias=bias)
+        features = self.mapped(f"features-{name}", shape)
+        if features is None:
+            raw = self.mapped(f"raw-{name}", shape)
+            if raw is None:
+                for _ in self.raw(name, x):
+                    pass
+                raw = self._there(f"raw-{name}", shape)
+            try:
+                self._normalise(name, raw, normalise, self.dtype)
+            except OverflowError as error:
+                if self.dtype == "float32":
+                    raise
+                logger.log(WARNING, "%s: these examples' are kept in float32", error)
+                self._normalise(name, raw, normalise, "float32")
+            self.remove(pattern=f"raw-{name}.npy")
+            features = self._there(f"features-{name}", shape)
+        return FeatureRows.of(features, device=device, bias=bias)
+
+    def _normalise(self, name: str, raw: NDArray[Any], normalise: Normaliser, dtype: str) -> None:
+        with self._fill(f"features-{name}", len(raw), dtype) as stored:
+            for chunk, z in FeatureRows.of(raw).chunks():
+                stored[chunk] = _within(normalise(z), dtype)
+
+    def _fill(
+        self, name: str, n: int, dtype: str
+    ) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        what = f"{self.width} features of {n} examples"
+        return self.fill(name, (n, self.width), dtype, what=what)
+
+    def _there(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
+        array = self.mapped(name, shape)
+        if array is None:
+            raise OSError(f"{name} has gone from {self.folder} while it was made; try again")
+        return array
+
+    def kernel(self, rows: FeatureRows) -> Tensor:
+        """Return Z Z^T (n, n) of the training examples, float32, formed once."""
+        saved = self.load("kernel")
+        if not saved:
+            saved = {"kernel": rows.gram().numpy()}
+            self.save("kernel", **saved)
+        return torch.from_numpy(saved["kernel"])
+
+    def spectrum(self, kernel: Tensor) -> Spectrum:
+        """Return its eigenvalues and -vectors, found once."""
+        saved = self.load("spectrum")
+        if not saved:
+            found = Spectrum.of(kernel)
+            saved = {"values": found.values.numpy(), "vectors": found.vectors.numpy()}
+            self.save("spectrum", **saved)
+        return Spectrum(torch.from_numpy(saved["values"]), torch.from_numpy(saved["vectors"]))
+
+    def _extractor(self) -> Callable[[Tensor], Tensor]:
+        set_weights(self.model, self.network)
+        return self.feature_map.extractor(self.model, chunk_size=self.chunk_size)
+
+    # -------------------------------------------------------------------- state
+
+    def remember(self, server_round: int, coefficients: Tensor, linear: Tensor) -> None:
+        """Keep A_k (n, C) of this round and the model sent, beside those of some rounds before."""
+        self.save(f"state-{server_round:06}", coefficients=coefficients.numpy())
+        self.save(f"sent-{server_round:06}", linear=linear.numpy())
+        self.remove(pattern="sent-*.npz", all_but=self.names("sent-*.npz")[-SENT:])
+        self.remove(pattern="state-*.npz", all_but=self.names("state-*.npz")[-STATES:])
+
+    def coefficients(self, server_round: int) -> Tensor | None:
+        """Return A_k as it was after a round; None if it is lost."""
+        saved = self.load(f"state-{server_round:06}")
+        return torch.from_numpy(saved["coefficients"]) if saved else None
+
+    def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
+        """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
+
+        Nothing is kept if A_k or the features are not there, or the vector is there already.
+        """
+        coefficients = self.coefficients(server_round)
+        if self.carried(server_round) is not None:
+            return
+        if coefficients is None:
+            return
+        features = self.mapped("features-train", (len(coefficients), self.width))
+        if features is not None:
+            rows = FeatureRows.of(features, device=device, bias=bias)
+            control = -rows.transposed_matmul(coefficients.float())
+            self.remember_vector(server_round, control)
+
+    def remember_vector(self, server_round: int, control: Tensor) -> None:
+        """Keep c_k (p, C) of a round itself, where its features are not kept or will change."""
+        self.save(f"carried-{server_round:06}", control=control.numpy())
+        self.remove(pattern="carried-*.npz", all_but=self.names("carried-*.npz")[-SENT:])
+
+    def carried(self, server_round: int) -> Tensor | None:
+        """Return c_k (p, C) of a round whose examples were others; None if there is none."""
+        saved = self.load(f"carried-{server_round:06}")
+        return torch.from_numpy(saved["control"]) if saved else None
+
+    def last(self, server_round: int) -> Tensor | None:
+        """Return the model (p, C) that was sent in a round; None if it is lost."""
+        saved = self.load(f"sent-{server_round:06}")
+        return torch.from_numpy(saved["linear"]) if saved else None
+
+
+def _within(features: Tensor, dtype: str) -> NDArray[Any]:
+    largest = float(features.abs().max()) if features.numel() else 0.0
+    if not largest <= float(np.finfo(dtype).max):
+        raise OverflowError(f"a normalised feature of {largest:g} does not fit in {dtype}")
+    return features.numpy().astype(dtype)

@@ -1,0 +1,627 @@
+"""Client of TCT: local SGD first, then a linear model of tangent features.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4 and algorithms 1 and 2. The steps of stage 2 are those of
+:mod:`fedntk.ntk.convex.local_steps`. Algorithm 1's correction h_k is c_k - c (its invariant,
+appendix A.1): c_k = -Z^T A_k with A_k (n x C), the mean residual along the last steps over n, which
+is all that a client keeps from its own past; and c = (theta^{t-1} - theta^t) / (M eta), for which
+it keeps the last model it was sent.
+
+What a client gives away: with few examples, the moments of its features are close to the features,
+and these are gradients that hold inputs of a first linear layer. ``solve="server"`` hands over the
+features themselves. ``solve="statistics"`` gives sums over all of a client's examples: those of one
+example are its features, and those of few hold them.
+"""
+
+import os
+from collections.abc import Mapping
+from logging import WARNING, getLogger
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk import Moments, Predictor, TCTModel, require_disk, require_memory
+from fedntk.ntk.convex import (
+    Spectrum,
+    centred_targets,
+    convex_loss,
+    looped_steps,
+    mean_gradient,
+    residual_sum,
+)
+from fedntk.ntk.features import FeatureRows, FixedPoint
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexTask,
+    FeatureStatistics,
+    FeatureUpload,
+    SplitStatistics,
+    draw_held_out,
+    sums_digest,
+)
+from fedntk.trust import ParcelKeys
+
+from ..core.adapter import CLIENT_ID
+from ..core.disk_store import cache_dir, client_folder, example_digests, remove_stale
+from ..core.named_arrays import NamedArrays, records_of
+from ..core.secure_sum import SecureSum
+from ..core.weights import Scalar, set_weights
+from ..gossip.sealed_parcels import kept_key
+from ..sgd import SGDClient
+from .feature_store import LESS_DISK, FeatureStore
+
+__all__ = ["TCTClient"]
+
+ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
+OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
+logger = getLogger("flwr")
+Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
+Records = Mapping[str, Mapping[str, NDArray[Any]]]
+
+
+class TCTClient(SGDClient):
+    """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
+
+    All settings of stage 2 come from the strategy. What is computed once is kept on disk: with p
+    features an example the features take ``4 n p`` bytes, or ``2 n p`` in float16, and ``4 n p``
+    beside that until they are normalised; as much for test examples that are not the training
+    examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128 MiB of features;
+    while the kernel is formed two blocks of 512 MiB and ``4 n^2`` bytes; and for the decomposition
+    about ``52 n^2``: with p = 100,000 and n = 6,000 4.8 GB on disk and 1.9 GB in memory. What would
+    not fit is refused with its size, in the first round of stage 1.
+
+    Parameters
+    ----------
+    cache : path, optional
+        Folder for that; ``fedntk/tct`` in $XDG_CACHE_HOME or ``~/.cache`` by default. A client has
+        a folder of its own in it for each run, and needs it from round to round. It goes when this
+        client begins another run more than a day after it was last used; see :func:`shrink`, too.
+        Examples may come in another order in each message. If they are others than before, the
+        client says so in its log and in the metric ``examples-changed``, computes the features
+        anew and keeps its correction as it was: return the same examples in all rounds.
+    dtype : {"float32", "float16"}
+        In which features are kept; one that float16 cannot hold has its set kept in float32.
+        Products are formed in float32.
+    keep : {"features", "nothing"}
+        With ``"nothing"`` features are computed anew whenever they are needed: twice a round, and
+        for the kernel once for each pair of its blocks of 512 MiB.
+    local_solver : {"closed", "loop"}
+        Closed form of the M steps, or one after another as in eq. (3), with all features in memory.
+    chunk_size : int, optional
+        Examples differentiated at a time.
+    parcel_keys : ParcelKeys, optional
+        The client's key pair for ``secure_aggregation``, and who is to vouch for the others' public
+        keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
+    only_masked : bool
+        Whether the client sends nothing in stage 2 but masked sums: no moments, counts, features
+        or sums, and no linear model, of which they could be computed. Nor does it evaluate linear
+        models on its training examples.
+    local_epochs, batch_size, learning_rate, weight_decay
+        Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
+        is of stage 1, too.
+    **model_options
+        Of :class:`SGDClient` and :class:`ModelClient`. `seed` is (run's seed, partition).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    strategy = "TCT"
+    replies = "weights, then linear models"
+
+    def __init__(
+        self,
+        *args: Any,
+        cache: str | os.PathLike[str] | None = None,
+        dtype: Literal["float32", "float16"] = "float32",
+        keep: Literal["features", "nothing"] = "features",
+        local_solver: Literal["closed", "loop"] = "closed",
+        chunk_size: int | None = None,
+        parcel_keys: ParcelKeys | None = None,
+        only_masked: bool = False,
+        local_epochs: int = 5,
+        batch_size: int = 64,
+        learning_rate: float = 0.01,
+        weight_decay: float = 1e-5,
+        **model_options: Any,
+    ) -> None:
+        super().__init__(
+            *args,
+            local_epochs=local_epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            **model_options,
+        )
+        for name, value, known in (
+            ("dtype", dtype, ("float32", "float16")),
+            ("keep", keep, ("features", "nothing")),
+            ("local_solver", local_solver, ("closed", "loop")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected {' or '.join(known)}, got {value!r}")
+        self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
+        self.chunk_size = chunk_size
+        self.parcel_keys, self.only_masked = parcel_keys, only_masked
+        self.cache = cache_dir() / "tct" if cache is None else Path(cache)
+
+    def require_agreement(self, config: Mapping[str, Any]) -> None:
+        """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
+        super().require_agreement({k: v for k, v in config.items() if not ConvexTask.owns(k)})
+
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Do what the stage asks for.
+
+        Returns
+        -------
+        tuple of list of ndarray, int, dict
+            In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
+            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload`, of
+            :class:`~fedntk.ntk.payloads.FeatureStatistics` or of
+            :class:`~fedntk.ntk.payloads.SplitStatistics`, masked sums and what goes before and
+            after them, or the classes' counts; the number of examples; and ``"train-loss"`` at the
+            received model. A client that lacks what the message takes for granted returns no arrays
+            and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One whose
+            steps overflow returns none, and ``"diverged"``.
+        """
+        task = ConvexTask.from_config(config)
+        if task is None or task.step == "bootstrap":
+            if task is not None and int(config.get("server-round", 0)) == 1:
+                self._check(task, parameters, config)
+            return super().fit(parameters, config)
+        if self.only_masked and task.step not in OF_SECURE_SUMS:
+            raise ValueError(
+                f"this client sends masked sums alone, and was asked for {task.step}; have the "
+                "strategy set secure_aggregation, or make the client without only_masked"
+            )
+        if task.step in OF_SECURE_SUMS and task.step != "masked-statistics":
+            return self._towards_sum(task, parameters, config), len(self.x), {}
+        if task.step == "counts":
+            counts = self.targets.sum(0).numpy().astype(np.int64)
+            return [counts], len(self.x), _loss_at_zero(task, self.targets)
+        needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
+        records = _records(parameters, *needed)
+        store = self._store(task, records, config)
+        if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
+            return _lost(0)
+        digests, order = _sorted(self.x, self.targets)
+        examples = _Examples(self._projected(self.x[order], config), self.targets[order])
+        if task.step == "features":
+            return self._features(task, store, examples)
+        if task.step == "statistics":
+            return self._statistics(task, records, store, examples)
+        if task.step == "masked-statistics":
+            return self._masked_statistics(task, records, store, examples, config)
+        changed = self._note_examples(task, store, digests, config)
+        if task.step == "moments":
+            result = self._moments(task, store, examples)
+        else:
+            server_round = int(config.get("server-round", 0))
+            result = self._linear(task, records, store, examples, server_round)
+        if "lost-state" not in result[2]:
+            result[2]["examples-changed"] = int(changed)
+        return result
+
+    def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
+        """Return the folder of what this client keeps in a run.
+
+        It goes by the client's id in the federation, or by its seed where the message does not come
+        through :func:`~fedntk.clients.client_app`.
+        """
+        return client_folder(self.cache, task.run, self._name(config))
+
+    def _name(self, config: Mapping[str, Any]) -> str:
+        return str(config.get(CLIENT_ID, "-".join(map(str, self.seed))))
+
+    def _note_examples(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        digests: NDArray[np.uint64],
+        config: Mapping[str, Any],
+    ) -> bool:
+        """Return whether these are other examples than before.
+
+        Then c_k stays as it was, and all else is computed anew.
+        """
+        before = store.examples("train")
+        if before is None:
+            store.note_examples("train", digests)
+        if before is None or np.array_equal(before, digests):
+            return False
+        known = set(map(tuple, before.tolist()))
+        logger.log(
+            WARNING,
+            "client-%s: %d of its %d examples are the same as before; features are computed anew. "
+            "Return the same examples, in any order, in all rounds of a run",
+            self._name(config),
+            sum(tuple(row) in known for row in digests.tolist()),
+            len(digests),
+        )
+        if task.corrected and task.state_round:
+            store.carry(task.state_round, bias=task.bias, device=self.device)
+        store.replace("train", digests)
+        return True
+
+    def _check(
+        self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> None:
+        """Refuse, before stage 1, what stage 2 could not do.
+
+        Raises
+        ------
+        ValueError
+            If the network's last layer is not the one that the task takes for it.
+        NotEnoughMemory
+            If features, or kernel and eigenvectors, or sums of features, would not fit.
+        """
+        set_weights(self.model, parameters)
+        task.feature_map.require_outputs(self.model, self.targets.shape[1])
+        task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
+        n, width = len(self.x), task.feature_map.width(self.model)
+        folder = self.folder(task, config)
+        remove_stale(folder)
+        folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
+        if task.solve == "statistics":
+            sums = SplitStatistics if task.validation_share else FeatureStatistics
+            sums.require_memory(width)
+            return
+        if self.keep == "features":
+            needed = n * width * (4 + np.dtype(self.dtype).itemsize)
+            require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)
+        require_memory(
+            52 * n * n * (task.local_steps > 1),
+            f"stage 2 with {n} examples",
+            cure="give the client fewer examples, or have it take its steps in a loop",
+        )
+
+    def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
+        """Return what this client keeps, with what came now."""
+        folder = self.folder(task, config)
+        if not folder.exists():
+            remove_stale(folder)
+        store = FeatureStore(
+            folder,
+            f"{task.key} {task.bias}",
+            self.model,
+            task.feature_map,
+            dtype=self.dtype,
+            keep="nothing" if task.step in ONCE else self.keep,
+            chunk_size=self.chunk_size,
+        )
+        store.take(records)
+        return store
+
+    def _moments(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
+        moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", examples.x))
+        return moments.to_arrays(), len(examples.x), _loss_at_zero(task, examples.targets)
+
+    def _features(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
+        x, targets = examples
+        require_memory(
+            3 * 4 * len(x) * store.width,
+            f"sending {store.width} features of {len(x)} examples",
+            cure="lower num_features, or solve on the clients",
+        )
+        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), targets)
+        arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
+        return arrays, len(x), _loss_at_zero(task, targets)
+
+    def _statistics(
+        self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
+    ) -> Fit:
+        sums, metrics = self._sums(task, records, store, examples)
+        fixed_point = _fixed_point(task, records, store.width)
+        return sums.to_arrays(fixed_point), len(examples.x), metrics
+
+    def _sums(
+        self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
+    ) -> tuple[FeatureStatistics | SplitStatistics, dict[str, Scalar]]:
+        x, targets = examples
+        fixed_point = _fixed_point(task, records, store.width)
+        weights = _only(records, "class-weights").numpy() if task.balanced else None
+        labels, num_classes = targets.argmax(1), targets.shape[1]
+
+        def sums_of(own: Tensor | slice) -> FeatureStatistics:
+            if not len(x[own]):
+                return FeatureStatistics.none(
+                    store.width, num_classes, weights=weights, fixed_point=fixed_point
+                )
+            chunks = store.raw("train", x[own])
+            return FeatureStatistics.of(
+                chunks, labels[own], num_classes, weights=weights, fixed_point=fixed_point
+            )
+
+        sums: FeatureStatistics | SplitStatistics
+        if task.validation_share:
+            held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
+            sums = SplitStatistics(sums_of(~held), sums_of(held))
+        else:
+            sums = sums_of(slice(None))
+        return sums, _loss_at_zero(task, targets)
+
+    def _towards_sum(
+        self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
+    ) -> NamedArrays:
+        """Return what the secure sum needs before and after the numbers themselves."""
+        own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
+        if task.step == "public-key":
+            return NamedArrays({"arrays": own.public_key()})
+        answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
+        return NamedArrays({"arrays": answers[task.step](found["secure-sum"])})
+
+    def _masked_statistics(
+        self,
+        task: ConvexTask,
+        records: Records,
+        store: FeatureStore,
+        examples: "_Examples",
+        config: Mapping[str, Any],
+    ) -> Fit:
+        message = records["secure-sum"]
+        sums, metrics = self._sums(task, records, store, examples)
+        if not isinstance(sums, FeatureStatistics):
+            raise ValueError("validation_share: expected none under secure aggregation")
+        words = sums.to_words(f"u{int(message['word-bytes'])}")
+        key = ConvexTask.key_of(task.feature_map, store.network)
+        about = sums_digest(key, _fixed_point(task, records, store.width), words.dtype)
+        masked = self._secure_sum(task, config).masked(message, words, about)
+        return [masked], len(examples.x), metrics
+
+    def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
+        folder = client_folder(self.cache, task.run, f"{self._name(config)}-secure")
+        keys = self.parcel_keys
+        if keys is None:
+            keys = ParcelKeys(kept_key(folder))
+        if not folder.exists():
+            remove_stale(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        return SecureSum(folder, keys)
+
+    def _linear(
+        self,
+        task: ConvexTask,
+        records: Records,
+        store: FeatureStore,
+        examples: "_Examples",
+        server_round: int,
+    ) -> Fit:
+        """Take M corrected steps from the received model (algorithm 1)."""
+        theta = _only(records, "linear")
+        targets = centred_targets(examples.targets, task.loss)
+        before = _own_control(task, store, targets)
+        control = _server_control(task, records, store, theta, server_round)
+        if before is None or control is None:
+            return _lost(before is None)
+        rows = store.rows("train", examples.x, bias=task.bias, device=self.device)
+        take_steps = self._in_a_loop if self.local_solver == "loop" else self._in_closed_form
+        result, after, outputs, metrics = take_steps(
+            task, store, rows, targets, theta, before, control
+        )
+        if not bool(torch.isfinite(result).all()):
+            return [], len(targets), {**metrics, "diverged": 1}
+        if task.corrected:
+            store.remember(server_round, after, theta)
+            if self.keep == "nothing":
+                self._remember_vector(task, store, server_round, result - theta, control)
+        metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
+        return [result.numpy()], len(targets), metrics
+
+    def _remember_vector(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        server_round: int,
+        change: Tensor,
+        control: Tensor,
+    ) -> None:
+        """Keep c_k = c_k - c - (theta_k - theta) / (M eta), as no features are there to form it."""
+        before = store.carried(task.state_round) if task.state_round else torch.zeros_like(change)
+        if before is not None:
+            span = task.local_steps * task.learning_rate
+            store.remember_vector(server_round, before - control - change / span)
+
+    def _in_a_loop(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        rows: FeatureRows,
+        targets: Tensor,
+        theta: Tensor,
+        before: "_OwnControl",
+        control: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
+        """Take the steps of eq. (3): return the new model, A_k, and the outputs before."""
+        require_memory(
+            4 * rows.shape[0] * store.width,
+            f"{store.width} features of {rows.shape[0]} examples",
+            cure="use local_solver = 'closed', which reads them in chunks",
+        )
+        features = rows[:]  # where products are formed
+        start, coefficients, vector, mean = (t.to(features) for t in (theta, *before, control))
+        result, total = looped_steps(
+            features,
+            start,
+            targets.to(features),
+            vector - features.T @ coefficients - mean,
+            learning_rate=task.learning_rate,
+            local_steps=task.local_steps,
+            loss=task.loss,
+        )
+        after = total.cpu().double() / (len(features) * task.local_steps)
+        return result.cpu(), after, (features @ start).cpu(), {}
+
+    def _in_closed_form(
+        self,
+        task: ConvexTask,
+        store: FeatureStore,
+        rows: FeatureRows,
+        targets: Tensor,
+        theta: Tensor,
+        before: "_OwnControl",
+        control: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
+        """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
+        metrics: dict[str, Scalar] = {}
+        joined = torch.cat([theta, control - before.vector], 1)
+        outputs, along = (rows @ joined).split(theta.shape[1], 1)
+        kernel: Spectrum | Tensor = torch.empty(0, 0)
+        drift = torch.zeros_like(outputs)
+        if task.local_steps > 1:
+            matrix = store.kernel(rows)
+            drift = -(matrix.double() @ before.coefficients) - along
+            kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
+        if isinstance(kernel, Spectrum):
+            metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
+        total = residual_sum(
+            kernel,
+            outputs,
+            targets,
+            drift,
+            learning_rate=task.learning_rate,
+            local_steps=task.local_steps,
+            loss=task.loss,
+        )
+        after = total / (rows.shape[0] * task.local_steps)
+        change = rows.transposed_matmul((after - before.coefficients).float())
+        span = task.local_steps * task.learning_rate
+        return theta + span * (change - (control - before.vector)), after, outputs, metrics
+
+    def evaluate(
+        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """Loss and accuracy on the local test examples, of the network or of the linear model.
+
+        A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
+        """
+        task = ConvexTask.from_config(config)
+        if task is None:
+            return super().evaluate(parameters, config)
+        if self.only_masked and self.x_test is self.x:
+            raise ValueError(
+                "this client sends masked sums alone, and losses of linear models on its training "
+                "examples would tell what is in its sums; give it examples for evaluation (x_test, "
+                "y_test), or set fraction_evaluate = 0"
+            )
+        records = _records(parameters, "linear")
+        store = self._store(task, records, config)
+        if not store.holds("network", "normaliser"):
+            return 0.0, 1, {"lost-state": 0}
+        digests, order = _sorted(self.x_test, self.targets_test)
+        kept = store.examples("train")
+        same = self.x_test is self.x and kept is not None and np.array_equal(kept, digests)
+        name = "train" if same else "test"
+        kept = store.examples(name)
+        if kept is None or not np.array_equal(kept, digests):
+            store.replace(name, digests)
+        x = self._projected(self.x_test[order], config)
+        rows = store.rows(name, x, bias=task.bias, device=self.device)
+        outputs, targets = rows @ _only(records, "linear"), self.targets_test[order]
+        hits = outputs.argmax(1) == targets.argmax(1)
+        value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
+        return value, len(hits), {"accuracy": float(hits.double().mean())}
+
+    def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
+        """Make a module of what a message brings: the network, or in stage 2 the linear model.
+
+        Raises
+        ------
+        LookupError
+            If the client lacks the network of stage 2; the server then sends it again next time.
+        """
+        task = ConvexTask.from_config(config)
+        if task is None:
+            return super().predictor(parameters, config)
+        records = _records(parameters, "linear")
+        store = self._store(task, records, config)
+        if not store.holds("network", "normaliser"):
+            raise LookupError("the network of stage 2 is lost: it is sent again with a later round")
+        set_weights(self.model, store.network)
+        linear = _only(records, "linear").numpy()
+        return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
+
+
+class _Examples(NamedTuple):
+    """Projected inputs (n, ...) and one-hot targets (n, C), in the order of what is kept."""
+
+    x: Tensor
+    targets: Tensor
+
+
+class _OwnControl(NamedTuple):
+    """c_k = vector - Z^T coefficients; either is zero."""
+
+    coefficients: Tensor  # A_k (n, C), of the examples as they are
+    vector: Tensor  # (p, C), of a round in which the examples were others
+
+
+def _sorted(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
+    """Return digests of examples in an order that does not depend on theirs, and that order."""
+    digests = example_digests(x, targets)
+    order = np.lexsort(digests.T)
+    return digests[order], torch.from_numpy(order)
+
+
+def _own_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> _OwnControl | None:
+    """Return c_k; None if it is lost."""
+    width, (n, num_outputs) = store.width + task.bias, targets.shape
+    none = torch.zeros(n, num_outputs, dtype=torch.float64)
+    zero = torch.zeros(width, num_outputs)
+    if not task.corrected or not task.state_round:
+        return _OwnControl(none, zero)
+    coefficients = store.coefficients(task.state_round)
+    if coefficients is not None:
+        return _OwnControl(coefficients, zero)
+    vector = store.carried(task.state_round)
+    return None if vector is None else _OwnControl(none, vector)
+
+
+def _fixed_point(task: ConvexTask, records: Records, width: int) -> FixedPoint | None:
+    """Return how features are rounded, if they are."""
+    if task.bits == UNQUANTISED:
+        return None
+    return FixedPoint.from_arrays(_only(records, "steps").numpy(), task.bits, width)
+
+
+def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
+    centred = centred_targets(targets, task.loss)
+    return {"train-loss": convex_loss(torch.zeros_like(centred), centred, task.loss)}
+
+
+def _records(parameters: list[NDArray[Any]], *needed: str) -> Records:
+    """Return the records that came, the needed ones among them."""
+    records_of(parameters, *needed, strategy="TCT")
+    records: Records = getattr(parameters, "records", {})
+    return records
+
+
+def _only(records: Records, name: str) -> Tensor:
+    """Return the one array of a record."""
+    arrays = list(records[name].values())
+    if len(arrays) != 1:
+        raise ValueError(f"record {name}: expected 1 array, got {len(arrays)}")
+    return torch.from_numpy(arrays[0])
+
+
+def _server_control(
+    task: ConvexTask, records: Records, store: FeatureStore, theta: Tensor, server_round: int
+) -> Tensor | None:
+    """Return c (p, C); None if the model that it is the difference to is lost."""
+    if task.control == "sent":
+        return _only(records, "control")
+    if task.control == "last":
+        last = store.last(server_round - 1)
+        span = task.local_steps * task.learning_rate
+        return None if last is None else mean_gradient(last, theta, span)
+    return torch.zeros_like(theta)
+
+
+def _lost(state: bool | int) -> Fit:
+    """Say that something was lost: c_k itself (1), or what the server can send again (0)."""
+    return [], 1, {"lost-state": int(state)}

@@ -1,0 +1,1 @@
+"""What was learned: networks, linear models, ensembles, prototypes; conformal sets."""

@@ -1,0 +1,242 @@
+"""Predictions of several models together, and how far they can be trusted.
+
+Sources: Shi et al., *Fed-ensemble*, 2021, section 3.1 (the mean of K models); Lakshminarayanan et
+al., *Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles*, NeurIPS 2017
+(probabilities are averaged); Depeweg et al., *Decomposition of Uncertainty in Bayesian Deep
+Learning*, ICML 2018, section 2 (entropy and variance split in two).
+"""
+
+import copy
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from .network import BATCH_SIZE, Evaluation, NetworkPredictor, Predictor, require_labelled
+from .tct_model import TCTModel
+
+__all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """How uncertain an ensemble is of each of n examples, and why; all of shape (n,), in nats.
+
+    Attributes
+    ----------
+    entropy : Tensor
+        H(mean of p_k), of the prediction as a whole.
+    expected_entropy : Tensor
+        Mean of H(p_k): what every model is uncertain of, such as noise in the labels.
+    mutual_information : Tensor
+        The difference, at least 0: how far the models disagree. It is large for examples unlike
+        those they were trained on, and 0 for K = 1.
+    variance : Tensor
+        Sum over the classes of the variance of p_k over the models (divided by K).
+    """
+
+    entropy: Tensor
+    expected_entropy: Tensor
+    mutual_information: Tensor
+    variance: Tensor
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Return -sum of p log p over the last axis, in nats; 0 log 0 is 0."""
+    terms: Tensor = torch.special.xlogy(probabilities, probabilities)
+    return -terms.sum(-1)
+
+
+def uncertainty_of(probabilities: Tensor) -> Uncertainty:
+    """Say how uncertain K models are of n examples, given their probabilities (K, n, C)."""
+    total = entropy(probabilities.mean(0))
+    expected = entropy(probabilities).mean(0)
+    return Uncertainty(
+        entropy=total,
+        expected_entropy=expected,
+        mutual_information=(total - expected).clamp(min=0.0),
+        variance=probabilities.var(0, unbiased=False).sum(-1),
+    )
+
+
+class EnsemblePredictor(Predictor):
+    """The mean of several models' predictions.
+
+    With the loss cross-entropy the mean is that of probabilities, and scores are its logarithm;
+    with MSE it is that of outputs. Models of both losses together, such as those of TCT of which
+    some have reached stage 2, count as of cross-entropy, with the softmax of their scores.
+
+    Parameters
+    ----------
+    members : iterable of Predictor
+        At least one.
+    batched : bool
+        Run networks in one pass over their stacked weights (``torch.func.vmap``) instead of one
+        after another. They have to be of one architecture. On a CPU this was slower for each
+        network that was tried (``benchmarks/ensemble_prediction.py``).
+
+    Attributes
+    ----------
+    members : nn.ModuleList
+        The models.
+    loss : str
+        Theirs.
+
+    Raises
+    ------
+    ValueError
+        If there is no model, or with `batched` one that is no network.
+
+    Examples
+    --------
+    >>> members = [NetworkPredictor(nn.Linear(4, 3)) for _ in range(5)]
+    >>> ensemble = EnsemblePredictor(members)
+    >>> ensemble.predict(torch.ones(2, 4)).exp().sum(1).round(decimals=5)
+    tensor([1., 1.])
+    """
+
+    FILE = "ensemble.json"
+    KINDS: ClassVar[dict[str, type[Predictor]]] = {
+        kind.__name__: kind for kind in (NetworkPredictor, TCTModel)
+    }
+
+    def __init__(self, members: Iterable[Predictor], *, batched: bool = False) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        losses = {member.loss for member in self.models}
+        if not losses:
+            raise ValueError("members: expected at least one model")
+        self.loss = losses.pop() if len(losses) == 1 else "cross-entropy"
+        if batched and not all(isinstance(m, NetworkPredictor) for m in self.members):
+            raise ValueError("batched: expected networks alone")
+        self.batched = batched
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.members)
+
+    @property
+    def models(self) -> list[Predictor]:
+        """The K models."""
+        return [cast(Predictor, member) for member in self.members]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return each model's scores of examples (n, ...): shape (K, n, C), on the CPU."""
+        if self.batched:
+            return self._stacked_scores(x)
+        return torch.stack([member.predict(x) for member in self.models])
+
+    @torch.no_grad()
+    def _stacked_scores(self, x: Tensor) -> Tensor:
+        members = [cast(NetworkPredictor, member) for member in self.members]
+        networks = [member.network.eval() for member in members]
+        weights, buffers = torch.func.stack_module_state(networks)
+        bare = copy.deepcopy(networks[0]).to("meta")
+
+        def outputs(own: dict[str, Tensor], others: dict[str, Tensor], chunk: Tensor) -> Tensor:
+            found: Tensor = torch.func.functional_call(bare, (own, others), (chunk,))
+            return found
+
+        together = torch.func.vmap(outputs, in_dims=(0, 0, None))
+        device = members[0].device
+        chunks = [together(weights, buffers, c.to(device)).cpu() for c in x.split(BATCH_SIZE)]
+        return torch.cat(chunks, 1)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Return each model's probabilities of the classes: shape (K, n, C).
+
+        Raises
+        ------
+        ValueError
+            If the loss is MSE, whose outputs are no probabilities.
+        """
+        if self.loss != "cross-entropy":
+            raise ValueError(f"expected models with cross-entropy, got {self.loss}")
+        return self.scores(x).softmax(-1)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Return log of the mean probabilities, or for MSE the mean outputs: shape (n, C)."""
+        return self.together(self.scores(x))
+
+    def together(self, scores: Tensor) -> Tensor:
+        """Return the ensemble's scores (n, C), given each model's (K, n, C)."""
+        if self.loss == "cross-entropy":
+            return scores.log_softmax(-1).logsumexp(0) - math.log(len(scores))
+        return scores.mean(0)
+
+    def uncertainty(self, x: Tensor) -> Uncertainty:
+        """Say how uncertain the ensemble is of examples (n, ...).
+
+        Raises
+        ------
+        ValueError
+            If the loss is MSE: the variance of ``scores(x)`` over the models then says it.
+        """
+        return uncertainty_of(self.probabilities(x))
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the models' loss of scores (n, C) against one-hot targets (n, C)."""
+        alike = (member for member in self.models if member.loss == self.loss)
+        return next(alike).loss_of(outputs, targets)
+
+    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
+        """Return loss and accuracy on labelled examples, and how the models do one by one.
+
+        Returns
+        -------
+        Evaluation
+            Its ``more`` holds ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with
+            cross-entropy also ``model-entropy-mean``, the entropy of a model's prediction averaged
+            over models and examples (Shi et al. 2021, Table 4), and ``mutual-information``, how far
+            the models disagree, averaged over the examples. In nats.
+        """
+        require_labelled(x, y)
+        scores = self.scores(x)
+        own = [m._evaluated(s, y).accuracy for m, s in zip(self.models, scores, strict=True)]
+        more = {
+            "model-accuracy-max": max(own),
+            "model-accuracy-mean": sum(own) / len(own),
+            "model-accuracy-min": min(own),
+        }
+        if self.loss == "cross-entropy":
+            uncertain = uncertainty_of(scores.double().softmax(-1))
+            more["model-entropy-mean"] = float(uncertain.expected_entropy.mean())
+            more["mutual-information"] = float(uncertain.mutual_information.mean())
+        return self._evaluated(self.together(scores), y)._replace(more=more)
+
+    def save(self, folder: str | Path) -> None:
+        """Write each model into a folder ``model-<k>`` of its own, as safetensors."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for k, member in enumerate(self.models):
+            member.save(folder / f"model-{k}")
+        kinds = [type(member).__name__ for member in self.models]
+        described = {"format": 1, "kinds": kinds, "batched": self.batched}
+        (folder / self.FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Raises
+        ------
+        ValueError
+            If a file is damaged or of another network.
+        FileNotFoundError
+            If one is not there.
+        """
+        path = Path(folder) / cls.FILE
+        try:
+            described = json.loads(path.read_text(encoding="utf-8"))
+            known: dict[str, type[Predictor]] = {**cls.KINDS, cls.__name__: cls}
+            kinds = [known[name] for name in described["kinds"]]
+            batched = bool(described["batched"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} describes no ensemble: {error!r}") from error
+        members = [kind.load(path.parent / f"model-{k}", network) for k, kind in enumerate(kinds)]
+        return cls(members, batched=batched)

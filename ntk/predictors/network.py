@@ -1,0 +1,257 @@
+"""What was learned, as an object: it predicts, is evaluated, saved and loaded, method by method.
+
+One interface for users' evaluation functions, for what reads a run's results, and for what records
+its rounds. Files are safetensors, which is imported when it is needed.
+"""
+
+import copy
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..losses import Loss, check_loss, loss_value, one_hot
+
+__all__ = ["Evaluation", "NetworkPredictor", "Predictor"]
+
+BATCH_SIZE = 1024  # examples in a forward pass
+
+
+class Evaluation(NamedTuple):
+    """Loss and accuracy of a predictor on labelled examples, and what else it reports by name."""
+
+    loss: float
+    accuracy: float
+    more: Mapping[str, float] = MappingProxyType({})
+
+
+class Predictor(nn.Module, ABC):
+    """Gives each class a score; the class with the largest one is the prediction.
+
+    Subclasses say how scores are computed, which loss is theirs, and which files hold them.
+
+    Attributes
+    ----------
+    loss : {"cross-entropy", "mse"}
+        That :meth:`loss_of` returns.
+    """
+
+    loss: Loss
+
+    @abstractmethod
+    def predict(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...): shape (n, C), float32 on the CPU, no gradient."""
+
+    @abstractmethod
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Loss of scores (n, C) against one-hot targets (n, C), averaged over the examples."""
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None:
+        """Write the predictor into a folder, which is made."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...): shape (n, C), on the predictor's device.
+
+        So a user's ``test(net, loader, device)`` takes a predictor for the network.
+        """
+        return self.predict(x)
+
+    def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
+        """Return loss and accuracy on labelled examples.
+
+        Parameters
+        ----------
+        x, y : Tensor, shapes (n, ...) and (n,)
+            At least one example, and integer labels in 0 ... C - 1.
+
+        Raises
+        ------
+        ValueError
+            If there are no examples, or not as many labels.
+        """
+        require_labelled(x, y)
+        return self._evaluated(self.predict(x), y)
+
+    def _evaluated(self, outputs: Tensor, y: Tensor) -> Evaluation:
+        targets = one_hot(y.cpu(), outputs.shape[1])
+        hits = outputs.argmax(1) == targets.argmax(1)
+        return Evaluation(self.loss_of(outputs, targets), float(hits.double().mean()))
+
+
+class NetworkPredictor(Predictor):
+    """A network as it stands.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Maps (n, ...) to (n, C). It is copied.
+    loss : {"cross-entropy", "mse"}
+        Which loss :meth:`evaluate` returns; MSE is against one-hot targets.
+    device : torch.device or str
+        Where the network runs.
+
+    Raises
+    ------
+    ValueError
+        If there is no such loss.
+
+    Examples
+    --------
+    >>> predictor = NetworkPredictor(nn.Linear(4, 3))
+    >>> predictor.predict(torch.ones(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    FILE = "network.safetensors"
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        loss: Loss = "cross-entropy",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(network).to(device)
+        self.loss = check_loss(loss)
+        self._device = torch.device(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network runs, also after ``to(device)``."""
+        tensors = itertools.chain(self.network.parameters(), self.network.buffers())
+        return next((tensor.device for tensor in tensors), self._device)
+
+    @classmethod
+    def from_arrays(
+        cls, network: nn.Module, arrays: Mapping[str, NDArray[Any]], **options: Any
+    ) -> Self:
+        """Make the predictor of a network's arrays, by the names of its state dict.
+
+        Parameters
+        ----------
+        network : nn.Module
+            Of the architecture that was trained; it is copied.
+        arrays : dict of str to ndarray
+            The state dict, and what else there may be.
+        **options
+            `loss` and `device`.
+        """
+        predictor = cls(network, **options)
+        load_arrays(predictor.network, arrays)
+        return predictor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the network's outputs (n, C), where it runs and with gradients."""
+        outputs: Tensor = self.network(x.to(self.device))
+        return outputs
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """Return the network's outputs (n, C) in evaluation mode, on the CPU."""
+        self.network.eval()
+        return torch.cat([self(chunk).cpu() for chunk in x.split(BATCH_SIZE)])
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Loss as of :func:`~fedntk.ntk.loss_value`, summed in float64."""
+        return loss_value(outputs, targets, self.loss)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``network.safetensors`` with the state dict, and the loss in its metadata."""
+        from safetensors.numpy import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        metadata = {"fedntk": json.dumps({"loss": self.loss})}
+        save_file(arrays_of(self.network), folder / self.FILE, metadata)
+
+    @classmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Parameters
+        ----------
+        folder : path
+            With ``network.safetensors``.
+        network : nn.Module
+            Of the architecture that was saved; it is copied, its weights do not matter.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or of another network.
+        FileNotFoundError
+            If it is not there.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(folder) / cls.FILE
+        try:
+            with safe_open(path, framework="numpy") as file:
+                loss = json.loads((file.metadata() or {})["fedntk"])["loss"]
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no network that can be read: {error}") from error
+        require_same_network(network, arrays, folder)
+        return cls.from_arrays(network, arrays, loss=loss)
+
+
+def require_labelled(x: Tensor, y: Tensor) -> None:
+    """Refuse no examples, or another number of labels.
+
+    Raises
+    ------
+    ValueError
+        If it is so.
+    """
+    if len(x) == 0 or len(x) != len(y):
+        raise ValueError(
+            f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
+        )
+
+
+def arrays_of(network: nn.Module) -> dict[str, NDArray[Any]]:
+    """Name -> array of a network's state dict; copies, in C order."""
+    return {
+        name: np.array(tensor.detach().cpu().numpy(), order="C")
+        for name, tensor in network.state_dict().items()
+    }
+
+
+def load_arrays(network: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Set a network's state from named arrays, which may be read-only and hold more."""
+    state = {name: torch.from_numpy(np.array(arrays[name])) for name in network.state_dict()}
+    network.load_state_dict(state)
+
+
+def require_same_network(
+    network: nn.Module, arrays: Mapping[str, NDArray[Any]], folder: str | Path, also: str = ""
+) -> None:
+    """Refuse arrays that are not those of a network, with what differs.
+
+    Raises
+    ------
+    ValueError
+        If names or shapes differ, or `also` says that something else does.
+    """
+    expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
+    found = {name: array.shape for name, array in arrays.items()}
+    if found != expected or also:
+        odd = [k for k in {**expected, **found} if found.get(k) != expected.get(k)]
+        raise ValueError(
+            f"{folder} holds a model of another network: it differs in {', '.join(odd[:5]) or also}"
+        )

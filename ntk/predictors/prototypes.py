@@ -1,0 +1,126 @@
+"""Prediction by the class whose prototype an example's features are nearest to.
+
+Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
+2022: argmin over the classes j of ||f(x) - C^j||, with f the network without its last linear layer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..features.feature_map import FeatureMap
+from ..losses import loss_value
+from ..payloads.prototypes import Prototypes
+from .network import BATCH_SIZE, NetworkPredictor
+
+__all__ = ["PrototypePredictor"]
+
+
+class PrototypePredictor(NetworkPredictor):
+    """Scores -||f(x) - C^j||^2 of the classes j, for features f(x).
+
+    A class without a prototype is scored below all others. The loss is the cross-entropy of the
+    scores, as in Snell et al., *Prototypical Networks for Few-shot Learning*, NeurIPS 2017.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Whose features are compared; it is copied.
+    prototypes : Prototypes
+        C^j, of at least one class.
+    head : str
+        Name of the last linear layer, before which features are taken; by default the last
+        ``nn.Linear``.
+    device : torch.device or str
+        Where the network runs.
+
+    Raises
+    ------
+    ValueError
+        If there is no prototype, or the network has not as many classes and features.
+
+    Examples
+    --------
+    >>> means = np.array([[0.0, 0.0], [0.0, 4.0]], np.float32)
+    >>> predictor = PrototypePredictor(nn.Linear(2, 2), Prototypes(means, np.array([1, 1])))
+    >>> predictor.predict(torch.tensor([[0.0, 1.0]]))
+    tensor([[-1., -9.]])
+    """
+
+    PROTOTYPES = "prototypes.safetensors"
+
+    def __init__(
+        self,
+        network: nn.Module,
+        prototypes: Prototypes,
+        *,
+        head: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(network, device=device)
+        self.feature_map = FeatureMap("last-layer", head=head)
+        _, last = self.feature_map.last_layer(self.network)
+        expected = (last.out_features, last.in_features)
+        if prototypes.means.shape != expected or prototypes.counts.shape != expected[:1]:
+            raise ValueError(
+                f"prototypes: expected {expected[0]} classes and {expected[1]} features, as the "
+                f"network has, got means of shape {prototypes.means.shape}"
+            )
+        if not prototypes.present.any():
+            raise ValueError("prototypes: expected one of at least one class, got none")
+        self.prototypes = prototypes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...): shape (n, C), on the CPU without gradients."""
+        return self.predict(x)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...): shape (n, C), float32 on the CPU."""
+        extract = self.feature_map.extractor(self.network)
+        present = torch.from_numpy(self.prototypes.present)
+        means = torch.from_numpy(np.array(self.prototypes.means))[present]
+        scores = []
+        for chunk in x.split(BATCH_SIZE):
+            features = extract(chunk)
+            own = torch.stack([-(features - mean).square().sum(1) for mean in means], 1)
+            lowest = own.amin(1, keepdim=True) - 1
+            scores.append(lowest.repeat(1, len(present)))
+            scores[-1][:, present] = own
+        return torch.cat(scores)
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Cross-entropy of scores against one-hot targets, averaged over the examples."""
+        return loss_value(outputs, targets, "cross-entropy")
+
+    def save(self, folder: str | Path) -> None:
+        """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
+        from safetensors.numpy import save_file
+
+        super().save(folder)
+        arrays: dict[str, NDArray[Any]] = {
+            "means": self.prototypes.means,
+            "counts": self.prototypes.counts,
+        }
+        metadata = {"fedntk": json.dumps({"head": self.feature_map.head})}
+        save_file(arrays, Path(folder) / self.PROTOTYPES, metadata)
+
+    @classmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(folder) / cls.PROTOTYPES
+        try:
+            with safe_open(path, framework="numpy") as file:
+                head = json.loads((file.metadata() or {})["fedntk"])["head"]
+                prototypes = Prototypes(file.get_tensor("means"), file.get_tensor("counts"))
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no prototypes that can be read: {error}") from error
+        own = NetworkPredictor.load(folder, network).network
+        return cls(own, prototypes, head=head)

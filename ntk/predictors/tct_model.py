@@ -1,0 +1,228 @@
+"""The predictor that TCT learns: a network, its features, and a linear model of these.
+
+Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
+NeurIPS 2022, section 4.1, note 4, and algorithm 2.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..convex.local_steps import centred_targets, convex_loss
+from ..features.feature_map import FeatureMap
+from ..features.normaliser import Normaliser
+from ..losses import Loss, check_loss
+from .network import Predictor, arrays_of, load_arrays, require_same_network
+
+__all__ = ["TCTModel"]
+
+LINEAR, MEAN, SCALE = "tct.linear", "tct.mean", "tct.scale"
+CHUNK_BYTES = 256 * 2**20  # of the features of a chunk of examples
+
+
+class TCTModel(Predictor):
+    """Scores W^T z + b of the classes, for normalised features z of a bootstrapped network.
+
+    Parameters
+    ----------
+    network : nn.Module
+        With the bootstrapped weights; it is copied.
+    feature_map : FeatureMap
+        Which features, and their seed.
+    normaliser : Normaliser
+        Over the p features.
+    linear : float32, shape (p, C) or (p + 1, C)
+        W, with a last row b where the model has a bias.
+    loss : {"mse", "cross-entropy"}
+        Which loss :meth:`evaluate` returns, normalised as in stage 2:
+        ``||z W - y||^2 / 2`` averaged over the examples, y one-hot minus 1/C; or the cross-entropy.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The bootstrapped network.
+    linear, mean, inv_std : Tensor of float32
+        Buffers, in the state dict: W, and the normaliser.
+
+    Raises
+    ------
+    ValueError
+        If the sizes do not fit together.
+
+    Examples
+    --------
+    >>> network = nn.Linear(4, 3)
+    >>> model = TCTModel(network, FeatureMap(), Normaliser.identity(5), np.zeros((5, 3), "f4"))
+    >>> model.predict(torch.ones(2, 4)).shape
+    torch.Size([2, 3])
+    """
+
+    ARRAYS = (LINEAR, MEAN, SCALE)  # names of what joins the network's own
+    linear: Tensor
+    mean: Tensor
+    inv_std: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        feature_map: FeatureMap,
+        normaliser: Normaliser,
+        linear: NDArray[np.float32],
+        *,
+        loss: Loss = "mse",
+    ) -> None:
+        super().__init__()
+        width = feature_map.width(network)
+        if normaliser.mean.shape != (width,) or normaliser.inv_std.shape != (width,):
+            raise ValueError(
+                f"normaliser: expected {width} features, as the network gives, got "
+                f"{normaliser.mean.shape} and {normaliser.inv_std.shape}"
+            )
+        if linear.ndim != 2 or linear.shape[0] not in (width, width + 1):
+            raise ValueError(
+                f"linear: expected {width} rows, or {width + 1} with a bias, got {linear.shape}"
+            )
+        self.network = copy.deepcopy(network)
+        self.feature_map = feature_map
+        self.loss = check_loss(loss)
+        for name, array in (
+            ("linear", linear),
+            ("mean", normaliser.mean),
+            ("inv_std", normaliser.inv_std),
+        ):
+            self.register_buffer(name, torch.from_numpy(np.array(array)))
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """What makes features of mean 0 and variance 1."""
+        return Normaliser(self.mean.cpu().numpy(), self.inv_std.cpu().numpy())
+
+    @classmethod
+    def from_arrays(
+        cls,
+        network: nn.Module,
+        feature_map: FeatureMap,
+        arrays: Mapping[str, NDArray[Any]],
+        *,
+        loss: Loss = "mse",
+    ) -> Self:
+        """Make the model from the arrays of :class:`fedntk.strategies.TCT`, or a run's model file.
+
+        Parameters
+        ----------
+        network : nn.Module
+            Of the architecture that was trained; it is copied.
+        feature_map : FeatureMap
+            The strategy's.
+        arrays : dict of str to ndarray
+            The network's state dict, ``tct.linear``, ``tct.mean`` and ``tct.scale``.
+        loss : {"mse", "cross-entropy"}
+            Of stage 2.
+        """
+        mean, inv_std, linear = (arrays[name] for name in (MEAN, SCALE, LINEAR))
+        model = cls(network, feature_map, Normaliser(mean, inv_std), linear, loss=loss)
+        load_arrays(model.network, arrays)
+        return model
+
+    def features(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+        """Yield the normalised features of the examples, some at a time: (m, p), float32.
+
+        Parameters
+        ----------
+        x : Tensor, shape (n, ...)
+            Examples, as the network takes them.
+        chunk_bytes : int
+            Most that the features of a chunk take.
+        """
+        extract, normaliser = self.feature_map.extractor(self.network), self.normaliser
+        size = max(1, chunk_bytes // (4 * len(normaliser.mean)))
+        for chunk in x.split(size) if len(x) else ():
+            yield normaliser(extract(chunk))
+
+    def predict(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+        """Return the classes' scores (n, C), float32 on the CPU; the largest is the prediction.
+
+        Trained by least squares they estimate the classes' probabilities minus 1/C; trained by
+        cross-entropy they are logits. Parameters are those of :meth:`features`.
+        """
+        linear = self.linear.cpu()
+        with torch.inference_mode(False):  # features are gradients, whatever the caller has off
+            x = x.clone() if x.is_inference() else x
+            scores = [self.scores(z, linear) for z in self.features(x, chunk_bytes=chunk_bytes)]
+        return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of examples (n, ...), without gradient: shape (n, C), on its device."""
+        return self.predict(x).to(self.linear.device)
+
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
+        """Loss of stage 2, in which least squares have targets minus 1/C."""
+        return convex_loss(outputs, centred_targets(targets, self.loss), self.loss)
+
+    @staticmethod
+    def scores(features: Tensor, linear: Tensor) -> Tensor:
+        """Return z W + b for normalised features (n, p)."""
+        width = features.shape[1]
+        scores = features @ linear[:width]
+        return scores + linear[width] if len(linear) > width else scores
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tct.safetensors`` and ``tct.json`` into a folder, which is made.
+
+        The architecture is not in them: :meth:`load` is given a network of it.
+        """
+        from safetensors.numpy import save_file  # the only need of it here
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {f"network.{name}": array for name, array in arrays_of(self.network).items()}
+        own = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
+        arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in own}
+        save_file(arrays, folder / "tct.safetensors")
+        text = json.dumps(
+            {"format": 1, "loss": self.loss, **self.feature_map.to_config()}, indent=2
+        )
+        (folder / "tct.json").write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Parameters
+        ----------
+        folder : path
+            With ``tct.safetensors`` and ``tct.json``.
+        network : nn.Module
+            Of the architecture that was saved; it is copied, its weights do not matter.
+
+        Raises
+        ------
+        ValueError
+            If the files are of another format or network, or damaged.
+        FileNotFoundError
+            If they are not there.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        folder = Path(folder)
+        try:
+            described = json.loads((folder / "tct.json").read_text(encoding="utf-8"))
+            if described.get("format") != 1:
+                raise ValueError(f"expected format 1, got {described.get('format')!r}")
+            arrays = load_file(folder / "tct.safetensors")
+            feature_map = FeatureMap.from_config(described)
+            loss = check_loss(described.get("loss", "mse"))
+        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder} holds no TCT model that can be read: {error}") from error
+        own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
+        missing = not {LINEAR, MEAN, SCALE} <= arrays.keys()
+        require_same_network(network, own, folder, "its linear model" if missing else "")
+        return cls.from_arrays(network, feature_map, {**arrays, **own}, loss=loss)

@@ -1,0 +1,1 @@
+"""Memory, files, threads, precision and array checks: what all of the mathematics uses."""

@@ -1,0 +1,81 @@
+"""The one check of an array that came from someone else."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..errors import BadReply
+
+__all__ = ["require_array"]
+
+
+def require_array(
+    name: str,
+    array: NDArray[np.generic],
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: DTypeLike | Sequence[DTypeLike] | str | None = None,
+    limit: float = np.inf,
+    low: float | None = None,
+    high: float | None = None,
+) -> None:
+    """Raise BadReply unless an array is what was expected.
+
+    Parameters
+    ----------
+    name : str
+        Of the array; it starts the error's sentence.
+    array : ndarray
+        As received.
+    shape : sequence of int, optional
+        Expected shape; -1 stands for any size from 1.
+    dtype : dtype, or tuple of them, or ``"unsigned"``, optional
+        Expected dtype.
+    limit : float
+        Largest magnitude. Numbers are finite in any case.
+    low, high : float, optional
+        Smallest and largest number.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (over `limit`) or
+        ``"range"`` (outside `low` ... `high`).
+
+    Examples
+    --------
+    >>> require_array("mean", np.zeros(3), shape=(2,))
+    Traceback (most recent call last):
+    fedntk.ntk.errors.BadReply: shape: mean: expected (2,), got (3,)
+    """
+    if shape is not None:
+        expected, found = tuple(shape), array.shape
+        fits = len(found) == len(expected) and all(
+            b == a or (a == -1 and b > 0) for a, b in zip(expected, found, strict=True)
+        )
+        if not fits:
+            words = str(expected).replace("-1", "any")
+            raise BadReply("shape", f"{name}: expected {words}, got {found}")
+    if dtype == "unsigned":
+        if array.dtype.kind != "u":
+            raise BadReply("dtype", f"{name}: expected unsigned integers, got {array.dtype}")
+    elif dtype is not None:
+        known = [np.dtype(d) for d in (dtype if isinstance(dtype, tuple) else (dtype,))]
+        if array.dtype not in known:
+            words = " or ".join(map(str, known))
+            raise BadReply("dtype", f"{name}: expected {words}, got {array.dtype}")
+    if array.dtype.kind not in ("fiu" if dtype is None else "fiub"):
+        raise BadReply("dtype", f"{name}: expected numbers, got {array.dtype}")
+    if not array.size:
+        return
+    least, most = array.min(), array.max()  # NaN if there is any
+    if not (np.isfinite(least) and np.isfinite(most)):
+        raise BadReply("non-finite", f"{name}: expected finite numbers, got NaN or infinity")
+    if max(float(most), -float(least)) > limit:
+        raise BadReply(
+            "scale", f"{name}: expected magnitudes up to {limit:g}, got {least} ... {most}"
+        )
+    if (low is not None and least < low) or (high is not None and most > high):
+        words = f"at least {low:g}" if high is None else f"{low:g} ... {high:g}"
+        raise BadReply("range", f"{name}: expected {words}, got {least} ... {most}")

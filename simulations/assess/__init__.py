@@ -1,0 +1,1 @@
+"""What a finished run is asked: uncertainty, unlearning, selections of models."""

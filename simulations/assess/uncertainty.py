@@ -1,0 +1,567 @@
+"""How far a run's predictions can be trusted: calibration, uncertainty, unfamiliar data, sets.
+
+What is measured is that of :mod:`fedntk.simulations.assess.uncertainty_metrics`; the sets are
+those of :mod:`fedntk.ntk.predictors.conformal`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk.predictors.conformal import Score, calibrate, prediction_sets, rank
+from fedntk.ntk.predictors.ensemble import EnsemblePredictor, uncertainty_of
+from fedntk.ntk.predictors.network import Predictor
+from fedntk.ntk.support.files import whole
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..data.load import load_data
+from ..data.partitions import load_split
+from ..deploy.simulated_trust import projected
+from ..engine.building import load_predictor
+from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
+from ..report.report import markdown, setting_in_words
+from ..report.results import Run, read_run
+from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
+
+__all__ = ["Assessment", "ConformalSets", "assess"]
+
+# measures of uncertainty -> what tables and pictures call them
+MEASURES = {
+    "entropy": "entropy",
+    "mutual_information": "mutual information",
+    "doubt": "1 - confidence",
+}
+DRAWS = 4  # in the seed of the adaptive score's draws
+
+
+@dataclass(frozen=True)
+class ConformalSets:
+    """Conformal prediction sets of a run's test examples.
+
+    Attributes
+    ----------
+    coverage : float
+        That was asked for.
+    score : {"threshold", "adaptive"}
+        As of :func:`fedntk.ntk.conformal_scores`.
+    calibrated_on : str
+        Whose examples, and how many.
+    num_calibration : int
+        How many.
+    threshold : float
+        Of the scores.
+    test_coverage : float
+        Share of the test examples whose set holds their class.
+    expected_low, expected_high : float
+        In 95 % of all draws of calibration and test examples, `test_coverage` lies between them, if
+        all are exchangeable (and no two scores the same).
+    mean_size : float
+        Classes in a set, averaged over the test examples.
+    empty : float
+        Share of the test examples whose set is empty.
+    note : str
+        What keeps the calibration examples from being untouched by the run; empty if nothing does.
+    """
+
+    coverage: float
+    score: Score
+    calibrated_on: str
+    num_calibration: int
+    threshold: float
+    test_coverage: float
+    expected_low: float
+    expected_high: float
+    mean_size: float
+    empty: float
+    note: str
+
+
+@dataclass(frozen=True, eq=False)
+class Assessment:
+    """How far the predictions of a finished run can be trusted.
+
+    Attributes
+    ----------
+    run : Run
+        That was assessed.
+    which : {"model", "best"}
+        Which of its models.
+    table : DataFrame
+        One row for the ensemble and one for each of its models, or one row for a single model:
+        ``accuracy``, ``nll``, ``brier``, ``ece`` as of :func:`calibration`, and with unfamiliar
+        examples ``auroc_entropy``, ``auroc_mutual_information`` and ``auroc_doubt``. The mutual
+        information of a single model is always 0 and has no AUROC.
+    examples : DataFrame
+        One row for each test example, in the data set's order: ``label``, ``prediction``,
+        ``confidence``, ``doubt`` (1 - confidence), ``entropy``, ``expected_entropy``,
+        ``mutual_information`` (nats), ``variance``, and with a coverage ``set_size``.
+    unfamiliar : DataFrame or None
+        The same of the unfamiliar examples, without labels and sets.
+    unfamiliar_name : str
+        Name of their data set, or "".
+    rejection : DataFrame
+        Tidy: ``model``, ``measure``, ``rejected`` (a share) and ``accuracy``.
+    reliability : dict of str to DataFrame
+        As of :func:`reliability`, for each row of `table`.
+    sets : ConformalSets or None
+        With a coverage.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fedntk.simulations import Config, assess, run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     config = Config(method="fedavg", rounds=1, validation_examples=200, out=folder)
+    ...     found = assess(run(config, progress=False), coverage=0.9)
+    >>> list(found.table.columns)
+    ['accuracy', 'nll', 'brier', 'ece']
+    >>> found.sets.num_calibration
+    200
+    """
+
+    run: Run
+    which: str
+    table: pd.DataFrame
+    examples: pd.DataFrame
+    unfamiliar: pd.DataFrame | None
+    unfamiliar_name: str
+    rejection: pd.DataFrame
+    reliability: Mapping[str, pd.DataFrame]
+    sets: ConformalSets | None
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the pictures, by name."""
+        title = setting_in_words([self.run])
+        pictures = {
+            "reliability": reliability_diagram(self.reliability, title=title),
+            "rejection": rejection_curves(self.rejection, title=title),
+        }
+        if self.unfamiliar is not None:
+            for measure in self._measures():
+                pictures[f"unfamiliar-{measure.replace('_', '-')}"] = uncertainty_histogram(
+                    {
+                        self.run.config.dataset: self.examples[measure].to_numpy(),
+                        self.unfamiliar_name: self.unfamiliar[measure].to_numpy(),
+                    },
+                    label=f"{MEASURES[measure]}{'' if measure == 'doubt' else ' (nats)'}",
+                    title=f"{self.table.index[0]}: {title}",
+                )
+        return pictures
+
+    def _measures(self) -> list[str]:
+        own = self.rejection[self.rejection.model == self.table.index[0]]
+        return list(own.measure.unique())
+
+    def write(self, out: str | Path | None = None) -> Path:
+        """Write tables and pictures into a folder.
+
+        Parameters
+        ----------
+        out : path, optional
+            Where to: ``uncertainty`` in the run's folder by default.
+
+        Returns
+        -------
+        Path
+            Of ``report.md``, beside the pictures, ``metrics.json`` (all figures), ``table.tex``,
+            ``rejection.csv``, ``examples.parquet`` and, where there are, ``unfamiliar.parquet``.
+        """
+        out = self.run.folder / "uncertainty" if out is None else Path(out)
+        out.mkdir(parents=True, exist_ok=True)
+        self.examples.to_parquet(out / "examples.parquet", index=False)
+        (out / "unfamiliar.parquet").unlink(missing_ok=True)  # of an earlier assessment
+        if self.unfamiliar is not None:
+            self.unfamiliar.to_parquet(out / "unfamiliar.parquet", index=False)
+        self.rejection.to_csv(out / "rejection.csv", index=False, float_format="%.6g")
+        for stale in out.glob("unfamiliar-*.png"):
+            stale.unlink()
+        pictures = self.figures()
+        for name, figure in pictures.items():
+            figure.savefig(out / f"{name}.png")
+        shown = self.shown_table()
+        (out / "table.tex").write_text(
+            shown.style.hide(axis="index")
+            .format(escape="latex")
+            .format_index(escape="latex", axis="columns")
+            .to_latex(hrules=True),
+            encoding="utf-8",
+        )
+        with whole(out / "metrics.json") as file:
+            file.write((json.dumps(self._figures_of_merit(), indent=2) + "\n").encode())
+        (out / "report.md").write_text("\n".join(self._lines(pictures)), encoding="utf-8")
+        return out / "report.md"
+
+    def _figures_of_merit(self) -> dict[str, Any]:
+        table = self.table.astype(object).where(self.table.notna(), None)
+        return {
+            "run": self.run.summary["run"],
+            "model": self.which,
+            "examples": len(self.examples),
+            "unfamiliar": self.unfamiliar_name or None,
+            "models": table.to_dict("index"),
+            "sets": None if self.sets is None else asdict(self.sets),
+        }
+
+    def shown_table(self) -> pd.DataFrame:
+        """Return `table` as text, with a row for the mean of an ensemble's models."""
+        table = self.table
+        if len(table) > 1:
+            mean = table.iloc[1:].mean().rename("mean of the models")
+            table = pd.concat([table.iloc[:1], mean.to_frame().T, table.iloc[1:]])
+        shown = pd.DataFrame({"model": table.index})
+        shown["accuracy (%)"] = [f"{100 * value:.1f}" for value in table.accuracy]
+        for key, label in (("nll", "NLL (nats)"), ("brier", "Brier"), ("ece", "ECE")):
+            shown[label] = [f"{value:.4f}" for value in table[key]]
+        for measure, label in MEASURES.items():
+            if f"auroc_{measure}" in table:
+                values = table[f"auroc_{measure}"]
+                if values.notna().any():
+                    texts = ["-" if pd.isna(value) else f"{value:.3f}" for value in values]
+                    shown[f"AUROC, {label}"] = texts
+        return shown
+
+    def _lines(self, pictures: Mapping[str, Figure]) -> list[str]:
+        summary, config = self.run.summary, self.run.config
+        best = summary["best"]
+        at = summary["rounds"] if self.which == "model" or not best else best["round"]
+        lines = [
+            "# Uncertainty",
+            "",
+            f"{summary['run']}, the {'last' if self.which == 'model' else 'best'} model, of round "
+            f"{at}: {setting_in_words([self.run])}. {len(self.examples)} test examples.",
+            "",
+        ]
+        on_test = config.evaluate_on == "test" and (
+            config.private_test or config.monitor in ("accuracy", "loss")
+        )
+        if self.which == "best" and on_test:
+            lines += [
+                "The best model was chosen on these test examples, so the figures are optimistic.",
+                "",
+            ]
+        lines += ["## Calibration", "", markdown(self.shown_table()), ""]
+        if self.unfamiliar is not None:
+            lines += [
+                f"AUROC: how well the uncertainty tells {len(self.unfamiliar)} examples of "
+                f"{self.unfamiliar_name} from the test examples; 0.5 tells nothing.",
+                "",
+            ]
+        lines += [
+            "## Accuracy of what is not rejected",
+            "",
+            "Accuracy (%) of the other test examples when so many of them are rejected, the most "
+            "uncertain first.",
+            "",
+            markdown(self._rejected()),
+            "",
+        ]
+        if self.sets is not None:
+            s = self.sets
+            sets = pd.DataFrame(
+                {
+                    "coverage asked for (%)": [f"{100 * s.coverage:g}"],
+                    "coverage of the test examples (%)": [f"{100 * s.test_coverage:.1f}"],
+                    "expected if exchangeable (%)": [
+                        f"{100 * s.expected_low:.1f} to {100 * s.expected_high:.1f}"
+                    ],
+                    "mean size": [f"{s.mean_size:.2f}"],
+                    "empty (%)": [f"{100 * s.empty:.1f}"],
+                }
+            )
+            lines += [
+                "## Prediction sets",
+                "",
+                f"Score: {s.score}. Calibrated on {s.calibrated_on}. The range holds in 95 % of "
+                "all draws of exchangeable calibration and test examples.",
+                *(["", s.note] if s.note else []),
+                "",
+                markdown(sets),
+                "",
+            ]
+        return [*lines, *(f"![{name}]({name}.png)" for name in pictures), ""]
+
+    def _rejected(self) -> pd.DataFrame:
+        """Accuracy at some shares of rejected examples, as text."""
+        rows = []
+        for (model, measure), own in self.rejection.groupby(["model", "measure"], sort=False):
+            if model != self.table.index[0]:
+                continue
+            at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
+            shares = {f"{r} %": f"{100 * at[r]:.1f}" for r in (0, 5, 10, 20, 30, 50)}
+            rows.append({"rejected by": MEASURES[str(measure)], **shares})
+        return pd.DataFrame(rows)
+
+
+def assess(
+    run: Run | str | Path,
+    *,
+    unfamiliar: str | None = None,
+    coverage: float | None = None,
+    score: Score = "threshold",
+    calibrate_on: Literal["clients", "examples"] | None = None,
+    which: Literal["model", "best"] = "model",
+) -> Assessment:
+    """Say how far the predictions of a finished run can be trusted, on its test examples.
+
+    Parameters
+    ----------
+    run : Run, or path of its folder
+        Of any method whose model has the loss cross-entropy: one network, or an ensemble.
+    unfamiliar : str, optional
+        Another data set whose examples have the same shape, by a name that the setting ``dataset``
+        takes. Its test set is what the model should be uncertain of. It is standardised by the
+        run's own training set.
+    coverage : float, optional
+        Make conformal prediction sets of this coverage, between 0 and 1. What their guarantee
+        needs is said in :mod:`fedntk.ntk.predictors.conformal`.
+    score : {"threshold", "adaptive"}
+        Of these sets, as of :func:`fedntk.ntk.conformal_scores`. The adaptive score's draws come
+        from the run's seed.
+    calibrate_on : {"clients", "examples"}, optional
+        On what the sets are calibrated: the examples of the run's ``validation-clients``, or its
+        ``validation-examples``. By default the clients, where the run held some out. Test examples
+        are never used.
+    which : {"model", "best"}
+        The last model, or the best one by the setting ``monitor``.
+
+    Raises
+    ------
+    ConfigError
+        If the model's outputs are no probabilities, the other data set does not fit, nothing was
+        held out, or too little for the coverage.
+    FileNotFoundError
+        If there is no finished run.
+    RunFailed
+        If the run did not finish.
+    """
+    run = run if isinstance(run, Run) else read_run(run)
+    if which not in ("model", "best"):
+        raise ConfigError(f"which: expected model or best, got {which!r}")
+    if coverage is not None and not 0 < coverage < 1:
+        raise ConfigError(f"coverage: expected a number between 0 and 1, got {coverage}")
+    config = run.config
+    _require_same_data(run)
+    predictor = load_predictor(run.folder, which)
+    if predictor.loss != "cross-entropy":
+        raise ConfigError(
+            f"expected a model whose loss is cross-entropy, got {predictor.loss}, whose outputs "
+            "are no probabilities; run it with cross-entropy, by the setting loss or by the "
+            "method's own"
+        )
+    held_out = None if coverage is None else _held_out(config, which, calibrate_on)
+    strangers = None if unfamiliar is None else _unfamiliar(config, unfamiliar)
+    x, labels = (part[: config.test_examples or None] for part in load_data(config).test())
+
+    def predicted(x: Tensor) -> dict[str, Tensor]:
+        return _by_model(_log_probabilities(predictor, projected(config, x)))
+
+    models = predicted(x)
+    examples = {name: _examples(own, labels) for name, own in models.items()}
+    table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
+    whole_name = next(iter(models))  # the ensemble, or the single model
+    unfamiliar_examples = None
+    if strangers is not None:
+        others = {name: _examples(own) for name, own in predicted(strangers).items()}
+        unfamiliar_examples = others[whole_name]
+        for measure in MEASURES:
+            table[f"auroc_{measure}"] = [
+                auroc(examples[name][measure].to_numpy(), others[name][measure].to_numpy())
+                if measure in _measures(own)
+                else float("nan")
+                for name, own in models.items()
+            ]
+    sets = None
+    if coverage is not None and held_out is not None:
+        held = _together(predicted(held_out.x)[whole_name]).exp()
+        sets, sizes = _conformal(
+            (held, held_out), (_together(models[whole_name]).exp(), labels),
+            coverage=coverage, score=score, seed=config.seed,
+        )  # fmt: skip
+        examples[whole_name]["set_size"] = sizes
+    return Assessment(
+        run=run,
+        which=which,
+        table=table,
+        examples=examples[whole_name],
+        unfamiliar=unfamiliar_examples,
+        unfamiliar_name=unfamiliar or "",
+        rejection=_rejection(models, examples),
+        reliability={n: reliability(_together(own).exp(), labels) for n, own in models.items()},
+        sets=sets,
+    )
+
+
+def _require_same_data(run: Run) -> None:
+    if load_data(run.config).checksum != run.summary["data"]:
+        raise ConfigError(
+            f"the data set has changed since the run in {run.folder}; restore it, or run again"
+        )
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+def _log_probabilities(predictor: Predictor, x: Tensor) -> Tensor:
+    """Each model's log-probabilities, float64: shape (K, n, C)."""
+    if isinstance(predictor, EnsemblePredictor):
+        scores = predictor.scores(x)
+    else:
+        scores = predictor.predict(x)[None]
+    return scores.double().log_softmax(-1)
+
+
+def _by_model(log_p: Tensor) -> dict[str, Tensor]:
+    """Name -> log-probabilities (k, n, C): all models as the ensemble, then each by itself."""
+    if len(log_p) == 1:
+        return {"model": log_p}
+    return {"ensemble": log_p} | {f"model {k}": log_p[k : k + 1] for k in range(len(log_p))}
+
+
+def _together(log_p: Tensor) -> Tensor:
+    """Log of the mean probabilities (n, C), given those of each model (k, n, C)."""
+    return log_p.logsumexp(0) - math.log(len(log_p))
+
+
+def _measures(log_p: Tensor) -> list[str]:
+    """Measures of uncertainty that k models (k, n, C) have; one model has no disagreement."""
+    return [m for m in MEASURES if len(log_p) > 1 or m != "mutual_information"]
+
+
+def _examples(log_p: Tensor, labels: Tensor | None = None) -> pd.DataFrame:
+    """Prediction and uncertainty of each example, given k models' log-probabilities (k, n, C)."""
+    uncertain = uncertainty_of(log_p.exp())
+    confidence, prediction = _together(log_p).exp().max(1)
+    columns = {} if labels is None else {"label": labels}
+    columns |= {"prediction": prediction, "confidence": confidence, "doubt": 1 - confidence}
+    columns |= vars(uncertain)
+    return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+
+
+def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Accuracy of what is left, by model, measure and share rejected."""
+    parts = []
+    for name, own in examples.items():
+        correct = (own.prediction == own.label).to_numpy()
+        for measure in _measures(models[name]):
+            accuracy = rejection_curve(own[measure].to_numpy(), correct)
+            columns = {"model": name, "measure": measure, "rejected": SHARES, "accuracy": accuracy}
+            parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+# ---------------------------------------------------------------------- other examples
+
+
+def _unfamiliar(config: Config, name: str) -> Tensor:
+    """Test examples of another data set, standardised as the run's own are."""
+    if name == config.dataset:
+        raise ConfigError(f"unfamiliar: expected another data set than the run's, got {name!r}")
+    data = load_data(config)
+    try:
+        x = load_data(config.replace(dataset=name)).x_test[: config.test_examples or None]
+        return data.standardised(x, np.zeros(len(x), np.int64))[0]  # its labels are not ours
+    except ConfigError as error:
+        raise ConfigError(f"unfamiliar = {name}: {error}") from error
+
+
+class _HeldOut(NamedTuple):
+    """Labelled examples (n, ...) that nobody trained on; `note` says what else they were for."""
+
+    x: Tensor
+    y: Tensor
+    whose: str
+    note: str
+
+
+def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
+    """Return the examples that a run held out, those of whole clients first.
+
+    Raises
+    ------
+    ConfigError
+        If there are none.
+    """
+    counts = {"clients": config.validation_clients, "examples": config.validation_examples}
+    on = on or next((name for name, count in counts.items() if count), "clients or examples")
+    if on not in (*counts, "clients or examples"):
+        raise ConfigError(f"calibrate-on: expected clients or examples, got {on!r}")
+    if not counts.get(on):
+        keys = " or ".join(f"validation-{name}" for name in on.split(" or "))
+        raise ConfigError(
+            f"coverage: the run held out no {on} to calibrate on; run it with {keys} (test "
+            "examples are never used for that)"
+        )
+    split = load_split(config)
+    chosen = "they chose part of the model" if config.chosen_method.validates(config) else ""
+    if on == "clients":
+        indices = np.concatenate(split.clients[-config.validation_clients :])
+        whose = f"the {len(indices)} examples of {config.validation_clients} held-out clients"
+        if which == "best" and config.monitor.startswith("client-"):
+            chosen = chosen or "they may have chosen the best model"
+    else:
+        indices, whose = split.validation, f"{len(split.validation)} held-out examples"
+    note = f"In the run {chosen}, so the stated coverage holds only approximately."
+    return _HeldOut(*load_data(config).train(indices), whose, note if chosen else "")
+
+
+def _conformal(
+    calibration_set: tuple[Tensor, _HeldOut],
+    test: tuple[Tensor, Tensor],
+    *,
+    coverage: float,
+    score: Score,
+    seed: int,
+) -> tuple[ConformalSets, NDArray[np.int64]]:
+    """Make prediction sets of the test examples: how they did, and the size of each.
+
+    Parameters
+    ----------
+    calibration_set : tuple of Tensor and _HeldOut
+        Probabilities (n, C), and what they were predicted of.
+    test : tuple of Tensor
+        Probabilities (m, C), and labels.
+    coverage, score
+        As of :func:`assess`.
+    seed : int
+        Of the adaptive score's draws.
+    """
+    from scipy.stats import betabinom
+
+    (held, held_out), (p, labels) = calibration_set, test
+    draws: list[Tensor | None] = [None, None]
+    if score == "adaptive":
+        generator = np.random.default_rng([seed, DRAWS])
+        draws = [torch.from_numpy(generator.random(len(part))) for part in (held, p)]
+    try:
+        threshold = calibrate(held, held_out.y, coverage, score=score, draws=draws[0])
+        sets = prediction_sets(p, threshold, score=score, draws=draws[1])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    sizes: NDArray[np.int64] = sets.sum(1).numpy()
+    k = rank(len(held), coverage)
+    low, high = betabinom(len(p), k, len(held) + 1 - k).interval(0.95)
+    found = ConformalSets(
+        coverage=coverage,
+        score=score,
+        calibrated_on=held_out.whose,
+        num_calibration=len(held),
+        threshold=threshold,
+        test_coverage=float(sets.gather(1, labels[:, None]).double().mean()),
+        expected_low=float(low / len(p)),
+        expected_high=float(high / len(p)),
+        mean_size=float(sizes.mean()),
+        empty=float((sizes == 0).mean()),
+        note=held_out.note,
+    )
+    return found, sizes

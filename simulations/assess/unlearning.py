@@ -1,0 +1,205 @@
+"""Take clients out of what a finished run learned, without another round."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+from fedntk.ntk import NotEnoughMemory
+from fedntk.ntk.support.files import whole
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..deploy.simulated_trust import projected
+from ..engine.building import load_setup, make_strategy
+from ..engine.checkpoints import Checkpoints
+from ..engine.tensors import save_tensors
+from ..methods.method import Setup
+from ..report.results import Run, read_run
+
+__all__ = ["Unlearned", "unlearn"]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracy of the model with the clients, and of the one without.
+
+    Attributes
+    ----------
+    examples : int
+        Of the test set.
+    before, after : float
+        Shares of them.
+    """
+
+    examples: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Unlearned:
+    """A run's model without some of its clients.
+
+    Attributes
+    ----------
+    folder : Path
+        Where it is; ``load_predictor`` reads it.
+    clients : tuple of int
+        Partitions that were taken out.
+    examples : int
+        Training examples that they had.
+    overall : Accuracy
+        On all test examples.
+    by_class : dict of int to Accuracy
+        On those of each class that these clients had, if the test set has any.
+    """
+
+    folder: Path
+    clients: tuple[int, ...]
+    examples: int
+    overall: Accuracy
+    by_class: dict[int, Accuracy]
+
+    def lines(self) -> list[str]:
+        """Say it in words."""
+        whose = ", ".join(map(str, self.clients))
+        named = f"Without client{'s' * (len(self.clients) > 1)} {whose}"
+        rows = {"all classes": self.overall}
+        rows |= {f"class {label}": own for label, own in self.by_class.items()}
+        return [
+            f"{named}, with {self.examples} training examples. Test accuracy:",
+            *(
+                f"  {name}: {100 * own.before:.1f} % before, {100 * own.after:.1f} % now "
+                f"({own.examples} examples)"
+                for name, own in rows.items()
+            ),
+            "Taken out of the sums alone: if they helped to train the network, it has seen them.",
+            f"The model: {self.folder}",
+        ]
+
+
+def unlearn(
+    run: Run | str | Path,
+    clients: Sequence[int],
+    *,
+    out: str | Path | None = None,
+    forget: bool = False,
+) -> Unlearned:
+    """Take clients out of a finished run's last model, as if they had never taken part in it.
+
+    What of the model that is true of, and of which settings it needs, the method's page says.
+
+    Parameters
+    ----------
+    run : Run, or path of its folder
+        Of a method that can.
+    clients : sequence of int
+        Their partitions.
+    out : path, optional
+        Folder of the new model: ``without-<client>-<client>`` in the run's by default. What such a
+        call wrote before is replaced.
+    forget : bool
+        Remove what the run's folder keeps of these clients for such calls, afterwards. The run's
+        own model and its checkpoint stay.
+
+    Raises
+    ------
+    ConfigError
+        If the method cannot, or the run's settings did not provide for it; if a client is unknown
+        or none would be left; if `out` is something else's; if the data has changed or is too
+        large.
+    FileNotFoundError
+        If there is no finished run.
+    RunFailed
+        If the run did not finish.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fedntk.simulations import Config, run, unlearn
+    >>> own = {"solve": "statistics", "keep_sums": True, "num_features": 50, "bootstrap_rounds": 0}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = run(Config(method="tct", rounds=1, tct=own, out=folder), progress=False)
+    ...     found = unlearn(result, [3, 5])
+    >>> found.folder.name
+    'without-3-5'
+    """
+    run = run if isinstance(run, Run) else read_run(run)
+    gone = tuple(sorted(set(clients)))
+    if not gone:
+        raise ConfigError("clients: expected at least one partition, got none")
+    folder = _folder(run, gone, out)
+    checkpoint = Checkpoints(run.folder).newest()
+    if checkpoint is None:
+        raise FileNotFoundError(f"{run.folder}: no checkpoint of a finished run")
+    config = Config.of_run(run.folder, weights="").replace(out=str(run.folder))
+    setup = load_setup(config)
+    if setup.data.checksum != run.summary["data"]:
+        raise ConfigError(
+            f"the data set has changed since the run in {run.folder}; restore it, or run again"
+        )
+    strategy = make_strategy(setup)
+    before = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+    try:
+        strategy.load_state_dict(checkpoint.strategy)
+        after = strategy.without(gone, before)
+    except (ValueError, ArithmeticError, NotEnoughMemory) as error:
+        raise ConfigError(f"{run.folder}: {error}") from error
+    named = {name: array.numpy() for name, array in after.items()}
+    described = {"round": checkpoint.round, "learned": checkpoint.learned}
+    save_tensors(folder / "model.safetensors", named, described)
+    config.replace(out=str(folder)).save(folder / "config.toml")
+    found = _assessed(setup, folder, gone, checkpoint.learned, [before, after])
+    content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
+    with whole(folder / "unlearned.json") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+    if forget:
+        strategy.forget_kept(gone)
+    return found
+
+
+def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
+    """Return where the new model goes, unless there is something else."""
+    name = "without-" + "-".join(map(str, clients))
+    if out is None and len(name) > 200:
+        raise ConfigError(f"out: name a folder, as the names of {len(clients)} clients are long")
+    folder = run.folder / name if out is None else Path(out)
+    if folder.exists() and not (folder / "unlearned.json").exists() and any(folder.iterdir()):
+        raise ConfigError(f"out: expected a folder that is new or empty, got {folder}")
+    return folder
+
+
+def _assessed(
+    setup: Setup,
+    folder: Path,
+    clients: tuple[int, ...],
+    learned: str,
+    models: Sequence[ArrayRecord],
+) -> Unlearned:
+    config = setup.config
+    x, labels = (part[: config.test_examples or None] for part in setup.data.test())
+    x = projected(config, x)
+    hits = []
+    for arrays in models:
+        named = {name: array.numpy() for name, array in arrays.items()}
+        predictor = config.chosen_method.predictor(setup, named, learned)
+        hits.append(predictor.predict(x).argmax(1) == labels)
+
+    def accuracy(of: Tensor) -> Accuracy:
+        return Accuracy(int(of.sum()), *(float(own[of].double().mean()) for own in hits))
+
+    theirs = np.concatenate([setup.split.train_and_test(k, config)[0] for k in clients])
+    by_class = {int(label): labels == label for label in np.unique(setup.data.y_train[theirs])}
+    return Unlearned(
+        folder,
+        clients,
+        len(theirs),
+        accuracy(torch.ones_like(labels, dtype=torch.bool)),
+        {label: accuracy(own) for label, own in by_class.items() if own.any()},
+    )

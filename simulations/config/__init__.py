@@ -1,0 +1,1 @@
+"""Settings of a run: declared, read, checked, written."""

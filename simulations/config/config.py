@@ -1,0 +1,608 @@
+"""One configuration for a run: a frozen dataclass, a TOML file, or Flower's run-config.
+
+Keys are the field names in kebab-case. Settings of one method are a table of its name, ``[tct]``
+with ``num-features = 1000``; where there are no tables, keys have a dot: ``tct.num-features``.
+Flower's run-config knows no lists, so lists are written as strings: ``steps = "100,200,400"``.
+"""
+
+import difflib
+import functools
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+
+from fedntk.ntk.support.files import whole
+
+from ..methods import all_methods, own_methods
+from ..methods.method import Method
+from .settings import ConfigError, Settings, Value, key_of, nearest, numbers, setting
+
+__all__ = ["Config", "ConfigError", "nearest"]
+
+# keys that do not change what a run computes, only where, how safely and with what machine
+INCIDENTAL = frozenset(
+    {"out", "targets", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}
+)
+# key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
+# app's pyproject.toml has to list all keys
+PLUGGED_IN = "plugged-in"
+WITH_OWNERS = (
+    "leaf",
+    "digit-domains",
+    "digits-five",
+    "femnist",
+    "femnist-digits",
+    "two-patch",
+)  # data sets that say whose an example is
+END = "# end of the settings\n"  # of a file that is whole
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class Config(Settings):
+    """All settings of a run; checked when made.
+
+    ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
+    method are given as a dictionary under its name; those of other methods than the chosen one are
+    checked and kept, and have no effect.
+
+    Raises
+    ------
+    ConfigError
+        If a value is of a wrong type or out of range, or two do not fit together.
+
+    Examples
+    --------
+    >>> config = Config(num_clients=20, method="tct", tct={"num_features": 1000})
+    >>> config.clients_per_round, config.settings.num_features
+    (10, 1000)
+    >>> config.replace(tct={"local_steps": 50}).settings.num_features
+    1000
+    >>> Config.parse({"round": 3})
+    Traceback (most recent call last):
+    fedntk.simulations.errors.ConfigError: unknown key 'round'; did you mean 'rounds'?
+    """
+
+    method: str = setting("ntk-fl", "what to run")
+    name: str = setting("", "name of the run; the method by default")
+    out: str = setting("", "folder for results; by default one in runs/, named after the settings")
+    seed: int = setting(0, "of the split, the initial weights, and all sampling", at_least=0)
+    rounds: int = setting(20, "communication rounds", at_least=0)
+    num_clients: int = setting(50, "clients; the number of Flower's nodes", at_least=1)
+    clients_per_round: int = setting(10, "clients trained on a round", at_least=1)
+    clients_per_evaluation: int = setting(
+        10, "clients that evaluate the new model in a round; 0: none", at_least=0
+    )
+    evaluate_every: int = setting(
+        1, "server and clients evaluate in every so many rounds, and in the last", at_least=1
+    )
+    min_completed: int = setting(1, "fewer valid replies leave the model unchanged", at_least=1)
+    average_decay: float = setting(
+        0.0,
+        "decay of an exponential mean of the weights over rounds, evaluated and returned in the "
+        "newest weights' place; 0: none",
+        at_least=0,
+        below=1,
+    )
+    centre_inputs: bool = setting(
+        False,
+        "take the mean over all clients off the inputs, projected where there is a projection; "
+        "clients are asked for their sums before the first round",
+    )
+    max_examples: int = setting(
+        0, "a client that claims more is refused; 0: as many as the training set has", at_least=0
+    )
+    targets: str = setting("0.8,0.85,0.9", "accuracies whose first round is reported")
+    # of the metrics, those of loss are the better the smaller
+    monitor: Literal[
+        "accuracy",
+        "loss",
+        "client-accuracy-mean",
+        "client-accuracy-worst",
+        "client-loss-mean",
+        "client-loss-worst",
+    ] = setting(
+        "accuracy",
+        "metric by which a model is the best: kept as best.safetensors, and for patience",
+    )
+    patience: int = setting(
+        0, "stop after so many rounds without a better model; 0: never", at_least=0
+    )
+    checkpoint_every: int = setting(
+        1, "rounds between checkpoints; what is lost at most when a run is killed", at_least=1
+    )
+
+    dataset: str = setting(
+        "digits",
+        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (its digits alone), either "
+        "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
+        "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
+    )
+    data_dir: str = setting(
+        "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
+    )
+    image_column: str = setting("", "of a Hugging Face set; its first image column by default")
+    label_column: str = setting("label", "of a Hugging Face set")
+    natural_column: str = setting("", "of a Hugging Face set: whose example it is")
+    examples_per_domain: int = setting(
+        0,
+        "training examples of each domain of digit-domains or digits-five, as many of each class; "
+        "0: all, or as many as the smallest domain of digit-domains has",
+        at_least=0,
+    )
+    test_examples_per_domain: int = setting(0, "the same, of the test set", at_least=0)
+    validation_examples: int = setting(
+        0, "training examples kept on the server, which no client gets", at_least=0
+    )
+    validation_clients: int = setting(0, "clients held out of training by all methods", at_least=0)
+    evaluate_on: Literal["test", "validation"] = setting(
+        "test",
+        "what the server's accuracy and loss are measured on: the test set, or validation-examples "
+        "(the examples of validation-clients, where there are only these; with private-test and "
+        "neither, the local-test-fraction of all clients); with validation, validation-clients, if "
+        "there are any, are the only clients that evaluate",
+    )
+
+    partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
+        "dirichlet",
+        "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
+        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, LEAF's "
+        "users, FEMNIST's writers, domains, or the clients of two-patch",
+    )
+    owners: int = setting(
+        0,
+        "of partition = natural: owners drawn from all, whose training examples are used, such as "
+        "some of FEMNIST's writers; 0: all",
+        at_least=0,
+    )
+    alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
+    min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
+    examples_per_client: int = setting(200, "of partition = client-dirichlet", at_least=1)
+    classes_per_client: int = setting(2, "of partition = pathological", at_least=1)
+    class_assignment: Literal["random", "first-deterministic", "deterministic"] = setting(
+        "random",
+        "of partition = pathological: how clients get their classes; first-deterministic: the "
+        "first is the client's number modulo the classes, as by Yu et al. 2022",
+    )
+    train_examples: int = setting(
+        0, "training examples that clients get in all, drawn from the set; 0: all", at_least=0
+    )
+    test_examples: int = setting(
+        0, "of the test set, from its beginning, on which the server evaluates; 0: all", at_least=0
+    )
+    local_test_fraction: float = setting(
+        0.0,
+        "share of a client's examples kept out of its training, for its own evaluation",
+        at_least=0,
+        below=1,
+    )
+    private_test: bool = setting(
+        False,
+        "clients evaluate on their own part of the test set, which is split as the training "
+        "examples are; with evaluate-on = validation, on their local-test-fraction",
+    )
+
+    model: str = setting(
+        "mlp",
+        "mlp, simple-cnn, lenet, lenet-bn (with BatchNorm), digits-cnn, resnet18, char-lstm, "
+        "two-patch-cnn, or "
+        "<module>:<factory>(input_shape, num_classes)",
+    )
+    width: int = setting(
+        100,
+        "hidden units of the mlp, of each layer of char-lstm, and of the last hidden layer of "
+        "digits-cnn, whose other layers are in proportion: 512 as by Li et al. 2021; filters of "
+        "each class of two-patch-cnn",
+        at_least=1,
+    )
+    weights: str = setting(
+        "", "safetensors file of the network to start from, such as another run's model.safetensors"
+    )
+    init: Literal["default", "he", "xavier"] = setting(
+        "default",
+        "first weights: those that the network's layers draw; or he or xavier, all trained "
+        "matrices and filters drawn anew by that rule",
+    )
+    norm: Literal["batch", "group"] = setting("batch", "of resnet18")
+    random_features: int = setting(
+        0,
+        "p random Fourier features of the last layer's inputs, which a last layer drawn anew is "
+        "given in their place; 0: none",
+        at_least=0,
+    )
+    loss: Literal["cross-entropy", "mse"] = setting("cross-entropy", "of all methods")
+    learning_rate: float = setting(0.01, "eta", above=0)
+
+    sampling_rate: float = setting(
+        1.0, "beta: share of its examples that a client draws for each round", above=0, at_most=1
+    )
+    projection: int = setting(
+        0, "d_1': features that inputs are randomly projected to; 0: as they are", at_least=0
+    )
+    projection_kind: Literal["gaussian", "low-frequency"] = setting(
+        "gaussian", "of projection: random, or the lowest frequencies of images, randomly rotated"
+    )
+
+    local_epochs: int = setting(1, "E of clients that run local SGD", at_least=0)
+    batch_size: int = setting(32, "B of local SGD", at_least=1)
+    momentum: float = setting(0.0, "of local SGD", at_least=0, below=1)
+    weight_decay: float = setting(0.0, "of local SGD", at_least=0)
+    class_prior: bool = setting(
+        False,
+        "of local SGD: take the shares of a client's classes out of what is learned from them",
+    )
+
+    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, ...")
+    client_cpus: int = setting(1, "Ray: CPUs for each client at work", at_least=1)
+    client_gpus: float = setting(0.0, "Ray: share of a GPU for each client at work", at_least=0)
+    client_threads: int = setting(1, "CPU threads of torch in a client", at_least=1)
+    server_threads: int = setting(
+        0, "CPU threads of torch on the server; 0: all, or what OMP_NUM_THREADS says", at_least=0
+    )
+
+    tables: tuple[Settings, ...] = ()  # of the chosen method, and others' that are not defaults
+
+    def __init__(self, **values: Any) -> None:
+        given: dict[str, Any] = {}
+        if isinstance(values.get("tables"), tuple):  # from dataclasses.replace
+            for table in values.pop("tables"):
+                given |= table.values()
+        by_table: dict[str, dict[str, Any]] = {}
+        for key, value in {**given, **_flat(values)}.items():
+            table, name = _located(key)
+            by_table.setdefault(table, {})[name] = value
+        common = by_table.get("", {})
+        for name, option in self.options().items():
+            object.__setattr__(self, name, common.get(name, option.default))
+        object.__setattr__(self, "tables", ())
+        self.__post_init__()
+        kept = []
+        for name, method in all_methods().items():
+            own = method.settings(**by_table.get(name, {}))
+            if name == self.method or own != method.settings():
+                kept.append(own)
+        object.__setattr__(self, "tables", tuple(kept))
+        if self.class_prior and "class_prior" in self.settings.options():
+            raise ConfigError(
+                f"class-prior is of local SGD, which {self.method} has not; set "
+                f"{self.settings.key('class_prior')}"
+            )
+        self.chosen_method.check(self, self.settings)
+
+    def check(self) -> None:
+        """Refuse common settings that do not fit together."""
+        if self.weights:  # the same file for every process
+            path = str(Path(self.weights).expanduser().absolute())
+            object.__setattr__(self, "weights", path)
+            if self.init != "default":
+                raise ConfigError(
+                    f"init = {self.init} draws first weights, and weights = {path} gives them; "
+                    "leave one of the two out"
+                )
+        if self.projection_kind != "gaussian" and not self.projection:
+            raise ConfigError(
+                f"projection-kind = {self.projection_kind} goes with projection, the number of "
+                "features; got 0"
+            )
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
+        if any(not 0 < target < 1 for target in self.target_accuracies):
+            raise ConfigError(f"targets: expected numbers between 0 and 1, got {self.targets!r}")
+        trainable = self.num_clients - self.validation_clients
+        if self.clients_per_round > trainable:
+            raise ConfigError(
+                f"clients-per-round: expected at most the {trainable} clients that train, "
+                f"got {self.clients_per_round}"
+            )
+        if self.monitor.startswith("client-") and not self.clients_per_evaluation:
+            raise ConfigError(
+                f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
+            )
+        if self.evaluate_on == "validation":
+            self._check_validation()
+        if self.min_completed > self.clients_per_round:
+            raise ConfigError(
+                f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
+                f"got {self.min_completed}"
+            )
+        if self.client_gpus and self.device == "cpu":
+            raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
+        has_owners = self.natural_column or self.dataset.partition(":")[0] in WITH_OWNERS
+        if self.partition == "natural" and not has_owners:
+            raise ConfigError("partition = natural needs natural-column, the column of the ids")
+
+        if self.owners and self.partition != "natural":
+            raise ConfigError(
+                f"owners = {self.owners} needs partition = natural, got {self.partition}"
+            )
+
+    def _check_validation(self) -> None:
+        """Refuse a run on validation examples that has none."""
+        if self.private_test and not self.local_test_fraction:
+            raise ConfigError(
+                "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
+                "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
+                "for the final run on the test set, too"
+            )
+        if not (self.validation_examples or self.validation_clients or self.private_test):
+            raise ConfigError(
+                "evaluate-on = validation: nothing is held out of training; set "
+                "validation-examples, such as a tenth of the training set, or validation-clients"
+            )
+
+    # ------------------------------------------------------------------ methods
+
+    @property
+    def chosen_method(self) -> Method[Any]:
+        """The method that is run."""
+        return all_methods()[self.method]
+
+    @property
+    def settings(self) -> Any:
+        """The chosen method's own settings."""
+        return self.settings_of(self.method)
+
+    def settings_of(self, method: str) -> Settings:
+        """Return one method's own settings, whether or not it is chosen."""
+        given = {own.table: own for own in self.tables}
+        settings: Settings = given.get(method) or all_methods()[method].settings()
+        return settings
+
+    @property
+    def local_sgd(self) -> dict[str, Any]:
+        """Options of the clients that run local epochs of SGD."""
+        return {
+            "local_epochs": self.local_epochs,
+            "batch_size": self.batch_size,
+            "learning_rate": self.learning_rate,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "class_prior": self.class_prior,
+        }
+
+    # ------------------------------------------------------------------ derived
+
+    @property
+    def folder(self) -> Path:
+        """Where results go: `out`, or a folder in ``runs`` of its own for each configuration."""
+        if self.out:
+            return Path(self.out).expanduser().absolute()
+        dataset = self.dataset.replace(":", "-").replace("/", "-")
+        settings = json.dumps({k: v for k, v in self._acting().items() if k not in INCIDENTAL})
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:6]
+        name = f"{self.name or self.method}-{dataset}-{self.seed}-{digest}"
+        return Path("runs").absolute() / name
+
+    def _acting(self) -> dict[str, Value]:
+        """Key -> value of the settings that have an effect."""
+        return {**super().values(), **self.settings.values()}
+
+    def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
+        """Key -> (own value, the other's) of the settings that can change a run's results.
+
+        Of two methods, the own settings of each are not compared.
+        """
+        theirs = other._acting()
+        return {
+            key: (value, theirs[key])
+            for key, value in self._acting().items()
+            if key in theirs and value != theirs[key] and key not in INCIDENTAL
+        }
+
+    @property
+    def target_accuracies(self) -> tuple[float, ...]:
+        """`targets` as numbers."""
+        return tuple(numbers("targets", self.targets, float))
+
+    # -------------------------------------------------------- reading and writing
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from keys and values; the rest are defaults.
+
+        Keys are in kebab-case or snake_case; those of a method's settings have a dot
+        (``tct.num-features``), or stand in a dictionary under the method's name.
+        """
+        return cls(**values)
+
+    @classmethod
+    def convert(cls, key: str, text: str) -> Value:
+        """Read a value from text, as the type of its key.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such key, or the text is no such value.
+        """
+        home, name = cls.home_of(key)
+        return super().convert(name, text) if home is cls else home.convert(name, text)
+
+    @classmethod
+    def home_of(cls, key: str) -> tuple[type[Settings], str]:
+        """Return whose setting a key is, the common ones' or a method's, and its name there.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such key.
+        """
+        table, name = _located(key_of(key))
+        return (all_methods()[table].settings if table else cls), name
+
+    def replace(self, **overrides: Any) -> Self:
+        """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
+        return self.parse({**self.values(), **_flat(overrides)})
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> Self:
+        """Read a TOML file; `overrides` (snake_case) win over it.
+
+        Raises
+        ------
+        ConfigError
+            If the file is missing or no TOML, or a key or value is wrong.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"no configuration at {path}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is no TOML: {error}") from None
+        try:
+            return cls.parse({**_flat(values), **_flat(overrides)})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def of_run(cls, folder: str | Path, **overrides: Any) -> Self:
+        """Read the configuration that a run wrote into its folder; `overrides` win over it.
+
+        Raises
+        ------
+        ConfigError
+            If it is missing, or not whole.
+        """
+        path = Path(folder) / "config.toml"
+        if not path.exists():
+            raise ConfigError(f"no run in {folder}: config.toml is missing")
+        if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
+            raise ConfigError(
+                f"{path} is cut off: its last line, {END.strip()!r}, is missing; runs of older "
+                "versions have none, too. Choose another folder with out, or replace that run with "
+                "again"
+            )
+        return cls.load(path, **overrides)
+
+    def values(self) -> dict[str, Value]:
+        """Key -> value: of the common settings, the chosen method's, and those others' given."""
+        values = super().values()
+        for own in self.tables:
+            values |= own.values()
+        return values
+
+    def run_config(self) -> dict[str, Value]:
+        """Return what Flower carries: other packages' methods have all settings in one key."""
+        known, values = own_methods(), super().values()
+        others: dict[str, Value] = {}
+        for own in self.tables:
+            (values if own.table in known else others).update(own.values())
+        return {**values, PLUGGED_IN: json.dumps(others) if others else ""}
+
+    @classmethod
+    def default_run_config(cls) -> dict[str, Value]:
+        """Return all keys of Flower's run-config with their defaults."""
+        values = cls().run_config()
+        for method in own_methods().values():
+            values |= method.settings().values()
+        return values
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`values` as TOML, with a last line that says that it is whole."""
+        with whole(Path(path)) as file:
+            file.write((tomli_w.dumps(nested(self.values())) + END).encode())
+
+    @classmethod
+    def describe(cls, method: str = "") -> list[str]:
+        """One line for each key: default, choices, meaning.
+
+        Parameters
+        ----------
+        method : str
+            Describe that method's own settings alone; by default all settings.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such method.
+        """
+        methods = all_methods()
+        if method:
+            if method not in methods:
+                raise ConfigError(
+                    f"method: expected one of {', '.join(methods)}, got {method!r}"
+                    f"{nearest(method, methods)}"
+                )
+            settings: type[Settings] = methods[method].settings
+            return settings.describe()
+        tables = [line for known in methods.values() for line in known.settings.describe()]
+        return [*super().describe(), *tables]
+
+    @classmethod
+    def choices(cls, name: str) -> tuple[str, ...]:
+        """Return what a setting may be, if it is one of several words."""
+        return tuple(all_methods()) if name == "method" else super().choices(name)
+
+
+def nested(values: Mapping[str, Value]) -> dict[str, Any]:
+    """Turn keys with a dot into tables."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        table, _, name = key.rpartition(".")
+        (result.setdefault(table, {}) if table else result)[name] = value
+    return result
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn tables into keys with a dot, all in kebab-case."""
+    flat: dict[str, Any] = {}
+    for given, value in values.items():
+        key = key_of(given)
+        if key == PLUGGED_IN and isinstance(value, str):
+            try:
+                flat |= json.loads(value) if value else {}
+            except (TypeError, ValueError):
+                raise ConfigError(f"{PLUGGED_IN}: expected JSON, got {value!r}") from None
+        elif key in all_methods():
+            if isinstance(value, Settings):
+                value = {name: getattr(value, name) for name in value.options()}
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{key}: expected a table of settings, got {type(value).__name__} {value!r}"
+                )
+            flat |= {f"{key}.{key_of(name)}": own for name, own in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+@functools.cache
+def _keys() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
+    """Return key -> table and field name; and former key -> the keys that it is now."""
+    known = {Config.key(name): ("", name) for name in Config.options()}
+    moved: dict[str, list[str]] = {}
+    for table, method in all_methods().items():
+        for name, option in method.settings.options().items():
+            own = method.settings.key(name)
+            known[own] = (table, name)
+            for former in {key_of(name), option.metadata["formerly"]} - {""}:
+                moved.setdefault(former, []).append(own)
+    return known, moved
+
+
+def _located(key: str) -> tuple[str, str]:
+    """Return table (empty: none) and field name of a key.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such key, with where it is now or the nearest one.
+    """
+    known, moved = _keys()
+    if key in known:
+        return known[key]
+    if key in moved:
+        raise ConfigError(f"unknown key {key!r}; it is now {' or '.join(moved[key])}")
+    common = ", ".join(name for name in known if "." not in name)
+    meant = {**{former: own[0] for former, own in moved.items()}, **{own: own for own in known}}
+    near = difflib.get_close_matches(key, meant, n=1)
+    hint = (
+        f"did you mean {meant[near[0]]!r}?"
+        if near
+        else (f"known keys: {common}; and those of each method, which fedntk settings lists")
+    )
+    raise ConfigError(f"unknown key {key!r}; {hint}")

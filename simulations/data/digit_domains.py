@@ -1,0 +1,110 @@
+"""Digits in five domains, made of MNIST and scikit-learn's digits: feature skew without a download.
+
+They stand in for the five sets of digits of :mod:`fedntk.simulations.data.digits_five`, which have
+to be downloaded. Accuracies on the one are not comparable with those on the other.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .domains import Domain, Joined, Part, chosen, joined
+
+__all__ = ["DOMAINS", "blurred", "digit_domains", "enlarged", "inverted", "rotated"]
+
+Pixels = NDArray[np.uint8]
+SIDE = 28
+
+
+def inverted(x: Pixels) -> Pixels:
+    """Turn white on black into black on white: 255 - x."""
+    return 255 - x
+
+
+def rotated(x: Pixels) -> Pixels:
+    """Turn by 90 degrees, counter-clockwise.
+
+    No resampling. 180 degrees would turn a 6 into a 9.
+    """
+    return np.ascontiguousarray(np.rot90(x, axes=(-2, -1)))
+
+
+def blurred(x: Pixels) -> Pixels:
+    """Blur by binomial weights of 17 pixels in each direction: a deviation of 2 pixels.
+
+    In whole numbers, so that it is the same everywhere; black beyond the border.
+    """
+    reach = 8
+    weights = [math.comb(2 * reach, k) for k in range(2 * reach + 1)]  # sum 2^16, variance 16 / 4
+    smooth: NDArray[np.int64] = x.astype(np.int64)
+    for axis in (-2, -1):
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (reach, reach)
+        padded, smooth = np.pad(smooth, padding), np.zeros_like(smooth)
+        for k, weight in enumerate(weights):
+            smooth += weight * np.take(padded, range(k, k + x.shape[axis]), axis)
+    half = 2 ** (4 * reach - 1)
+    result: Pixels = ((smooth + half) >> (4 * reach)).astype(np.uint8)
+    return result
+
+
+def enlarged(x: NDArray[Any]) -> Pixels:
+    """Enlarge pictures (n, 1, 8, 8) of 0 ... 16 to (n, 1, 28, 28) of 0 ... 255, bilinear."""
+    from PIL import Image
+
+    grey = np.rint(x[:, 0] * (255 / 16)).astype(np.uint8)
+    how = Image.Resampling.BILINEAR
+    large = [np.asarray(Image.fromarray(own).resize((SIDE, SIDE), how)) for own in grey]
+    return np.stack(large)[:, None]
+
+
+# of MNIST's pictures, no two domains have the same
+_OF_MNIST: dict[str, Callable[[Pixels], Pixels]] = {
+    "mnist": lambda x: x,
+    "inverted": inverted,
+    "rotated": rotated,
+    "blurred": blurred,
+}
+DOMAINS = (*_OF_MNIST, "enlarged")
+
+
+def digit_domains(
+    mnist: Domain, digits: Domain, num_examples: int = 0, num_test_examples: int = 0
+) -> Joined:
+    """Make the five domains, in the order of ``DOMAINS``.
+
+    Each has as many examples as any other, and as many of each class.
+
+    Parameters
+    ----------
+    mnist : Domain
+        MNIST, white on black: uint8 of shape (n, 1, 28, 28).
+    digits : Domain
+        Scikit-learn's digits: (n, 1, 8, 8) of 0 ... 16.
+    num_examples, num_test_examples : int
+        Of each domain; 0: as many as scikit-learn's digits have, of their smallest class.
+
+    Raises
+    ------
+    ConfigError
+        If a number is no multiple of ten, or there are fewer.
+    """
+    counts = [num_examples, num_test_examples]
+    keys = ("examples-per-domain", "test-examples-per-domain")
+    for i, part in enumerate(digits):
+        counts[i] = counts[i] or 10 * int(np.bincount(part.y, minlength=10).min())
+    domains = []
+    for block, change in enumerate(_OF_MNIST.values()):
+        parts = []
+        for part, key, count in zip(mnist, keys, counts, strict=True):
+            own = chosen(part.y, count, key=key, whose="MNIST", block=block)
+            parts.append(Part(change(part.x[own]), part.y[own]))
+        domains.append(Domain(*parts))
+    parts = []
+    for part, key, count in zip(digits, keys, counts, strict=True):
+        own = chosen(part.y, count, key=key, whose="scikit-learn's set of digits")
+        parts.append(Part(enlarged(part.x[own]), part.y[own]))
+    return joined([*domains, Domain(*parts)])

@@ -1,0 +1,119 @@
+"""Image sets in Hugging Face's form, from the hub or a folder of their files."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config.settings import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from flwr_datasets import FederatedDataset
+
+__all__ = ["HuggingFaceSet", "channels_first", "pictures"]
+
+
+class HuggingFaceSet:
+    """An image set with train and test splits; read when first asked for.
+
+    Parameters
+    ----------
+    name : str
+        On the hub, or a folder of Parquet files.
+    subset : str
+        Of a set on the hub that has several; empty: its only one.
+    """
+
+    def __init__(self, name: str, subset: str = "") -> None:
+        self.name, self.subset = name, subset
+
+    @cached_property
+    def _federated(self) -> "FederatedDataset":
+        from flwr_datasets import FederatedDataset
+
+        return FederatedDataset(
+            dataset=self.name, subset=self.subset or None, partitioners={}, shuffle=False
+        )
+
+    def split(self, part: str) -> "Dataset":
+        """Return the train or the test split.
+
+        Raises
+        ------
+        ConfigError
+            If it cannot be read, or downloaded.
+        """
+        try:
+            return self._federated.load_split(part)
+        except Exception as error:
+            raise ConfigError(
+                f"dataset: {self.name!r} has no readable {part} split: {error}"
+            ) from error
+
+    def image_column(self, split: "Dataset", given: str = "") -> str:
+        """Return the column of the images: the given one, or the first that has images.
+
+        Raises
+        ------
+        ConfigError
+            If there is none.
+        """
+        from datasets import Image
+
+        images = [key for key, feature in split.features.items() if isinstance(feature, Image)]
+        return self.column(split, "image-column", given or (images[0] if images else ""))
+
+    def column(self, split: "Dataset", setting: str, given: str) -> str:
+        """Return the column that a setting names.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of this name.
+        """
+        if given not in split.features:
+            raise ConfigError(
+                f"{setting}: {self.name!r} has the columns {', '.join(split.features)}, "
+                f"got {given!r}"
+            )
+        return given
+
+    def class_column(self, split: "Dataset") -> str:
+        """Return the only column of class labels; without one, the only column of whole numbers.
+
+        Raises
+        ------
+        ConfigError
+            If there is none, or several.
+        """
+        from datasets import ClassLabel
+
+        labels = [key for key, feature in split.features.items() if isinstance(feature, ClassLabel)]
+        numbers = [key for key, feature in split.features.items() if "int" in _dtype(feature)]
+        found: list[str] = labels or numbers
+        if len(found) != 1:
+            raise ConfigError(
+                f"dataset: {self.name!r} has the columns {', '.join(split.features)}; expected one "
+                f"of class labels, or one of whole numbers, got {', '.join(found) or 'none'}"
+            )
+        return found[0]
+
+
+def _dtype(feature: Any) -> str:
+    return str(getattr(feature, "dtype", ""))
+
+
+def pictures(
+    split: "Dataset", column: str, prepare: Callable[[Any], Any] = np.asarray
+) -> NDArray[Any]:
+    """Return a column of pictures, all of one size and mode, as (n, channels, height, width)."""
+    return channels_first(np.stack([np.asarray(prepare(picture)) for picture in split[column]]))
+
+
+def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
+    """Grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
+    moved = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(moved)

@@ -1,0 +1,124 @@
+"""The two-patch data set of Huang et al. (ICLR 2024), drawn anew wherever it is loaded."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples
+
+from ..config.settings import ConfigError, Settings, nearest, setting
+
+__all__ = ["TwoPatchOptions", "TwoPatchPart", "draw_two_patch"]
+
+
+class TwoPatchPart(NamedTuple):
+    """Training or test set: the first example of each client, then the second of each, and so on.
+
+    Attributes
+    ----------
+    x : ndarray of float32, shape (K n, 2, d)
+        Signal and noise patch.
+    y : ndarray of int64, shape (K n,)
+        0 for the label -1, 1 for +1.
+    clients : ndarray of int64, shape (K n,)
+        Whose example it is.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    clients: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoPatchOptions(Settings):
+    """What ``dataset = "two-patch:<options>"`` chooses; the defaults are those of section 6.1.
+
+    Examples
+    --------
+    >>> options = TwoPatchOptions.read("groups=1-3-6-10,signal=1.5")
+    >>> options.distribution.num_clients, options.signal, options.dimension
+    (20, 1.5, 1000)
+    >>> TwoPatchOptions.read("dimensions=10")
+    Traceback (most recent call last):
+    fedntk.simulations.errors.ConfigError: two-patch: expected options groups=..., dimension=..., \
+examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; did you mean \
+'dimension'?
+    """
+
+    table = "two-patch"
+
+    groups: str = setting("20", "clients that share each signal: 20 is IID, 1-3-6-10 four groups")
+    dimension: int = setting(1000, "d of one patch", at_least=2)
+    examples: int = setting(100, "training examples of each client", at_least=1)
+    test: int = setting(2000, "test examples of each client", at_least=1)
+    signal: float = setting(2.0, "||mu||_2", above=0)
+    noise: float = setting(1.0, "sigma_p", above=0)
+    seed: int = setting(0, "of the data; the run's own seed has no part in it", at_least=0)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read options with commas between them; the others are defaults.
+
+        Raises
+        ------
+        ConfigError
+            If one is unknown, given twice, no such value, or out of range.
+        """
+        given: dict[str, Any] = {}
+        for pair in text.split(",") if text else []:
+            name, _, value = pair.partition("=")
+            if name not in cls.options():
+                known = ", ".join(f"{own}=..." for own in cls.options())
+                raise ConfigError(
+                    f"two-patch: expected options {known}, got {pair!r}"
+                    f"{nearest(name, cls.options())}"
+                )
+            if name in given:
+                raise ConfigError(f"two-patch.{name}: expected once, got it twice")
+            given[name] = cls.convert(name, value)
+        return cls(**given)
+
+    def check(self) -> None:
+        """Refuse groups that are no sizes, and more of them than there is room for."""
+        if not re.fullmatch(r"\d+(-\d+)*", self.groups):
+            raise ConfigError(
+                f"two-patch.groups: expected sizes such as 1-3-6-10, got {self.groups!r}"
+            )
+        try:
+            _ = self.distribution
+        except ValueError as error:
+            raise ConfigError(f"two-patch.groups = {self.groups}: {error}") from error
+
+    @property
+    def distribution(self) -> TwoPatchDistribution:
+        """Where the examples are drawn from."""
+        return TwoPatchDistribution(
+            group_sizes=tuple(int(size) for size in self.groups.split("-")),
+            dimension=self.dimension,
+            signal_norm=self.signal,
+            noise_std=self.noise,
+            seed=self.seed,
+        )
+
+
+def draw_two_patch(options: TwoPatchOptions) -> tuple[TwoPatchPart, TwoPatchPart]:
+    """Draw the training and the test set of all clients."""
+    draw = options.distribution.draw
+    train = draw(options.examples, part="train", dtype=torch.float32)
+    test = draw(options.test, part="test", dtype=torch.float32)
+    return _in_turn(train), _in_turn(test)
+
+
+def _in_turn(examples: TwoPatchExamples) -> TwoPatchPart:
+    """Put the clients' examples in turn, so that the first ones of a set are of all clients."""
+    x, y = examples.patches().transpose(0, 1), examples.classes().T
+    n, clients = y.shape
+    return TwoPatchPart(
+        x.flatten(0, 1).contiguous().numpy(),
+        y.flatten().contiguous().numpy(),
+        np.tile(np.arange(clients), n),
+    )

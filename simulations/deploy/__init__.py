@@ -1,0 +1,1 @@
+"""A real federation, and the trusted third parties of a simulated one."""

@@ -1,0 +1,564 @@
+"""A real federation on this machine: a SuperLink with TLS, and SuperNodes that authenticate.
+
+    python -m fedntk.simulations.deploy.federation run simulations --nodes 3
+
+starts it, runs an app in it, and stops all that it started. Nothing in it is simulated but the
+network: clients are processes, messages are encrypted, and Flower polls as it does between
+machines. Each command is printed, so that it can be copied for a deployment over several machines.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Self
+
+import typer
+
+from fedntk.ntk.support.files import claimed
+
+from ..assess.certificates import Certificates, make_certificates, make_node_key
+from ..errors import RunFailed, errors_in_one_line, with_extra_named
+
+try:
+    import tomli_w
+
+    from ..engine.processes import (
+        Process,
+        end,
+        flower_environment,
+        processes_with,
+        start,
+        start_on_free_port,
+        stop,
+        tool,
+    )
+except ModuleNotFoundError as error:
+    raise with_extra_named(error) from error
+
+__all__ = ["Federation", "Submission", "Supernode"]
+
+HOST = "127.0.0.1"
+CONNECTION = "fedntk"  # name of the SuperLink in Flower's configuration
+MARK = "FEDNTK_FEDERATION"  # variable in the environment of all that a federation starts
+OFFLINE = 90.0  # seconds in which the SuperLink has surely noticed that a node is gone
+Value = bool | float | int | str
+Settings = Mapping[str, Value] | str  # or as Flower's commands take them: "key=value key=value"
+Say = Callable[[str], None]
+
+
+@dataclass
+class Supernode:
+    """One node of a federation.
+
+    Attributes
+    ----------
+    config : str
+        Its node config, as ``flower-supernode`` takes it.
+    key : Path
+        Its private key.
+    log : Path
+        What it and its clients say.
+    process : Popen
+        The SuperNode.
+    node_id : int
+        By which the server knows it; the same after a restart.
+    """
+
+    config: str
+    key: Path
+    log: Path
+    process: Process = field(repr=False)
+    node_id: int = 0
+
+
+class Submission:
+    """A run that was submitted.
+
+    Attributes
+    ----------
+    process : Popen
+        ``flwr run --stream``, which ends with the run.
+    log : Path
+        What the ServerApp says.
+    """
+
+    def __init__(self, federation: "Federation", process: Process, log: Path) -> None:
+        self._federation = federation
+        self.process = process
+        self.log = log
+
+    @property
+    def text(self) -> str:
+        """What the ServerApp has said so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def run_id(self) -> int | None:
+        """Flower's number of the run; None before it is accepted."""
+        found = re.search(r"started run (\d+)", self.text)
+        return int(found[1]) if found else None
+
+    def wait(self, on_line: Say | None = None) -> None:
+        """Wait until the run has ended; `on_line` is given each line of its log.
+
+        Raises
+        ------
+        RunFailed
+            If it did not finish, or the SuperLink ended, with the last line of the log.
+        """
+        shown, federation = 0, self._federation
+        superlink = federation.superlink
+        while True:
+            ended = self.process.poll() is not None or superlink.poll() is not None
+            lines = self.text.split("\n")
+            if on_line is not None:
+                for line in lines[shown:] if ended else lines[shown:-1]:
+                    on_line(line)
+            shown = len(lines) - 1
+            if ended:
+                break
+            time.sleep(0.2)
+        if superlink.poll() is not None:
+            stop(self.process)
+            raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
+        status = federation.status(self.run_id)
+        if status != "finished:completed":
+            said = [line.strip() for line in self.text.splitlines() if line.strip()]
+            raise RunFailed(f"the run ended as {status} ({' '.join(said[-1:])}); see {self.log}")
+
+
+class Federation:
+    """A SuperLink and SuperNodes on this machine, as a context manager.
+
+    At its end all processes that it started have ended, those that a killed one left, too.
+
+    Parameters
+    ----------
+    folder : path
+        For certificates, keys, logs, the SuperLink's database and Flower's other files.
+    num_supernodes : int
+        How many nodes.
+    node_configs : sequence of dict or str, optional
+        One for each node: what its clients find in ``context.node_config``. By default
+        ``partition-id`` and ``num-partitions``. A string is given to ``flower-supernode`` as it is.
+    environment : dict, optional
+        Variables for all processes, besides this process's own.
+    say : callable, optional
+        Is given what is done, and each command.
+
+    Attributes
+    ----------
+    certificates : Certificates
+        Of the SuperLink; they hold for any other server at ``localhost``, too.
+    superlink : Popen
+        The SuperLink.
+    supernodes : list of Supernode
+        The nodes, in the order of `node_configs`.
+    ports : list of int
+        At which something that was started listens.
+
+    Raises
+    ------
+    ValueError
+        If there is not one node config for each node.
+    BlockingIOError
+        If there is a federation in the folder already.
+    RunFailed
+        If the SuperLink or a SuperNode does not start, with the log that says why.
+
+    Examples
+    --------
+    ::
+
+        with Federation("federation", num_supernodes=3) as federation:
+            federation.run("simulations", {"num-clients": 3, "clients-per-round": 3, "rounds": 2})
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        num_supernodes: int = 3,
+        *,
+        node_configs: Sequence[Settings] | None = None,
+        environment: Mapping[str, str] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        if node_configs is None:
+            node_configs = [
+                {"partition-id": i, "num-partitions": num_supernodes} for i in range(num_supernodes)
+            ]
+        if len(node_configs) != num_supernodes or num_supernodes < 1:
+            raise ValueError(
+                f"node_configs: expected one for each of at least one node, got "
+                f"{len(node_configs)} for {num_supernodes}"
+            )
+        self.folder = Path(folder).expanduser().absolute()
+        self.node_configs = [_described(config) for config in node_configs]
+        self.supernodes: list[Supernode] = []
+        self._extra = dict(environment or {})
+        self._say = say or (lambda _: None)
+        self.ports: list[int] = []
+        self._started: list[Process] = []
+        self._claim = contextlib.ExitStack()
+        self._port: int | None = None
+        self._submitted = 0
+
+    # ------------------------------------------------------------------ start and stop
+
+    def __enter__(self) -> Self:
+        self._claim.enter_context(claimed(self.folder, "federation"))
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes that were started, and those that they have started."""
+        self._say("# stopping all processes")
+        try:
+            stop(*self._started)
+            self._started = []
+            self._end_leftovers()
+        finally:
+            self._claim.close()
+
+    def _end_leftovers(self) -> None:
+        """End what has no parent any more, or was left by a federation that was killed itself."""
+        end(processes_with(MARK, str(self.folder)))
+
+    def _start(self) -> None:
+        self._end_leftovers()
+        self._say(f"# certificates and keys: {self.folder}")
+        self.certificates: Certificates = make_certificates(self.folder / "tls")
+        self.start_superlink()
+        for i, config in enumerate(self.node_configs):
+            home = self.folder / f"node-{i}"
+            key = home / "node.key"
+            public = make_node_key(key)
+            self._flwr("supernode", "register", str(public), CONNECTION)
+            self.supernodes.append(self._supernode(config, key, home / "node.log"))
+        for node in self.supernodes:
+            node.node_id = self._node_id(node)
+
+    @property
+    def superlink_log(self) -> Path:
+        """What the SuperLink says."""
+        return self.folder / "superlink.log"
+
+    @property
+    def address(self) -> str:
+        """Host and port of the SuperLink."""
+        return f"{HOST}:{self._port}"
+
+    def environment(self, home: str) -> dict[str, str]:
+        """Return the environment of the processes of one machine, `home` its folder's name."""
+        flower = flower_environment(self.folder / home / "flwr")
+        unproxied = [os.environ.get("NO_PROXY", ""), HOST, "localhost"]
+        direct = {"NO_PROXY": ",".join(filter(None, unproxied))}
+        return flower | direct | self._extra | {MARK: str(self.folder)}
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink; after it was killed, on the same port, with what it knew."""
+        tls = self.certificates
+        home = "server"
+        (self.folder / home).mkdir(exist_ok=True)
+        options = [
+            *("--ssl-ca-certfile", str(tls.authority), "--ssl-certfile", str(tls.certificate)),
+            *("--ssl-keyfile", str(tls.key), "--enable-supernode-auth"),
+            *("--database", str(self.folder / home / "superlink.db"), "--host", HOST),
+        ]
+        self.superlink, self._port = start_on_free_port(
+            lambda port: [tool("flower-superlink"), *options, "--port", str(port)],
+            self.environment(home),
+            self.superlink_log,
+            port=self._port,
+        )
+        self._started.append(self.superlink)
+        self.ports.append(self._port)
+        self._show("the SuperLink, on the server", home, self.superlink.args)
+        connection = {"address": self.address, "root-certificates": str(tls.authority)}
+        settings = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+        file = self.folder / home / "flwr" / "config.toml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(tomli_w.dumps(settings), encoding="utf-8")
+
+    def start_supernode(self, i: int) -> Supernode:
+        """Start a node again after it was killed; it keeps its id.
+
+        The SuperLink takes a killed node for alive for a minute, and refuses it until then: this
+        tries again and again. A message that the node was at work on is lost, and the server may
+        wait for its reply until the strategy's `timeout`.
+
+        Raises
+        ------
+        RunFailed
+            If it is not accepted in `OFFLINE` seconds.
+        """
+        node, deadline = self.supernodes[i], time.monotonic() + OFFLINE
+        while True:
+            node.log.unlink(missing_ok=True)
+            try:
+                node.process = self._supernode(node.config, node.key, node.log).process
+                node.node_id = self._node_id(node)
+            except RunFailed:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                return node
+
+    def _supernode(self, config: str, key: Path, log: Path) -> Supernode:
+        home = log.parent.name
+        options = [
+            *("--root-certificates", str(self.certificates.authority)),
+            *("--auth-supernode-private-key", str(key), "--superlink", self.address),
+            *("--node-config", config),
+        ]
+        process, port = start_on_free_port(
+            lambda port: [tool("flower-supernode"), *options, "--port", str(port)],
+            self.environment(home),
+            log,
+        )
+        self._started.append(process)
+        self.ports.append(port)
+        self._show(f"a SuperNode, on a machine of its own ({home})", home, process.args)
+        return Supernode(config, key, log, process)
+
+    def _node_id(self, node: Supernode, patience: float = 120) -> int:
+        """Wait until a node is known to the SuperLink, and return its id."""
+        deadline = time.monotonic() + patience
+        while node.process.poll() is None and time.monotonic() < deadline:
+            said = node.log.read_text(encoding="utf-8", errors="replace")
+            if found := re.search(r"SuperNode ID: (\d+)", said):
+                return int(found[1])
+            time.sleep(0.1)
+        raise RunFailed(f"the SuperLink did not accept a node; see {node.log}")
+
+    def start(
+        self, name: str, command: Callable[[int], Sequence[str]], *, port: int | None = None
+    ) -> tuple[Process, int]:
+        """Start another server of the federation, such as a trusted third party.
+
+        Parameters
+        ----------
+        name : str
+            Of its log and folder.
+        command : callable
+            Port -> command.
+        port : int, optional
+            Its port, instead of a free one.
+
+        Returns
+        -------
+        tuple of Popen and int
+            The process and its port, at which it listens.
+        """
+        (self.folder / name).mkdir(exist_ok=True)
+        log = self.folder / f"{name}.log"
+        process, port = start_on_free_port(command, self.environment(name), log, port=port)
+        self._started.append(process)
+        self.ports.append(port)
+        self._show(name, name, process.args)
+        return process, port
+
+    # ------------------------------------------------------------------------- runs
+
+    def submit(self, app: str | Path, run_config: Settings = "") -> Submission:
+        """Submit an app, and return at once.
+
+        Parameters
+        ----------
+        app : path
+            Folder of the app.
+        run_config : dict or str, optional
+            Settings that win over those of its ``pyproject.toml``. A string is given to
+            ``flwr run`` as it is: settings, or the path of a TOML file.
+        """
+        self._submitted += 1
+        command = [tool("flwr"), "run", str(app), CONNECTION, "--stream"]
+        if run_config:
+            command += ["--run-config", _described(run_config)]
+        log = self.folder / f"run-{self._submitted}.log"
+        log.unlink(missing_ok=True)
+        process = start(command, self.environment("server"), log)
+        self._started.append(process)
+        self._show("the run", "server", process.args)
+        return Submission(self, process, log)
+
+    def run(
+        self,
+        app: str | Path,
+        run_config: Settings = "",
+        on_line: Say | None = None,
+    ) -> str:
+        """Run an app, and return what its ServerApp said.
+
+        Parameters
+        ----------
+        app, run_config
+            As of :meth:`submit`.
+        on_line : callable, optional
+            Is given each line as it comes.
+
+        Raises
+        ------
+        RunFailed
+            If the run did not finish.
+        """
+        submission = self.submit(app, run_config)
+        submission.wait(on_line)
+        return submission.text
+
+    def status(self, run_id: int | None) -> str:
+        """Return what Flower says of a run, such as ``finished:completed``."""
+        if run_id is None:
+            return "refused"
+        answer = self._flwr("ls", "--run-id", str(run_id), CONNECTION, "--format", "json")
+        return str(json.loads(answer)["runs"][0]["status"])
+
+    def _flwr(self, *arguments: str) -> str:
+        """Run one of Flower's commands, and return what it says."""
+        command = [tool("flwr"), *arguments]
+        if arguments[0] != "ls":
+            self._say(f"$ {_as_typed(command)}")
+        done = subprocess.run(  # noqa: S603
+            command, env=self.environment("server"), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            said = [line.strip(" │╭╰─╮╯") for line in (done.stdout + done.stderr).splitlines()]
+            reason = " ".join([line for line in said if line][-1:])
+            raise RunFailed(f"{_as_typed(command)} failed: {reason}")
+        return done.stdout
+
+    def _show(self, what: str, home: str, command: object) -> None:
+        self._say(f"# {what}; Flower's files are in FLWR_HOME={self.folder / home / 'flwr'}")
+        if isinstance(command, list):
+            self._say(f"$ {_as_typed(command)}")
+
+
+def _described(settings: Settings) -> str:
+    """Return settings as Flower's commands take them: JSON's literals are TOML's, too."""
+    if isinstance(settings, str):
+        return settings
+    return " ".join(
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()
+    )
+
+
+def _as_typed(command: Sequence[str]) -> str:
+    """Return a command as one types it, with the bare name of the program."""
+    return shlex.join([Path(command[0]).name, *command[1:]])
+
+
+# ------------------------------------------------------------------------------ the command
+
+cli = typer.Typer(
+    help="A real federation on this machine: a SuperLink with TLS and SuperNodes with keys.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@cli.command("run")
+def run_command(
+    app: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of a Flower app; without one, the federation waits for runs."),
+    ] = None,
+    *,
+    nodes: Annotated[int, typer.Option(min=1, help="SuperNodes.")] = 3,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'KEY=VALUE ...'",
+            help="Of one node; once for each. By default partition-id and num-partitions.",
+        ),
+    ] = None,
+    run_config: Annotated[
+        str, typer.Option(metavar="'KEY=VALUE ...'", help="Of the run, or a TOML file.")
+    ] = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="For keys, logs and Flower's files; a temporary one by default."),
+    ] = None,
+) -> None:
+    """Start a federation on this machine, run an app in it, and stop it.
+
+    Each command is printed after a $, so that it can be copied for a deployment over several
+    machines. Ctrl-C stops everything.
+
+    [b]Examples[/]
+
+      python -m fedntk.simulations.deploy.federation run my_app --nodes 2
+
+      python -m fedntk.simulations.deploy.federation run my_app --nodes 2
+      --node-config 'data-path="a.npz"' --node-config 'data-path="b.npz"'
+      --run-config 'num-clients=2 rounds=5'
+    """
+    if node_config and len(node_config) != nodes:
+        raise typer.BadParameter(
+            f"expected one for each of {nodes} nodes, got {len(node_config)}",
+            param_hint="--node-config",
+        )
+    with (
+        errors_in_one_line("fedntk.simulations.deploy.federation"),
+        contextlib.ExitStack() as stack,
+    ):
+        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedntk-")))
+        federation = Federation(place, nodes, node_configs=node_config or None, say=typer.echo)
+        stack.enter_context(federation)
+        if app is not None:
+            federation.run(app, run_config, on_line=typer.echo)
+            return
+        home = federation.folder / "server" / "flwr"
+        typer.echo("# ready. Submit runs from another terminal; Ctrl-C stops everything:")
+        typer.echo(f"$ FLWR_HOME={shlex.quote(str(home))} flwr run <app> {CONNECTION} --stream")
+        federation.superlink.wait()
+        raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
+
+
+@cli.command("keys")
+def keys_command(
+    folder: Annotated[Path, typer.Argument(help="Where they go.")],
+    *,
+    host: Annotated[
+        list[str], typer.Option(help="Name or address of the server; may be repeated.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Key pairs for so many SuperNodes.")] = 3,
+) -> None:
+    """Make certificates and keys for a trial over several machines.
+
+    FOLDER gets ca.pem (for all machines), server.pem and server.key (for the server), and for each
+    node node-<i>.key (for that machine) and node-<i>.key.pub (to be registered). An organisation
+    with a certificate authority of its own uses that one.
+    """
+    with errors_in_one_line("fedntk.simulations.deploy.federation"):
+        made = make_certificates(folder, host)
+        public = [make_node_key(folder / f"node-{i}.key") for i in range(nodes)]
+        for path in (made.authority, made.certificate, made.key, *public):
+            typer.echo(str(path))
+
+
+if __name__ == "__main__":
+    cli(prog_name="python -m fedntk.simulations.deploy.federation")

@@ -1,0 +1,76 @@
+"""The trusted third parties of a simulation, and its clients' keys.
+
+The cryptography is the real one; the keys are derived from the run's seed, so that any process of
+the simulation can make its own part and a run is repeatable. They are no secrets: a simulation has
+one owner. In a deployment keys are drawn, and the third parties are processes of their own
+(``python -m fedntk.trust``).
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from torch import Tensor
+
+from fedntk.clients import SealedProjection, project
+from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, public_bytes
+
+from ..config.config import Config
+
+__all__ = ["key_server", "projected", "run_name", "sealed_projection", "shuffling_server"]
+
+
+def run_name(config: Config) -> str:
+    """Name of the training run: runs of one seed share the projection, and can be compared."""
+    return f"simulation of seed {config.seed}"
+
+
+def key_server(config: Config) -> KeyServer:
+    """Make the key server, with all clients enrolled."""
+    enrolled = [public_bytes(_client_key(config, p)) for p in range(config.num_clients)]
+    return KeyServer(_derived(config, "master"), enrolled, _signing_key(config))
+
+
+def shuffling_server(config: Config) -> ShufflingServer:
+    """Make the shuffling server."""
+    return ShufflingServer(X25519PrivateKey.from_private_bytes(_derived(config, "shuffling")))
+
+
+def sealed_projection(
+    config: Config, partition: int, state: MutableMapping[str, Any]
+) -> SealedProjection:
+    """Make a client's projection, whose seed comes sealed; `state` outlasts a message."""
+    keys = ClientKeys(
+        _client_key(config, partition),
+        run=run_name(config),
+        verify_key=_signing_key(config).public_key().public_bytes_raw(),
+        state=state,
+    )
+    return SealedProjection(config.projection, keys, config.projection_kind)
+
+
+def projected(config: Config, x: Tensor) -> Tensor:
+    """Project examples (n, ...) as the clients do, if they do.
+
+    For whoever judges the model: like a client, and unlike the strategy, it holds the seed.
+    """
+    if not config.projection:
+        return x
+    seed = key_server(config).projection_seed(run_name(config))
+    return project(x, config.projection, seed, config.projection_kind)
+
+
+def _client_key(config: Config, partition: int) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(_derived(config, f"client {partition}"))
+
+
+def _signing_key(config: Config) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(_derived(config, "signing"))
+
+
+def _derived(config: Config, purpose: str) -> bytes:
+    info = f"fedntk simulation {purpose}".encode()
+    return HKDF(SHA256(), 32, salt=None, info=info).derive(str(config.seed).encode())

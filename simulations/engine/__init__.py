@@ -1,0 +1,1 @@
+"""Engines, apps and runs."""

@@ -1,0 +1,201 @@
+"""Strategy, clients and predictor of a run, as its configuration says."""
+
+from collections.abc import MutableMapping
+from logging import ERROR
+from pathlib import Path
+from typing import Any, Literal
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType
+from flwr.client import NumPyClient
+
+from fedntk.clients.core.adapter import unpacked
+from fedntk.ntk import NotEnoughMemory, require_disk, require_memory
+from fedntk.ntk.predictors.network import Predictor
+from fedntk.strategies import BaseStrategy
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..data.kept_examples import Own
+from ..data.load import load_data
+from ..data.partitions import load_split
+from ..deploy.simulated_trust import key_server, run_name, sealed_projection
+from ..methods.method import Need, Setup
+from ..models import build_model
+from ._flower import log_from
+from .checkpoints import Checkpoints
+from .tensors import load_tensors
+
+__all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
+
+
+def load_setup(config: Config) -> Setup:
+    """Load data and split, and build the network.
+
+    Raises
+    ------
+    ConfigError
+        If one of them cannot be had.
+    """
+    data = load_data(config)
+    network = build_model(config, data.input_shape, data.num_classes)
+    return Setup(config, data, load_split(config), network)
+
+
+def make_strategy(setup: Setup) -> BaseStrategy:
+    """Make the strategy that the configuration names.
+
+    Raises
+    ------
+    ConfigError
+        If what the server or a client must hold would not fit.
+    """
+    config, method = setup.config, setup.config.chosen_method
+    training = config.num_clients - config.validation_clients
+    # clients that evaluate only where the others, which train, are the ones to be measured
+    silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
+    without = sorted({*range(silent), *setup.without_examples_to_evaluate})
+    evaluating = min(config.clients_per_evaluation, config.num_clients - len(without))
+    options: dict[str, Any] = {
+        "seed": config.seed,
+        "min_completed": config.min_completed,
+        "average_decay": config.average_decay,
+        "centre_inputs": config.centre_inputs,
+        "max_examples": setup.max_examples,
+        "fraction_train": config.clients_per_round / config.num_clients,
+        "min_train_nodes": config.clients_per_round,
+        "fraction_evaluate": evaluating / config.num_clients,
+        "min_evaluate_nodes": evaluating,
+        "min_available_nodes": config.num_clients,
+        "evaluate_every": config.evaluate_every,
+        # clients held out for validation are trained on by no method
+        "held_out": range(training, config.num_clients),
+        "evaluate_without": without,
+        "key_server": key_server(config) if config.projection else None,
+        "run": run_name(config),
+    }
+    with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
+        try:
+            strategy = method.strategy(setup, options)
+            needs = list(method.needs(setup))
+        except ConfigError:
+            raise
+        except (ValueError, ArithmeticError) as error:
+            raise ConfigError(f"method = {config.method}: {error}") from error
+    for need in needs:
+        _require(need)
+    return strategy
+
+
+def _require(need: Need) -> None:
+    try:
+        if need.folder is None:
+            require_memory(need.num_bytes, need.what, cure=need.cure)
+        else:
+            require_disk(need.num_bytes, need.what, need.folder, cure=need.cure)
+    except NotEnoughMemory as error:
+        raise ConfigError(f"{need.setting}: {error}") from error
+
+
+def make_client(
+    setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
+) -> NumPyClient:
+    """Make the client that the configuration names.
+
+    Parameters
+    ----------
+    setup : Setup
+        Of the run.
+    partition : int
+        Whose examples it has; it seeds what the client draws, too.
+    state : dict
+        What the client keeps from one message to the next.
+    own : Own, optional
+        Examples of its own, instead of the partition's.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such partition, or examples of its own were to be protected by what this app
+        derives from the seed.
+    """
+    config = setup.config
+    if own is not None:
+        if seeded := config.chosen_method.seeded_protection(config):
+            raise ConfigError(
+                f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so "
+                "they protect nothing; write a client with keys of its own for data-path"
+            )
+    else:
+        if not 0 <= partition < len(setup.split.clients):
+            raise ConfigError(
+                f"partition-id: expected 0 ... {len(setup.split.clients) - 1}, got {partition}"
+            )
+        own = setup.examples(partition)
+    (x, y), (x_test, y_test) = own.train, own.test
+    options: dict[str, Any] = {
+        "model": setup.network,
+        "x": x,
+        "y": y,
+        "loss": config.loss,
+        "device": setup.device,
+        "sampling_rate": config.sampling_rate,
+        "seed": (config.seed, partition),
+    }
+    if config.projection:
+        options["projection"] = sealed_projection(config, partition, state)
+    if len(y_test):
+        options["x_test"], options["y_test"] = x_test, y_test
+    return config.chosen_method.client(setup, partition, options)
+
+
+def load_predictor(
+    folder: str | Path,
+    which: Literal["model", "best"] = "model",
+    *,
+    client: int | None = None,
+) -> Predictor:
+    """Return what a run learned: its last model, the best one, or a client's own.
+
+    Parameters
+    ----------
+    folder : path
+        Of a finished run.
+    which : {"model", "best"}
+        The last model, or the best one by the setting ``monitor``.
+    client : int, optional
+        Partition of a client whose own last model is wanted, with what it kept in the run's folder:
+        what that client would evaluate. Methods without such models give the last one.
+
+    Raises
+    ------
+    ConfigError
+        If the data set, which tells the shape of an example, cannot be had, or there is no such
+        client; or if the best model is asked for of a client.
+    FileNotFoundError
+        If there is no finished run.
+    """
+    if client is not None:
+        return _predictor_of_client(Path(folder), which, client)
+    arrays, described = load_tensors(Path(folder) / f"{which}.safetensors")
+    config = Config.of_run(folder, weights="")
+    return config.chosen_method.predictor(load_setup(config), arrays, described["learned"])
+
+
+def _predictor_of_client(folder: Path, which: str, partition: int) -> Predictor:
+    """Have the strategy say what it would send a client, and the client make a module of it."""
+    if which != "model":
+        raise ConfigError(f"which: clients have their last models alone, got {which!r}")
+    checkpoint = Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
+    config = Config.of_run(folder, weights="").replace(out=str(folder))
+    setup = load_setup(config)
+    client, strategy = make_client(setup, partition, {}), make_strategy(setup)
+    strategy.load_state_dict(checkpoint.strategy)
+    arrays = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+    arrays = strategy.begin(arrays, checkpoint.round, done=checkpoint.round)
+    settings = ConfigRecord()
+    strategy.prepare_config(settings, checkpoint.round)
+    content = strategy.content_for(partition, MessageType.EVALUATE, arrays, settings)
+    predictor: Predictor = client.predictor(*unpacked(content, str(partition)))  # type: ignore[attr-defined]
+    return predictor

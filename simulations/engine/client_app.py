@@ -1,0 +1,79 @@
+"""The client half of the Flower app: the configured method's client, with its node's examples."""
+
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context
+from flwr.client import NumPyClient
+
+from fedntk.clients import client_app
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..data.kept_examples import KeptExamples
+from ..data.load import load_own
+from ..methods.method import Setup
+from .building import load_setup, make_client
+from .meter import meter
+
+__all__ = ["app"]
+
+STATE = "fedntk.client"  # name of the record that a client keeps
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Make the client of a node, whose configuration says which examples it has.
+
+    ``data-path`` names a file of its own; else it has the part of the data set that
+    ``partition-id`` stands for. A node without ``partition-id`` goes by its id.
+    """
+    partition, path = (context.node_config.get(key) for key in ("partition-id", "data-path"))
+    if partition is None and path is None:
+        raise ConfigError(
+            "the node config names no examples: start the SuperNode with --node-config "
+            "'partition-id=0' for a part of the data set, or with 'data-path=\"examples.npz\"' "
+            "for examples of its own"
+        )
+    if (_thread.run_id, _thread.run_config) != (context.run_id, context.run_config):
+        _thread.prepare(context)
+    torch.set_num_threads(_thread.setup.config.client_threads)
+    number = context.node_id if partition is None else int(partition)
+    own = None if path is None else load_own(str(path), _thread.setup)
+    if STATE not in context.state:
+        context.state[STATE] = ConfigRecord()
+    return make_client(_thread.setup, number, context.state.config_records[STATE], own)
+
+
+class _Thread(threading.local):
+    """What the clients of one run share in a thread: every message overwrites the weights.
+
+    Examples are kept for one thread, too, as a network may change in place what it is given.
+    """
+
+    run_id: int | None = None
+    run_config: Mapping[str, Any] = MappingProxyType({})
+    setup: Setup
+
+    def prepare(self, context: Context) -> None:
+        config = Config.parse(context.run_config)
+        template = _template(config)  # client_app makes one client at a time
+        network = copy.deepcopy(template.network)
+        self.setup = replace(template, network=network, kept=KeptExamples())
+        self.run_id, self.run_config = context.run_id, dict(context.run_config)
+
+
+_thread = _Thread()
+
+
+@lru_cache(maxsize=1)
+def _template(config: Config) -> Setup:
+    return load_setup(config)
+
+
+app = client_app(client_fn, mods=[meter])

@@ -1,0 +1,137 @@
+"""``flwr run`` on Ray as a subprocess, on a SuperLink of our own."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ..config.config import Config, nested
+from ..errors import RunFailed
+from .processes import (
+    Process,
+    end,
+    flower_environment,
+    processes_with,
+    start,
+    start_on_free_port,
+    stop,
+    tool,
+)
+
+__all__ = ["end_leftovers", "flwr_run", "superlink"]
+
+OnRound = Callable[[dict[str, Any]], None]
+APP = Path(__file__).parents[1]
+
+
+def flwr_run(config: Config, on_round: OnRound) -> None:
+    """Run a configuration with ``flwr run``, following the rounds as they are written.
+
+    The SuperLink is started for this run and stopped after it; all of Flower's files are in the
+    run's folder.
+
+    Parameters
+    ----------
+    config : Config
+        What to run. If it has checkpoints already, it goes on from the newest.
+    on_round : callable
+        Is given the metrics of each round, those of a resumed run's earlier rounds too.
+
+    Raises
+    ------
+    RunFailed
+        If the run ends without a result, with the reason it gave.
+    """
+    folder = config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("summary.json", "rounds.jsonl"):  # which this run will write again
+        (folder / name).unlink(missing_ok=True)
+    config = config.replace(out=str(folder), data_dir=_absolute(config.data_dir))
+    settings = folder / "run-config.toml"
+    settings.write_text(tomli_w.dumps(nested(config.run_config())), encoding="utf-8")
+    federation = (
+        f"num-supernodes={config.num_clients} client-resources-num-cpus={config.client_cpus} "
+        f"client-resources-num-gpus={config.client_gpus}"
+    )
+    log = folder / "flwr.log"
+    log.unlink(missing_ok=True)
+    with superlink(folder / "flwr") as (server, environment):
+        command = [
+            *(tool("flwr"), "run", str(APP), "fedntk", "--stream"),
+            *("--run-config", str(settings), "--federation-config", federation),
+        ]
+        process = start(command, environment, log)
+        try:
+            shown = 0
+            while True:
+                ended = process.poll() is not None or server.poll() is not None
+                shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
+                if ended:
+                    break
+                time.sleep(0.2)
+        finally:
+            stop(process)
+    settings.unlink()
+    if not (folder / "summary.json").exists():
+        lines = log.read_text(encoding="utf-8").splitlines()
+        said = [line.strip(" │") for line in lines if any(map(str.isalnum, line))]
+        raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log}")
+
+
+def end_leftovers(folder: Path) -> None:
+    """End what an earlier run on Ray in this folder left at work, when it was killed itself.
+
+    All that such a run starts has ``flwr`` in the folder as Flower's home, in its environment.
+    """
+    home = folder / "flwr"
+    if home.exists():
+        end(processes_with("FLWR_HOME", str(home)))
+
+
+def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
+    if not path.exists():
+        return shown
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
+    for line in lines[shown:]:
+        on_round(json.loads(line))
+    return len(lines)
+
+
+@contextlib.contextmanager
+def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
+    """Start a SuperLink in simulation mode, and stop it with all that it started.
+
+    Parameters
+    ----------
+    home : Path
+        Where Flower's files go.
+
+    Yields
+    ------
+    tuple of Popen and dict
+        The process, and the environment with which ``flwr run`` finds it.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    environment, log = flower_environment(home), home / "superlink.log"
+    log.unlink(missing_ok=True)
+    options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
+    process, port = start_on_free_port(
+        lambda port: [tool("flower-superlink"), *options, str(port)], environment, log
+    )
+    try:
+        connection = {"address": f"127.0.0.1:{port}", "insecure": True}
+        settings = {"superlink": {"default": "fedntk", "fedntk": connection}}
+        (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        yield process, environment
+    finally:
+        stop(process)
+        # Ray's workers, where what started them has just ended: nobody's children
+        end(processes_with("FLWR_HOME", str(home)))
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else path

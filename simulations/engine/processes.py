@@ -1,0 +1,161 @@
+"""Processes of Flower's: started on free ports, and ended with all that they started."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ..errors import RunFailed
+
+__all__ = [
+    "end",
+    "flower_environment",
+    "processes_with",
+    "start",
+    "start_on_free_port",
+    "stop",
+    "tool",
+]
+
+Process = subprocess.Popen[bytes]
+PATIENCE = 15.0  # seconds in which a process that was told to end may do so
+
+
+def tool(name: str) -> str:
+    """Path of a command that was installed with this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return an environment in which Flower keeps its files in `home` and installs nothing."""
+    return os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Start a process that appends what it says to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        return subprocess.Popen(  # noqa: S603
+            command, env=dict(environment), stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def start_on_free_port(
+    command: Callable[[int], Sequence[str]],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    port: int | None = None,
+) -> tuple[Process, int]:
+    """Start a server, and wait until it listens.
+
+    Parameters
+    ----------
+    command : callable
+        Port -> command.
+    environment : dict
+        Of the process.
+    log : Path
+        What it says is appended to this file.
+    port : int, optional
+        The port that it shall have, instead of a free one.
+
+    Returns
+    -------
+    tuple of Popen and int
+        The process, and its port.
+
+    Raises
+    ------
+    RunFailed
+        If it does not listen; the message names the log.
+    """
+    for _ in range(3):  # another process may take a port that was free a moment ago
+        chosen = port or _free_port()
+        arguments = command(chosen)
+        process = start(arguments, environment, log)
+        try:
+            if _listens(process, chosen):
+                return process, chosen
+        except BaseException:
+            stop(process)
+            raise
+        stop(process)
+    raise RunFailed(f"{Path(arguments[0]).name} did not start; see {log}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(process: Process, port: int, timeout: float = 60) -> bool:
+    """Wait until the process itself listens on the port; False if it ends or takes too long."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(process.pid).net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+        time.sleep(0.1)
+    return False
+
+
+def stop(*processes: Process, patience: float = PATIENCE) -> None:
+    """End processes and all that they started, and wait until they are gone."""
+    family = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + patience
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(deadline - time.monotonic(), 0))
+    _outlast(family, patience)
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Return the processes that were started with an environment variable of this value."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """End processes, and wait until they are gone."""
+    told = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+            told.append(process)
+    _outlast(told)
+
+
+def _outlast(processes: list[psutil.Process], patience: float = PATIENCE) -> None:
+    """Wait until processes have ended; kill those that are there after `patience` s."""
+    _, left = psutil.wait_procs(processes, timeout=patience)
+    for survivor in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    psutil.wait_procs(left, timeout=patience)

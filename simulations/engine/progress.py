@@ -1,0 +1,227 @@
+"""What a run shows of itself while it works: in a terminal, in Jupyter, or in a log."""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from logging import StreamHandler, getLogger
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Progress", "progress"]
+
+LOG_EVERY = 10.0  # seconds between lines in a log
+JUPYTER_EVERY = 0.25
+
+
+@dataclass
+class Progress:
+    """How far one run, or a comparison of several, has come.
+
+    Attributes
+    ----------
+    rounds : int
+        Of all runs together; those that are finished already included.
+    runs : int
+        How many there are.
+    headline : str
+        Metric of a round that is shown: a share, such as the accuracy.
+    """
+
+    rounds: int
+    runs: int = 1
+    sink: "Sink | None" = None
+    run: int = 0
+    name: str = ""
+    round: int = 0
+    run_rounds: int = 0
+    state: str = ""
+    headline: str = "accuracy"
+    value: float | None = None  # of the headline
+    ended: bool = False
+    _done: int = 0  # rounds of all runs, those found finished included
+    _start: float = field(default_factory=lambda: time.monotonic())
+    _last: float = 0.0  # when the last round ended, or the run began
+    _seconds: list[float] = field(default_factory=list)  # of each round run here
+
+    def begin(self, name: str, rounds: int, done: int = 0, *, headline: str = "accuracy") -> None:
+        """Begin the next run, of which `done` rounds are there already; show one metric of it."""
+        self.run += 1
+        self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
+        self.headline, self.value = headline, None
+        self.state, self.ended = "starting", False
+        self._last = time.monotonic()
+        self._show(now=True)
+
+    def on_answer(self, kind: str, answered: int, asked: int) -> None:
+        """Count a client's answer: for :class:`~fedntk.simulations.engine.engines.LocalGrid`."""
+        verb = {"train": "training", "evaluate": "evaluating"}.get(kind, "answering")
+        self.state = f"{verb} {answered}/{asked} clients"
+        self._show()
+
+    def on_round(self, record: Mapping[str, Any]) -> None:
+        """Take note of a round's metrics."""
+        number, now = int(record["round"]), time.monotonic()
+        if step := max(number - self.round, 0):
+            self._seconds += [(now - self._last) / step] * step
+        self._done += step
+        self.round, self.value, self._last = number, record.get(self.headline), now
+        if "replies-accepted" in record:
+            rejected = int(record["replies-rejected"])
+            self.state = f"{record['replies-accepted']:.0f} clients" + (
+                f", {rejected} rejected" if rejected else ""
+            )
+        self._show()
+
+    def end(self, state: str = "done") -> None:
+        """End the current run, whether or not all its rounds were run."""
+        self._done += self.run_rounds - self.round
+        self.state, self.ended = state, True
+        self._show(now=True)
+
+    @property
+    def elapsed(self) -> str:
+        """Time since the start, as h:mm:ss."""
+        return str(timedelta(seconds=int(time.monotonic() - self._start)))
+
+    @property
+    def left(self) -> str:
+        """Time that the rounds left will take; empty before the first one has been run.
+
+        By the median of the rounds so far, which the first one, slow on Ray, hardly moves.
+        """
+        if not self._seconds:
+            return ""
+        seconds = statistics.median(self._seconds) * (self.rounds - self._done)
+        return str(timedelta(seconds=round(seconds)))
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [f"round {self.round}/{self.run_rounds}", self.state]
+        if self.runs > 1:
+            parts.insert(0, f"run {self.run}/{self.runs}")
+        if self.value is not None:
+            parts.append(f"{self.headline} {100 * self.value:.1f} %")
+        parts.append(self.elapsed)
+        if self.left and self._done < self.rounds:
+            parts.append(f"{self.left} left")
+        return f"{self.name}: " + ", ".join(parts)
+
+    def _show(self, *, now: bool = False) -> None:
+        if self.sink is not None:
+            self.sink.show(self, now=now)
+
+
+class Sink(Protocol):
+    """Shows a state; as often as fits the place, and at once where `now` says so."""
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        """Show it, or leave it for later."""
+
+
+class _Log:
+    """A line at the beginning, at the end, and every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._last = console, -float("inf")
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        if now or time.monotonic() - self._last > LOG_EVERY:
+            self._last = time.monotonic()
+            self._console.print(str(state), markup=False, highlight=False, soft_wrap=True)
+
+
+class _Jupyter:
+    """One output of the cell, rewritten in place."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(self._output("..."), raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        self._last = 0.0
+        self._ended: list[str] = []
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        if now or time.monotonic() - self._last > JUPYTER_EVERY:
+            self._last = time.monotonic()
+            lines = [*self._ended, str(state)]
+            self._handle.update(self._output("\n".join(lines)), raw=True)
+            if state.ended:
+                self._ended = lines
+
+    @staticmethod
+    def _output(text: str) -> dict[str, str]:
+        return {"text/plain": text}
+
+
+class _Terminal:
+    """A bar and a line, rewritten in place; the lines of ended runs stay above them."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def show(self, state: Progress, *, now: bool) -> None:
+        del now  # rich refreshes by itself
+        self._live.update(self._row(state))
+        if state.ended and state.run < state.runs:
+            self._live.console.print(str(state), markup=False, highlight=False)
+
+    @staticmethod
+    def _row(state: Progress) -> Group:
+        row = Table.grid(padding=(0, 1))
+        name, _, rest = str(state).partition(": ")
+        bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
+        row.add_row(Text(name), bar)
+        return Group(row, Text(rest))
+
+
+@contextlib.contextmanager
+def _log_above() -> Iterator[None]:
+    """Have Flower's log printed above what is live: as rich replaced the error output."""
+    handlers = [h for h in getLogger("flwr").handlers if isinstance(h, StreamHandler)]
+    before = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in before:
+            if stream is not None:
+                handler.setStream(stream)
+
+
+@contextlib.contextmanager
+def progress(
+    rounds: int, runs: int = 1, *, enabled: bool = True, console: Console | None = None
+) -> Iterator[Progress]:
+    """Show the progress of some runs, in the way that fits where the output goes.
+
+    Parameters
+    ----------
+    rounds, runs : int
+        See :class:`Progress`.
+    enabled : bool
+        Show nothing if not.
+    console : Console, optional
+        Where to: the error output by default.
+    """
+    state = Progress(rounds, runs)
+    console = console or Console(stderr=True)
+    if not enabled:
+        yield state
+    elif console.is_jupyter:
+        state.sink = _Jupyter()
+        yield state
+    elif console.is_terminal:
+        with Live(console=console, refresh_per_second=4) as live, _log_above():
+            state.sink = _Terminal(live)
+            yield state
+    else:
+        state.sink = _Log(console)
+        yield state

@@ -1,0 +1,272 @@
+"""What is recorded of each round, and when a run has learned enough."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from logging import INFO, WARNING, getLogger
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
+
+from fedntk.ntk.predictors.network import Evaluation
+from fedntk.strategies import BaseStrategy
+
+from ..config.config import Config
+from .checkpoints import Best, Checkpoint, Checkpoints
+from .engines import MeteredGrid
+from .meter import peak_memory, reset_peak_memory
+
+__all__ = ["OnRound", "Recorder"]
+
+logger = getLogger("flwr")
+OnRound = Callable[[dict[str, float]], None]
+
+# what strategies of all methods report of a round's replies
+OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected")
+OF_TRAINING = (*OF_REPLIES, "train-loss")
+OF_EVALUATION = (*OF_REPLIES, "accuracy", "loss")
+OTHERS = 32  # names that clients may choose over a run
+LONGEST = 64  # characters of such a name
+
+
+class AdmittedMetrics:
+    """Which metrics of clients are recorded: the known ones, and a bounded number of others.
+
+    Parameters
+    ----------
+    known : iterable of str
+        Names that are always recorded.
+    refused : callable
+        Whether a name may not be recorded, since the recorder uses it itself.
+    whose : str
+        For the log: what the metrics are of.
+    """
+
+    def __init__(self, known: Iterable[str], refused: Callable[[str], bool], whose: str) -> None:
+        self._known, self._refused, self._whose = frozenset(known), refused, whose
+        self._others: set[str] = set()
+        self._reasons: set[str] = set()  # for which replies were dropped: names that servers give
+        self._told = False
+
+    def take(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        """Return the numbers among the metrics that are recorded."""
+        scalars = {
+            name: value
+            for name, value in ({} if metrics is None else metrics).items()
+            if isinstance(value, int | float) and not self._refused(name)
+        }
+        for name in sorted(scalars):
+            pool = self._pool(name)
+            if not self._admits(name) and len(name) <= LONGEST and len(pool) < OTHERS:
+                pool.add(name)
+        left_out = [name for name in scalars if not self._admits(name)]
+        if left_out and not self._told:
+            self._told = True
+            logger.log(
+                WARNING,
+                "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
+                "recorded besides the known ones",
+                self._whose,
+                min(left_out),
+                OTHERS,
+                LONGEST,
+            )
+        return {name: value for name, value in scalars.items() if self._admits(name)}
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Take note of names that were recorded before a run was cut off."""
+        for name in set(names) - self._known:
+            self._pool(name).add(name)
+
+    def _pool(self, name: str) -> set[str]:
+        return self._reasons if name.startswith("rejected-") else self._others
+
+    def _admits(self, name: str) -> bool:
+        return name in self._known or name in self._pool(name)
+
+
+def _of_the_recorder(name: str) -> bool:
+    """Whether the recorder writes a metric of this name itself, measured on the server."""
+    return name in ("round", "accuracy", "loss", "model-updated") or name.startswith(
+        ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
+    )
+
+
+def _of_the_statistics(name: str) -> bool:
+    """Whether a metric of clients would have the name of a statistic over them."""
+    return name.startswith(("accuracy-", "loss-"))
+
+
+class Recorder:
+    """Evaluates what was learned after each round; records and saves what the round did.
+
+    Parameters
+    ----------
+    config : Config
+        Of the run.
+    grid : MeteredGrid
+        That counts what rounds cost.
+    strategy : BaseStrategy
+        Whose metrics are recorded.
+    evaluate : callable
+        Global arrays by name -> loss and accuracy.
+    checkpoints : Checkpoints
+        Where they are written.
+    source : dict of str to str
+        See :class:`~fedntk.simulations.engine.checkpoints.Checkpoint`.
+    on_round : callable, optional
+        Is given the metrics of each round.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: MeteredGrid,
+        strategy: BaseStrategy,
+        evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation],
+        checkpoints: Checkpoints,
+        source: dict[str, str],
+        on_round: OnRound | None = None,
+    ) -> None:
+        self._config, self._folder = config, config.folder
+        self._grid, self._strategy = grid, strategy
+        self._evaluate, self._on_round = evaluate, on_round
+        self._arrays = ArrayRecord()
+        self._saved = -1
+        self._start = time.perf_counter()
+        known = (*OF_TRAINING, *config.chosen_method.metrics)
+        self._of_training = AdmittedMetrics(known, _of_the_recorder, "training")
+        of_clients = (*OF_EVALUATION, *config.chosen_method.evaluation_metrics)
+        self._of_evaluation = AdmittedMetrics(of_clients, _of_the_statistics, "evaluation")
+        self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
+        self._checkpoints = checkpoints
+        self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
+        reset_peak_memory()
+
+    def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
+        """Take over what was recorded; `arrays` are what the strategy is started from."""
+        self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
+        names = {name for record in checkpoint.records for name in record}
+        self._of_training.remember(name for name in names if not _of_the_recorder(name))
+        own = (n.removeprefix("client-") for n in names if n.startswith("client-"))
+        self._of_evaluation.remember(name for name in own if not _of_the_statistics(name))
+        self._of_clients.remember(checkpoint.evaluations.names)
+        self._append(*checkpoint.records)
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is anything new."""
+        if self.checkpoint.round > self._saved:
+            self._checkpoints.save(self.checkpoint)
+            self._saved = self.checkpoint.round
+            self.checkpoint = replace(self.checkpoint, best_weights={})  # a file has them
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Evaluate and record a round, unless a run goes on from it: Flower's ``evaluate_fn``.
+
+        It returns None after a round in which nothing is evaluated.
+        """
+        seconds = time.perf_counter() - self._start
+        if server_round > self.checkpoint.round:
+            self._record(server_round, arrays, seconds)
+        else:
+            self._arrays = arrays  # as the strategy hands them on, from which a run goes on
+        last = self.checkpoint.records[-1]
+        self._start = time.perf_counter()
+        reset_peak_memory()
+        if "accuracy" not in last:
+            return None
+        return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
+
+    def should_stop(self, server_round: int, result: Result) -> bool:
+        """Whether there was no better model in as many rounds as the setting patience says.
+
+        A round that evaluates nothing, as most do with evaluate-every, is not the last one.
+        """
+        del result
+        best, patience = self.checkpoint.best, self._config.patience
+        stops = best is not None and 0 < patience <= server_round - best.round
+        stops = stops and self._strategy.evaluates_in(server_round)
+        if stops:
+            logger.log(INFO, "no better model in %d rounds: stopped", patience)
+        return stops
+
+    def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
+        updated = arrays is not self._arrays  # Flower hands the same record on where none came
+        weights = {name: array.numpy() for name, array in arrays.items()}
+        strategy = self._strategy
+        evaluated: dict[str, Any] = {}
+        if strategy.evaluates_in(server_round):
+            loss, accuracy, more = self._evaluate(weights)
+            evaluated = {**more, "accuracy": accuracy, "loss": loss}
+        record: dict[str, Any] = self._of_training.take(strategy.train_metrics.get(server_round))
+        by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round))
+        record |= {f"client-{name}": value for name, value in by_clients.items()}
+        record |= {**evaluated, "round": server_round}
+        if server_round > 0:
+            record["model-updated"] = int(updated)
+        own: dict[int, dict[str, float]] = {}
+        if server_round in strategy.evaluate_metrics:
+            evaluations = sorted(strategy.client_evaluations.items())
+            own = {partition: self._of_clients.take(metrics) for partition, metrics in evaluations}
+            record |= _among_clients(list(own.values()))
+        costs = self._grid.take()
+        waiting = costs.pop("seconds-waiting")
+        record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
+        record["peak-memory"] = peak_memory()
+
+        before = self.checkpoint
+        best = _better(before.best, record, self._config.monitor, strategy.learned)
+        self._arrays = arrays
+        self.checkpoint = Checkpoint(
+            weights=weights,
+            strategy=strategy.state_dict(),
+            source=before.source,
+            records=[*before.records, record],
+            evaluations=before.evaluations.with_round(server_round, own),
+            best=best,
+            best_weights=before.best_weights if best is before.best else weights,
+            learned=strategy.learned,
+        )
+        details = self._folder / "details"
+        self._config.chosen_method.after_round(strategy, server_round, details)
+        if server_round % self._config.checkpoint_every == 0:
+            self.save()
+        self._append(record)
+        if self._on_round is not None:
+            self._on_round(record)
+
+    def _append(self, *records: dict[str, Any]) -> None:
+        with (self._folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean, worst and standard deviation over the clients, each counting once."""
+    statistics: dict[str, float] = {}
+    for name, worst in (("accuracy", min), ("loss", max)):
+        values = [float(own[name]) for own in metrics if name in own]
+        if values:
+            statistics |= {
+                f"client-{name}-mean": float(np.mean(values)),
+                f"client-{name}-worst": worst(values),
+                f"client-{name}-std": float(np.std(values)),
+            }
+    return statistics
+
+
+def _better(
+    best: Best | None, record: Mapping[str, Any], monitor: str, learned: str
+) -> Best | None:
+    """Return the best so far; the earliest of equals."""
+    value = record.get(monitor)
+    if value is None or math.isnan(value):
+        return best
+    sign = -1 if "loss" in monitor else 1
+    if best is not None and sign * value <= sign * best.value:
+        return best
+    return Best(int(record["round"]), float(value), learned)

@@ -1,0 +1,387 @@
+"""Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from logging import ERROR, WARNING, getLogger
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+
+from fedntk.ntk.support.files import claimed
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..data.load import load_data
+from ..errors import RunFailed
+from ..report.results import Run, State, clear_run, load_results, read_run, read_summary, run_state
+from ._flower import log_from
+from .checkpoints import Checkpoints
+from .client_app import app as client_application
+from .engines import LocalGrid
+from .flwr_run import end_leftovers, flwr_run
+from .progress import Progress, progress
+from .server_app import prepare, serve
+from .writers import OnRound, check_writers, writing
+
+__all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
+
+Engine = Literal["local", "ray"]
+logger = getLogger("flwr")
+
+
+def run(
+    config: Config | str | Path,
+    *,
+    engine: Engine = "local",
+    workers: int = 1,
+    progress: bool = True,
+    again: bool = False,
+    writers: Sequence[str] = (),
+    on_round: OnRound | None = None,
+    **overrides: Any,
+) -> Run:
+    """Run a configuration and read its results back.
+
+    A run that is finished in its folder is not run again, and one that was interrupted goes on from
+    its newest checkpoint, with the same bits as if nothing had happened.
+
+    Parameters
+    ----------
+    config : Config, or path of a TOML file
+        What to run.
+    engine : {"local", "ray"}
+        ``"local"``: virtual clients in this process, no Ray. ``"ray"``: ``flwr run`` as a
+        subprocess, with a SuperLink of its own that is stopped afterwards; Flower's files go into
+        the run's folder. The same seed gives the same model bits on both.
+    workers : int
+        On the local engine: clients at work at the same time, each in a thread. On Ray, see the
+        settings client-cpus and client-gpus.
+    progress : bool
+        Show round, clients, accuracy and the time left.
+    again : bool
+        Remove what is in the folder and run anew.
+    writers : sequence of {"tensorboard", "mlflow"}
+        Where each round's metrics go besides the run's folder.
+    on_round : callable, optional
+        Is given the metrics of each round that is run. What it raises ends the run; after
+        ``fedntk.simulations.errors.Stopped`` the run counts as interrupted.
+    **overrides
+        Settings (snake_case) that win over `config`.
+
+    Returns
+    -------
+    Run
+        Its folder, rounds and summary.
+
+    Raises
+    ------
+    ConfigError
+        If a setting cannot work, or the folder holds a run with other settings; nothing has been
+        run.
+    RunFailed
+        If the run ended early, with the reason: a full disk, a damaged file, a solver that does not
+        come to its end. An exception of this process is its cause.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = run(Config(rounds=1, out=folder), progress=False)
+    >>> list(result.curve().index)
+    [0, 1]
+    """
+    _check(engine, workers, writers)
+    config = settled(config, overrides)
+    _check_resources(config, engine)
+    with failing_as_run():
+        if again or run_state(config) != "finished":
+            prepare(config)
+    try:
+        with _shown([config], progress) as shown:
+            return _run(config, engine, workers, writers, shown, on_round, again=again)
+    except KeyboardInterrupt:
+        logger.log(
+            WARNING,
+            "interrupted; go on with the same call, or: fedntk run --resume %s",
+            shlex.quote(str(config.folder)),
+        )
+        raise
+
+
+def compare(
+    configs: Mapping[str, Config | str | Path],
+    *,
+    seeds: Iterable[int] = (0,),
+    out: str | Path = "runs/compare",
+    engine: Engine = "local",
+    workers: int = 1,
+    progress: bool = True,
+    again: bool = False,
+    writers: Sequence[str] = (),
+    **overrides: Any,
+) -> pd.DataFrame:
+    """Run each configuration with each seed, and read all results back.
+
+    All settings are checked before the first run. Finished runs are not run again and an
+    interrupted one goes on where it stopped, so the same call goes on with a comparison that was
+    cut off. A run that fails does not keep the others from running.
+
+    Parameters
+    ----------
+    configs : dict of str to Config or path
+        What to compare, by the names that tables and pictures will show.
+    seeds : iterable of int
+        Of split, first weights and sampling. All configurations share them.
+    out : path
+        Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
+    engine, workers, progress, again, writers
+        As in :func:`run`.
+    **overrides
+        Settings (snake_case) that win over all of `configs`.
+
+    Returns
+    -------
+    DataFrame
+        Tidy: run, method, seed, round, metric, value.
+
+    Raises
+    ------
+    ConfigError
+        If a setting cannot work, or a folder holds a run with other settings; nothing has been run.
+    RunFailed
+        If some runs failed, after all others have been run.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = compare({"wide": Config(width=20), "narrow": Config(width=5)}, seeds=[0, 1],
+    ...                     out=folder, rounds=1, progress=False)
+    >>> table.groupby(["run", "seed"], sort=False).size().index.tolist()
+    [('wide', 0), ('wide', 1), ('narrow', 0), ('narrow', 1)]
+    """
+    _check(engine, workers, writers)
+    planned = _plan(configs, seeds, Path(out), overrides)
+    for config in planned:
+        with _named(config.name):
+            _check_resources(config, engine)
+            with failing_as_run():
+                if again or run_state(config) != "finished":
+                    prepare(config)
+    failed = []
+    try:
+        with _shown(planned, progress) as shown:
+            for config in planned:
+                try:
+                    _run(config, engine, workers, writers, shown, None, again=again)
+                except Exception as error:  # the other runs' results are worth having
+                    failed.append(f"{config.name}, seed {config.seed}: {error}")
+                    shown.end("failed")
+                    logger.log(ERROR, "%s", failed[-1], exc_info=error.__cause__)
+    except KeyboardInterrupt:
+        logger.log(WARNING, "interrupted; go on with the same call")
+        raise
+    if failed:
+        raise RunFailed(
+            f"{len(failed)} of {len(planned)} runs failed ({'; '.join(failed)}). The others are in "
+            f"{Path(out)}: load_results reads them. Call again to try the failed ones again."
+        )
+    return load_results([config.folder for config in planned])
+
+
+def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
+    if engine not in get_args(Engine):
+        raise ConfigError(f"engine: expected one of {', '.join(get_args(Engine))}, got {engine!r}")
+    if workers < 1:
+        raise ConfigError(f"workers: expected at least 1, got {workers}")
+    if workers > 1 and engine == "ray":
+        raise ConfigError(
+            "workers is for the local engine; on Ray as many clients work at a time as client-cpus "
+            "and client-gpus let"
+        )
+    check_writers(writers)
+
+
+def _check_resources(config: Config, engine: str) -> None:
+    """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
+    if engine != "ray":
+        return
+    for key, asked, most in (
+        ("client-cpus", config.client_cpus, os.cpu_count() or 1),
+        ("client-gpus", config.client_gpus, torch.cuda.device_count()),
+    ):
+        if asked > most:
+            raise ConfigError(f"{key}: expected at most this machine's {most}, got {asked}")
+    if config.device.startswith("cuda") and not config.client_gpus:
+        raise ConfigError(
+            f"device = {config.device}: set client-gpus, a client's share of a GPU; Ray hides the "
+            "GPUs from clients that have none"
+        )
+
+
+def settled(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration, or that of a file, with overrides."""
+    if isinstance(config, Config):
+        return config.replace(**overrides)
+    return Config.load(config, **overrides)
+
+
+def _plan(
+    configs: Mapping[str, Config | str | Path],
+    seeds: Iterable[int],
+    out: Path,
+    overrides: Mapping[str, Any],
+) -> list[Config]:
+    if not isinstance(configs, Mapping):
+        raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"seeds: expected numbers such as [0, 1, 2], got {seeds!r}")
+    seeds = [int(seed) for seed in seeds]
+    if not configs or not seeds:
+        raise ConfigError(
+            f"expected at least one configuration and seed, got {len(configs)} and {len(seeds)}"
+        )
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds: expected each once, got {seeds}")
+    reserved = {"name", "seed", "out"} & overrides.keys()
+    if reserved:
+        raise ConfigError(f"{', '.join(sorted(reserved))}: set for each run by the comparison")
+    folders = {name: name.replace("/", "-").replace("\\", "-").strip(". ") for name in configs}
+    if "" in folders.values() or len(set(folders.values())) < len(folders):
+        raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
+    planned = []
+    for name, config in configs.items():
+        with _named(name):
+            own = settled(config, overrides)
+        planned += [
+            own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
+            for seed in seeds
+        ]
+    return planned
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say which configuration an error is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+@contextlib.contextmanager
+def failing_as_run() -> Iterator[None]:
+    """Turn an error into a RunFailed that says it in one line, unless a setting is wrong."""
+    try:
+        yield
+    except (ConfigError, RunFailed):
+        raise
+    except BlockingIOError as error:  # another process is at work in the folder
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
+        raise RunFailed(lines[0]) from error
+
+
+def _shown(configs: Sequence[Config], enabled: bool) -> contextlib.AbstractContextManager[Progress]:
+    return progress(sum(config.rounds for config in configs), len(configs), enabled=enabled)
+
+
+def _run(
+    config: Config,
+    engine: Engine,
+    workers: int,
+    writers: Sequence[str],
+    shown: Progress,
+    told: OnRound | None,
+    *,
+    again: bool,
+) -> Run:
+    folder = config.folder
+    try:
+        # what is in the folder is looked at when nobody else works there
+        with (
+            failing_as_run(),
+            claimed(folder, "run"),
+            log_from(WARNING),
+        ):  # display and results say the rest
+            end_leftovers(folder)
+            state: State = "new" if again else run_state(config)
+            before = _records_before(config, state)
+            done = int(before[-1]["round"]) if before else -1
+            label = f"{config.name or config.method} on {config.dataset}, seed {config.seed}"
+            headline = config.chosen_method.headline
+            shown.begin(label, config.rounds, max(done, 0), headline=headline)
+            with writing(writers, config, before) as write:
+
+                def on_round(record: Mapping[str, Any]) -> None:
+                    if record["round"] > done:
+                        shown.on_round(record)
+                        write(record)
+                        if told is not None:
+                            told(record)
+
+                if state == "new":
+                    clear_run(folder, checkpoints=True)
+                if state != "finished":
+                    _start(config, engine, workers, shown, on_round)
+    except KeyboardInterrupt:
+        shown.end("interrupted")
+        raise
+    shown.end("finished before" if state == "finished" else "done")
+    return read_run(folder)
+
+
+def _records_before(config: Config, state: State) -> list[dict[str, Any]]:
+    """Metrics of the rounds that need not be run."""
+    if state == "interrupted":
+        with log_from(ERROR):  # the server says what it cannot use
+            checkpoint = Checkpoints(config.folder).newest()
+        return [] if checkpoint is None else checkpoint.records
+    if state == "new":
+        return []
+    _require_same_data(config)
+    path = config.folder / "rounds.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise RunFailed(f"{path} is damaged: {error}; replace the run with again") from error
+
+
+def _require_same_data(config: Config) -> None:
+    """Refuse results of other data than the configuration names now, where it can be had."""
+    summary = read_summary(config.folder)
+    try:
+        data = load_data(config)
+    except ConfigError:
+        return  # results can be read without it
+    if data.checksum != summary["data"]:
+        raise ConfigError(
+            f"the data set has changed since the run in {config.folder}; choose another folder "
+            "with out, or replace that run with again"
+        )
+
+
+def _start(
+    config: Config,
+    engine: Engine,
+    workers: int,
+    shown: Progress,
+    on_round: OnRound,
+) -> None:
+    if engine == "ray":
+        flwr_run(config, on_round)
+        return
+    with LocalGrid(
+        client_application,
+        config.num_clients,
+        config.run_config(),
+        workers=workers,
+        on_answer=shown.on_answer,
+    ) as grid:
+        serve(grid, config, on_round)

@@ -1,0 +1,221 @@
+"""The server half of the Flower app: checks, runs and records the configured method."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from logging import ERROR, INFO, WARNING, getLogger
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
+
+from fedntk.ntk.predictors.network import Evaluation
+from fedntk.ntk.support.files import claimed
+from fedntk.ntk.support.threads import stop_spinning
+from fedntk.strategies import BaseStrategy
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..deploy.simulated_trust import projected
+from ..errors import Stopped
+from ..methods.method import Setup
+from ..report.results import clear_run, run_state, write_run, write_summary
+from .building import load_setup, make_client, make_strategy
+from .checkpoints import Checkpoints
+from .engines import MeteredGrid
+from .files import remove_partial
+from .recorder import OnRound, Recorder
+
+__all__ = ["app", "prepare", "serve"]
+
+logger = getLogger("flwr")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what the run-config says; ``flwr run`` calls this."""
+    try:
+        config = Config.parse(context.run_config)
+    except ConfigError as error:
+        logger.log(ERROR, "%s", error)
+        raise
+    serve(grid, config)
+
+
+def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
+    """Run a configured method on a grid and write its results into ``config.folder``.
+
+    If there are checkpoints of this run already, it goes on from the newest that is whole, to the
+    same bits as if it had never been interrupted; if it is finished, nothing is done.
+
+    Parameters
+    ----------
+    grid : Grid
+        With ``config.num_clients`` nodes that run :data:`fedntk.simulations.engine.client_app.app`.
+    config : Config
+        What to run.
+    on_round : callable, optional
+        Is given the metrics of each round that is run.
+
+    Raises
+    ------
+    ConfigError
+        Before the first round, if data, split, model, nodes or checkpoint do not fit the
+        configuration, or the folder holds a run with other settings.
+    BlockingIOError
+        If another process is at work in the folder.
+    """
+    folder = config.folder
+    state = run_state(config)
+    if state == "finished":
+        logger.log(INFO, "finished before; results are in %s", folder)
+        return
+    threads = torch.get_num_threads()
+    with claimed(folder, "server"):
+        try:
+            torch.set_num_threads(config.server_threads or threads)
+            stop_spinning(torch.get_num_threads())
+            _serve(grid, config, folder, on_round, resume=state == "interrupted")
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if not stopped:
+                logger.log(ERROR, "%s", reason)
+            status = "interrupted" if stopped else "failed"
+            with contextlib.suppress(OSError):
+                write_summary(folder, {"status": status, "error": reason})
+            raise
+        finally:
+            torch.set_num_threads(threads)
+
+
+class Prepared(NamedTuple):
+    """What a run needs besides clients; made, and so checked, before the first round."""
+
+    setup: Setup
+    strategy: BaseStrategy
+
+
+def prepare(config: Config) -> Prepared:
+    """Load data and split, build network, strategy and, as a trial, a client.
+
+    Raises
+    ------
+    ConfigError
+        If one of them cannot be had.
+    """
+    setup = load_setup(config)
+    make_client(setup, 0, {})
+    return Prepared(setup, make_strategy(setup))
+
+
+def _serve(
+    grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
+) -> None:
+    remove_partial(folder)
+    checkpoints = Checkpoints(folder)
+    checkpoint = checkpoints.newest() if resume else None
+    setup, strategy = prepare(config)
+    source = _source(setup)
+    if checkpoint is not None:
+        _require_same(checkpoint.source, source, folder)
+    _await_nodes(grid, config)
+    clear_run(folder, checkpoints=checkpoint is None)
+    config.save(folder / "config.toml")
+    metered = MeteredGrid(grid)
+    x, y = setup.evaluation_set()
+    x = projected(config, x)  # once, not in each round
+
+    def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
+        method, learned = config.chosen_method, strategy.learned
+        predictor = method.predictor(setup, arrays, learned, cache=folder / "cache")
+        evaluation = predictor.evaluate(x, y)
+        more = {**evaluation.more, **method.measured(setup, strategy)}
+        return evaluation._replace(more=more)
+
+    recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
+    initial = ArrayRecord(dict(setup.network.state_dict()))
+    if checkpoint is not None:
+        initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+        strategy.load_state_dict(checkpoint.strategy)
+        recorder.go_on_from(checkpoint, initial)
+    elif resume:
+        logger.log(WARNING, "no checkpoint in %s can be used: starting with round 1", folder)
+    try:
+        strategy.start(
+            grid=metered,
+            initial_arrays=initial,
+            num_rounds=config.rounds,
+            train_config=ConfigRecord(),
+            evaluate_config=ConfigRecord(),
+            evaluate_fn=recorder,
+            should_stop=recorder.should_stop,
+        )
+    except BaseException:
+        with contextlib.suppress(OSError):  # what ended the run is what is to be told
+            recorder.save()
+        raise
+    recorder.save()
+    config.chosen_method.after_run(setup, strategy, folder / "details")
+    sizes = [len(own) for own in setup.split.clients]
+    summary = write_run(
+        folder,
+        config,
+        recorder.checkpoint,
+        checkpoints,
+        **{
+            **source,
+            "examples-per-client": [min(sizes), max(sizes)],
+        },
+    )
+    config.chosen_method.clean_up(config)
+    if unchanged := summary["rounds-unchanged"]:
+        logger.log(WARNING, "%d rounds left the model as it was", unchanged)
+    logger.log(INFO, "results are in %s", folder)
+
+
+def _source(setup: Setup) -> dict[str, str]:
+    """Say what the bits of a run depend on besides its configuration."""
+    in_client = setup.config.client_threads
+    return {
+        "data": setup.data.checksum,
+        "split": setup.split.checksum,
+        "device": setup.device,
+        "threads": f"{torch.get_num_threads()} on the server, {in_client} in a client",
+    }
+
+
+def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
+    """Refuse to go on with other data; warn where the machine may make other bits."""
+    for key, name in (("data", "data set"), ("split", "split of the data set")):
+        if before[key] != now[key]:
+            raise ConfigError(
+                f"the {name} has changed since the checkpoint in {folder}; choose another folder "
+                "with out, or replace that run with again"
+            )
+    for key in ("device", "threads"):
+        if before[key] != now[key]:
+            logger.log(
+                WARNING, "%s: %s before, %s now: bits may differ", key, before[key], now[key]
+            )
+
+
+def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
+    """Wait for the configured number of nodes, as long as new ones come within `patience` s."""
+    seen, since = -1, time.monotonic()
+    while (count := len(list(grid.get_node_ids()))) < config.num_clients:
+        if count > seen:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", count, config.num_clients)
+            seen, since = count, time.monotonic()
+        elif time.monotonic() > since + patience:
+            break
+        time.sleep(0.2)
+    if count != config.num_clients:
+        raise ConfigError(
+            f"num-clients: expected {config.num_clients} nodes, got {count}; start the run with "
+            f'--federation-config "num-supernodes={config.num_clients}", or set num-clients'
+        )

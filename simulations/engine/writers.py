@@ -1,0 +1,131 @@
+"""Metrics of each round for TensorBoard and MLflow, where they are asked for."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+
+__all__ = ["WRITERS", "OnRound", "check_writers", "writing"]
+
+OnRound = Callable[[Mapping[str, Any]], None]
+Records = Sequence[Mapping[str, Any]]
+
+
+@contextlib.contextmanager
+def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
+    """Write event files into ``tensorboard`` in the run's folder, from round 0 on."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = config.folder / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as writer:
+
+        def on_round(record: Mapping[str, Any]) -> None:
+            for name, value in _metrics(record):
+                writer.add_scalar(name, value, int(record["round"]))
+
+        for record in before:
+            on_round(record)
+        yield on_round
+
+
+@contextlib.contextmanager
+def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
+    """Log to a run at the tracking server that MLflow is set to; a run that goes on keeps its own.
+
+    The experiment is ``fedntk``, or the one in the environment's MLFLOW_EXPERIMENT_NAME. What else
+    is logged in this process is left alone.
+    """
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    client = MlflowClient()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedntk")
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+    remembered, logged = config.folder / "mlflow-run-id", -1
+    if before and remembered.exists():
+        run_id = remembered.read_text(encoding="utf-8")
+        history = client.get_metric_history(run_id, "accuracy")
+        logged = max((metric.step for metric in history), default=-1)
+    else:
+        own = client.create_run(
+            experiment_id, run_name=f"{config.name or config.method}-{config.seed}"
+        )
+        run_id = own.info.run_id
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(run_id, encoding="utf-8")
+        params = [Param(key, str(value)) for key, value in config.values().items()]
+        client.log_batch(run_id, params=params)
+
+    def on_round(record: Mapping[str, Any]) -> None:
+        step, now = int(record["round"]), int(time.time() * 1000)
+        if step > logged:
+            metrics = [Metric(name, value, now, step) for name, value in _metrics(record)]
+            client.log_batch(run_id, metrics=metrics)
+
+    for record in before:
+        on_round(record)
+    try:
+        yield on_round
+    except BaseException:
+        client.set_terminated(run_id, "KILLED")
+        raise
+    client.set_terminated(run_id)
+
+
+# name, which is also the module that is needed and the extra that brings it -> writer
+WRITERS: dict[str, Any] = {"tensorboard": _tensorboard, "mlflow": _mlflow}
+
+
+def check_writers(names: Sequence[str]) -> None:
+    """Refuse unknown writers and those whose package is not installed.
+
+    Raises
+    ------
+    ConfigError
+        With the name, and what to install.
+    """
+    for name in names:
+        if name not in WRITERS:
+            raise ConfigError(f"writers: expected some of {', '.join(WRITERS)}, got {name!r}")
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"writer {name}: not installed; pip install 'fedntk[{name}]'")
+
+
+@contextlib.contextmanager
+def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[OnRound]:
+    """Open the named writers for a run.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of :data:`WRITERS`.
+    config : Config
+        Of the run.
+    before : sequence of dict
+        Metrics of the rounds that are there already, which the writers get first.
+
+    Yields
+    ------
+    callable
+        Takes each further round's metrics.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]
+
+        def on_round(record: Mapping[str, Any]) -> None:
+            for write in opened:
+                write(record)
+
+        yield on_round
+
+
+def _metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(name, float(value)) for name, value in record.items() if name != "round"]

@@ -1,0 +1,229 @@
+"""What the decentralised methods share: the graph of the clients, and how good their models are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import networkx as nx
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedntk.ntk.support.files import whole
+from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
+from fedntk.strategies.core.averaging import cast_like, named_arrays
+
+from ..assess.selection import selection_curves
+from ..config.config import Config
+from ..config.settings import ConfigError, Settings, setting
+from ..deploy.simulated_trust import projected
+from ..report.figures import selection_accuracies
+from .method import Method, Setup
+from .personal import personal_cache
+
+__all__ = [
+    "DecentralisedMethod",
+    "GossipMethod",
+    "GossipSettings",
+    "GraphSettings",
+    "selection_sets",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings(Settings):
+    """Settings of methods whose clients have neighbours."""
+
+    topology: Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"] = (
+        setting("regular", "who is whose neighbour; own: by the graph in a file")
+    )
+    graph: str = setting(
+        "", "with topology = own: a file with its edges, two partitions on each line"
+    )
+    degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
+    dynamic: bool = setting(True, "the graph is drawn anew in each round")
+    same_weights: bool = setting(True, "all clients begin with the same weights")
+    seal: bool = setting(
+        False,
+        "what clients send each other is sealed for its receivers; one exchange more in a round",
+    )
+
+    both_accuracies: bool = setting(
+        True,
+        "clients' models are judged both after they averaged and after they trained, in rounds "
+        "that evaluate; they then send two",
+    )
+    selection_points: int = setting(
+        20,
+        "numbers of clients at which the mean of a selection of the last models is judged, best to "
+        "worst, at random and worst to best; 0: none",
+        at_least=0,
+    )
+
+    def check(self) -> None:
+        """Refuse a graph that is missing or not used."""
+        super().check()
+        if (self.topology == "own") != bool(self.graph):
+            raise ConfigError(
+                f"{self.key('graph')}: expected a file with {self.key('topology')} = own, and none "
+                f"with another, got {self.graph!r} with {self.topology}"
+            )
+        if self.graph:  # the same file for every process
+            object.__setattr__(self, "graph", str(Path(self.graph).expanduser().absolute()))
+
+    def of_relay(self, config: Config) -> dict[str, Any]:
+        """Return the options that the strategies of these methods share, with a run's graphs."""
+        return {
+            "topology": Topology(
+                self.topology,
+                degree=self.degree,
+                dynamic=self.dynamic,
+                seed=config.seed,
+                graph=self._read_graph(config.num_clients) if self.graph else None,
+            ),
+            "same_weights": self.same_weights,
+            "seal": self.seal,
+            "collect_both": self.both_accuracies,
+        }
+
+    def _read_graph(self, num_clients: int) -> nx.Graph:
+        named = f"{self.key('graph')} = {self.graph}"
+        try:
+            graph = nx.read_edgelist(self.graph, nodetype=int, data=False)
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{named}: expected edges, two partitions on each line: {error}"
+            ) from error
+        unknown = sorted(client for client in graph if not 0 <= client < num_clients)
+        if unknown or not graph:
+            raise ConfigError(
+                f"{named}: expected edges between the partitions 0 ... {num_clients - 1}, got "
+                f"{unknown[:5] or 'none'}"
+            )
+        return graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipSettings(GraphSettings):
+    """Settings of methods whose clients train by SGD and average with neighbours."""
+
+    mixing: Literal["examples", "equal", "metropolis"] = setting(
+        "examples",
+        "a client and its neighbours count by examples, each the same, or by the doubly stochastic "
+        "rule of Metropolis and Hastings",
+    )
+    learning_rate_factor: float = setting(
+        1.0, "in round k the learning rate is multiplied by factor^(k - 1)", above=0
+    )
+
+
+D = TypeVar("D", bound=GraphSettings)
+G = TypeVar("G", bound=GossipSettings)
+
+
+class DecentralisedMethod(Method[D]):
+    """A method whose clients have neighbours, and weights of their own."""
+
+    metrics: ClassVar[tuple[str, ...]] = (
+        "inter-client-deviation", "models-collected", "neighbours-heard", "parcels-rejected",
+        "restarted", "spectral-gap",
+    )  # fmt: skip
+
+    def check(self, config: Config, settings: D) -> None:
+        """Refuse more neighbours than there are others in a round."""
+        taking_part = config.clients_per_round
+        if settings.topology in ("regular", "clustered") and settings.degree >= taking_part:
+            raise ConfigError(
+                f"{settings.key('degree')}: expected less than clients-per-round = {taking_part}, "
+                f"got {settings.degree}"
+            )
+
+    def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+        """Return how accurate the clients' models are, on the server's examples."""
+        models_at = cast(RelayStrategy, strategy).models_at
+        measured: dict[str, float] = {}
+        if not any(models_at.values()):
+            return measured
+        x, y = setup.evaluation_set()
+        x = projected(setup.config, x)
+        for point, models in sorted(models_at.items()):
+            values = [self._accuracy(setup, model, x, y) for model in models.values()]
+            if values:
+                low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+                measured |= {
+                    f"{point}-accuracy-mean": float(np.mean(values)),
+                    f"{point}-accuracy-std": float(np.std(values)),
+                    f"{point}-accuracy-min": min(values),
+                    f"{point}-accuracy-q1": float(low),
+                    f"{point}-accuracy-median": float(middle),
+                    f"{point}-accuracy-q3": float(high),
+                    f"{point}-accuracy-max": max(values),
+                }
+        return measured
+
+    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+        """Write ``selection.parquet``: the accuracy of means of some of the last models."""
+        relay, points = cast(RelayStrategy, strategy), self.own(setup.config).selection_points
+        if not (points and relay.models):
+            return
+        (x, y), held = selection_sets(setup)
+        x, x_held = projected(setup.config, x), projected(setup.config, held[0])
+        expected = next(iter(relay.models.values()))
+        curves = selection_curves(
+            relay.models,
+            lambda model: self._accuracy(setup, model, x_held, held[1]),
+            lambda model: self._accuracy(setup, model, x, y),
+            lambda models: named_arrays(cast_like(relay.mean_of(models), expected)),
+            seed=setup.config.seed,
+            points=points,
+        )
+        with whole(folder / "selection.parquet") as file:
+            curves.to_parquet(file)
+
+    def pictures(self, folder: Path) -> Mapping[str, Figure]:
+        """Draw the accuracy against the number of clients averaged."""
+        path = folder / "selection.parquet"
+        return {"selection": selection_accuracies(pd.read_parquet(path))} if path.exists() else {}
+
+    def _accuracy(
+        self, setup: Setup, model: Mapping[str, NDArray[Any]], x: Tensor, y: Tensor
+    ) -> float:
+        return self.predictor(setup, model, "network").evaluate(x, y).accuracy
+
+
+def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the examples that judge means of models, and those by which models are sorted.
+
+    The latter are the server's validation examples. Where there are none, or what is evaluated on
+    are these, the evaluation set is halved at random, as in the paper.
+    """
+    x, y = setup.evaluation_set()
+    if len(setup.split.validation) and setup.config.evaluate_on == "test":
+        return (x, y), setup.data.train(setup.split.validation)
+    generator = np.random.default_rng([setup.config.seed, *b"selection sets"])
+    order = torch.from_numpy(generator.permutation(len(y)))
+    judging, sorting = order[: len(y) // 2], order[len(y) // 2 :]
+    return (x[judging], y[judging]), (x[sorting], y[sorting])
+
+
+class GossipMethod(DecentralisedMethod[G]):
+    """A decentralised method whose clients train by SGD and average with neighbours."""
+
+    baseline = True
+
+    def shared(self, setup: Setup) -> dict[str, Any]:
+        """Return the options that the strategies of these methods share."""
+        own = self.own(setup.config)
+        return {
+            **own.of_relay(setup.config),
+            "mixing": own.mixing,
+            "learning_rate_factor": own.learning_rate_factor,
+        }
+
+    def of_clients(self, setup: Setup) -> dict[str, Any]:
+        """Return the options that the clients of these methods share."""
+        return {"cache": personal_cache(setup.config), **setup.config.local_sgd}

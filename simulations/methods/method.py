@@ -1,0 +1,318 @@
+"""What the simulations ask of a method; this file knows none of them."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk.predictors.network import NetworkPredictor, Predictor
+from fedntk.strategies import BaseStrategy
+
+from ..config.settings import ConfigError, Settings
+from ..data.kept_examples import KeptExamples, Own
+
+if TYPE_CHECKING:  # which look for the methods themselves, or are slow to import
+    from matplotlib.figure import Figure
+
+    from ..config.config import Config
+    from ..data.load import Data
+    from ..data.partitions import Split
+
+__all__ = ["Method", "Need", "Setup"]
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What the parts of a run are made from.
+
+    Attributes
+    ----------
+    config : Config
+        All settings.
+    data : Data
+        The data set.
+    split : Split
+        Which client has which training examples.
+    network : nn.Module
+        With the weights that the run starts from. Clients overwrite them.
+    kept : KeptExamples
+        Of the clients that are made from this setup, in one thread.
+    """
+
+    config: "Config"
+    data: "Data"
+    split: "Split"
+    network: nn.Module
+    kept: KeptExamples = field(default_factory=KeptExamples)
+
+    @property
+    def max_examples(self) -> int:
+        """Examples that a client may have at most."""
+        return self.config.max_examples or len(self.data.y_train)
+
+    def evaluation_set(self) -> tuple[Tensor, Tensor]:
+        """Return the examples that the server evaluates on, standardised, with their labels."""
+        config, split = self.config, self.split
+        if config.evaluate_on == "test":
+            x, y = self.data.test()
+            most = config.test_examples or len(y)
+            return x[:most], y[:most]
+        if len(split.validation):
+            return self.data.train(split.validation)
+        if config.validation_clients:
+            return self.data.train(np.concatenate(split.clients[-config.validation_clients :]))
+        kept = [split.train_and_test(i, config)[1] for i in range(len(split.clients))]
+        return self.data.train(np.concatenate(kept))
+
+    def examples(self, partition: int) -> Own:
+        """Return a partition's examples for training and for its own evaluation, standardised."""
+
+        def make() -> Own:
+            train, kept = self.split.train_and_test(partition, self.config)
+            if self._on_private_test:
+                return Own(self.data.train(train), self.data.test(self.split.tests[partition]))
+            return Own(self.data.train(train), self.data.train(kept))
+
+        return self.kept.of(partition, make)
+
+    @property
+    def _on_private_test(self) -> bool:
+        """Whether clients evaluate on parts of the test set."""
+        return self.config.private_test and self.config.evaluate_on == "test"
+
+    @cached_property
+    def without_examples_to_evaluate(self) -> frozenset[int]:
+        """Clients that are never to evaluate: with private-test, those whose part is empty.
+
+        Elsewhere a client without examples of its own evaluates on its training examples.
+
+        Raises
+        ------
+        ConfigError
+            If that is all clients, and some are to evaluate.
+        """
+        config, split = self.config, self.split
+        if not config.private_test:
+            return frozenset()
+        sizes = (
+            [len(own) for own in split.tests]
+            if self._on_private_test
+            else [split.num_kept(i, config) for i in range(len(split.clients))]
+        )
+        if config.clients_per_evaluation and not any(sizes):
+            raise ConfigError(
+                "private-test: expected a client with examples to evaluate on, got none; "
+                + (
+                    "the test set has no classes, or owners, of the clients"
+                    if self._on_private_test
+                    else f"raise local-test-fraction = {config.local_test_fraction:g}"
+                )
+                + ", or set clients-per-evaluation = 0"
+            )
+        return frozenset(i for i, size in enumerate(sizes) if not size)
+
+    @cached_property
+    def device(self) -> str:
+        """Where networks run; ``auto`` is a GPU where there is one.
+
+        Raises
+        ------
+        ConfigError
+            If the configuration names no device, or one that is not there.
+        """
+        name = self.config.device
+        if name == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            torch.empty(0, device=name)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device = {name}: cannot be used: {reason}") from error
+        return name
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory or disk that a run takes, and that is refused before the first round if missing.
+
+    Attributes
+    ----------
+    num_bytes : int
+        How much.
+    what, cure : str
+        What takes it, and what to change if it is too much: "... need 3 GB ...; `cure`".
+    setting : str
+        The setting that it grows with, and its value: ``"model = mlp"``.
+    folder : Path or None
+        Where it is written; None if it is memory.
+    """
+
+    num_bytes: int
+    what: str
+    cure: str
+    setting: str
+    folder: Path | None = None
+
+
+class Method(ABC, Generic[S]):
+    """All that the simulations know of one method.
+
+    Write a subclass in a module of its own, and an object of it as ``METHOD``. The modules of
+    :mod:`fedntk.simulations.methods` are found by themselves; another package names its object in
+    the entry-point group ``fedntk.methods``.
+
+    Attributes
+    ----------
+    name : str
+        In kebab-case: the value of the setting ``method``, and the table of the method's settings.
+    settings : type of Settings
+        The method's own settings; ``settings.table`` is the name.
+    baseline : bool
+        Whether it is there to compare with: such methods have no notebook.
+    headline : str
+        Metric of a round that says how good the method is, as a share: it is shown while a run is
+        at work, and in the end.
+    metrics : tuple of str
+        Names of what the strategy reports of a training round besides what all report. Others are
+        recorded, too, but only some of them, as clients may choose names.
+    evaluation_metrics : tuple of str
+        Names of what clients report of an evaluation besides loss and accuracy.
+    """
+
+    name: ClassVar[str]
+    settings: type[S]
+    baseline: ClassVar[bool] = False
+    headline: ClassVar[str] = "accuracy"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
+            raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
+        if self.settings.table != self.name:
+            raise ValueError(
+                f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
+            )
+
+    def own(self, config: "Config") -> S:
+        """Return the method's settings in a configuration."""
+        return cast(S, config.settings_of(self.name))
+
+    def check(self, config: "Config", settings: S) -> None:
+        """Refuse settings that do not go with the common ones, with a ConfigError."""
+
+    @abstractmethod
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        """Make the strategy.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        options : dict
+            What strategies of all methods take.
+
+        Raises
+        ------
+        ValueError
+            If its arguments do not fit together.
+        """
+
+    @abstractmethod
+    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
+        """Make the client with the examples of one partition; `options` are common to all."""
+
+    def predictor(
+        self,
+        setup: Setup,
+        arrays: Mapping[str, NDArray[Any]],
+        learned: str,
+        *,
+        cache: Path | None = None,
+    ) -> Predictor:
+        """Make what was learned from the arrays that the strategy returns: by default a network.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        arrays : dict of str to ndarray
+            A round's global arrays, by name.
+        learned : str
+            What they hold, as the strategy's attribute of that name said.
+        cache : path, optional
+            Folder for what the predictors of several rounds share, such as features of the test
+            examples. None: nothing is kept.
+        """
+        del learned, cache
+        return NetworkPredictor.from_arrays(
+            setup.network, arrays, loss=setup.config.loss, device=setup.device
+        )
+
+    def needs(self, setup: Setup) -> Iterable[Need]:
+        """Say what server and clients will take of memory and disk."""
+        del setup
+        return ()
+
+    def validates(self, config: "Config") -> bool:
+        """Say whether a run chooses part of its model by examples that are held out."""
+        del config
+        return False
+
+    def seeded_protection(self, config: "Config") -> list[str]:
+        """Name the settings whose keys or noise the app derives from the run's seed.
+
+        They show what protection costs, and protect nothing: clients with examples of their own
+        refuse them.
+        """
+        return ["projection"] if config.projection else []
+
+    def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
+        """Measure what else the server can of a round's models, where it evaluates."""
+        del setup, strategy
+        return {}
+
+    def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
+        """Write what else a round showed.
+
+        Parameters
+        ----------
+        strategy : BaseStrategy
+            After the round.
+        server_round : int
+            Its number; a round may be run again after a crash.
+        folder : Path
+            In the run's folder, ``details``. It is not there before something is written.
+        """
+
+    def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
+        """Write what a run showed, when its rounds are over.
+
+        Parameters
+        ----------
+        setup : Setup
+            Of the run.
+        strategy : BaseStrategy
+            After the last round; made anew where a run that was cut off had no round left.
+        folder : Path
+            As of :meth:`after_round`.
+        """
+
+    def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
+        """Draw what :meth:`after_round` and :meth:`after_run` wrote, for the report, by name."""
+        del folder
+        return {}
+
+    def clean_up(self, config: "Config") -> None:
+        """Remove what clients keep on disk for a run and can make again, when it has ended."""

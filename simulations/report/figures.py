@@ -1,0 +1,487 @@
+"""Pictures of runs: colour-blind safe, labelled with units.
+
+Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` writes.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from ..data.client_tables import newest_accuracies
+
+__all__ = [
+    "COLOURS",
+    "accuracy_against_heterogeneity",
+    "accuracy_curves",
+    "client_accuracies",
+    "label_distribution",
+    "rejection_curves",
+    "reliability_diagram",
+    "selection_accuracies",
+    "similarity_heat_map",
+    "tuning_values",
+    "uncertainty_histogram",
+]
+
+# Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "os^Dvp*"
+LINES = ("-", "--", ":")
+
+# what an accuracy can be drawn against -> (label, factor from the table's unit)
+AXES = {
+    "rounds": ("communication round", 1.0),
+    "bytes-up": ("data sent by clients (MB)", 1e-6),
+    "seconds": ("time (s)", 1.0),
+}
+
+
+def accuracy_curves(
+    rounds: pd.DataFrame,
+    *,
+    against: str = "rounds",
+    title: str = "",
+    target: float | None = None,
+    bottom: float = 0.0,
+    evaluated_on: str = "test",
+) -> Figure:
+    """Draw accuracy against rounds, data sent or time: one curve a run.
+
+    Several seeds of one run become their mean, with a band from the lowest to the highest, as far
+    as all have rounds. Data and time are means over the seeds, too, summed from round 0 on.
+
+    Parameters
+    ----------
+    rounds : DataFrame
+        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
+    against : {"rounds", "bytes-up", "seconds"}
+        The horizontal axis.
+    title : str
+        Above the picture.
+    target : float, optional
+        Accuracy to mark with a line.
+    bottom : float
+        Accuracy at which the axis begins; rounds under it are cut off.
+    evaluated_on : str
+        The runs' setting of this name.
+    """
+    if against not in AXES:
+        raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
+    figure, axes = _figure(title)
+    label, factor = AXES[against]
+    many = False
+    for name, rows, style in _each(rounds, "run"):
+        accuracy = _by_round(rows, "accuracy") * 100
+        x = accuracy.index.to_numpy(dtype=float)
+        if against != "rounds":
+            spent = _by_round(rows, against)["mean"].cumsum() * factor
+            x = spent.reindex(accuracy.index).to_numpy()
+        every = max(len(x) // 20, 1)
+        axes.plot(x, accuracy["mean"], ms=4, markevery=every, label=name, **style)
+        if rows.seed.nunique() > 1:
+            many = True
+            axes.fill_between(
+                x, accuracy["min"], accuracy["max"], color=style["color"], alpha=0.2, lw=0
+            )
+    if target is not None:
+        _mark(axes, 100 * target)
+    axes.set(xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
+    axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
+    if against == "rounds":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        axes.set_xlim(left=0)
+    axes.legend(loc="lower right", frameon=False, title="band: range over seeds" if many else None)
+    return figure
+
+
+def accuracy_against_heterogeneity(
+    rounds: pd.DataFrame,
+    alphas: Mapping[str, float],
+    *,
+    labels: Mapping[str, str] | None = None,
+    title: str = "",
+    evaluated_on: str = "test",
+) -> Figure:
+    """Draw the best accuracy against the concentration alpha: one curve a method.
+
+    Parameters
+    ----------
+    rounds : DataFrame
+        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
+    alphas : dict of str to float
+        Concentration of the Dirichlet split of each run, by the run's name.
+    labels : dict of str to str, optional
+        To which curve each run belongs; by default, to its method's.
+    title : str
+        Above the picture.
+    evaluated_on : str
+        The runs' setting of this name.
+    """
+    figure, axes = _figure(title)
+    best = (
+        rounds[rounds.metric == "accuracy"]
+        .groupby(["run", "method", "seed"], sort=False)
+        .value.max()
+        .reset_index()
+    )
+    best["alpha"] = best.run.map(alphas)
+    if labels is not None:
+        best["method"] = best.run.map(labels)
+    many = False
+    for method, rows, style in _each(best, "method"):
+        values = rows.groupby("alpha").value.agg(["mean", "min", "max", "size"])
+        means = values["mean"] * 100
+        spread = np.stack([means - values["min"] * 100, values["max"] * 100 - means])
+        many = many or bool((values["size"] > 1).any())
+        axes.errorbar(means.index, means, spread, capsize=3, label=method, **style)
+    axes.set_xscale("log")
+    shown = sorted(best.alpha.unique())
+    axes.set_xticks(shown, [f"{alpha:g}" for alpha in shown])
+    axes.set_xticks([], minor=True)
+    axes.set(
+        xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
+        ylabel=f"best {evaluated_on} accuracy (%)",
+    )
+    axes.legend(loc="lower right", frameon=False, title="bars: range over seeds" if many else None)
+    return figure
+
+
+def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw how accurate each run's last models are for single clients: share of clients below.
+
+    Parameters
+    ----------
+    clients : DataFrame
+        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. A client's newest
+        accuracy in the last five rounds counts, so that more clients than a round asks are in it.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    for name, rows, style in _each(clients, "run"):
+        values = 100 * np.sort(newest_accuracies(rows).accuracy.to_numpy())
+        shares = 100 * np.arange(1, len(values) + 1) / len(values)
+        style = {**style, "marker": ""}
+        axes.step([0, *values, 100], [0, *shares, 100], where="post", label=name, **style)
+    axes.set(
+        xlabel="accuracy on a client's own examples (%)",
+        ylabel="clients with at most this accuracy (%)",
+        xlim=(0, 100),
+        ylim=(0, 101),
+    )
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def label_distribution(
+    labels: NDArray[np.int64],
+    clients: Sequence[NDArray[np.int64]],
+    *,
+    title: str = "",
+    most: int = 50,
+) -> Figure:
+    """Draw how many examples of each class each client holds: a disc's area is their number.
+
+    Parameters
+    ----------
+    labels : ndarray of int64, shape (n,)
+        Of all training examples.
+    clients : sequence of ndarray of int64
+        Indices of each client's examples.
+    title : str
+        Above the picture.
+    most : int
+        Only so many clients are drawn, the first.
+    """
+    figure, axes = _figure(title, width=8.0)
+    shown, classes = clients[:most], int(labels.max()) + 1
+    counts = np.stack([np.bincount(labels[own], minlength=classes) for own in shown])
+    client, label = np.nonzero(counts)
+    sizes = counts[client, label]
+    largest = int(counts.max())
+    axes.scatter(client, label, s=110 * sizes / largest, color=COLOURS[0], lw=0)
+    for example in (largest, max(largest // 4, 1)):
+        axes.scatter([], [], s=110 * example / largest, color=COLOURS[0], lw=0, label=f"{example}")
+    few = f" (the first {most} of {len(clients)})" if len(clients) > most else ""
+    axes.set(
+        xlabel=f"client{few}", ylabel="class", xlim=(-1, len(shown)), ylim=(-0.7, classes - 0.3)
+    )
+    axes.set_yticks(range(classes)) if classes <= 20 else None
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def tuning_values(
+    trials: pd.DataFrame, searched: Mapping[str, str], *, metric: str = "accuracy"
+) -> Figure:
+    """Draw the value of each trial of a search against each setting that was searched.
+
+    Parameters
+    ----------
+    trials : DataFrame
+        See :class:`~fedntk.simulations.Tuning`; the first is the best.
+    searched : dict of str to {"log", "linear", "words"}
+        Settings, and the axis of each.
+    metric : str
+        What the values are.
+    """
+    columns = min(len(searched), 3)
+    rows = -(-len(searched) // columns)
+    figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    kinds = (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x"))
+    for axes, (key, scale) in zip(grid.flat, searched.items(), strict=False):
+        _plain_frame(axes)
+        x = trials[key]
+        if scale == "words":
+            words = sorted(x.astype(str).unique())
+            x = x.astype(str).map(words.index)
+            axes.set_xticks(range(len(words)), words)
+            axes.set_xlim(-0.5, len(words) - 0.5)
+        for state, colour, marker in kinds:
+            own = (trials.state == state) & trials["mean"].notna()
+            axes.errorbar(
+                x[own], trials["mean"][own], trials["std"][own],
+                fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
+            )  # fmt: skip
+        axes.plot(
+            x.iloc[:1],
+            trials["mean"].iloc[:1],
+            "o",
+            ms=13,
+            mfc="none",
+            mec=COLOURS[1],
+            label="best",
+        )
+        if scale == "log":
+            axes.set_xscale("log")
+        shown = sorted(x.unique())
+        if scale != "words" and len(shown) <= 6:
+            axes.set_xticks(shown, [f"{value:g}" for value in shown])
+            axes.set_xticks([], minor=True)
+        axes.set_xlabel(key)
+    for axes in grid.flat[len(searched) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"validation {metric}")
+    bars = ", bars: standard deviation over seeds" if trials["std"].notna().any() else ""
+    figure.suptitle(f"Means over the last rounds and over seeds{bars}", fontsize="medium")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def reliability_diagram(
+    tables: Mapping[str, pd.DataFrame], *, title: str = "", least: int = 10
+) -> Figure:
+    """Draw accuracy against confidence: on the diagonal where a model is as right as it is certain.
+
+    Parameters
+    ----------
+    tables : dict of str to DataFrame
+        Accuracy in bins of confidence, as
+        :attr:`fedntk.simulations.Assessment.reliability` has them by name. The first is drawn
+        with markers, and the others, an ensemble's single models, as thin lines.
+    title : str
+        Above the picture.
+    least : int
+        Bins with fewer examples are left out.
+    """
+    figure, axes = _figure(title)
+    axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
+    for number, (name, table) in enumerate(tables.items()):
+        shown = table[table.examples >= least]
+        values = (100 * shown.confidence, 100 * shown.accuracy)
+        if number == 0:
+            axes.plot(*values, color=COLOURS[0], marker=MARKERS[0], ms=4, label=name, zorder=3)
+        else:
+            label = "its single models" if number == 1 else None
+            axes.plot(*values, color=COLOURS[1], lw=0.8, alpha=0.7, label=label)
+    axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
+    axes.legend(loc="upper left", frameon=False)
+    return figure
+
+
+def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw the accuracy of what is left when the most uncertain examples are rejected.
+
+    Parameters
+    ----------
+    rejection : DataFrame
+        As :attr:`fedntk.simulations.Assessment.rejection`. All measures of the first model are
+        drawn, and of the others, an ensemble's single models, the entropy as thin lines.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    first = rejection.model.iloc[0]
+    own = rejection[rejection.model == first]
+    for name, rows, style in _each(own, "measure"):
+        words = "1 - confidence" if name == "doubt" else name.replace("_", " ")
+        x = 100 * rows.rejected
+        axes.plot(x, 100 * rows.accuracy, ms=4, markevery=10, label=f"{first}: {words}", **style)
+    others = rejection[(rejection.model != first) & (rejection.measure == "entropy")]
+    for number, (_, rows) in enumerate(others.groupby("model", sort=False)):
+        label = "its single models: entropy" if number == 0 else None
+        axes.plot(100 * rows.rejected, 100 * rows.accuracy, color="0.5", lw=0.8, label=label)
+    axes.set(
+        xlabel="most uncertain examples that are rejected (%)",
+        ylabel="accuracy of the others (%)",
+        xlim=(0, 99),
+    )
+    axes.set_ylim(top=100.5)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def uncertainty_histogram(
+    values: Mapping[str, NDArray[np.float64]], *, label: str, title: str = "", bins: int = 40
+) -> Figure:
+    """Draw how an uncertainty is spread over the examples of several data sets.
+
+    Parameters
+    ----------
+    values : dict of str to ndarray, shape (n,)
+        Uncertainties of the examples, by the data set's name.
+    label : str
+        What the uncertainty is, with its unit.
+    title : str
+        Above the picture.
+    bins : int
+        Of equal width, from 0 to the largest value.
+    """
+    figure, axes = _figure(title)
+    edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
+    for number, (name, own) in enumerate(values.items()):
+        shares = 100 * np.histogram(own, edges)[0] / len(own)
+        colour = COLOURS[number % len(COLOURS)]
+        axes.stairs(shares, edges, color=colour, lw=1.5, label=name)
+        axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
+    axes.set(xlabel=label, ylabel="share of the examples (%)")
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", frameon=False)
+    return figure
+
+
+def similarity_heat_map(
+    similarities: NDArray[np.float64],
+    clients: Sequence[int] | NDArray[np.int64],
+    *,
+    title: str = "",
+    label: str = "cosine similarity",
+) -> Figure:
+    """Draw how similar clients are to each other, those that are alike side by side.
+
+    Parameters
+    ----------
+    similarities : ndarray, shape (K, K)
+        Of the clients, symmetric.
+    clients : sequence of int
+        Their K numbers.
+    title : str
+        Above the picture.
+    label : str
+        What the numbers are.
+    """
+    order = _by_likeness(np.asarray(similarities))
+    figure = _Picture(figsize=(5.6, 4.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    shown = np.asarray(similarities)[np.ix_(order, order)]
+    image = axes.imshow(shown, cmap="viridis", interpolation="nearest")
+    figure.colorbar(image, label=label)
+    every = -(-len(order) // 30)  # more labels would run into each other
+    places = np.arange(0, len(order), every)
+    names = [str(np.asarray(clients)[order[i]]) for i in places]
+    axes.set_xticks(places, names, rotation=90, fontsize=7)
+    axes.set_yticks(places, names, fontsize=7)
+    axes.set(xlabel="client", ylabel="client", title=title)
+    return figure
+
+
+def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
+    """Draw the accuracy of the mean of some clients' models against how many they are.
+
+    Parameters
+    ----------
+    curves : DataFrame
+        See :func:`~fedntk.simulations.assess.selection.selection_curves`.
+    title : str
+        Above the picture.
+    """
+    figure, axes = _figure(title)
+    for name, own, style in _each(curves, "order"):
+        axes.plot(own.clients, 100 * own.accuracy, label=name, **style)
+    axes.set(xlabel="clients averaged", ylabel="accuracy of their mean (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    return figure
+
+
+def _by_likeness(similarities: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Order of the leaves of a hierarchical clustering by average linkage."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    if len(similarities) < 3:
+        return np.arange(len(similarities))
+    distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
+    np.fill_diagonal(distances, 0)
+    tree = linkage(squareform(distances, checks=False), "average", optimal_ordering=True)
+    leaves: NDArray[np.int64] = leaves_list(tree).astype(np.int64)
+    return leaves
+
+
+class _Picture(Figure):
+    """A figure that Jupyter shows without pyplot, which would keep each one in memory."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=80)
+        return buffer.getvalue()
+
+
+def _figure(title: str, *, width: float = 6.4) -> tuple[Figure, Axes]:
+    figure = _Picture(figsize=(width, 4.0), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    _plain_frame(axes)
+    return figure, axes
+
+
+def _plain_frame(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
+    """Rows by the values of a column, in their order; a value has its style in every picture."""
+    numbers = {name: i for i, name in enumerate(sorted(table[column].unique()))}
+    for name, rows in table.groupby(column, sort=False):
+        again, i = divmod(numbers[name], len(COLOURS))
+        dashes = LINES[again % len(LINES)]
+        yield str(name), rows, {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": dashes}
+
+
+def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Mean and range over the seeds, of the rounds that all seeds have."""
+    values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
+    return values[values["size"] == rows.seed.nunique()]
+
+
+def _mark(axes: Axes, height: float) -> None:
+    axes.axhline(height, color="0.5", lw=1, ls="--", zorder=0)
+    axes.annotate(
+        f"{height:g} %", (1.0, height), xycoords=("axes fraction", "data"),
+        xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
+    )  # fmt: skip

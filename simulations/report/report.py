@@ -1,0 +1,323 @@
+"""Tables and pictures of finished runs, in one folder."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ..config.settings import ConfigError
+from ..data.client_tables import client_accuracy_table, client_gains, client_summary
+from ..data.load import load_data
+from ..data.partitions import SPLIT_SETTINGS, load_split
+from .figures import (
+    AXES,
+    accuracy_against_heterogeneity,
+    accuracy_curves,
+    client_accuracies,
+    label_distribution,
+    tuning_values,
+)
+from .results import Run, read_runs
+
+__all__ = [
+    "final_table",
+    "markdown",
+    "setting_in_words",
+    "target_table",
+    "write_report",
+    "write_tuning_report",
+]
+
+logger = logging.getLogger("flwr")
+
+
+def write_report(
+    folder: str | Path, out: str | Path | None = None, *, targets: Sequence[float] | None = None
+) -> Path:
+    """Write a report on all finished runs in a folder.
+
+    It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, where
+    splits of several concentrations were run; what it took to reach each target, in Markdown and
+    LaTeX; the accuracies of single clients; and the split of the labels.
+
+    Parameters
+    ----------
+    folder : path
+        A run's folder, or one that holds runs at any depth.
+    out : path, optional
+        Where to: ``report`` in `folder` by default.
+    targets : sequence of float, optional
+        Accuracies for the table of rounds to targets; by default the runs' own.
+
+    Returns
+    -------
+    Path
+        Of ``report.md``, beside the pictures and ``targets.tex``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no finished run.
+    """
+    runs = read_runs(folder)
+    out = Path(out) if out is not None else Path(folder) / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
+    clients = pd.concat([run.clients for run in runs], ignore_index=True)
+    to_targets = target_table(runs, targets)
+    _write_latex(to_targets, out / "targets.tex")
+    judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
+    pictures = {
+        f"accuracy-{against}": accuracy_curves(
+            rounds, against=against, title=setting_in_words(runs), evaluated_on=judged
+        )
+        for against in AXES
+    }
+    alphas = {str(run.summary["run"]): run.config.alpha for run in runs}
+    dirichlet = all("dirichlet" in run.config.partition for run in runs)
+    if dirichlet and len(set(alphas.values())) > 1:
+        pictures["heterogeneity"] = accuracy_against_heterogeneity(
+            rounds, alphas, labels=_without_alpha(runs), evaluated_on=judged
+        )
+    if len(clients):
+        pictures["clients"] = client_accuracies(
+            clients, title="Clients' own examples, last five rounds"
+        )
+    pictures |= _splits(runs)
+    pictures |= _of_methods(runs)
+    for name, figure in pictures.items():
+        figure.savefig(out / f"{name}.png")
+    lines = [
+        "# Report",
+        "",
+        setting_in_words(runs) or "Runs on several data sets or splits.",
+        "",
+        "## Accuracy",
+        "",
+        f"Measured on: {judged} examples.",
+        "",
+        markdown(final_table(runs)),
+        "",
+        "## Rounds, data and time to each accuracy",
+        "",
+        "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
+        "clients send for training.",
+        "",
+        markdown(to_targets),
+        "",
+        *(_of_clients(runs, clients, out) if len(clients) else ()),
+        *(f"![{name}]({name}.png)" for name in pictures),
+        "",
+    ]
+    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    return out / "report.md"
+
+
+def _of_clients(runs: Sequence[Run], clients: pd.DataFrame, out: Path) -> list[str]:
+    """Write each client's accuracies; say how they are spread, and who gains against baselines."""
+    client_accuracy_table(clients).reset_index().to_csv(out / "clients.csv", index=False)
+    summary = client_summary(clients)
+    for column in ("mean", "mean-std", "worst", "std"):
+        summary[column] = (100 * summary[column]).map("{:.1f}".format).replace("nan", "-")
+    lines = [
+        "## Clients",
+        "",
+        "Accuracy (%) on each client's own examples for evaluation, each client counting once: its "
+        "newest of a run's last five rounds. Mean over the clients and its standard deviation over "
+        "the seeds; the worst client; standard deviation over the clients.",
+        "",
+        markdown(summary),
+        "",
+    ]
+    baselines = [str(r.summary["run"]) for r in runs if r.config.chosen_method.baseline]
+    gains = client_gains(clients, list(dict.fromkeys(baselines)))
+    if len(gains):
+        for column in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss"):
+            gains[column] = (100 * gains[column]).map("{:.1f}".format)
+        lines += [
+            "Clients that gain or lose more than one point against each baseline (%), and by how "
+            "many points.",
+            "",
+            markdown(gains),
+            "",
+        ]
+    return lines
+
+
+def _of_methods(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Pictures that methods draw of their own runs: of each run once, by its first seed."""
+    pictures: dict[str, Figure] = {}
+    for name, own in _by_name(runs):
+        found = own[0].config.chosen_method.pictures(own[0].folder / "details")
+        word = re.sub(r"[^\w]+", "-", name).strip("-")
+        pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
+    return pictures
+
+
+def write_tuning_report(
+    out: Path,
+    trials: pd.DataFrame,
+    searched: Mapping[str, str],
+    *,
+    metric: str,
+    lines: Sequence[str],
+) -> None:
+    """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
+
+    Parameters
+    ----------
+    out : Path
+        Folder of the report.
+    trials : DataFrame
+        See :class:`~fedntk.simulations.Tuning`.
+    searched : dict of str to {"log", "linear", "words"}
+        Settings, and how they are drawn.
+    metric : str
+        What the values are.
+    lines : sequence of str
+        What is to be said beside it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trials.to_csv(out / "trials.csv", index=False)
+    shown = trials.drop(columns=["mean", "std", *([] if trials.error.any() else ["error"])])
+    values = [
+        "-" if pd.isna(mean) else f"{mean:.4f}" + ("" if pd.isna(std) else f" ± {std:.4f}")
+        for mean, std in zip(trials["mean"], trials["std"], strict=True)
+    ]
+    shown.insert(2, metric, values)
+    for key in [*searched, "seconds"]:
+        if pd.api.types.is_float_dtype(shown[key]):
+            shown[key] = shown[key].map("{:.4g}".format)
+    _write_latex(shown, out / "trials.tex")
+    tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
+    text = ["# Search for settings", *lines, markdown(shown), "![values](values.png)", ""]
+    (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """Return a table as Markdown, its texts as they are."""
+    return table.to_markdown(index=False, disable_numparse=True)
+
+
+def _write_latex(table: pd.DataFrame, path: Path) -> None:
+    styled = table.style.hide(axis="index").format(escape="latex")
+    text = styled.format_index(escape="latex", axis="columns").to_latex(hrules=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def final_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return one row a run: accuracy of its models, clients, data, time; means over seeds."""
+    rows = []
+    for name, own in _by_name(runs):
+        summaries = [run.summary for run in own]
+        last = pd.Series([100 * summary["accuracy"] for summary in summaries])
+        best = pd.Series([100 * run.curve().max() for run in own])
+        worst = pd.Series([100 * _last(run, "client-accuracy-worst") for run in own])
+        rows.append(
+            {
+                "run": name,
+                "seeds": len(own),
+                "rounds": _range([s["rounds"] for s in summaries]),
+                "last accuracy (%)": _spread(last),
+                "best accuracy (%)": _spread(best),
+                "worst client (%)": _spread(worst),
+                "MB up": f"{pd.Series([s['bytes-up'] for s in summaries]).mean() / 1e6:.1f}",
+                "MB down": f"{pd.Series([s['bytes-down'] for s in summaries]).mean() / 1e6:.1f}",
+                "seconds": f"{pd.Series([s['seconds'] for s in summaries]).mean():.1f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) -> pd.DataFrame:
+    """Return one row a run: rounds, MB up and seconds to each target; medians over seeds."""
+    rows = []
+    if targets is None:
+        targets = sorted({target for run in runs for target in run.config.target_accuracies})
+    for name, own in _by_name(runs):
+        row = {"run": name}
+        for target in targets:
+            found = [run.to_target(target) for run in own]
+            reached = [each for each in found if each is not None]
+            few = f" ({len(reached)} of {len(own)})" if 0 < len(reached) < len(own) else ""
+            for label, key, unit, form in (
+                ("rounds", "round", 1.0, "{:.0f}"),
+                ("MB up", "bytes-up", 1e6, "{:.1f}"),
+                ("s", "seconds", 1.0, "{:.1f}"),
+            ):
+                median = pd.Series([each[key] / unit for each in reached], dtype=float).median()
+                value = form.format(median) + few if reached else "-"
+                row[f"{label} to {100 * target:g} %"] = value
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    names = dict.fromkeys(str(run.summary["run"]) for run in runs)
+    return [(name, [run for run in runs if run.summary["run"] == name]) for name in names]
+
+
+def _last(run: Run, metric: str) -> float:
+    curve = run.curve(metric)
+    return float(curve.iloc[-1]) if len(curve) else float("nan")
+
+
+def _spread(values: "pd.Series[float]") -> str:
+    if values.isna().all():
+        return "-"
+    return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def setting_in_words(runs: Sequence[Run]) -> str:
+    """Say in words what all runs share; empty where they do not share it."""
+    described = {
+        f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
+        + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
+        + (f" of {c.classes_per_client} classes" if c.partition == "pathological" else "")
+        for c in (run.config for run in runs)
+    }
+    return described.pop() if len(described) == 1 else ""
+
+
+def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
+    """Name of the run -> name of the runs that differ from it in alpha only."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = run.config.replace(alpha=1.0, seed=0, name="", out="", rounds=0).values()
+        groups.setdefault(str(settings), []).append(run)
+    labels: dict[str, str] = {}
+    for own in groups.values():
+        names = list(dict.fromkeys(str(run.summary["run"]) for run in own))
+        shared = os.path.commonprefix(names).strip(" ,_-=/")  # noqa: RUF071 - of names, not paths
+        labels |= dict.fromkeys(names, shared or own[0].config.method)
+    return labels
+
+
+def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Pictures of the splits: of each setting once, by its first seed."""
+    pictures: dict[str, Figure] = {}
+    seen = set()
+    for run in runs:
+        config = run.config
+        key = (config.dataset, *(getattr(config, k) for k in SPLIT_SETTINGS if k != "seed"))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            labels, clients = load_data(config).y_train, load_split(config).clients
+        except (ConfigError, OSError) as error:
+            logger.warning("no picture of the split: %s", error)
+            continue
+        title = f"{setting_in_words([run])}: seed {config.seed}"
+        name = "labels" if not pictures else f"labels-{len(pictures) + 1}"
+        pictures[name] = label_distribution(labels, clients, title=title)
+    return pictures

@@ -1,0 +1,405 @@
+"""What a run writes, and how it is read back.
+
+A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
+``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
+same, and partition: each client's own evaluations); ``model.safetensors`` and
+``best.safetensors`` (the last model and the best one); ``summary.json``; ``checkpoints``;
+``details``, what a method writes of its own; and a folder ``without-<client>`` for each model
+without some clients.
+"""
+
+import json
+import platform
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from logging import WARNING, getLogger
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from fedntk.ntk.support.files import whole
+
+from ..config.config import Config
+from ..config.settings import ConfigError
+from ..engine.checkpoints import Checkpoint, Checkpoints, Evaluations
+from ..engine.tensors import load_tensors, save_tensors
+from ..errors import RunFailed
+
+__all__ = [
+    "Run",
+    "State",
+    "clear_run",
+    "load_model",
+    "load_results",
+    "machine",
+    "read_run",
+    "read_runs",
+    "read_summary",
+    "run_state",
+    "to_target",
+    "write_run",
+    "write_summary",
+]
+
+logger = getLogger("flwr")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run.
+
+    Attributes
+    ----------
+    folder : Path
+        Where its files are.
+    config : Config
+        What was run.
+    rounds : DataFrame
+        Tidy: one row for each round and metric.
+    clients : DataFrame
+        Tidy: one row for each round, partition and metric of the clients' own evaluations.
+    summary : dict
+        Final and best accuracy; rounds, bytes and seconds to each target; bytes, seconds, machine,
+        device, threads, checksums of data and split.
+    """
+
+    folder: Path
+    config: Config
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    summary: dict[str, Any]
+
+    def curve(self, metric: str = "accuracy") -> pd.Series:
+        """Return one metric by round."""
+        rows = self.rounds[self.rounds.metric == metric]
+        return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
+
+    def to_target(self, target: float) -> dict[str, float] | None:
+        """Return the first round of at least this accuracy, and what it took: see `to_target`.
+
+        The accuracy is the method's headline: of clients' own models, the clients' mean.
+        """
+        table = self.rounds.pivot_table(index="round", columns="metric", values="value")
+        records = table.reset_index().to_dict("records")
+        named = [{str(key): value for key, value in record.items()} for record in records]
+        return to_target(named, target, self.config.chosen_method.headline)
+
+
+State = Literal["new", "interrupted", "finished"]
+
+
+def run_state(config: Config) -> State:
+    """Say how far a run has come in its folder.
+
+    More rounds than a finished run had make it an interrupted one.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds a run with other settings.
+    """
+    folder = config.folder
+    started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
+    if not started or not (folder / "config.toml").exists():
+        return "new"
+    saved = Config.of_run(folder)
+    differing = saved.differences(config)
+    longer = config.rounds > saved.rounds
+    if longer:
+        del differing["rounds"]
+    if differing:
+        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
+            "or replace that run with again"
+        )
+    summary = folder / "summary.json"
+    if longer or not summary.exists():
+        return "interrupted"
+    return "finished" if read_summary(folder)["status"] == "finished" else "interrupted"
+
+
+def clear_run(folder: Path, *, checkpoints: bool) -> None:
+    """Remove a run's results from its folder, and its checkpoints if asked."""
+    for name in (
+        *("summary.json", "rounds.jsonl", "rounds.parquet", "clients.parquet"),
+        *("model.safetensors", "best.safetensors"),
+    ):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("without-*/unlearned.json"):
+        shutil.rmtree(path.parent, ignore_errors=True)
+    if checkpoints:
+        for name in ("checkpoints", "cache", "details"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def write_run(
+    folder: Path,
+    config: Config,
+    checkpoint: Checkpoint,
+    checkpoints: Checkpoints,
+    **summary: Any,
+) -> dict[str, Any]:
+    """Write all results of a finished run; return the summary, `summary` included."""
+    name = config.name or config.method
+    whose = {"run": name, "method": config.method, "seed": config.seed}
+    records = checkpoint.records
+    _tidy(whose, records).to_parquet(folder / "rounds.parquet", index=False)
+    clients = _tidy_clients(whose, checkpoint.evaluations)
+    clients.to_parquet(folder / "clients.parquet", index=False)
+    described = {"round": checkpoint.round, "learned": checkpoint.learned}
+    save_tensors(folder / "model.safetensors", checkpoint.weights, described)
+    last, best = records[-1], checkpoint.best
+    measured = next(record for record in reversed(records) if "accuracy" in record)
+    if best is not None:
+        described = {"round": best.round, "learned": best.learned}
+        save_tensors(folder / "best.safetensors", checkpoints.best_weights(), described)
+    content = {
+        "status": "finished",
+        **whose,
+        "rounds": int(last["round"]),
+        "accuracy": measured["accuracy"],
+        "loss": measured["loss"],
+        "headline": config.chosen_method.headline,
+        "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
+        "to-target": {
+            str(target): to_target(records, target, config.chosen_method.headline)
+            for target in config.target_accuracies
+        },
+        "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
+        **{total: sum(record[total] for record in records) for total in TOTALS},
+        "machine": machine(),
+        **summary,
+    }
+    checkpoints.finish(checkpoint)
+    write_summary(folder, content)
+    return content
+
+
+TOTALS = ("bytes-up", "bytes-down", "seconds")
+
+
+def _tidy(whose: dict[str, Any], records: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    rows = [
+        (*whose.values(), int(record["round"]), metric, float(value))
+        for record in records
+        for metric, value in record.items()
+        if metric != "round"
+    ]
+    return pd.DataFrame(rows, columns=[*whose, "round", "metric", "value"])
+
+
+def _tidy_clients(whose: dict[str, Any], evaluations: Evaluations) -> pd.DataFrame:
+    rounds, partitions, names = evaluations.keys.T
+    columns = {
+        "round": rounds,
+        "partition": partitions,
+        "metric": np.array(evaluations.names, object)[names],
+        "value": evaluations.values,
+    }
+    tidy = pd.DataFrame(columns).astype({"metric": str})
+    for position, (name, value) in enumerate(whose.items()):
+        tidy.insert(position, name, value)
+    return tidy
+
+
+def write_summary(folder: Path, content: dict[str, Any]) -> None:
+    """Write ``summary.json``."""
+    with whole(folder / "summary.json") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def to_target(
+    records: Iterable[dict[str, float]], target: float, metric: str = "accuracy"
+) -> dict[str, float] | None:
+    """First evaluated round whose metric is at least `target`, and what it took up to there.
+
+    Returns
+    -------
+    dict or None
+        ``round``, ``bytes-up``, ``bytes-down`` and ``seconds``, the latter summed over all rounds
+        up to that one; None if the target is not reached.
+
+    Examples
+    --------
+    >>> costs = {"bytes-up": 10, "bytes-down": 20, "seconds": 0.5}
+    >>> to_target([{"round": r, "accuracy": r / 2, **costs} for r in (0, 1, 2)], 0.4)
+    {'round': 1, 'bytes-up': 20, 'bytes-down': 40, 'seconds': 1.0}
+    """
+    spent: dict[str, float] = dict.fromkeys(TOTALS, 0)
+    for record in records:
+        spent = {total: spent[total] + record[total] for total in TOTALS}
+        if record.get(metric, -np.inf) >= target:
+            return {"round": int(record["round"]), **spent}
+    return None
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a finished run's folder.
+
+    Raises
+    ------
+    RunFailed
+        If the run did not finish, with its reason.
+    FileNotFoundError
+        If there is no run.
+    """
+    folder = Path(folder)
+    path = folder / "summary.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no finished run in {folder}: {path.name} is missing")
+    summary = read_summary(folder)
+    if summary["status"] != "finished":
+        raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
+    tables = []
+    for name in ("rounds.parquet", "clients.parquet"):
+        try:
+            tables.append(pd.read_parquet(folder / name))
+        except ValueError as error:  # as pyarrow calls a file that is none of its own
+            raise RunFailed(f"{folder / name} is damaged: {_first_line(error)}") from error
+    return Run(folder, Config.of_run(folder), tables[0], tables[1], summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read ``summary.json``.
+
+    Raises
+    ------
+    RunFailed
+        If it is damaged.
+    """
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary["status"], str):
+            raise TypeError(f"expected a word as status, got {summary['status']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFailed(
+            f"{path} is damaged: {_first_line(error)}; remove it to go on from the checkpoints, or "
+            "replace the run with again"
+        ) from error
+    result: dict[str, Any] = summary
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
+    """Read several finished runs.
+
+    Runs of one name whose settings differ in more than the seed get names that say how.
+
+    Parameters
+    ----------
+    folders : path or iterable of paths
+        Runs' folders, or folders that hold runs' folders at any depth. Of the latter, runs that did
+        not finish, or cannot be read, are left out, with a warning.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a folder holds no finished run.
+    RunFailed
+        If a run that is named itself did not finish.
+    """
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    runs: list[Run] = []
+    for folder in map(Path, given):
+        if (folder / "summary.json").exists():
+            runs.append(read_run(folder))
+            continue
+        found = len(runs)
+        for path in sorted(path.parent for path in folder.rglob("config.toml")):
+            if not (path / "rounds.jsonl").exists():
+                continue  # Flower's own settings, or a run that never began
+            try:
+                runs.append(read_run(path))
+            except (RunFailed, ConfigError, FileNotFoundError) as error:
+                logger.log(WARNING, "%s is left out: %s", path, error)
+        if len(runs) == found:
+            raise FileNotFoundError(f"no finished run in {folder}")
+    return _with_names_apart(runs)
+
+
+def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
+    """Add the settings that differ to the names of different runs of one name."""
+    named: list[Run] = []
+    for run in runs:
+        alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
+        keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
+        values = run.config.values()
+        name = ", ".join(
+            [
+                run.summary["run"],
+                *(f"{key} = {values[key]}" for key in sorted(keys) if key in values),
+            ]
+        )
+        named.append(
+            replace(
+                run,
+                rounds=run.rounds.assign(run=name),
+                clients=run.clients.assign(run=name),
+                summary={**run.summary, "run": name},
+            )
+        )
+    seen: dict[tuple[str, int], Run] = {}
+    for run in named:
+        first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
+        if first is not run:
+            logger.log(WARNING, "%s is left out: it is the run of %s", run.folder, first.folder)
+    return list(seen.values())
+
+
+def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """Read several runs: one tidy DataFrame of run, method, seed, round, metric and value.
+
+    Parameters
+    ----------
+    folders : path or iterable of paths
+        As of :func:`read_runs`, which see for what is raised.
+    """
+    return pd.concat([run.rounds for run in read_runs(folders)], ignore_index=True)
+
+
+def load_model(
+    folder: str | Path, which: Literal["model", "best"] = "model"
+) -> dict[str, NDArray[Any]]:
+    """Name -> array of a run's last or best weights, in the order of the network's state dict.
+
+    Raises
+    ------
+    DamagedFile
+        If the file is not as it was written.
+    FileNotFoundError
+        If there is none.
+    """
+    arrays, _ = load_tensors(Path(folder) / f"{which}.safetensors")
+    return arrays
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine: processor, cores, memory, GPU, and versions."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "processor": model,
+        "cores": psutil.cpu_count(),
+        "memory-gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }

@@ -1,0 +1,1 @@
+"""Methods that compute the last layer in closed form: the server half."""

@@ -1,0 +1,267 @@
+"""A network's last layer in closed form, from sums over all clients' features, in one exchange.
+
+What such methods share: all but the last layer stays as it was, clients send sums over what it is
+given, and the server computes the layer's weights. :class:`GramStrategy` is the base of those that
+solve least squares, from the features' Gram matrix. The methods' files say how, and after whom.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import FeatureMap, Normaliser, require_memory
+from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
+
+from ..core.base import BaseStrategy, logger
+from ..core.replies import Reply, screen_own_sizes
+
+__all__ = ["ClosedFormStrategy", "GramStrategy"]
+
+Layer = tuple[NDArray[np.float64], NDArray[np.float64]]  # weights (C, p) and bias (C,)
+
+
+class ClosedFormStrategy(BaseStrategy):
+    """Compute the last layer from sums; clients are :class:`~fedntk.clients.ClosedFormClient`.
+
+    All clients that are not `held_out` are asked, whatever ``fraction_train``, in the first round.
+    If fewer than ``min_completed`` replies are good, or there is no solution, the next round asks
+    again. Once the layer is solved for, rounds only evaluate. What is learned is a network; for
+    fine-tuning, have another strategy start from it. With three clients or more, features of over
+    100 times the median client's size are dropped. Other well-formed lies are not defended against:
+    one client's can leave all rounds without a solution.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Of the clients' architecture; its weights do not matter. Those of the initial arrays do:
+        they give the features.
+    head : str
+        Name of the last linear layer, which gives the logits; by default the last ``nn.Linear``.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (C, p), of the last layer's weights.
+    solved : bool
+        Whether the last layer is computed.
+
+    Raises
+    ------
+    ValueError
+        If there is no such layer, or an argument is out of range.
+    """
+
+    client = "ClosedFormClient"
+    replies = "sums of features"
+    averages = False
+
+    def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.feature_map = FeatureMap("last-layer", head=head)
+        name, last = self.feature_map.last_layer(network)
+        self.shape = (last.out_features, last.in_features)
+        prefix = f"{name}." if name else ""
+        self.weight = f"{prefix}weight"
+        self.bias = f"{prefix}bias" if last.bias is not None else ""
+        self.solved = False
+
+    @abstractmethod
+    def last_layer(self, sums: Sequence[Any]) -> Layer:
+        """Return the layer, from what :meth:`parse` made of the replies, in the clients' order.
+
+        Raises
+        ------
+        ArithmeticError, RuntimeError, ValueError or MemoryError
+            If there is no solution.
+        """
+
+    @abstractmethod
+    def parse(self, reply: Reply) -> Any:
+        """Check a client's sums, which must be of as many examples as it reports.
+
+        Raises
+        ------
+        BadReply
+            If they are not such sums.
+        """
+
+    # ------------------------------------------------------------------- state
+
+    def settings(self) -> dict[str, Any]:
+        """Add where features are taken."""
+        return {**super().settings(), **self.feature_map.to_config()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add whether the layer is computed."""
+        return {**super().state_dict(), "solved": self.solved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.solved = bool(state["solved"])
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin with the layer to be computed, unless a state was loaded.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have not that layer.
+        """
+        found = initial_arrays.get(self.weight)
+        if found is None or tuple(found.shape) != self.shape:
+            raise ValueError(
+                f"initial_arrays: expected {self.weight} of shape {self.shape}, got "
+                f"{'none' if found is None else tuple(found.shape)}; give the strategy the network "
+                "that they are of"
+            )
+        if not done:
+            self.solved = False
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
+        """Share another strategy's clients, if it shows all of them.
+
+        Raises
+        ------
+        ValueError
+            If it does not: the layer would be of some clients' examples alone.
+        """
+        if not everyone:
+            raise ValueError(
+                f"{type(self).__name__}: expected a strategy that shows all clients in a round, "
+                f"got a {type(owner).__name__}, under which the layer would be of some alone"
+            )
+        super().work_within(owner, everyone=everyone)
+
+    # ---------------------------------------------------------------- messages
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all clients for their sums, until the layer is computed."""
+        self.global_arrays, self.server_round = arrays, server_round
+        if self.solved or self.fraction_train == 0.0:
+            return []
+        minimum = max(self.min_train_nodes, self.min_completed)
+        nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
+        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add where features are taken."""
+        super().prepare_config(config, server_round)
+        for key, value in self.feature_map.to_config().items():
+            config[key] = value
+
+    # ------------------------------------------------------------- aggregation
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Compute the last layer from the accepted sums."""
+        if self.solved:
+            return None, None
+        pairs, rejected = self.accepted(replies, self.parse, MessageType.TRAIN)
+        pairs = self.screened(pairs, rejected, screen_own_sizes)
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+        try:
+            changed = self._arrays_of(*self.last_layer([sums for _, sums in pairs]))
+        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
+            return None, metrics
+        self.solved = True
+        return ArrayRecord({**self.global_arrays, **changed}), metrics
+
+    def _arrays_of(
+        self, weight: NDArray[np.float64], bias: NDArray[np.float64]
+    ) -> dict[str, Array]:
+        """Return the layer's arrays, in the dtypes that they had."""
+        layer = {self.weight: weight, **({self.bias: bias} if self.bias else {})}
+        changed: dict[str, Array] = {}
+        for name, value in layer.items():
+            array = value.astype(self.global_arrays[name].dtype)
+            if not np.isfinite(array).all():
+                raise ArithmeticError(f"{name} is not finite")
+            changed[name] = Array(array)
+        return changed
+
+
+class GramStrategy(ClosedFormStrategy):
+    """Solve for the last layer by least squares, from the features' Gram matrix.
+
+    Parameters
+    ----------
+    ridge : float
+        Of the joint problem, over the examples' mean squared norm: see
+        :func:`fedntk.ntk.ridge_regression`. 0, where a method has that: least squares of least
+        norm.
+    **options
+        Of :class:`ClosedFormStrategy`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(self, *, ridge: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.ridge = ridge
+
+    def settings(self) -> dict[str, Any]:
+        """Add the ridge."""
+        return {**super().settings(), "ridge": self.ridge}
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin, if the server can solve for the layer.
+
+        Raises
+        ------
+        NotEnoughMemory
+            If it could not.
+        """
+        width = self.shape[1]
+        require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
+            (36 + 8 * self.min_available_nodes) * width**2,
+            f"{width} features from {self.min_available_nodes} clients",
+            cure="use a smaller last layer",
+        )
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add that Gram matrices are to be sent."""
+        super().prepare_config(config, server_round)
+        config[FEATURE_GRAM] = True
+
+    def parse(self, reply: Reply) -> FeatureStatistics:
+        """Check a client's Gram matrix and sums."""
+        num_classes, width = self.shape
+        arrays = list(reply.arrays().values())
+        return FeatureStatistics.from_arrays(arrays, reply.num_examples, width, num_classes)
+
+    def solution(
+        self, sums: Sequence[FeatureStatistics], *, bias: bool = False
+    ) -> NDArray[np.float64]:
+        """Return the joint problem's solution (C, p), or (C, p + 1) with a bias.
+
+        Features are as they are, neither centred nor scaled, and labels one-hot.
+        """
+        identity = Normaliser.identity(self.shape[1])
+        joint = FeatureStatistics.join(sums)
+        equations = NormalEquations.of(joint, identity, bias=bias, centred=False)
+        linear = equations.solve(self.ridge) if self.ridge else equations.least_norm()
+        return linear.T.numpy()

@@ -1,0 +1,70 @@
+"""FedNCM: the classifier of the nearest class mean, from the clients' class means.
+
+Source: Legate et al., *Guiding The Last Layer in Federated Learning with Pre-Trained Models*,
+NeurIPS 2023, as others describe it; its text was not at hand. Clients send the mean of a
+pre-trained network's features over their examples of each class, and how many these are. The server
+forms the mean m_c over all clients' examples of class c, and the last layer's weights for the class
+are m_c / ||m_c||. There is no bias.
+
+This package's reading: one that the network has is set to 0. So the predicted class is the one
+whose mean has the smallest angle to an example's features. A class that nobody has gets weights of
+0. The paper's fine-tuning from this classifier (FedNCM+FT) is not here; a run of another method may
+begin with the network that comes of it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import Prototypes
+
+from ..core.replies import Reply
+from .closed_form import ClosedFormStrategy
+
+__all__ = ["FedNCM"]
+
+
+class FedNCM(ClosedFormStrategy):
+    """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`.
+
+    Parameters
+    ----------
+    **options
+        Of :class:`ClosedFormStrategy`: network, head, and those of all strategies.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> FedNCM(network=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).shape
+    (3, 8)
+    """
+
+    def parse(self, reply: Reply) -> Prototypes:
+        """Check a client's class means, which must be of as many examples as it reports."""
+        num_classes, width = self.shape
+        arrays = list(reply.arrays().values())
+        if len(arrays) != 2:
+            raise BadReply("arrays", f"expected class means and counts, got {len(arrays)}")
+        return Prototypes.from_arrays(
+            dict(zip(("means", "counts"), arrays, strict=True)),
+            num_classes=num_classes,
+            width=width,
+            max_examples=self.max_examples,
+            num_examples=reply.num_examples,
+        )
+
+    def last_layer(
+        self, sums: Sequence[Prototypes]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the class means, each of norm 1 (C, p), and zeros for a bias."""
+        means = Prototypes.pooled(sums).means.astype(np.float64)
+        norm = np.linalg.norm(means, axis=1)
+        norm[norm == 0] = 1.0
+        return means / norm[:, None], np.zeros(len(means))

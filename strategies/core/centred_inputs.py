@@ -1,0 +1,82 @@
+"""Inputs centred by their mean over all clients, which these are asked for before the first round.
+
+Each client sends the sum of its inputs, projected where there is a projection, and their number;
+the server sees both. The mean becomes an array of the model, which all clients are then sent.
+"""
+
+import logging
+from collections.abc import Sequence
+from logging import INFO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.features import CENTRE, INPUT_SUMS
+from fedntk.ntk.payloads import screen_sizes
+from fedntk.ntk.support.arrays import require_array
+
+from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
+
+if TYPE_CHECKING:
+    from .base import BaseStrategy
+
+__all__ = ["centred_by_clients"]
+
+logger = logging.getLogger("flwr")
+STAGE = "query.input_sums"
+Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
+
+
+def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid) -> ArrayRecord:
+    """Return the model's arrays with the mean over the inputs of all clients that may train.
+
+    Raises
+    ------
+    ValueError
+        If the model has no such array.
+    NoUsableReply
+        If not more than half of the clients gave a sum that can be used, or fewer than
+        ``min_completed``.
+    """
+    if CENTRE not in arrays:
+        raise ValueError(
+            f"centre_inputs: expected the array {CENTRE!r} in the model, got {list(arrays)[:5]}; "
+            "wrap the network as CentredInputs(network, input_shape), on the clients, too"
+        )
+    centre = arrays[CENTRE].numpy()
+    nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.min_completed, strategy.held_out)
+    pairs, rejected = strategy.exchange(
+        nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, centre)
+    )
+    pairs = strategy.screened(pairs, rejected, _screen)
+    if not strategy.enough(len(pairs)) or 2 * len(pairs) <= len(nodes):
+        raise NoUsableReply(
+            f"centre_inputs: {len(pairs)} of {len(nodes)} clients gave a sum of inputs that can "
+            "be used, and more than half must; start again when they are there, or leave "
+            f"centre_inputs out; the last refused: {strategy.last_refusal or 'none came at all'}"
+        )
+    means, counts = zip(*(own for _, own in pairs), strict=True)
+    logger.log(INFO, "inputs are centred by the mean of %d examples", sum(counts))
+    mean = np.average(means, axis=0, weights=counts).astype(centre.dtype)
+    return ArrayRecord({**arrays, CENTRE: Array(mean)})
+
+
+def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
+    arrays = reply.arrays()
+    if list(arrays) != [INPUT_SUMS]:
+        raise BadReply("arrays", f"expected {INPUT_SUMS!r} alone, got {str(list(arrays))[:80]}")
+    sums, count = arrays[INPUT_SUMS], reply.num_examples
+    limit = count * min(LARGEST_WEIGHT, float(np.finfo(centre.dtype).max))
+    require_array(INPUT_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)
+    return sums / count, count
+
+
+def _screen(found: Sequence[Mean], factor: float) -> list[BadReply | None]:
+    """Refuse what would outweigh all others: a mean far out, or one of too many examples."""
+    of_means = screen_sizes([float(np.linalg.norm(mean)) for mean, _ in found], factor)
+    of_counts = screen_sizes([float(count) for _, count in found], factor)
+    return [a or b for a, b in zip(of_means, of_counts, strict=True)]

@@ -1,0 +1,313 @@
+"""Rounds of another strategy within a strategy: with its nodes, and replies that are good."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedntk.ntk.payloads import Agreement, screen_changes
+
+from .array_archive import under
+from .averaging import cast_like, named_arrays
+from .base import BaseStrategy, logger
+from .replies import Reply, checked_weights
+
+__all__ = ["CheckedStrategy", "InnerStrategy", "Shown"]
+
+
+class InnerStrategy:
+    """A strategy at work within another, which samples the nodes and checks the replies.
+
+    Parameters
+    ----------
+    argument : str
+        Name under which the strategy was given, for errors.
+    strategy : Strategy
+        Whose replies are one set of weights, the network's.
+    owner : BaseStrategy
+        Samples the nodes and checks the replies: its ``min_completed`` and ``max_examples`` are
+        what counts.
+
+    Raises
+    ------
+    ValueError
+        If the strategy is one of those here whose replies are something else, or averages its
+        weights over rounds.
+    """
+
+    def __init__(self, argument: str, strategy: Strategy, owner: BaseStrategy) -> None:
+        if isinstance(strategy, BaseStrategy) and strategy.replies != BaseStrategy.replies:
+            raise ValueError(
+                f"{argument}: expected a strategy whose replies are one set of weights, such as "
+                f"FedAvg, got {type(strategy).__name__}"
+            )
+        if isinstance(strategy, BaseStrategy) and strategy.averaged is not None:
+            raise ValueError(
+                f"{argument}: expected average_decay = 0, got {strategy.averaged.decay}"
+            )
+        self.argument, self.strategy, self.owner = argument, strategy, owner
+        self._fresh = dict(vars(strategy))
+
+    def ask_whoever_is_shown(self) -> None:
+        """Have the strategy neither sample nor wait: another one does."""
+        everyone = {"fraction_train": 1.0, "min_train_nodes": 0, "min_available_nodes": 0}
+        for name in everyone.keys() & vars(self.strategy).keys():
+            setattr(self.strategy, name, everyone[name])
+
+    def reset(self) -> None:
+        """Have the strategy forget what it has kept in attributes since it was given."""
+        for name, fresh in self._fresh.items():
+            if _holds_arrays(getattr(self.strategy, name)):
+                setattr(self.strategy, name, fresh)
+
+    @property
+    def waits_for(self) -> int:
+        """Nodes that it waits for before it begins a round; 0 if it does not say."""
+        return int(getattr(self.strategy, "min_available_nodes", 0))
+
+    def messages(
+        self,
+        server_round: int,
+        network: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+        nodes: list[int],
+    ) -> list[Message]:
+        """Return the strategy's instructions to some or all of the nodes.
+
+        Raises
+        ------
+        ValueError
+            If it would wait for more nodes than it is shown.
+        """
+        if len(nodes) < self.waits_for:
+            raise ValueError(
+                f"{self.argument}: it waits for min_available_nodes = {self.waits_for}, and "
+                f"{len(nodes)} nodes are sampled in a round; lower that, or sample more"
+            )
+        shown: Any = Shown(grid, nodes)
+        own = list(self.strategy.configure_train(server_round, network, config, shown))
+        for message in own:  # clients are to agree with the owner
+            for record in message.content.config_records.values():
+                self.owner.prepare_config(record, server_round)
+        asked = [message.metadata.dst_node_id for message in own]
+        return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
+
+    def aggregate(
+        self,
+        server_round: int,
+        replies: Iterable[Message],
+        expected: Mapping[str, NDArray[Any]],
+    ) -> tuple[dict[str, NDArray[Any]] | None, MetricRecord]:
+        """Return the new network, if there is one, and the round's metrics.
+
+        Parameters
+        ----------
+        server_round : int
+            Now.
+        replies : iterable of Message
+            In any order.
+        expected : mapping of str to ndarray
+            The network as it was sent.
+        """
+        pairs, rejected = self.owner.accepted(
+            replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
+        )
+        pairs = self.owner.screened(
+            pairs, rejected, lambda own, most: screen_changes(expected, own, most)
+        )
+        metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
+        if not self.owner.enough(len(pairs)):
+            return None, metrics
+        names = {n for n, _ in frozenset.intersection(*(r.metric_names for r, _ in pairs))}
+        clean = [self._cleaned(reply, names) for reply, _ in pairs]
+        try:
+            found, own = self.strategy.aggregate_train(server_round, clean)
+        except Exception as error:  # another's code must not end the run
+            name = type(self.strategy).__name__
+            logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
+            self.owner.last_failure = f"{name} failed: {error!r}"
+            return None, metrics
+        extra = {name: value for name, value in (own or {}).items() if name not in names}
+        metrics = MetricRecord({**extra, **metrics})
+        if found is None:
+            return None, metrics
+        arrays = cast_like({name: array.numpy() for name, array in found.items()}, expected)
+        return {name: array.numpy() for name, array in arrays.items()}, metrics
+
+    def _cleaned(self, reply: Reply, names: set[str]) -> Message:
+        """Return a reply that holds its arrays, its number of examples and metrics all have."""
+        (arrays,) = reply.message.content.array_records.values()
+        values = {name: value for name, value in reply.metrics.items() if name in names}
+        key = getattr(self.strategy, "weighted_by_key", self.owner.weighted_by_key)
+        metrics = MetricRecord({**values, key: reply.num_examples})
+        reply.message.content = RecordDict({self.owner.arrayrecord_key: arrays, "metrics": metrics})
+        return reply.message
+
+    def settings(self) -> dict[str, Any]:
+        """Return the strategy's class and its options that are plain values."""
+        if isinstance(self.strategy, BaseStrategy):
+            return self.strategy.settings()
+        plain = {
+            name: value
+            for name, value in sorted(vars(self.strategy).items())
+            if isinstance(value, bool | int | float | str) and not name.startswith("_")
+        }
+        return {"strategy": type(self.strategy).__name__, **plain}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the strategy keeps from round to round, such as FedAdam's moments.
+
+        That is its own ``state_dict()`` where it has one, else its attributes that hold arrays.
+        """
+        if (own := getattr(self.strategy, "state_dict", None)) is not None:
+            state: dict[str, Any] = own()
+            return state
+        kept = {name: value for name, value in vars(self.strategy).items() if _holds_arrays(value)}
+        arrays: dict[str, Any] = {}
+        for name, value in kept.items():
+            items = enumerate(value) if isinstance(value, list) else value.items()
+            arrays |= {
+                f"{name}.{key}": a.numpy() if isinstance(a, Array) else np.asarray(a)
+                for key, a in items
+            }
+        return {"kept": {name: type(value).__name__ for name, value in kept.items()}, **arrays}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the strategy back what :meth:`state_dict` returned."""
+        if (load := getattr(self.strategy, "load_state_dict", None)) is not None:
+            load(state)
+            return
+        self.reset()
+        for name, kind in state["kept"].items():
+            arrays = under(f"{name}.", state)
+            value: Any = arrays
+            if kind == "list":
+                value = [arrays[str(i)] for i in range(len(arrays))]
+            elif kind == "ArrayRecord":
+                value = ArrayRecord({key: Array(array) for key, array in arrays.items()})
+            setattr(self.strategy, name, value)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether it is a record, a list or a dict by name of arrays, and of nothing else."""
+    if isinstance(value, ArrayRecord):
+        return True
+    items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return bool(items) and all(isinstance(item, np.ndarray | np.generic) for item in items)
+
+
+class CheckedStrategy(BaseStrategy):
+    """One of Flower's strategies, with the sampling, the checks and the state of those here.
+
+    Same seed, same bits; a bad reply is dropped, logged and counted; moments and momenta are saved.
+    (Flower: Beutel et al., *Flower: A Friendly Federated Learning Research Framework*, 2020.)
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replies are one set of weights. What it samples by, and how many nodes it waits for,
+        is set so that it asks all nodes that it is shown.
+    argument : str
+        Name under which the strategy was given, for errors.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy`.
+
+    Raises
+    ------
+    ValueError
+        If its replies are more than weights, or it wraps another strategy, as those of differential
+        privacy do.
+    """
+
+    def __init__(self, strategy: Strategy, *, argument: str = "strategy", **options: Any) -> None:
+        super().__init__(**options)
+        if isinstance(getattr(strategy, "strategy", None), Strategy):
+            raise ValueError(
+                f"{argument}: expected a strategy that aggregates itself, got the wrapper "
+                f"{type(strategy).__name__}, which samples by another one"
+            )
+        self.inner = InnerStrategy(argument, strategy, self)
+        self.inner.ask_whoever_is_shown()
+
+    def agreement(self) -> Agreement:
+        """Return what clients must agree with: the strategy's name is that of Flower's."""
+        return replace(super().agreement(), strategy=type(self.inner.strategy).__name__)
+
+    def settings(self) -> dict[str, Any]:
+        """Add the strategy's own."""
+        return {**super().settings(), "inner": self.inner.settings()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add what the strategy keeps from round to round."""
+        own = self.inner.state_dict()
+        return {**super().state_dict(), **{f"inner.{name}": value for name, value in own.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.inner.load_state_dict(under("inner.", state))
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Forget what the strategy kept of an earlier run, unless a state was loaded."""
+        if not done:
+            self.inner.reset()
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def instruct(
+        self,
+        server_round: int,
+        nodes: list[int],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> Iterable[Message]:
+        """Have the strategy instruct the nodes that were sampled."""
+        return self.inner.messages(server_round, arrays, config, grid, nodes)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Have the strategy aggregate the replies that can be used."""
+        model = named_arrays(self.global_arrays)
+        arrays, metrics = self.inner.aggregate(server_round, replies, model)
+        self.train_metrics[server_round] = metrics
+        if arrays is None:
+            return None, metrics
+        return ArrayRecord({name: Array(array) for name, array in arrays.items()}), metrics
+
+
+class Shown:
+    """A grid of which a strategy sees only some nodes.
+
+    Parameters
+    ----------
+    grid : Grid
+        That sends and receives.
+    nodes : list of int
+        Their ids.
+    """
+
+    def __init__(self, grid: Grid, nodes: list[int]) -> None:
+        self._grid, self._nodes = grid, nodes
+
+    def get_node_ids(self) -> list[int]:
+        """Return the nodes that are seen."""
+        return self._nodes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)

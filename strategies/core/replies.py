@@ -1,0 +1,264 @@
+"""A client's reply, checked before any of it is used."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import from_npy, screen_sizes
+from fedntk.ntk.support.arrays import require_array
+
+__all__ = [
+    "NoUsableReply",
+    "Reply",
+    "accuracy_of",
+    "checked_weights",
+    "is_like",
+    "largest_group",
+    "read_arrays",
+    "require_like",
+    "screen_accuracies",
+    "screen_own_sizes",
+]
+
+T = TypeVar("T")
+KNOWN_METRICS = ("train-loss", "loss", "accuracy")
+MOST_METRICS = 64  # of a reply; others are left out
+MOST_NUMBERS = 10_000  # in the metrics of a reply
+LONGEST_NAME = 64  # characters of a metric's name
+COUNTS = ("replies-", "rejected-")  # begin the names under which the server counts replies
+LARGEST_WEIGHT = 1e12  # products of larger ones leave float32
+LARGEST_INTEGER = 2**53  # a mean in float64 is exact up to it
+
+
+class NoUsableReply(RuntimeError):  # noqa: N818
+    """A run that is over, and in which not one reply of a client could be used."""
+
+
+class Reply:
+    """A reply whose metrics have been checked.
+
+    Parameters
+    ----------
+    message : Message
+        The reply.
+    client : int
+        Id of the client that sent it, as the registry knows it.
+    num_examples_key : str
+        Under which its metrics count the examples.
+    max_examples : int
+        More than so many are refused.
+
+    Attributes
+    ----------
+    node : int
+        Id of the node that sent it.
+    num_examples : int
+        Between 1 and `max_examples`.
+    metrics : dict of str to int, float or list
+        The other metrics: finite numbers, and lists without NaN. Of more than 64, or of more than
+        10,000 numbers in all, some are left out, as are names of more than 64 characters, names
+        that are no Unicode text, and those under which the server counts replies.
+    message : Message
+        The reply itself.
+
+    Raises
+    ------
+    BadReply
+        If there is not one MetricRecord, or a metric is not finite or the examples out of range.
+    """
+
+    def __init__(
+        self, message: Message, client: int, num_examples_key: str, max_examples: int
+    ) -> None:
+        self.message, self.client = message, client
+        self.node = message.metadata.src_node_id
+        if len(message.content.metric_records) != 1:
+            raise BadReply(
+                "metrics", f"expected one MetricRecord, got {len(message.content.metric_records)}"
+            )
+        (record,) = message.content.metric_records.values()
+        metrics: dict[str, Any] = dict(record)
+        for key, value in metrics.items():
+            for number in value if isinstance(value, list) else [value]:
+                infinite = math.isinf(number) and not isinstance(value, list)
+                if math.isnan(number) or infinite:
+                    raise BadReply("non-finite", f"metric {key[:80]!r} is {number}")
+                if isinstance(number, int) and abs(number) >= 2**63:
+                    raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")
+        examples = metrics.pop(num_examples_key, None)
+        if (
+            not isinstance(examples, int | float)
+            or not 1 <= examples <= max_examples
+            or examples != int(examples)
+        ):
+            raise BadReply(
+                "num-examples",
+                f"expected a whole {num_examples_key!r} of 1 ... {max_examples}, "
+                f"got {str(examples)[:80]}",
+            )
+        self.num_examples = int(examples)
+        metrics.pop("partition-id", None)
+        names = sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name))
+        kept: set[str] = set()
+        room = MOST_NUMBERS
+        for name in names:
+            size = len(metrics[name]) if isinstance(metrics[name], list) else 1
+            if _can_be_kept(name) and len(kept) < MOST_METRICS and size <= room:
+                kept.add(name)
+                room -= size
+        self.metrics = {name: value for name, value in metrics.items() if name in kept}
+
+    @property
+    def metric_names(self) -> frozenset[tuple[str, int]]:
+        """Names of the other metrics, with the length of those that are lists, else -1."""
+        return frozenset(
+            (key, len(value) if isinstance(value, list) else -1)
+            for key, value in self.metrics.items()
+        )
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Name -> array of the reply's one ArrayRecord, whatever its name.
+
+        Raises
+        ------
+        BadReply
+            If there is not exactly one, or its bytes are no arrays.
+        """
+        records = self.message.content.array_records
+        if len(records) != 1:
+            raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
+        (record,) = records.values()
+        return read_arrays(record)
+
+    def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
+        """Name -> array of each of several ArrayRecords, which come by name.
+
+        Raises
+        ------
+        BadReply
+            If there are others, or some are missing, or their bytes are no arrays.
+        """
+        records = self.message.content.array_records
+        if records.keys() != set(names):
+            found = ", ".join(sorted(records))[:80] or "none"
+            raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
+        return [read_arrays(records[name]) for name in names]
+
+
+def _can_be_kept(name: str) -> bool:
+    """Whether a metric's name is short, text that any file can hold, and not the server's."""
+    text = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return text and len(name) <= LONGEST_NAME and not name.startswith(COUNTS)
+
+
+def read_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Name -> array of a client's record, which may hold anything.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"arrays"``, if some of its bytes are no array.
+    """
+    arrays = {}
+    for name, array in record.items():
+        try:
+            if array.stype != "numpy.ndarray":
+                raise ValueError(f"serialised as {array.stype!r}")
+            arrays[name] = from_npy(array.data)
+        except Exception as error:  # whatever hostile bytes provoke
+            raise BadReply("arrays", f"{name!r} cannot be read: {error}") from error
+    return arrays
+
+
+def largest_group(
+    pairs: list[tuple[Reply, T]], key: Callable[[Reply, T], Any]
+) -> list[tuple[Reply, T]]:
+    """Return the replies with the most common `key`; on a tie, that of the earliest reply."""
+    if not pairs:
+        return []
+    keys = [key(*pair) for pair in pairs]
+    common, _ = Counter(keys).most_common(1)[0]
+    return [pair for pair, own in zip(pairs, keys, strict=True) if own == common]
+
+
+def checked_weights(
+    arrays: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, NDArray[Any]],
+    untrained: Collection[str] = (),
+) -> dict[str, NDArray[Any]]:
+    """Check arrays against those of a model: names, shapes, dtypes and ranges.
+
+    Those that are `untrained` must be as they were sent.
+
+    Raises
+    ------
+    BadReply
+        With the reason ``"arrays"`` or one of :func:`require_like`.
+    """
+    if arrays.keys() != expected.keys():
+        odd = sorted(arrays.keys() ^ expected.keys())
+        raise BadReply("arrays", f"names differ from the model's in {str(odd[:5])[:200]}")
+    for name, array in arrays.items():
+        require_like(name, array, expected[name])
+        if name in untrained and not np.array_equal(array, expected[name]):
+            raise BadReply("arrays", f"{name!r} is not what was sent; no client trains it")
+    return dict(arrays)
+
+
+def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Raise BadReply unless an array can be another's successor in a model.
+
+    It must have the shape and dtype. If it changed, its numbers must be finite: of floating point
+    up to 1e12, whole ones up to 2^53, so that means stay in range, and variances
+    (``running_var``) of at least 0.
+    """
+    if array.dtype == expected.dtype and np.array_equal(array, expected):
+        return
+    whole = np.issubdtype(expected.dtype, np.integer)
+    require_array(
+        name,
+        array,
+        shape=expected.shape,
+        dtype=expected.dtype,
+        limit=LARGEST_INTEGER if whole else LARGEST_WEIGHT,
+        low=0.0 if name.endswith("running_var") else None,
+    )
+
+
+def is_like(message: Message, model: ArrayRecord) -> bool:
+    """Whether a reply's arrays are those of a model, by names, shapes and dtypes."""
+    records = list(message.content.array_records.values())
+    if len(records) != 1 or records[0].keys() != model.keys():
+        return False
+    return all(
+        (array.dtype, tuple(array.shape)) == (model[name].dtype, tuple(model[name].shape))
+        for name, array in records[0].items()
+    )
+
+
+def accuracy_of(reply: Reply) -> Any:
+    """Return the accuracy that an evaluation reports, None where it reports none."""
+    return reply.metrics.get("accuracy")
+
+
+def screen_own_sizes(parts: Sequence[Any], factor: float) -> list[BadReply | None]:
+    """Refuse what would outweigh all others; what was parsed has its ``size``."""
+    return screen_sizes([part.size for part in parts], factor)
+
+
+def screen_accuracies(accuracies: Sequence[Any], _: float) -> list[BadReply | None]:
+    """Refuse accuracies that cannot be: a share, or a percentage if most clients report one."""
+    known = sorted(value for value in accuracies if isinstance(value, int | float))
+    most = 100 if known and known[(len(known) - 1) // 2] > 1 else 1
+    return [
+        BadReply("metrics", f"expected an accuracy of 0 ... {most}, got {value}")
+        if isinstance(value, int | float) and not 0 <= value <= most
+        else None
+        for value in accuracies
+    ]

@@ -1,0 +1,282 @@
+"""Server of FedBE: an ensemble of models drawn from a distribution over the clients' models.
+
+Source: Chen and Chao, *FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning*,
+ICLR 2021, algorithm 1. In each round
+
+    clients train the global model w, and send w_i                  as in FedAvg
+    fit a Gaussian or a Dirichlet distribution to the w_i
+    ensemble = the mean of the w_i, M models drawn from it, and the w_i
+    p(x) = the mean of the ensemble's probabilities
+
+Without distillation the mean is the next global model. With it, the mean is trained on the server's
+unlabelled examples towards the sharpened p(x), its weights averaged on the way (Izmailov et al.
+2018), and the result is the next global model.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from logging import INFO, WARNING
+from typing import Any, get_args
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value
+from fedntk.ntk.payloads import EnsembleArrays, screen_changes
+from fedntk.ntk.predictors.network import arrays_of, load_arrays
+
+from ..core.averaging import cast_like, named_arrays, weighted_mean
+from ..core.base import BaseStrategy, logger
+from ..core.replies import checked_weights
+from .distillation import Distillation, distil, sharpened
+from .model_samples import (
+    Distribution,
+    dirichlet_model,
+    dirichlet_shares,
+    gaussian_model,
+    mean_probabilities,
+    standard_deviation,
+)
+
+__all__ = ["FedBE"]
+
+Weights = dict[str, NDArray[Any]]
+ENSEMBLE = "ensemble"  # what is learned without distillation
+
+
+class FedBE(BaseStrategy):
+    """FedBE: samples models around the clients' and averages their predictions.
+
+    Clients are those of FedAvg, and what they are sent and send is what FedAvg's are: one model.
+    So they evaluate the global model, not the ensemble.
+
+    Without distillation what is learned is the newest round's ensemble, as
+    :class:`~fedntk.ntk.payloads.EnsembleArrays`: model 0 is the mean, which the next round's
+    clients are sent; then come the M that were drawn, then the clients' own, by client. Before the
+    first round it is the initial network alone. With distillation what is learned is one network.
+
+    Parameters
+    ----------
+    distribution : {"gaussian", "dirichlet"}
+        From which models are drawn: a Gaussian of the clients' variance at each coordinate, or
+        convex combinations of the clients' models.
+    num_samples : int
+        M: models drawn a round. 0, with ``client_models=False``, is FedAvg.
+    alpha : float
+        Concentration of the Dirichlet distribution, 1e-6 ... 1e12: many clients share a model if it
+        is large.
+    client_models : bool
+        Have the clients' own models in the ensemble. Without distillation they are part of what is
+        returned, and of checkpoints.
+    distill : Distillation, optional
+        Server examples, network and rates of the distillation. None: the ensemble is kept.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` and of Flower's FedAvg: seed (of the models
+        drawn and of the distillation, too), fraction_train, ...
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+
+    Examples
+    --------
+    >>> import torch
+    >>> strategy = FedBE(num_samples=5)
+    >>> x = torch.randn(20, 4)  # without labels
+    >>> strategy = FedBE(distill=Distillation(torch.nn.Linear(4, 3), x, epochs=5))
+    """
+
+    averages = False
+
+    def __init__(
+        self,
+        *,
+        distribution: Distribution = "gaussian",
+        num_samples: int = 10,
+        alpha: float = 1.0,
+        client_models: bool = True,
+        distill: Distillation | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if distribution not in get_args(Distribution):
+            raise ValueError(
+                f"distribution: expected {' or '.join(get_args(Distribution))}, "
+                f"got {distribution!r}"
+            )
+        if num_samples < 0:
+            raise ValueError(f"num_samples: expected at least 0, got {num_samples}")
+        if not 1e-6 <= alpha <= 1e12:
+            raise ValueError(f"alpha: expected 1e-6 ... 1e12, got {alpha}")
+        if distill is not None and not isinstance(distill, Distillation):
+            raise ValueError(
+                f"distill: expected a Distillation(network, examples), got {type(distill).__name__}"
+            )
+        self.distribution, self.num_samples, self.alpha = distribution, num_samples, alpha
+        self.client_models, self.distill = client_models, distill
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(
+            INFO,
+            "\t└──> FedBE: the mean, %d models of a %s distribution%s, %s distillation",
+            self.num_samples,
+            self.distribution,
+            " and the clients'" if self.client_models else "",
+            "no" if self.distill is None else "with",
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Add the distribution's and the distillation's."""
+        return {
+            **super().settings(),
+            "distribution": self.distribution,
+            "num_samples": self.num_samples,
+            "alpha": self.alpha,
+            "client_models": self.client_models,
+            "distill": None if self.distill is None else self.distill.settings(),
+        }
+
+    # ------------------------------------------------------------------ learned
+
+    @property
+    def learned(self) -> str:
+        """What the newest global arrays hold: ``"ensemble"``, or the distilled ``"network"``."""
+        return ENSEMBLE if self.distill is None else super().learned
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the global model, which clients are sent: model 0 of an ensemble."""
+        if self.distill is None and EnsembleArrays.are_in(arrays):
+            return ArrayRecord(EnsembleArrays.from_arrays(arrays).models[0])
+        return arrays
+
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
+    ) -> Predictor:
+        """Make the predictor of the newest ensemble, or of the distilled network."""
+        if self.distill is not None:
+            return super().predictor(arrays, network)
+        models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
+        return EnsemblePredictor(NetworkPredictor.from_arrays(network, own) for own in models)
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin with an ensemble of the initial network alone, unless it is an ensemble already.
+
+        Raises
+        ------
+        ValueError
+            If the network to distil into is another.
+        """
+        initial_arrays = super().begin(initial_arrays, num_rounds, done)
+        if self.distill is not None:
+            own = {name: tuple(t.shape) for name, t in self.distill.network.state_dict().items()}
+            given = {name: tuple(array.shape) for name, array in initial_arrays.items()}
+            odd = [name for name in {**own, **given} if own.get(name) != given.get(name)]
+            if odd:
+                raise ValueError(
+                    "initial_arrays: expected those of the network that distill was given, got "
+                    f"others: {', '.join(odd[:5])[:200]}; give both the same architecture"
+                )
+            return initial_arrays
+        if EnsembleArrays.are_in(initial_arrays):
+            return initial_arrays
+        return ArrayRecord(EnsembleArrays((dict(initial_arrays),)).to_arrays())
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Send the global model, whatever the stage."""
+        return super().content_for(client, stage, self.network_of(arrays), config)
+
+    # -------------------------------------------------------------- aggregation
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Form the ensemble of the accepted weights, and distil it if there is distillation."""
+        model = named_arrays(self.network_of(self.global_arrays))
+        pairs, rejected = self.accepted(
+            replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
+        )
+        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+        clients = [weights for _, weights in pairs]
+        num_examples = [reply.num_examples for reply, _ in pairs]
+        mean = cast_like(weighted_mean(clients, num_examples), model)
+        own = len(clients) if self.client_models else 0
+        metrics["ensemble-size"] = 1 + self.num_samples + own
+        models = self._ensemble(server_round, mean, clients, num_examples)
+        if self.distill is not None:
+            return self._distilled(server_round, self.distill, mean, models, metrics), metrics
+        return ArrayRecord(EnsembleArrays(tuple(map(dict, models))).to_arrays()), metrics
+
+    def _ensemble(
+        self, server_round: int, mean: ArrayRecord, clients: list[Weights], num_examples: list[int]
+    ) -> Iterator[ArrayRecord]:
+        """Yield the models of the ensemble; each is drawn when it is asked for."""
+        centre = named_arrays(mean)
+        yield mean
+        gaussian = self.distribution == "gaussian"
+        deviation = standard_deviation(clients, num_examples) if gaussian else {}
+        for k in range(self.num_samples):
+            generator = np.random.default_rng([self.seed, server_round, k, *b"models"])
+            if gaussian:
+                drawn = gaussian_model(centre, deviation, clients, generator)
+            else:
+                shares = dirichlet_shares(num_examples, self.alpha, generator)
+                drawn = dirichlet_model(clients, shares)
+            yield cast_like(drawn, centre)
+        if self.client_models:
+            for weights in clients:
+                yield ArrayRecord({name: Array(weights[name]) for name in centre})
+
+    def _distilled(
+        self,
+        server_round: int,
+        options: Distillation,
+        mean: ArrayRecord,
+        models: Iterator[ArrayRecord],
+        metrics: MetricRecord,
+    ) -> ArrayRecord:
+        """Return the network that the ensemble is distilled into, or the mean if that fails."""
+        expected = named_arrays(mean)
+        probabilities = mean_probabilities(
+            options.network, map(named_arrays, models), options.examples, device=options.device
+        )
+        labels = sharpened(probabilities, options.temperature)
+        student = copy.deepcopy(options.network)
+        load_arrays(student, expected)
+        entropy = [server_round, *b"distillation"]
+        seed = int(np.random.SeedSequence([self.seed, *entropy]).generate_state(1)[0])
+        before = NetworkPredictor(student, device=options.device).predict(options.examples)
+        student = distil(student, labels, options, seed)
+        after = NetworkPredictor(student, device=options.device).predict(options.examples)
+        distilled = arrays_of(student)
+        losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]
+        finite = all(np.isfinite(array).all() for array in distilled.values())
+        if not finite or not np.isfinite(losses).all():
+            logger.log(
+                WARNING,
+                "the distillation left finite numbers: the mean is the next global model; lower "
+                "its learning_rate",
+            )
+            metrics["distilled"] = 0
+            return mean
+        metrics["distilled"] = 1
+        metrics["distillation-loss-before"], metrics["distillation-loss"] = losses
+        return cast_like(distilled, expected)

@@ -1,0 +1,508 @@
+"""Server of Fed-ensemble: K models, of which each client trains one a round.
+
+Source: Shi et al., *Fed-ensemble: Improving Generalization through Model Ensembling in Federated
+Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
+
+    divide the clients into Q strata
+    for t = 1 ... T                                   training ages of K rounds each
+        P[q] = a random permutation of the K models   for each stratum q
+        for r = 1 ... K
+            clients of stratum q train model P[q, r]
+            each model is updated from the replies of its clients alone
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from logging import INFO, WARNING
+from typing import Any, get_args
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Strategy
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import BadReply, EnsemblePredictor
+from fedntk.ntk.first_weights import Initialisation, drawn_weights
+from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
+
+from ..core.array_archive import under
+from ..core.averaging import named_arrays
+from ..core.base import BaseStrategy, logger
+from ..core.inner import CheckedStrategy, Shown
+from ..core.registry import Exchange
+from ..core.replies import checked_weights, read_arrays
+from .strata import Schedule, Strata, permutations
+
+__all__ = ["FedEnsemble", "Initialisation"]
+
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class FedEnsemble(BaseStrategy):
+    """Fed-ensemble: K models by any strategy; the mean of their predictions is the ensemble's.
+
+    Each client gets one model a round, so it receives, computes and sends what it would in a run of
+    the inner strategy. Which clients train which model changes from round to round: in an age of K
+    rounds every model visits every stratum of clients once. In a round a model may have no client,
+    or no valid reply: it stays as it was.
+
+    Clients are those of the inner strategy. To have them evaluate the ensemble, which all models
+    are sent to them for, wrap them in :class:`~fedntk.clients.FedEnsembleClient`; or set
+    ``fraction_evaluate=0.0``.
+
+    What is learned travels, and is returned, as :class:`~fedntk.ntk.payloads.EnsembleArrays`:
+    ``EnsembleArrays.from_arrays(result.arrays).models`` are the K models' own arrays.
+
+    Parameters
+    ----------
+    inner : callable
+        Makes the strategy of one model, a new one at each call: one of Flower's whose replies are
+        weights (FedAvg, FedProx, FedAdam, FedMedian, Krum, ...), or one of those here (NTKFL, TCT,
+        SCAFFOLD, ...). They have to be alike but for their seeds. What they sample by is not
+        heeded; clients that they hold out are held out of the ensemble. `max_examples` and
+        `outlier_factor` of this strategy hold for Flower's; those here have their own. Where a
+        model has fewer than three replies of weights, the changes of all models' clients are
+        compared by the `outlier_factor` of this strategy.
+    num_models : int
+        K.
+    num_strata : int, optional
+        Q; K by default. At least as many clients have to be sampled in a round.
+    schedule : {"independent", "balanced"}
+        ``"independent"``: each stratum draws its permutation by itself (algorithm 1). In a round,
+        models then have different numbers of clients, some none. ``"balanced"``: the permutations
+        are drawn together, so that in each round the models have the same number of strata, or one
+        more.
+    init : {"he", "xavier"} or callable
+        Model 0 begins with the weights that :meth:`start` is given. The others draw all arrays of
+        floating point with two axes or more anew, (outputs, inputs, ...) (He et al. 2015, eq. (10);
+        Glorot and Bengio 2010, eq. (16)), and share the others, such as biases. Or a function that
+        makes the module of model k, for k = 1 ... K - 1: for networks with other matrices, such as
+        buffers, frozen layers or transposed convolutions.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` and of Flower's FedAvg: seed (of strata,
+        permutations, sampling and first weights), fraction_train, ...
+
+    Attributes
+    ----------
+    members : tuple of BaseStrategy
+        The strategy of each model.
+    strata : Strata
+        Which client belongs to which stratum.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range, if `inner` returns the same object twice or strategies that
+        differ, or makes one that cannot work with some of the clients.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAdam
+    >>> strategy = FedEnsemble(inner=FedAdam, num_models=3, min_train_nodes=6)
+    >>> len(strategy.members)
+    3
+    """
+
+    client = "FedEnsembleClient"
+
+    def __init__(
+        self,
+        *,
+        inner: Callable[[], Strategy] = FedAvg,
+        num_models: int = 5,
+        num_strata: int | None = None,
+        schedule: Schedule = "independent",
+        init: Initialisation | Callable[[int], nn.Module] = "he",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        num_strata = num_models if num_strata is None else num_strata
+        for name, value in (("num_models", num_models), ("num_strata", num_strata)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if schedule not in get_args(Schedule):
+            raise ValueError(f"schedule: expected {get_args(Schedule)}, got {schedule!r}")
+        if not callable(init) and init not in get_args(Initialisation):
+            raise ValueError(f"init: expected {get_args(Initialisation)} or a function, got {init}")
+        made = [inner() for _ in range(num_models)]
+        if len({id(strategy) for strategy in made}) < num_models:
+            raise ValueError("inner: expected a new strategy at each call, got the same one twice")
+        self.members = tuple(self._member(strategy) for strategy in made)
+        if self.averaged is not None and not self.members[0].averages:
+            raise ValueError(
+                f"average_decay: expected 0 with models by {type(self.members[0]).__name__}, whose "
+                f"arrays have no mean over rounds, got {self.averaged.decay}"
+            )
+        self.schedule, self.init = schedule, init
+        self.strata = Strata(num_strata, self.seed)
+        self._share()
+        self._model_of: dict[int, int] = {}  # node -> model that it trains in the round at work
+        self._reported: list[RecordDict] = []  # metrics of the clients of the round, all models'
+        for member in self.members:
+            member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
+
+    def _share(self) -> None:
+        """Give all members what the ensemble has, and the ensemble what they were made with."""
+        first, *others = [{**member.settings(), "seed": 0} for member in self.members]
+        for k, own in enumerate(others, 1):
+            if odd := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
+                raise ValueError(
+                    "inner: expected strategies that differ in nothing but their seeds, and model "
+                    f"{k}'s differs in {', '.join(odd)}"
+                )
+        if self._seeds is None:
+            self._seeds = self.members[0]._seeds
+        self.held_out = tuple(sorted({*self.held_out, *self.members[0].held_out}))
+        for member in self.members:
+            member.work_within(self, everyone=self.num_models == 1)
+
+    def _member(self, strategy: Strategy) -> BaseStrategy:
+        if isinstance(strategy, FedEnsemble):
+            raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
+        if isinstance(strategy, BaseStrategy):
+            return strategy
+        return CheckedStrategy(
+            strategy,
+            argument="inner",
+            max_examples=self.max_examples,
+            outlier_factor=self.outlier_factor,
+        )
+
+    def _collecting(self, aggregate: Aggregate) -> Aggregate:
+        """Have a member's clients' metrics kept before it aggregates them."""
+
+        def collected(contents: list[RecordDict], key: str) -> MetricRecord:
+            self._reported += contents
+            return aggregate(contents, key)
+
+        return collected
+
+    @property
+    def num_models(self) -> int:
+        """K."""
+        return len(self.members)
+
+    def summary(self) -> None:
+        """Log the settings."""
+        super().summary()
+        logger.log(
+            INFO,
+            "\t└──> Fed-ensemble: %d models by %s, %d strata, %s permutations",
+            self.num_models,
+            self.members[0].agreement().strategy,
+            self.strata.count,
+            self.schedule,
+        )
+
+    # ------------------------------------------------------------------- state
+
+    def settings(self) -> dict[str, Any]:
+        """Add the ensemble's, and the inner strategy's."""
+        return {
+            **super().settings(),
+            "num_models": self.num_models,
+            "num_strata": self.strata.count,
+            "schedule": self.schedule,
+            "init": self.init if isinstance(self.init, str) else "a function",
+            "inner": self.members[0].settings(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the strata, and the state of each model's strategy."""
+        members = EnsembleArrays(tuple(member.state_dict() for member in self.members))
+        return {
+            **super().state_dict(),
+            "strata": self.strata.state_dict(),
+            **members.to_arrays(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.strata.load_state_dict(state["strata"])
+        for k, member in enumerate(self.members):
+            member.load_state_dict(under(f"model-{k}.", state))
+
+    @property
+    def learned(self) -> str:
+        """What each model's arrays hold, with commas between them."""
+        return ",".join(member.learned for member in self.members)
+
+    def agreement(self) -> Agreement:
+        """Return what clients that evaluate the ensemble must agree with."""
+        inner = self.members[0].agreement()
+        return Agreement("FedEnsemble", self.client, inner.replies, inner.loss, inner.projected)
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the network's own arrays: model 0's, of several models."""
+        if EnsembleArrays.are_in(arrays):
+            first = EnsembleArrays.from_arrays(arrays).models[0]
+            return self.members[0].network_of(ArrayRecord(first))
+        return arrays
+
+    def predictor(
+        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
+    ) -> EnsemblePredictor:
+        """Make the predictor of the ensemble: the mean of the models' predictions."""
+        models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
+        options = () if network is None else (network,)
+        return EnsemblePredictor(
+            [
+                member.predictor(model, *options)
+                for member, model in zip(self.members, models, strict=True)
+            ]
+        )
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Draw the first weights of the models, unless all are given.
+
+        Raises
+        ------
+        ValueError
+            If several models are given, and not K.
+        """
+        initial_arrays = super().begin(initial_arrays, num_rounds, done)
+        if not done:
+            self.strata.of = {}
+        if EnsembleArrays.are_in(initial_arrays):
+            models = list(EnsembleArrays.from_arrays(initial_arrays).models)
+        else:
+            first = dict(initial_arrays)
+            models = [first, *(self._drawn(first, k) for k in range(1, self.num_models))]
+        if len(models) != self.num_models:
+            raise ValueError(
+                f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
+            )
+        for k, member in enumerate(self.members):
+            models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
+        return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
+
+    def _drawn(self, first: Mapping[str, Array], k: int) -> dict[str, Array]:
+        """Return the first weights of model k > 0."""
+        if not isinstance(self.init, str):
+            made = dict(ArrayRecord(self.init(k).state_dict()))
+            own, given = ({n: a.shape for n, a in arrays.items()} for arrays in (made, first))
+            if odd := [n for n in {**own, **given} if own.get(n) != given.get(n)]:
+                raise ValueError(
+                    f"init: the module of model {k} has other names or shapes than model 0: "
+                    f"{odd[:5]}"
+                )
+            return made
+        generator = np.random.default_rng([self.seed, k, *b"weights"])
+        named = {name: array.numpy() for name, array in first.items()}
+        return {n: Array(a) for n, a in drawn_weights(named, self.init, generator).items()}
+
+    # ----------------------------------------------------------------- sending
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Have each model's strategy instruct the sampled clients of its strata.
+
+        Raises
+        ------
+        ValueError
+            In the first round, if there are fewer clients than strata, or fewer are sampled.
+        """
+        self.global_arrays, self.server_round = arrays, server_round
+        if self.fraction_train == 0.0:
+            return []
+        models = EnsembleArrays.from_arrays(arrays).models
+        self._model_of = self._assigned(grid, server_round)
+        messages: list[Message] = []
+        for k, (member, model) in enumerate(zip(self.members, models, strict=True)):
+            nodes = [node for node, own in self._model_of.items() if own == k]
+            if nodes:
+                shown: Any = Shown(grid, nodes)
+                own_config = ConfigRecord(dict(config))
+                messages += member.configure_train(
+                    server_round, ArrayRecord(model), own_config, shown
+                )
+        self._exchanges[MessageType.TRAIN] = Exchange(messages)
+        return messages
+
+    def _assigned(self, grid: Grid, server_round: int) -> dict[int, int]:
+        """Node -> model of a sample of the clients, in the order of the clients."""
+        minimum = max(self.min_train_nodes, self.min_completed)
+        candidates, size = self._candidates(
+            grid,
+            MessageType.TRAIN,
+            self.fraction_train,
+            minimum,
+            self.held_out,
+            sent_alike=self.strata.count == 1,
+        )
+        node_of = dict(candidates)
+        self._require_clients(len(node_of), size, server_round)
+        age, r = divmod(server_round - 1, self.num_models)
+        self.strata.update(node_of, server_round, new_age=r == 0)
+        order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
+        generator = np.random.default_rng([self.seed, server_round, *MessageType.TRAIN.encode()])
+        chosen = self.strata.sample(size, generator)
+        return {node_of[client]: int(order[self.strata.of[client], r]) for client in chosen}
+
+    def _require_clients(self, num_clients: int, size: int, server_round: int) -> None:
+        """Refuse a run in which a model could not visit all strata."""
+        for what, count, cure in (
+            ("clients", num_clients, "wait for more with min_available_nodes"),
+            ("clients sampled a round", size, "sample more with min_train_nodes"),
+        ):
+            if count < self.strata.count:
+                message = f"{count} {what} for num_strata = {self.strata.count}"
+                if server_round == 1:
+                    raise ValueError(f"{message}: expected at least one each; {cure}, or lower it")
+                logger.log(WARNING, "%s: some strata are left out", message)
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return what the inner strategy would send of each model, to evaluate them together."""
+        models = EnsembleArrays.from_arrays(arrays).models
+        contents = [
+            member.content_for(client, stage, ArrayRecord(model), config)
+            for member, model in zip(self.members, models, strict=True)
+        ]
+        records = EnsembleArrays(tuple(dict(content.array_records) for content in contents))
+        configs = [dict(content.config_records[self.configrecord_key]) for content in contents]
+        shared = {n: v for n, v in configs[0].items() if all(c.get(n) == v for c in configs)}
+        own = EnsembleArrays(
+            tuple({n: v for n, v in each.items() if n not in shared} for each in configs)
+        )
+        merged = ConfigRecord({**shared, **own.to_arrays()})
+        return RecordDict({**records.to_arrays(), self.configrecord_key: merged})
+
+    # ------------------------------------------------------------- aggregation
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the metrics of the accepted replies; say what to do where there are none."""
+        metrics = super().aggregate_evaluate(server_round, replies)
+        if metrics is None and server_round in self.evaluate_metrics:
+            logger.log(
+                WARNING,
+                "no client could evaluate the ensemble (%s); each has to be wrapped in "
+                "FedEnsembleClient, or set fraction_evaluate=0.0",
+                self.last_refusal,
+            )
+        return metrics
+
+    def forget_sent(self, client: int) -> None:
+        """Have a client sent all parts of all models again."""
+        for member in self.members:
+            member.forget_sent(client)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Have each model's strategy aggregate the replies of its clients."""
+        sent = self._exchanges.get(MessageType.TRAIN, Exchange())
+        of_model: dict[int, list[Message]] = {k: [] for k in sorted(set(self._model_of.values()))}
+        rejected: Counter[str] = Counter()
+        for reply in replies:
+            if (node := sent.node_asked(reply)) is None:
+                bad = BadReply("not-asked", "it answers no message of this round")
+                self.drop(reply.metadata.src_node_id, bad, rejected)
+            else:
+                of_model[self._model_of[node]].append(reply)
+        self._drop_outliers(of_model, rejected)
+        models = EnsembleArrays.from_arrays(self.global_arrays)
+        may_go_back = self.min_completed > 1
+        before = [member.state_dict() for member in self.members] if may_go_back else []
+        new: list[dict[str, Array] | None] = [None] * self.num_models
+        told: list[MetricRecord] = []
+        self._reported = []
+        for k, own in of_model.items():
+            found, metrics = self.members[k].aggregate_train(server_round, own)
+            new[k] = None if found is None else dict(found)
+            told += [] if metrics is None else [metrics]
+            self.last_refusal = self.members[k].last_refusal or self.last_refusal
+            self.last_failure = self.members[k].last_failure or self.last_failure
+        record = self._merged(told, rejected)
+        accepted = sum(count for own in told if isinstance(count := own["replies-accepted"], int))
+        if not self.enough(accepted):
+            new = [None] * self.num_models
+            for member, state in zip(self.members, before, strict=may_go_back):
+                member.load_state_dict(state)
+        record["models-updated"] = sum(model is not None for model in new)
+        self.train_metrics[server_round] = record
+        if not record["models-updated"]:
+            return None, record
+        return ArrayRecord(models.replaced(new).to_arrays()), record
+
+    def _drop_outliers(self, of_model: dict[int, list[Message]], rejected: Counter[str]) -> None:
+        """Compare the changes of weights over all models, where one has too few replies by itself.
+
+        The models have one architecture and one way of training, so their clients' changes are of
+        one order of size. What cannot be read is left to the model's own strategy to refuse.
+        """
+        if not self.members[0].takes_weights or all(len(own) >= 3 for own in of_model.values()):
+            return
+        models = EnsembleArrays.from_arrays(named_arrays(self.global_arrays)).models
+        sizes: list[tuple[int, Message, float]] = []
+        for k, replies in of_model.items():
+            for reply in replies:
+                if (size := _change(reply, models[k])) is not None:
+                    sizes.append((k, reply, size))
+        verdicts = screen_sizes([size for _, _, size in sizes], self.outlier_factor)
+        bad_replies = [
+            (k, reply, bad)
+            for (k, reply, _), bad in zip(sizes, verdicts, strict=True)
+            if bad is not None
+        ]
+        self._identify([reply for _, reply, _ in bad_replies], self._exchanges[MessageType.TRAIN])
+        for k, reply, bad in bad_replies:
+            of_model[k] = [other for other in of_model[k] if other is not reply]
+            self.drop(reply.metadata.src_node_id, bad, rejected)
+
+    def _merged(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
+        """Aggregate the clients' metrics over all models, and combine the strategies' own."""
+        means: dict[str, Any] = {}
+        counts = Counter({"num-examples": 0, "replies-accepted": 0, "replies-rejected": 0})
+        counts["replies-rejected"] += rejected.total()
+        counts.update({f"rejected-{reason}": count for reason, count in rejected.items()})
+        values: dict[str, list[tuple[float, float]]] = {}  # name -> (value, examples) of each model
+        for own in metrics:
+            numbers = {n: float(v) for n, v in own.items() if isinstance(v, int | float)}
+            for name, value in numbers.items():
+                if name == "num-examples" or name.startswith(("replies-", "rejected-")):
+                    counts[name] += int(value)
+                else:
+                    values.setdefault(name, []).append((value, numbers["num-examples"]))
+        of_clients = {name for content in self._reported for name in content["metrics"]}
+        combined: dict[str, Any] = {}
+        rules = self.members[0].combined_by
+        for name, pairs in values.items():
+            own_values, examples = zip(*pairs, strict=True)
+            rule = next((rules[key] for key in rules if name.startswith(key)), None)
+            if rule is not None:
+                combined[name] = rule(own_values)
+            elif name not in of_clients and any(examples):
+                means[name] = float(np.average(own_values, weights=examples))
+        alike = Counter(frozenset(content["metrics"]) for content in self._reported)
+        if alike:
+            most = max(alike, key=lambda names: (alike[names], sorted(names)))
+            contents = [c for c in self._reported if frozenset(c["metrics"]) == most]
+            means |= self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        return MetricRecord({**means, **combined, **counts})
+
+
+def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:
+    """Return how far a reply's weights are from what was sent; None if they cannot be read."""
+    if not reply.has_content() or len(reply.content.array_records) != 1:
+        return None
+    (record,) = reply.content.array_records.values()
+    try:
+        return change_size(model, checked_weights(read_arrays(record), model))
+    except BadReply:
+        return None

@@ -1,0 +1,186 @@
+"""Distributions over models, and the ensemble's prediction: the mathematics of FedBE.
+
+Sources: Chen and Chao, *FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning*,
+ICLR 2021. With n_i the examples of client i, n their sum and w_i its model, a model is drawn as
+
+    Gaussian    w = mean + sqrt(var) * e,    e ~ N(0, I),
+                mean = sum_i (n_i / n) w_i,    var = sum_i (n_i / n) (w_i - mean)^2
+    Dirichlet   w = sum_i gamma_i n_i w_i / sum_i gamma_i n_i,    gamma ~ Dir(alpha, ..., alpha)
+
+and the prediction is the mean of the models' probabilities.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import NetworkPredictor
+from fedntk.ntk.predictors.network import load_arrays
+
+__all__ = [
+    "Arrays",
+    "Distribution",
+    "dirichlet_model",
+    "dirichlet_shares",
+    "gaussian_model",
+    "mean_probabilities",
+    "standard_deviation",
+]
+
+Arrays = Mapping[str, NDArray[Any]]
+Distribution = Literal["gaussian", "dirichlet"]
+
+
+def standard_deviation(
+    models: Sequence[Arrays], num_examples: Sequence[int]
+) -> dict[str, NDArray[np.float64]]:
+    """Return the clients' standard deviation at each coordinate, weighted by their examples.
+
+    Deviations are taken from the first model's weights, which the variance does not depend on: it
+    is exactly 0 where all clients agree.
+
+    Parameters
+    ----------
+    models : sequence of dict of str to ndarray
+        w_i, of the same names and shapes.
+    num_examples : sequence of int
+        n_i.
+
+    Returns
+    -------
+    dict of str to ndarray
+        sqrt(var) of the arrays of floating point, in float64. Whole numbers have none.
+    """
+    shares = np.asarray(num_examples, dtype=np.float64) / sum(num_examples)
+    found = {}
+    for name, first in models[0].items():
+        if not np.issubdtype(first.dtype, np.floating):
+            continue
+        origin = first.astype(np.float64)
+        shifts = [model[name].astype(np.float64) - origin for model in models]
+        mean = sum(share * shift for share, shift in zip(shares, shifts, strict=True))
+        squares = (
+            share * np.square(shift - mean) for share, shift in zip(shares, shifts, strict=True)
+        )
+        found[name] = np.asarray(np.sqrt(sum(squares)), dtype=np.float64)
+    return found
+
+
+def gaussian_model(
+    mean: Arrays,
+    deviation: Arrays,
+    models: Sequence[Arrays],
+    generator: np.random.Generator,
+) -> dict[str, NDArray[Any]]:
+    """Draw a model from N(mean, diag(deviation^2)).
+
+    Whole numbers, such as BatchNorm's counters, are the mean's. A running variance is at least the
+    smallest of the clients': it stays a variance, and no layer divides by next to nothing. Numbers
+    that would leave their dtype's range stay at its end.
+
+    Parameters
+    ----------
+    mean : dict of str to ndarray
+        In the dtypes of the model.
+    deviation : dict of str to ndarray
+        As :func:`standard_deviation` returns it.
+    models : sequence of dict of str to ndarray
+        w_i.
+    generator : numpy Generator
+        Draws e.
+
+    Returns
+    -------
+    dict of str to ndarray
+        By the names of `mean`, in its order; numbers of floating point are float64.
+    """
+    drawn: dict[str, NDArray[Any]] = {}
+    for name, centre in mean.items():
+        if name not in deviation:
+            drawn[name] = centre
+            continue
+        array = centre + deviation[name] * generator.standard_normal(centre.shape)
+        if name.endswith("running_var"):
+            array = np.maximum(array, np.minimum.reduce([model[name] for model in models]))
+        limits = np.finfo(centre.dtype)
+        drawn[name] = np.clip(array, float(limits.min), float(limits.max))
+    return drawn
+
+
+def dirichlet_shares(
+    num_examples: Sequence[int], alpha: float, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Draw gamma_i n_i / sum_i gamma_i n_i: shape (number of clients,), at least 0, of sum 1.
+
+    With a large `alpha` they are n_i / n, the shares of FedAvg; with a small one a single client's
+    is 1, each client's as often.
+    """
+    gamma = generator.dirichlet(np.full(len(num_examples), float(alpha)))
+    weights = gamma * np.asarray(num_examples, dtype=np.float64)
+    shares: NDArray[np.float64] = weights / weights.sum()
+    return shares
+
+
+def dirichlet_model(
+    models: Sequence[Arrays], shares: NDArray[np.float64]
+) -> dict[str, NDArray[Any]]:
+    """Return sum_i shares_i w_i, computed in float64.
+
+    Parameters
+    ----------
+    models : sequence of dict of str to ndarray
+        w_i. Where all agree the result is theirs, whatever the shares.
+    shares : ndarray, shape (number of clients,)
+        At least 0, of sum 1.
+    """
+    combined: dict[str, NDArray[Any]] = {}
+    for name, first in models[0].items():
+        origin = first.astype(np.float64)
+        shift = sum(
+            share * (model[name].astype(np.float64) - origin)
+            for share, model in zip(shares, models, strict=True)
+        )
+        combined[name] = origin + shift
+        if name.endswith("running_var"):  # rounding may leave a combination of zeros below 0
+            combined[name] = np.maximum(combined[name], 0.0)
+    return combined
+
+
+def mean_probabilities(
+    network: nn.Module,
+    models: Iterable[Arrays],
+    x: Tensor,
+    *,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return the mean of the models' probabilities of examples (n, ...): Bayesian model averaging.
+
+    One model at a time is held, in evaluation mode.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Of the models' architecture; it is copied.
+    models : iterable of dict of str to ndarray
+        At least one.
+    x : Tensor, shape (n, ...)
+        Examples.
+    device : torch.device or str
+        Where the networks run.
+
+    Returns
+    -------
+    Tensor, shape (n, C)
+        Float64, on the CPU.
+    """
+    predictor = NetworkPredictor(network, device=device)
+    total, count = torch.zeros(()), 0
+    for model in models:
+        load_arrays(predictor.network, model)
+        total = total + predictor.predict(x).double().softmax(1)
+        count += 1
+    return total / count

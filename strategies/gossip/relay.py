@@ -1,0 +1,449 @@
+"""Decentralised learning over Flower's star: the strategy is the clock and the relay.
+
+Clients send each other parcels of arrays. A parcel is addressed by a record's name, and handed on
+as it came: the strategy reads neither its arrays nor their names. It knows who is whose neighbour,
+what comes next, and which clients have kept pace. With `seal` it could not read them either:
+clients encrypt each parcel for its receivers.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import screen_changes
+
+from ..core.averaging import cast_like, named_arrays
+from ..core.base import logger
+from ..core.kept_rounds import KeepingStrategy
+from ..core.replies import Reply, checked_weights
+from ..core.trust_protocols import PublicKeys, VouchesForKeys
+from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
+
+__all__ = ["Parcels", "RelayStrategy", "Step"]
+
+TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records
+FIRST = "first-weights"  # the part of what a client is sent that it keeps
+REFUSED = "parcels-rejected"  # a metric: what clients got and could not use
+MODEL = "evaluate.model"  # a message that asks for a client's model
+Parcels = dict[int, dict[int, ArrayRecord]]  # receiver -> sender -> what was sent
+Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """One exchange with all clients of a round.
+
+    Attributes
+    ----------
+    name : str
+        That clients know it by.
+    batch : int
+        Which part of its examples a client is to use.
+    """
+
+    name: str
+    batch: int = 0
+
+
+class RelayStrategy(KeepingStrategy):
+    """Rounds of a decentralised method, over a graph of the clients.
+
+    In each of a round's steps every client gets the parcels that its neighbours sent in the step
+    before, and replies with parcels for them. A client that fails in a step is out for the rest of
+    the round; its neighbours go on without what it would have sent. It starts the next round from
+    the weights that it had before.
+
+    The clients' weights live with the clients, on their disks. For what is evaluated and returned,
+    the clients are asked for their models, in rounds in which there is an evaluation: the global
+    arrays are their equal mean, without models whose norm is an outlier: see `outlier_factor`.
+    (Bytes of that count as evaluation.) A client that joins later begins with the global arrays as
+    they are then.
+
+    Parameters
+    ----------
+    topology : Topology, optional
+        Who is whose neighbour; by default five random neighbours each, drawn anew in each round.
+    collect : bool
+        Whether clients are asked for their models. Without it the global arrays stay what they
+        were, and the clients' own evaluations are all that is known of the models.
+    collect_both : bool
+        Whether clients are then asked, too, for their models as they were before the last thing
+        that they did in the round: as averaged, before they trained; or as trained, before they
+        averaged. Methods can so be compared at one point.
+    seal : bool
+        Whether parcels are sealed for their receivers. What ends a round is then sent again as the
+        next one begins, when it is known for whom it is: one exchange more. Models that are
+        collected are not sealed, nor are metrics.
+    vouching : VouchesForKeys, optional
+        Vouches for the clients' public keys in the run `run`, such as
+        :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The relay, through whose hands the
+        keys pass, then cannot put others in their place: see :class:`fedntk.trust.ParcelKeys`.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` (seed, evaluate_every, min_completed) and
+        of Flower's FedAvg. `fraction_train` is the share of the clients that take part in a round.
+
+    Attributes
+    ----------
+    trained : dict of int to int
+        Client -> the last round that it went through to the end.
+    models : dict of int to dict of str to ndarray
+        Client -> its weights, as it last sent them for evaluation.
+    models_before : dict of int to dict of str to ndarray
+        The same, with `collect_both`: as they were before the round's last training or average.
+    neighbours : dict of int to tuple of int
+        Of the newest round.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    replies = "parcels"
+    mixing: MixingMatrix | None = "examples"  # how clients average; None: not at all
+    ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
+
+    def __init__(
+        self,
+        *,
+        topology: Topology | None = None,
+        collect: bool = True,
+        collect_both: bool = False,
+        seal: bool = False,
+        vouching: VouchesForKeys | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if vouching is not None and not (seal and self.run):
+            raise ValueError(
+                "vouching: expected seal=True and the name of the run, run=..., as clients have it"
+            )
+        self.topology = Topology() if topology is None else topology
+        self.collect, self.collect_both = collect, collect and collect_both
+        self.seal = seal
+        self._keys = PublicKeys(vouching, self.run)
+        self.models: dict[int, Arrays] = {}
+        self.models_before: dict[int, Arrays] = {}
+        self.neighbours: dict[int, tuple[int, ...]] = {}
+        self._parcels: Parcels = {}
+        self._sent_last: dict[int, dict[str, ArrayRecord]] = {}  # in the last step of a round
+        self._drawn: set[int] = set()  # clients that were in a static graph
+        self._planned: list[Step] = []
+        self._position = 0  # in the planned steps
+
+    @abstractmethod
+    def steps(self, *, first: bool) -> Sequence[Step]:
+        """Return the steps of a round, in order.
+
+        Parameters
+        ----------
+        first : bool
+            Whether no parcels are there from the end of the round before.
+        """
+
+    # ------------------------------------------------------------------- state
+
+    def settings(self) -> dict[str, Any]:
+        """Add the topology, and whether parcels are sealed."""
+        return {**super().settings(), **self.topology.settings(), "seal": self.seal}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add who has the first weights, the clients' public keys, and who is in a static graph."""
+        own = {
+            "sent": self.sent.state_dict(),
+            "public-keys": self._keys.state_dict(),
+            "drawn": sorted(self._drawn),
+        }
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self._sent_last, self.models, self.models_before = {}, {}, {}
+        self.sent.load_state_dict(state["sent"])
+        self._drawn = {int(client) for client in state["drawn"]}
+        self._keys.load_state_dict(state["public-keys"])
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin with the initial arrays for all clients, unless a state was loaded."""
+        if not done:
+            self._sent_last, self.models, self.models_before = {}, {}, {}
+            self._keys.forget_all()
+            self.sent.forget_all()
+            self._drawn = set()
+        return super().begin(initial_arrays, num_rounds, done)
+
+    # ----------------------------------------------------------------- sending
+
+    def instruct(
+        self,
+        server_round: int,
+        nodes: list[int],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> Iterable[Message]:
+        """Draw the graph, and make the messages of the round's first step."""
+        clients = [self.registry.client(node) for node in nodes]
+        if self.seal:
+            self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
+        self.neighbours = self.graph(server_round, clients)
+        held = self._sent_last
+        first = self.seal or any(client not in held for client in clients)
+        self._planned, self._position = list(self.steps(first=first)), 0
+        self._parcels = {} if first else self._addressed(held)
+        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+
+    def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return who exchanges parcels with whom in a round.
+
+        A static graph is one of all clients so far, where all are to take part in each round: who
+        is missing leaves a gap in it.
+        """
+        if self.topology.dynamic or self.fraction_train < 1:
+            return self.topology.neighbours(server_round, clients)
+        self._drawn |= set(clients)
+        whole = self.topology.neighbours(server_round, self._drawn)
+        here = set(clients)
+        return {client: tuple(j for j in whole[client] if j in here) for client in clients}
+
+    def averaging_graph(self) -> dict[int, tuple[int, ...]]:
+        """Return with whom clients average in the round at work."""
+        return self.neighbours
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add the step."""
+        super().prepare_config(config, server_round)
+        config["outlier-factor"], config["max-examples"] = self.outlier_factor, self.max_examples
+        config["keep-both"] = self.collect_both and self.evaluates_in(server_round)
+        if self._planned:
+            config["step"], config["batch"] = self._step
+
+    @property
+    def _step(self) -> Step:
+        """The step at work."""
+        return self._planned[self._position]
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return the parcels for a client, and the first weights if it has none of its own."""
+        own = self.config_for(client, config)
+        content = RecordDict({self.configrecord_key: own})
+        if stage == MessageType.TRAIN:
+            own["neighbours"] = list(self.neighbours.get(client, ()))
+            if self.seal:
+                self._add_keys(own, client)
+            for sender, parcel in sorted(self._parcels.get(client, {}).items()):
+                content[f"{FROM}{sender}"] = parcel
+        if client not in self.trained and self.sent.lacks(client, FIRST):
+            content[self.arrayrecord_key] = arrays
+        return content
+
+    def accepted(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> tuple[list[tuple[Reply, T]], Counter[str]]:
+        """Note besides that clients whose replies came have the first weights."""
+        pairs, rejected = super().accepted(replies, parse, stage)
+        if stage == MessageType.EVALUATE and self.averaged is not None:
+            return pairs, rejected  # that was the mean over rounds, which nobody trains from
+        for reply, _ in pairs:
+            self.sent.mark(reply.client, FIRST)
+        return pairs, rejected
+
+    def forget_sent(self, client: int) -> None:
+        """Have a client sent all parts again, and asked for its key."""
+        super().forget_sent(client)
+        self._keys.forget(client)
+
+    def _ask_keys(self, grid: Grid, nodes: Mapping[int, int]) -> None:
+        """Ask clients, whose nodes these are, for their public keys, unless they are known."""
+        asked, stage = self._keys.unknown(nodes), "query.public_key"
+        if not asked:
+            return
+        config = ConfigRecord()
+        super().prepare_config(config, self.server_round)
+        contents = [
+            RecordDict({self.configrecord_key: self.config_for(client, config)}) for client in asked
+        ]
+        messages = self.addressed([nodes[client] for client in asked], contents, stage)
+        for reply in grid.send_and_receive(messages, timeout=self.query_timeout):
+            node = reply.metadata.src_node_id
+            try:
+                client = self.registry.client(self._exchanges[stage].take(reply))
+                self._keys.add(client, reply)
+            except Exception as error:  # a reply may hold anything; none may end the run
+                logger.log(WARNING, "node %d has no public key: %s", node, error)
+
+    def _add_keys(self, config: ConfigRecord, client: int) -> None:
+        """Say for whom a client is to seal, and with which keys; in a round's last step for nobody.
+
+        Its parcels of the last step would be for its neighbours of the next round.
+        """
+        last = self._position == len(self._planned) - 1
+        others = () if last else self.neighbours.get(client, ())
+        known = {j: key for j in others if (key := self._keys.of(j)) is not None}
+        own = self._keys.of(client)
+        config["parcel-run"] = self.run_key
+        config["parcel-exchange"] = self._position
+        config["parcel-sender"] = client
+        config["parcel-own-key"] = b"" if own is None else own.key
+        config["parcel-receivers"] = list(known)
+        config["parcel-keys"] = [key.key for key in known.values()]
+        config["parcel-vouchers"] = [key.voucher for key in known.values()]
+
+    @property
+    def _is_first_sample(self) -> bool:
+        """Have clients asked who they are before the first round: parcels go by it."""
+        return False
+
+    # -------------------------------------------------------------- the round
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
+        pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
+        refused = parcels_refused(pairs)
+        examples = {reply.client: reply.num_examples for reply, _ in pairs}
+        for position in range(1, len(self._planned)):
+            self._position = position
+            self._parcels = self._addressed({reply.client: sent for reply, sent in pairs})
+            nodes = [reply.node for reply, _ in pairs]
+            pairs, more = self.exchange(nodes, MessageType.TRAIN, self.global_arrays, self._parse)
+            rejected += more
+            refused += parcels_refused(pairs)
+        self._parcels = {}
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        metrics[REFUSED] = refused
+        if self.mixing is not None:
+            matrix = mixing_matrix(self.averaging_graph(), examples, self.mixing)
+            metrics["spectral-gap"] = spectral_gap(matrix)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            self._sent_last = {}
+            return None, metrics
+        self._sent_last = {reply.client: sent for reply, sent in pairs}
+        self.trained |= {reply.client: server_round for reply, _ in pairs}
+        if not self.collect or not self.evaluates_in(server_round):
+            return None, metrics
+        return self._mean_model(metrics), metrics
+
+    def _require_kind(self, message: Message, stage: str) -> None:
+        """Refuse a reply with weights by its record's name, as arrays' names are not read here."""
+        if stage == MessageType.TRAIN and self.arrayrecord_key in message.content.array_records:
+            raise BadReply(
+                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+            )
+
+    def _parse(self, reply: Reply) -> dict[str, ArrayRecord]:
+        """Return a client's parcels by address; what is in them is the receivers' to check."""
+        records = dict(reply.message.content.array_records)
+        known = {ALL, *(f"{TO}{other}" for other in self.neighbours.get(reply.client, ()))}
+        if odd := sorted(records.keys() - known):
+            raise BadReply("arrays", f"parcels for nobody among its neighbours: {odd[:5]}")
+        return records
+
+    def _addressed(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:
+        """Sort parcels by their receivers."""
+        parcels: Parcels = {}
+        for receiver, others in self.neighbours.items():
+            for sender in others:
+                own = sent.get(sender, {})
+                parcel = own.get(f"{TO}{receiver}", own.get(ALL))
+                if parcel is not None:
+                    parcels.setdefault(receiver, {})[sender] = parcel
+        return parcels
+
+    # ------------------------------------------------------------- the models
+
+    def _mean_model(self, metrics: MetricRecord) -> ArrayRecord | None:
+        """Ask all clients for their models; return the equal mean of what came."""
+        network = named_arrays(self.global_arrays)
+        nodes = self.sample(self._require_grid(), self.server_round, MODEL, 1.0, 1, self.held_out)
+        pairs, rejected = self.exchange(
+            nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
+        )
+        zero = {name: np.zeros_like(array) for name, array in network.items()}
+        pairs = self.screened(  # by norms: how far they moved says how often they were sampled
+            pairs,
+            rejected,
+            lambda models, factor: screen_changes(zero, [m["arrays"] for m in models], factor),
+        )
+        metrics["models-collected"] = len(pairs)
+        if rejected:
+            logger.log(WARNING, "%d clients' models could not be used", rejected.total())
+        if not pairs:
+            return None
+        self.models = {reply.client: own["arrays"] for reply, own in pairs}
+        self.models_before = {r.client: own["before"] for r, own in pairs if "before" in own}
+        models = list(self.models.values())
+        metrics["inter-client-deviation"] = deviation(models)
+        return cast_like(self.mean_of(models), network)
+
+    def _models_of(self, reply: Reply, network: Arrays) -> dict[str, Arrays]:
+        """Check a client's models, by record."""
+        both = self.collect_both and "before" in reply.message.content.array_records
+        names = ("arrays", "before") if both else ("arrays",)
+        found = zip(names, reply.array_records(*names), strict=True)
+        return {name: checked_weights(arrays, network) for name, arrays in found}
+
+    @property
+    def models_at(self) -> dict[str, dict[int, Arrays]]:
+        """Clients' models by what was done last: ``"averaged"`` and ``"trained"``."""
+        other = "averaged" if self.ends_with == "trained" else "trained"
+        return {self.ends_with: self.models, other: self.models_before}
+
+    def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
+        """Return the model that stands for all: the equal mean."""
+        return equal_mean(models)
+
+    def _require_grid(self) -> Grid:
+        if self._grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        return self._grid
+
+
+def parcels_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:
+    """Return how many parcels clients say that they refused in a step; at most all they got."""
+    counts = [reply.metrics.get(REFUSED, 0) for reply, _ in pairs]
+    return sum(min(n, len(counts)) for n in counts if isinstance(n, int) and n > 0)
+
+
+def equal_mean(models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
+    """Mean of models, each counting once, in float64."""
+    return {
+        name: np.mean([np.asarray(own[name], np.float64) for own in models], axis=0)
+        for name in models[0]
+    }
+
+
+def deviation(models: Sequence[Mapping[str, NDArray[Any]]]) -> float:
+    """Inter-client model deviation V: eq. (12) of Thompson et al. 2025.
+
+    The mean over the d weights of the root of the sum over the M clients of their squared distance
+    from the mean weight. It grows with the root of M; over M clients of equal spread s it is
+    s sqrt(M).
+    """
+    mean, total, count = equal_mean(models), 0.0, 0
+    for name, centre in mean.items():
+        if models[0][name].dtype.kind == "f":
+            squares = sum((np.asarray(own[name], np.float64) - centre) ** 2 for own in models)
+            total += float(np.sqrt(squares).sum())
+            count += np.size(centre)
+    return total / max(count, 1)

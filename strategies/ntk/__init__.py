@@ -1,0 +1,1 @@
+"""NTK-FL and CP-NTK-FL: the server half."""

@@ -1,0 +1,44 @@
+"""Ditto: FedAvg, and beside it a model of each client's own, held near the global one.
+
+Source: Li, Hu, Beirami and Smith, *Ditto: Fair and Robust Federated Learning Through
+Personalization*, ICML 2021, section 3 and algorithm 1:
+
+    min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
+"""
+
+from typing import Any
+
+from .personalised import PersonalisedStrategy
+
+__all__ = ["Ditto"]
+
+
+class Ditto(PersonalisedStrategy):
+    """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.
+
+    The global model is FedAvg's, bit for bit, and what the Result holds. Each client keeps its
+    model v_k, which never comes to the server. It counts as of the last round in which the client's
+    reply was accepted.
+
+    Parameters
+    ----------
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+
+    Examples
+    --------
+    >>> Ditto(min_available_nodes=20).personal
+    frozenset()
+    """
+
+    client = "DittoClient"
+    replies = "global weights"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(personal=(), **options)

@@ -1,0 +1,123 @@
+"""FedProto: clients keep their networks, and share what their classes look like to these.
+
+Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
+2022, eq. (6), for the clients N_j of a round that have class j, client i with n_ij examples of it:
+
+    C^j <- sum over i in N_j of (n_ij / n_j) C_i^j,  n_j = sum over i in N_j of n_ij
+
+The paper's line has a factor 1 / |N_j| before the sum, under which prototypes shrink as clients
+come. It is left out: so C^j is the mean over all examples of the class, and one client's is its
+own. (The authors' program takes the plain mean over clients.)
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes, screen_sizes
+
+from ..core.averaging import named_arrays
+from ..core.base import Pairs
+from ..core.replies import Reply
+from .personalised import PersonalisedStrategy
+
+__all__ = ["FedProto"]
+
+
+class FedProto(PersonalisedStrategy):
+    """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.
+
+    All of the network stays with the clients; they start from the same first weights. What the
+    Result holds are these, and beside them the global prototypes: ``global-prototypes.means``
+    (C, p), of float32, and ``global-prototypes.counts`` (C,), the examples that each is of. A count
+    of 0 means that there is none yet. A class that no client of a round has keeps its prototype.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Of the clients' architecture; its weights do not matter.
+    head : str
+        Name of the last linear layer, before which features are taken; by default the last
+        ``nn.Linear``.
+    **options
+        Of :class:`PersonalisedStrategy`, but for `personal`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such layer, or an argument is out of range.
+
+    Examples
+    --------
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> FedProto(network=network).shape
+    (3, 8)
+    """
+
+    client = "FedProtoClient"
+    replies = "prototypes"
+
+    def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
+        super().__init__(personal=(), **options)
+        self.feature_map = FeatureMap("last-layer", head=head)
+        _, last = self.feature_map.last_layer(network)
+        self.shape = (last.out_features, last.in_features)  # (C, p)
+
+    def settings(self) -> dict[str, Any]:
+        """Add where features are taken; all arrays of the network are personal."""
+        return {**super().settings(), "personal": [], **self.feature_map.to_config()}
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Begin without prototypes, unless a state was loaded."""
+        network = self.network_of(initial_arrays)
+        self.personal = frozenset(network)
+        if not done:
+            none = Prototypes.none(*self.shape).to_global_arrays()
+            initial_arrays = ArrayRecord({**network, **{n: Array(a) for n, a in none.items()}})
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the first weights, which all clients start from."""
+        return ArrayRecord({n: a for n, a in arrays.items() if n not in GLOBAL_PROTOTYPES})
+
+    @property
+    def prototypes(self) -> Prototypes:
+        """The global prototypes that the round at work, or the last one, began with."""
+        return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
+
+    # ----------------------------------------------------------------- messages
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add where features are taken."""
+        super().prepare_config(config, server_round)
+        for key, value in self.feature_map.to_config().items():
+            config[key] = value
+
+    def parse(self, reply: Reply) -> Prototypes:
+        """Check a client's prototypes, which must be of as many examples as it reports."""
+        num_classes, width = self.shape
+        return Prototypes.from_arrays(
+            reply.arrays(),
+            num_classes=num_classes,
+            width=width,
+            max_examples=self.max_examples,
+            num_examples=reply.num_examples,
+        )
+
+    def sound(self, pairs: Pairs[Any], rejected: Counter[str]) -> Pairs[Any]:
+        """Drop prototypes whose root mean square is far above that of others."""
+
+        def screen(own: Sequence[Prototypes], most: float) -> Any:
+            return screen_sizes([each.size for each in own], most)
+
+        return self.screened(pairs, rejected, screen)
+
+    def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
+        """Return the mean prototype of each class, and the former one where none came."""
+        pooled = Prototypes.pooled([own for _, own in pairs])
+        return self.prototypes.replaced_by(pooled).to_global_arrays()

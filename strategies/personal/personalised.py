@@ -1,0 +1,175 @@
+"""FedAvg of some of a network's arrays, while the others stay with the clients.
+
+Source: Pillutla et al., *Federated Learning with Partial Model Personalization*, ICML 2022, FedSim:
+u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client k.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from numpy.typing import NDArray
+
+from fedntk.ntk.payloads import screen_changes
+
+from ..core.averaging import cast_like, named_arrays, weighted_mean
+from ..core.base import BaseStrategy, Pairs
+from ..core.kept_rounds import KeepingStrategy
+from ..core.lost_state import ResendingStrategy
+from ..core.replies import Reply, checked_weights
+
+__all__ = ["PersonalisedStrategy"]
+
+PERSONAL = "personal"  # record of first values
+Arrays = dict[str, NDArray[Any]]
+T = TypeVar("T")
+
+
+class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
+    """Average the shared arrays, and leave the personal ones with the clients.
+
+    Clients are :class:`~fedntk.clients.PersonalisedClient`. Personal arrays never come to the
+    server: all clients start from those of the initial arrays, and those are what the Result holds
+    of them. A client that lost what it kept starts from them again; so does a new one.
+
+    A client's personal arrays count as of the last round in which its reply was accepted. So a
+    reply that is lost or dropped leaves both its parts as they were.
+
+    Parameters
+    ----------
+    personal : collection of str
+        Names of the arrays that stay with the clients.
+    **options
+        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
+        FedAvg.
+
+    Attributes
+    ----------
+    trained : dict of int to int
+        Client -> the last round in which its reply was accepted.
+    run_key : str
+        Names the run for the clients' folders; drawn at random when it begins.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range; and when it starts, if an array is not in the network.
+    """
+
+    client = "PersonalisedClient"
+    replies = "shared weights"
+    averages = False
+
+    def __init__(self, *, personal: Collection[str] = (), **options: Any) -> None:
+        super().__init__(**options)
+        if isinstance(personal, str):
+            raise ValueError(f"personal: expected names of arrays, got the text {personal!r}")
+        self.personal = frozenset(personal)
+
+    # ------------------------------------------------------------------- state
+
+    def settings(self) -> dict[str, Any]:
+        """Add the names of the personal arrays."""
+        return {**super().settings(), "personal": sorted(self.personal)}
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+        """Check that the network has the personal arrays."""
+        if odd := sorted(self.personal - initial_arrays.keys()):
+            raise ValueError(f"personal: the network has no arrays named {odd[:5]}")
+        return super().begin(initial_arrays, num_rounds, done)
+
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
+        """Refuse to.
+
+        Raises
+        ------
+        ValueError
+            Always: what is learned is with the clients, and the owner would predict without it.
+        """
+        del everyone
+        raise ValueError(
+            f"{type(self).__name__} cannot work within a {type(owner).__name__}: models are the "
+            "clients' own, and the server has none to predict with"
+        )
+
+    # ----------------------------------------------------------------- sending
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return the client's shared arrays, and first values of its own if it has none yet."""
+        shared = ArrayRecord({n: a for n, a in arrays.items() if n not in self.personal})
+        own = self.config_for(client, config)
+        content = super().content_for(client, stage, self.shared_for(client, shared), own)
+        if self.personal and client not in self.trained:
+            content[PERSONAL] = ArrayRecord({n: arrays[n] for n in arrays if n in self.personal})
+        return content
+
+    def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
+        """Return a client's shared arrays: the global ones, as it stands."""
+        del client
+        return shared
+
+    def forget_lost(self, client: int) -> None:
+        """Have a client start from the initial personal arrays again."""
+        self.trained.pop(client, None)
+
+    # ------------------------------------------------------------- aggregation
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Merge what was accepted, and note whose personal arrays are of this round."""
+        pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
+        pairs = self.sound(pairs, rejected)
+        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        self.train_metrics[server_round] = metrics
+        if not self.enough(len(pairs)):
+            return None, metrics
+        merged = self.merged(pairs)
+        self.trained |= {reply.client: server_round for reply, _ in pairs}
+        expected = {n: a for n, a in named_arrays(self.global_arrays).items() if n in merged}
+        return ArrayRecord({**self.global_arrays, **cast_like(merged, expected)}), metrics
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether nothing is personal, so that clients reply with all weights."""
+        return not self.personal or super().takes_weights
+
+    @property
+    def shared(self) -> Arrays:
+        """The global arrays that travel, as the round at work began."""
+        arrays = named_arrays(self.global_arrays)
+        return {name: array for name, array in arrays.items() if name not in self.personal}
+
+    def parse(self, reply: Reply) -> Any:
+        """Return what is needed of a reply, or raise BadReply: shared arrays, as it stands."""
+        return checked_weights(reply.arrays(), self.shared)
+
+    def sound(self, pairs: Pairs[T], rejected: Counter[str]) -> Pairs[T]:
+        """Drop the replies that others show to be out of range."""
+
+        def changes(own: Sequence[T], most: float) -> Any:
+            return screen_changes(self.shared, [self.weights_of(each) for each in own], most)
+
+        return self.screened(pairs, rejected, changes)
+
+    def weights_of(self, parsed: Any) -> Arrays:
+        """Return the shared arrays among what :meth:`parse` made of a reply."""
+        arrays: Arrays = parsed
+        return arrays
+
+    def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
+        """Return what the accepted replies change of the global arrays."""
+        weights = [self.weights_of(own) for _, own in pairs]
+        if not self.shared:
+            return {}
+        return weighted_mean(weights, [reply.num_examples for reply, _ in pairs])

@@ -1,0 +1,1 @@
+"""TCT: the server half."""
