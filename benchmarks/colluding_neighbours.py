@@ -35,7 +35,7 @@ from fedntk.clients import NTKDFLClient, client_app
 from fedntk.ntk import JacobianUpload
 from fedntk.ntk.payloads import from_npy
 from fedntk.simulations import Config
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.results import machine
 from fedntk.strategies import NTKDFL, Topology

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from fedntk.simulations import Config, run
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.report.results import machine
 
 RESULTS = Path(__file__).parent / "results"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fedntk.clients import NTKDFLClient, client_app
 from fedntk.ntk import NetworkPredictor
 from fedntk.simulations import Config
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.report.results import machine
 from fedntk.strategies import NTKDFL, Topology

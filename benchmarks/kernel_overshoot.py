@@ -27,7 +27,7 @@ from tqdm import tqdm
 from fedntk.ntk import jacobian, one_hot
 from fedntk.ntk.evolution import GradientFlow
 from fedntk.simulations import Config
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import machine
 

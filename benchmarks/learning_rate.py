@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from fedntk.ntk.evolution import AUTO_STEPS
 from fedntk.simulations import Config, compare, read_runs
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.report.figures import COLOURS, MARKERS
 from fedntk.simulations.report.results import machine
 

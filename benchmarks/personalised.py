@@ -35,7 +35,7 @@ from typing import Any
 import pandas as pd
 
 from fedntk.simulations import Config, compare, read_runs, tune
-from fedntk.simulations.data.load.client_tables import client_gains, client_summary
+from fedntk.simulations.data.client_tables import client_gains, client_summary
 from fedntk.simulations.report.results import machine
 
 SEEDS = (0, 1, 2)

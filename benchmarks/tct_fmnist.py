@@ -43,7 +43,7 @@ from torch import nn
 from fedntk.clients import TCTClient, client_app
 from fedntk.ntk import TCTModel
 from fedntk.simulations import Config, run
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import SimpleCNN, build_model
 from fedntk.simulations.report.figures import COLOURS

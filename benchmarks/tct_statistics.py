@@ -33,7 +33,7 @@ from fedntk.ntk.convex import normaliser_of
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics
 from fedntk.simulations import Config, run
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import Run, machine
 from fedntk.trust import MaskedSum, Masker, Roster, new_key, public_bytes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedntk.clients import SGDClient, client_app
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.load.load import load_data, load_own
+from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid

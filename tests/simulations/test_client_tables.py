@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.data.load.client_tables import (
+from fedntk.simulations.data.client_tables import (
     client_accuracy_table,
     client_gains,
     client_summary,

@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 
 
 def test_digits_are_scikit_learns_with_every_fifth_for_testing():

@@ -12,10 +12,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.data.load.digit_domains import DOMAINS, blurred, enlarged, inverted, rotated
-from fedntk.simulations.data.load.digits_five import DIGIT_SETS
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.digit_domains import DOMAINS, blurred, enlarged, inverted, rotated
+from fedntk.simulations.data.digits_five import DIGIT_SETS
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 
 EACH, EACH_TEST = 6, 3  # of a class, in each domain of the small sets here
 NATURAL = {"partition": "natural", "num_clients": 5, "clients_per_round": 5}

@@ -9,8 +9,8 @@ from PIL import Image
 
 from fedntk.simulations import Config, run
 from fedntk.simulations.config.settings import ConfigError
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 
 NAMES = [str(k) for k in range(10)] + [chr(ord("A") + k) for k in range(26)]
 NAMES += [chr(ord("a") + k) for k in range(26)]

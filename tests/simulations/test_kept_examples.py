@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedntk.simulations import Config
-from fedntk.simulations.data.load.kept_examples import KeptExamples, Own
+from fedntk.simulations.data.kept_examples import KeptExamples, Own
 from fedntk.simulations.engine.building import load_setup, make_client
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.models import CharLSTM
 
 SPEECHES = {

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedntk.simulations import Config, ConfigError, load_predictor, run
-from fedntk.simulations.data.load.load import load_data
+from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
 
 

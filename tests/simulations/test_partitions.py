@@ -7,9 +7,9 @@ import pytest
 from datasets import Dataset
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.load.load import Data, load_data
-from fedntk.simulations.data.load.partitioners import ClientDirichletPartitioner
-from fedntk.simulations.data.load.partitions import _load_split, load_split, split_data
+from fedntk.simulations.data.load import Data, load_data
+from fedntk.simulations.data.partitioners import ClientDirichletPartitioner
+from fedntk.simulations.data.partitions import _load_split, load_split, split_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedntk.simulations import Config, ConfigError, load_predictor, run, tune
-from fedntk.simulations.data.load.load import Data, load_data
-from fedntk.simulations.data.load.partitions import _load_split, apportion, load_split, split_data
+from fedntk.simulations.data.load import Data, load_data
+from fedntk.simulations.data.partitions import _load_split, apportion, load_split, split_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.server_app import prepare
 from fedntk.simulations.methods import all_methods

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fedntk.simulations import Config, Run, compare, read_runs, write_report
-from fedntk.simulations.data.load.client_tables import newest_accuracies
+from fedntk.simulations.data.client_tables import newest_accuracies
 from fedntk.simulations.report.figures import (
     accuracy_against_heterogeneity,
     accuracy_curves,

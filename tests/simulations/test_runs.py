@@ -27,8 +27,8 @@ from fedntk.simulations import (
     load_results,
     run,
 )
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.flwr_run import flwr_run

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fedntk.simulations import Config, ConfigError, RunFailed, load_predictor, run, tune
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.methods import all_methods

@@ -17,9 +17,9 @@ from fedntk.ntk.feature_learning import (
     train,
 )
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
-from fedntk.simulations.data.load.two_patch import TwoPatchOptions
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
+from fedntk.simulations.data.two_patch import TwoPatchOptions
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import TwoPatchCNN, build_model
 from fedntk.simulations.report.results import load_model

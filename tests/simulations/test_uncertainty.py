@@ -22,8 +22,8 @@ from fedntk.simulations.assess.uncertainty_metrics import (
     reliability,
 )
 from fedntk.simulations.cli import app
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
 
 from .settings import SETTINGS

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run, unlearn
-from fedntk.simulations.data.load.load import load_data
-from fedntk.simulations.data.load.partitions import load_split
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import load_split
 
 from .test_cli import fedntk
 
