@@ -8,9 +8,10 @@ from collections.abc import Iterable
 
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 
+from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
-from .core.averaging import cast_like, named_arrays, weighted_mean
+from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy
 from .core.replies import checked_weights
 

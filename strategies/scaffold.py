@@ -36,9 +36,10 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
-from .core.averaging import cast_like, named_arrays, weighted_mean
+from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy, logger
 from .core.replies import Reply, checked_weights
 

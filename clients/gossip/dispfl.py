@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads import screen_sizes
 from fedntk.ntk.support.arrays import require_array
 
@@ -31,7 +32,6 @@ from .relay import (
     Message,
     WeightsParcel,
     norm_of,
-    weighted_sum,
 )
 
 __all__ = ["DisPFLClient"]
@@ -158,7 +158,9 @@ class DisPFLClient(GossipClient):
         parcels = [own, *(parcel for _, parcel in others)]
         if lost and others:
             parcels, shares = parcels[1:], shares[1:]
-        begun = _in_mask(_averaged(parcels, shares), mask)
+        begun = _in_mask(
+            masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
+        )
         self.keep_before(begun, config)
         trained, metrics = self.trained_from(begun, config, self._masked(mask))
         following = self._search(trained, mask, config)
@@ -235,19 +237,3 @@ def joined(masks: Masks) -> NDArray[np.bool_]:
 def _in_mask(weights: Arrays, masks: Masks) -> Arrays:
     return {n: np.where(masks[n], w, w.dtype.type(0)) if n in masks else w
             for n, w in weights.items()}  # fmt: skip
-
-
-def _averaged(parcels: Sequence[SparseWeights], shares: Sequence[float]) -> Arrays:
-    """Sum of shares times weights over the sum of the shares of those that have the coordinate.
-
-    Where nobody has it, it is zero.
-    """
-    total = sum(shares)
-    average = weighted_sum([parcel.weights for parcel in parcels], [s / total for s in shares])
-    for name in parcels[0].masks:
-        pairs = list(zip(parcels, shares, strict=True))
-        above = sum(np.asarray(p.weights[name], np.float64) * share for p, share in pairs)
-        below = np.asarray(sum(p.masks[name] * share for p, share in pairs))
-        mean = np.divide(above, below, out=np.zeros_like(below), where=below > 0)
-        average[name] = mean.astype(average[name].dtype)
-    return average

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedntk.ntk.averages import weighted_sum
+
 from ..core.sgd_steps import Adjust
 from ..sgd import SGDClient
-from .relay import Arrays, Message, RelayClient, WeightsParcel, weighted_sum
+from .relay import Arrays, Message, RelayClient, WeightsParcel
 
 __all__ = ["GossipClient"]
 

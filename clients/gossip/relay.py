@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Predictor
+from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.first_weights import drawn_weights
 from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
 from fedntk.ntk.support.arrays import require_array
@@ -392,16 +393,3 @@ def mean_weights(parcels: list[WeightsParcel]) -> Arrays:
     total = sum(parcel.num_examples for parcel in parcels)
     shares = [parcel.num_examples / total for parcel in parcels]
     return weighted_sum([parcel.weights for parcel in parcels], shares)
-
-
-def weighted_sum(weights: Sequence[Arrays], shares: Sequence[float]) -> Arrays:
-    """Sum of weights times their shares, in float64 and cast back; whole numbers are rounded."""
-    mixed: Arrays = {}
-    for name, first in weights[0].items():
-        exact = sum(
-            np.asarray(own[name], np.float64) * share
-            for own, share in zip(weights, shares, strict=True)
-        )
-        whole = first.dtype.kind in "iu"
-        mixed[name] = np.asarray(np.rint(exact) if whole else exact).astype(first.dtype)
-    return mixed

@@ -10,16 +10,15 @@ Meta-Learning*, AISTATS 2021.)
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from flwr.app import Array, ArrayRecord
-from numpy.typing import NDArray
+
+from fedntk.ntk.averages import moving_mean
 
 from .array_archive import under
 from .averaging import cast_like, named_arrays
 
 __all__ = ["AveragedModel"]
 
-Arrays = dict[str, NDArray[Any]]
 NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 
 
@@ -75,13 +74,7 @@ class AveragedModel:
         new, old = named_arrays(arrays), named_arrays(self.mean)
         # of the newest among all: (1 - d) / (1 - d^n)
         share = (1 - self.decay) / (1 - self.decay ** (self.count + 1))
-        mean: Arrays = {}
-        for name, array in new.items():
-            if self.count and array.dtype.kind == "f":
-                before = old[name].astype(np.float64)
-                mean[name] = before + share * (array - before)
-            else:
-                mean[name] = array
+        mean = moving_mean(old if self.count else None, new, share)
         self.newest, self.mean, self.count = arrays, cast_like(mean, new), self.count + 1
 
     def state_dict(self) -> dict[str, Any]:

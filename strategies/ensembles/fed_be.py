@@ -32,16 +32,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value
+from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.payloads import EnsembleArrays, screen_changes
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
-from ..core.averaging import cast_like, named_arrays, weighted_mean
+from ..core.averaging import cast_like, named_arrays
 from ..core.base import BaseStrategy, logger
 from ..core.replies import checked_weights
 from .distillation import Distillation, distil, sharpened
 from .model_samples import (
     Distribution,
-    dirichlet_model,
     dirichlet_shares,
     gaussian_model,
     mean_probabilities,
@@ -239,7 +239,7 @@ class FedBE(BaseStrategy):
                 drawn = gaussian_model(centre, deviation, clients, generator)
             else:
                 shares = dirichlet_shares(num_examples, self.alpha, generator)
-                drawn = dirichlet_model(clients, shares)
+                drawn = convex_combination(clients, shares.tolist())
             yield cast_like(drawn, centre)
         if self.client_models:
             for weights in clients:

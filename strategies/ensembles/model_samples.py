@@ -24,7 +24,6 @@ from fedntk.ntk.predictors.network import load_arrays
 __all__ = [
     "Arrays",
     "Distribution",
-    "dirichlet_model",
     "dirichlet_shares",
     "gaussian_model",
     "mean_probabilities",
@@ -123,31 +122,6 @@ def dirichlet_shares(
     weights = gamma * np.asarray(num_examples, dtype=np.float64)
     shares: NDArray[np.float64] = weights / weights.sum()
     return shares
-
-
-def dirichlet_model(
-    models: Sequence[Arrays], shares: NDArray[np.float64]
-) -> dict[str, NDArray[Any]]:
-    """Return sum_i shares_i w_i, computed in float64.
-
-    Parameters
-    ----------
-    models : sequence of dict of str to ndarray
-        w_i. Where all agree the result is theirs, whatever the shares.
-    shares : ndarray, shape (number of clients,)
-        At least 0, of sum 1.
-    """
-    combined: dict[str, NDArray[Any]] = {}
-    for name, first in models[0].items():
-        origin = first.astype(np.float64)
-        shift = sum(
-            share * (model[name].astype(np.float64) - origin)
-            for share, model in zip(shares, models, strict=True)
-        )
-        combined[name] = origin + shift
-        if name.endswith("running_var"):  # rounding may leave a combination of zeros below 0
-            combined[name] = np.maximum(combined[name], 0.0)
-    return combined
 
 
 def mean_probabilities(

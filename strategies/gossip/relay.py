@@ -25,6 +25,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
+from fedntk.ntk.averages import equal_mean
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
@@ -423,14 +424,6 @@ def parcels_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:
     """Return how many parcels clients say that they refused in a step; at most all they got."""
     counts = [reply.metrics.get(REFUSED, 0) for reply, _ in pairs]
     return sum(min(n, len(counts)) for n in counts if isinstance(n, int) and n > 0)
-
-
-def equal_mean(models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
-    """Mean of models, each counting once, in float64."""
-    return {
-        name: np.mean([np.asarray(own[name], np.float64) for own in models], axis=0)
-        for name in models[0]
-    }
 
 
 def deviation(models: Sequence[Mapping[str, NDArray[Any]]]) -> float:

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ClientModels", "mixtures"]
+__all__ = ["ClientModels"]
 
 logger = getLogger("flwr")
-COLUMNS = 2**18  # of all clients' numbers that are mixed at a time, in float64
-ROWS = 16  # mixtures formed at a time
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -105,40 +103,3 @@ def _fixed(array: NDArray[Any]) -> NDArray[Any]:
         array = array.copy()
         array.flags.writeable = False
     return array
-
-
-def mixtures(
-    weights: NDArray[np.float64], models: list[Arrays]
-) -> Iterator[dict[str, NDArray[Any]]]:
-    """Form weighted sums of models, in float64 and cast to the models' dtypes.
-
-    A few are formed at a time, so that what is done with them bounds the memory that they take.
-
-    Parameters
-    ----------
-    weights : ndarray of float64, shape (K, L)
-        A row for each sum.
-    models : list of dict of str to ndarray
-        L models, of the same names, shapes and dtypes.
-
-    Yields
-    ------
-    dict of str to ndarray
-        K sums: of integers, rounded.
-    """
-    for row in range(0, len(weights), ROWS):
-        yield from _mixed(weights[row : row + ROWS], models)
-
-
-def _mixed(weights: NDArray[np.float64], models: list[Arrays]) -> Iterator[dict[str, NDArray[Any]]]:
-    mixed: dict[str, NDArray[Any]] = {}
-    for name, first in models[0].items():
-        flat = [np.asarray(model[name]).reshape(-1) for model in models]
-        rows = np.empty((len(weights), first.size), first.dtype)
-        for start in range(0, first.size, COLUMNS):
-            part = np.stack([own[start : start + COLUMNS] for own in flat]).astype(np.float64)
-            sums = weights @ part
-            rows[:, start : start + COLUMNS] = np.rint(sums) if first.dtype.kind in "iu" else sums
-        mixed[name] = rows.reshape(len(weights), *first.shape)
-    for row in range(len(weights)):
-        yield {name: np.array(array[row]) for name, array in mixed.items()}

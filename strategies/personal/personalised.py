@@ -18,9 +18,10 @@ from flwr.app import (
 )
 from numpy.typing import NDArray
 
+from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
-from ..core.averaging import cast_like, named_arrays, weighted_mean
+from ..core.averaging import cast_like, named_arrays
 from ..core.base import BaseStrategy, Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy

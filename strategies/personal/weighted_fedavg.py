@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.averages import mixtures
 from fedntk.ntk.features import FeatureKind
 from fedntk.ntk.parts import batch_norm_arrays
 from fedntk.ntk.payloads import Prototypes, screen_changes
@@ -29,7 +30,7 @@ from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weight
 from ..core.array_archive import under
 from ..core.base import Pairs, logger
 from ..core.replies import Reply, checked_weights
-from .client_models import Arrays, ClientModels, mixtures
+from .client_models import Arrays, ClientModels
 from .personalised import PersonalisedStrategy
 
 __all__ = ["Mixing", "Similarity", "WeightedFedAvg"]

@@ -24,10 +24,11 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, available_memory
+from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
 
-from ..core.averaging import named_arrays, weighted_mean
+from ..core.averaging import named_arrays
 from ..core.base import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedntk.ntk.averages import mixtures
 from fedntk.strategies.core.array_archive import ArrayArchive, Checksums, checksum
-from fedntk.strategies.personal.client_models import ClientModels, mixtures
+from fedntk.strategies.personal.client_models import ClientModels
 
 
 def model(seed: int) -> dict[str, np.ndarray]:
@@ -90,8 +91,8 @@ def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
 
 def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
     """Against loops in float64; whole numbers are rounded. A chunk is two numbers of two sums."""
-    monkeypatch.setattr("fedntk.strategies.personal.client_models.COLUMNS", 2)
-    monkeypatch.setattr("fedntk.strategies.personal.client_models.ROWS", 2)
+    monkeypatch.setattr("fedntk.ntk.averages.COLUMNS", 2)
+    monkeypatch.setattr("fedntk.ntk.averages.ROWS", 2)
     weights = np.random.default_rng(0).dirichlet(np.ones(4), size=3)
     models = [model(seed) for seed in range(4)]
     found = list(mixtures(weights, models))

@@ -12,16 +12,16 @@ from torch import nn
 
 from fedntk.clients import SGDClient
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, loss_value
+from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of
 from fedntk.simulations import Config, load_model, load_predictor, run
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.errors import ConfigError
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
-from fedntk.strategies.core.averaging import cast_like, weighted_mean
+from fedntk.strategies.core.averaging import cast_like
 from fedntk.strategies.ensembles.distillation import descend, distil, sharpened, soft_cross_entropy
 from fedntk.strategies.ensembles.model_samples import (
-    dirichlet_model,
     dirichlet_shares,
     gaussian_model,
     mean_probabilities,
@@ -142,7 +142,7 @@ def test_clients_that_agree_have_no_variance_and_all_models_are_theirs():
     generator = np.random.default_rng(0)
     for drawn, expected in (
         (gaussian_model(centre, deviation, models, generator), centre),
-        (dirichlet_model(models, dirichlet_shares(SIZES, 0.3, generator)), models[0]),
+        (convex_combination(models, dirichlet_shares(SIZES, 0.3, generator).tolist()), models[0]),
     ):
         cast = cast_like(drawn, models[0])
         assert bits({n: a.numpy() for n, a in cast.items()}) == bits(dict(expected))
@@ -197,7 +197,7 @@ def test_a_large_concentration_gives_the_mean():
     shares = dirichlet_shares(SIZES, 1e12, np.random.default_rng(0))
     np.testing.assert_allclose(shares, SHARES, rtol=2 * 6e-6)
     models = three_models()
-    combined = dirichlet_model(models, SHARES)
+    combined = convex_combination(models, SHARES.tolist())
     for name, array in combined.items():
         expected = np.average(stacked(models, name), axis=0, weights=SIZES)
         np.testing.assert_allclose(array, expected, rtol=1e-12, atol=1e-14)
@@ -212,7 +212,7 @@ def test_a_small_concentration_gives_one_clients_model_each_as_often():
     assert (drawn.max(1) > 1 - 1e-6).mean() > 0.999
     assert np.abs(np.bincount(drawn.argmax(1), minlength=3) / 2000 - 1 / 3).max() < 4.5 * 0.0105
     models = three_models()
-    one = cast_like(dirichlet_model(models, np.array([0.0, 0.0, 1.0])), models[2])
+    one = cast_like(convex_combination(models, [0.0, 0.0, 1.0]), models[2])
     for name in ("bn.running_var", "bn.num_batches_tracked"):
         np.testing.assert_array_equal(one[name].numpy(), models[2][name])
     np.testing.assert_allclose(one["weight"].numpy(), models[2]["weight"], rtol=1e-6)
@@ -224,7 +224,7 @@ def test_dirichlet_models_lie_between_the_clients():
     models[1]["bn.running_var"][:3] = 0
     models[2]["bn.running_var"][:2] = 0
     for _ in range(50):
-        drawn = dirichlet_model(models, dirichlet_shares(SIZES, 0.3, generator))
+        drawn = convex_combination(models, dirichlet_shares(SIZES, 0.3, generator).tolist())
         for name in ("weight", "bn.running_var"):
             w = stacked(models, name)
             slack = 2.0**-50 * np.abs(w).max(0)
