@@ -188,6 +188,7 @@ class BaseStrategy(FedAvg):
         self._seeds = None if key_server is None else SealedSeeds(key_server, run)
         self._exchanges: dict[str, Exchange] = {}  # stage -> what its replies answer
         self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
+        self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
         self._grid: Grid | None = None
         self._owner: BaseStrategy | None = None
         self._rounds_loaded: int | None = None  # before start, of a state
@@ -734,17 +735,31 @@ class BaseStrategy(FedAvg):
         return _reported_partitions(self._ask(nodes, "query.partition"))
 
     def _identify(self, replies: Iterable[Message], sent: Exchange) -> None:
-        """Take the partitions from the first replies of nodes that were not asked beforehand."""
+        """Take the partitions from the first replies of nodes that were not asked beforehand.
+
+        Until the replies are accepted these are claims: see :meth:`_remaining`.
+        """
         first: dict[int, Message] = {}
         for reply in replies:
             node = reply.metadata.src_node_id
             if self.registry.unknown([node]) and sent.node_asked(reply) == node:
                 first.setdefault(node, reply)
         reported = _reported_partitions(first.values())
+        self._claimants = set(reported)
         if silent := [node for node in first if node not in reported]:  # such as a user's own reply
             reported |= dict.fromkeys(silent) | self._ask_partitions(silent)
         if reported:
             self.registry.add(reported)
+
+    def _remaining(self, pairs: Pairs[T], dropped: Collection[int]) -> Pairs[T]:
+        """Sort replies by client, after the dropped nodes' claims to a partition are given up.
+
+        These nodes are asked for their partitions when clients are sampled next.
+        """
+        self.registry.expect(self._claimants & set(dropped))
+        for reply, _ in pairs:
+            reply.client = self.registry.client(reply.node)
+        return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
 
     # ------------------------------------------------------------- aggregation
 
@@ -754,7 +769,7 @@ class BaseStrategy(FedAvg):
         """Parse the replies of a stage, dropping those that cannot be used.
 
         Each message is answered once, by the node that was asked. A client whose reply is an error
-        is sent again all that it may have lost.
+        is sent again all that it may have lost. Only replies that are used claim a partition.
 
         Parameters
         ----------
@@ -792,8 +807,9 @@ class BaseStrategy(FedAvg):
             except Exception as error:  # a reply may hold anything; none may end the run
                 bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
                 self.drop(message.metadata.src_node_id, bad, rejected)
-        parsed.sort(key=lambda pair: (pair[0].client, pair[0].node))
-        return parsed, rejected
+        return self._remaining(
+            parsed, self._claimants - {reply.node for reply, _ in parsed}
+        ), rejected
 
     def forget_sent(self, client: int) -> None:
         """Have a client sent all parts again."""
@@ -845,7 +861,8 @@ class BaseStrategy(FedAvg):
                 kept.append(pair)
             else:
                 self.drop(pair[0].node, bad, rejected)
-        return kept
+        used = {reply.node for reply, _ in kept}
+        return self._remaining(kept, {reply.node for reply, _ in pairs} - used)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

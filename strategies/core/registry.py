@@ -36,15 +36,16 @@ class ClientRegistry:
         return [n for n in nodes if n not in self.partitions or n in self._expected]
 
     def expect(self, nodes: Collection[int]) -> None:
-        """Add nodes that will report with their first replies, and go by their ids until then."""
+        """Add nodes that have yet to report, and go by their ids until then."""
         self.add(dict.fromkeys(nodes))
         self._expected.update(nodes)
 
     def add(self, partitions: Mapping[int, int | None]) -> None:
         """Add nodes with the partitions that they report, None for those that report none."""
         for node, partition in partitions.items():
-            if node in self._expected and self._owners.get(node) == node:
-                del self._owners[node]
+            earlier = self.partitions.get(node, node)
+            if self._owners.get(earlier) == node:
+                del self._owners[earlier]
             self._expected.discard(node)
             self.partitions[node] = node if partition is None else partition
             (self._silent.add if partition is None else self._silent.discard)(node)

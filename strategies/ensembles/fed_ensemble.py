@@ -455,15 +455,10 @@ class FedEnsemble(BaseStrategy):
                 if (size := _change(reply, models[k])) is not None:
                     sizes.append((k, reply, size))
         verdicts = screen_sizes([size for _, _, size in sizes], self.outlier_factor)
-        bad_replies = [
-            (k, reply, bad)
-            for (k, reply, _), bad in zip(sizes, verdicts, strict=True)
-            if bad is not None
-        ]
-        self._identify([reply for _, reply, _ in bad_replies], self._exchanges[MessageType.TRAIN])
-        for k, reply, bad in bad_replies:
-            of_model[k] = [other for other in of_model[k] if other is not reply]
-            self.drop(reply.metadata.src_node_id, bad, rejected)
+        for (k, reply, _), bad in zip(sizes, verdicts, strict=True):
+            if bad is not None:
+                of_model[k] = [other for other in of_model[k] if other is not reply]
+                self.drop(reply.metadata.src_node_id, bad, rejected)
 
     def _merged(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
         """Aggregate the clients' metrics over all models, and combine the strategies' own."""

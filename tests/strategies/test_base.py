@@ -29,6 +29,7 @@ from .federation import (
     app,
     asked_first,
     bits,
+    damaged,
     examples,
     failed,
     lost,
@@ -294,6 +295,24 @@ def test_nodes_whose_own_train_function_leaves_it_out_are_asked_at_once():
     assert kinds_of(grid) == [("train", 6), ("query.partition", 1)]
     assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
     assert bits(weights) == bits(start(SeededFedAvg(**ALL), Grid(CLIENTS)))
+
+
+@pytest.mark.parametrize("damage", ["metrics", "arrays", "outlier"])
+def test_a_refused_reply_claims_no_partition(damage):
+    """Node 3 claims node 6's partition in a reply that is refused: both keep their own places."""
+    changes = {
+        "metrics": with_metrics(num_examples=-5),
+        "arrays": damaged(0, lambda a: np.full_like(a, np.nan)),
+        "outlier": damaged(0, lambda a: a + np.float32(1e6)),
+    }
+    claim = with_metrics(partition_id=5)
+    grid = Grid(CLIENTS, changes={2: lambda reply: changes[damage](claim(reply))})
+    strategy = SeededFedAvg(min_evaluate_nodes=6)
+    weights = start(strategy, grid)
+    assert strategy.train_metrics[1]["replies-accepted"] == 5
+    assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
+    assert sorted(strategy.client_evaluations) == [0, 1, 2, 3, 4, 5]
+    assert bits(weights) == bits(start(SeededFedAvg(), Grid(CLIENTS, changes={2: lost})))
 
 
 def test_nodes_without_a_partition_say_so_with_their_first_replies():
