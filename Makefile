@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test federation gpu lint types docs check format clean
+.PHONY: help install demo test slow federation gpu lint types docs check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -32,8 +32,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## NTK-FL against FedAvg on real digits: Flower, Ray, a table and a picture
 	$(BIN)/python -m fedntk.simulations.demo
 
-test: install ## all tests but those of `make federation`: doctests, pages and notebooks, too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m 'not federation'
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+test: install ## the quick tests, with doctests, pages and notebooks in a short form
+	$(PYTEST) -m 'not federation and not slow'
+
+slow: install ## what `make test` leaves out: whole notebooks, full sizes
+	$(PYTEST) -m 'slow and not federation'
 
 federation: install ## tests on a real federation: TLS, SuperNodes with keys, processes that are killed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m federation
@@ -60,7 +64,7 @@ docs: links ## the site, in build/site; any warning or dead link fails
 	@# without --quiet, which would keep warnings from --strict, too
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: lint types docs test federation ## all that CI runs
+check: lint types docs test slow federation ## all that CI runs
 
 format: install ## let ruff format and fix
 	$(BIN)/ruff format .

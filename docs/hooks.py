@@ -12,6 +12,7 @@ import functools
 import html
 import os
 import re
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -33,6 +34,16 @@ FENCED = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)[ ]*$", re.MULTILINE | re.DOTAL
 MARKER = re.compile(r"^<!-- (settings|names|file):[ ]*([\w.-]*) -->$", re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
 logger = getLogger("mkdocs.hooks.fedntk")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the repository's address from where it stands."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    home = config.extra["repository"] = project["urls"]["Homepage"]
+    # not repo_url: for one on GitHub each page would ask its API for the number of stars
+    icon = "fontawesome/brands/github"
+    config.extra["social"] = [{"icon": icon, "link": home, "name": "The source of fedntk"}]
+    return config
 
 
 # --------------------------------------------------------------------------- files

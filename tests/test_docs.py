@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
 import tomllib
@@ -19,7 +20,7 @@ from .conftest import ROOT
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HOME = PROJECT["urls"]["Homepage"]
-RAW = HOME.replace("//github.com", "//raw.githubusercontent.com")
+HOST = urlsplit(HOME).netloc + urlsplit(HOME).path
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -71,60 +72,47 @@ def test_examples_exist():
     }  # fmt: skip
 
 
-def own_links(text: str) -> list[str]:
-    """Absolute links to the project: those to its host that are not another project's."""
-    hosts = {urlsplit(HOME).netloc, urlsplit(RAW).netloc}
-    return [link for link in LINK.findall(text) if urlsplit(link).netloc in hosts]
-
-
-def file_of(link: str) -> str:
-    """Path in the checkout of a link to the project; "" is the checkout itself."""
-    path = urlsplit(link).path.removeprefix(urlsplit(HOME).path).strip("/")
-    return re.sub(r"^(blob/|tree/)?main/?", "", path)
-
-
 def headings(text: str) -> set[str]:
     """Anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().strip().replace(" ", "-") for title in found}
+    plain = (re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", title) for title in found)
+    return {re.sub(r"[^\w -]", "", title).lower().strip().replace(" ", "-") for title in plain}
 
 
-def test_links_of_the_readme_are_absolute_and_begin_with_the_projects_address():
-    links = LINK.findall(README)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+def test_links_lead_somewhere_in_the_checkout(page):
+    """Relative paths, with the anchor of a heading; the reference exists on the site only."""
+    for link in LINK.findall(text_of(page)):
+        parts = urlsplit(link)
+        assert HOST not in link
+        if parts.scheme:
+            continue
+        path = (page.parent / parts.path).resolve() if parts.path else page
+        assert path.exists() or path == ROOT / "docs" / "changelog.md", link
+        if parts.fragment and path.parent.name != "api":
+            assert parts.fragment in headings(text_of(path)), link
+
+
+def test_links_of_the_readme_are_absolute_in_the_package_index():
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    links = [link for link in LINK.findall(setup.readme()) if HOST in link]
     assert len(links) > 15
-    for link in links:
-        assert urlsplit(link).scheme == "https", link
-    assert len(own_links(README)) > 15
-    for link in own_links(README):
-        begins = (f"{HOME}/blob/main/", f"{HOME}/tree/main/", f"{RAW}/main/")
-        assert link.startswith(begins), link
+    kinds = [re.match(rf"{HOME}/(blob|tree|raw)/main/(.+)", link).groups() for link in links]
+    for kind, path in kinds:
+        path = ROOT / path.partition("#")[0]
+        assert path.is_dir() if kind == "tree" else path.is_file()
+        assert (kind == "raw") == (path.suffix == ".png")
 
 
-@pytest.mark.parametrize("link", sorted({*own_links(README), *PROJECT["urls"].values()}))
-def test_links_to_the_project_name_what_is_in_the_checkout(link):
-    assert link.startswith((HOME, RAW))
-    if link == PROJECT["urls"]["Issues"]:
-        assert link == f"{HOME}/issues"  # a page of the host, not a file
-        return
-    path = ROOT / file_of(link)
-    assert path.is_dir() if "/tree/" in link or link == HOME else path.is_file()
-    if anchor := urlsplit(link).fragment:
-        assert anchor in headings(text_of(path))
-
-
-def test_the_metadata_has_the_usual_links():
+def test_the_repositorys_address_stands_in_one_file():
     assert set(PROJECT["urls"]) == {"Homepage", "Documentation", "Changelog", "Issues"}
-
-
-def test_the_project_has_one_address():
-    site = re.search(r"^  repository: (.*)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)[1]
-    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
-    assert {site, citation["url"], citation["repository-code"]} == {HOME}
-    for page in PAGES:  # which go by relative paths, but to install from
-        for link in own_links(text_of(page)):
-            raise AssertionError(f"{page.name}: {link}")
-        for address in re.findall(r"https://github\.com/fedntk\S*", text_of(page)):
-            assert address.rstrip('",') == HOME, page.name
+    assert all(url.startswith(HOME) for url in PROJECT["urls"].values())
+    others = [*PAGES, *(ROOT / name for name in ("README.md", "mkdocs.yml", "CITATION.cff"))]
+    for path in [*others, *(ROOT / "docs").glob("*.py"), *(ROOT / "simulations").glob("*.toml")]:
+        assert HOST not in text_of(path), path
 
 
 def test_the_readme_is_short():

@@ -1,8 +1,10 @@
-"""Each notebook runs from its first cell to its last, and is committed as it was run."""
+"""Each notebook runs from its first cell to its last, and is committed as it was run.
+
+`make test` runs them in a quick form, with fewer rounds, seeds and cases; `make check` as they are.
+"""
 
 import asyncio
 import warnings
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import nbformat
@@ -11,45 +13,81 @@ from nbclient import NotebookClient
 
 from .conftest import ROOT
 
-pytestmark = pytest.mark.xdist_group("notebooks")  # one process executes them all
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+# what the quick form replaces in the code
+QUICK = {
+    "compare": {
+        "SEEDS = [0, 1, 2]": "SEEDS = [0]",
+        '{"rounds": 10,': '{"rounds": 3,',
+        '"bootstrap_rounds": 3 if': '"bootstrap_rounds": 1 if',
+        "ALPHAS = [0.1, 1.0, 10.0]": "ALPHAS = [0.1]",
+    },
+    "cp_ntk_fl": {
+        "rounds=6,": "rounds=1,",
+        "RATES, SIZES = (0.1, 0.3, 1.0), (10, 20, 40, 64)": "RATES, SIZES = (0.1,), (10, 64)",
+        "rounds=4,": "rounds=1,",
+        "seeds=(0, 1, 2)": "seeds=(0,)",
+        "rounds=8,": "rounds=1,",
+        "means[[1, 2, 4, 8]]": "means[[1]]",
+        "(0.01, 0.03, 0.1, 0.3, 1.0)": "(0.01, 1.0)",
+        "rounds=3,": "rounds=1,",
+    },
+    "fed_ensemble": {
+        "num_rounds=200": "num_rounds=10",
+        "rounds=30, learning_rate=0.1, local_epochs=20": "rounds=5, learning_rate=0.1",
+        "np.linspace(-0.4, 1.4, 25)": "np.linspace(-0.4, 1.4, 4)",
+    },
+    "ntk_dfl": {
+        "rounds=5,": "rounds=2,",
+        'names = ("line", "ring", "erdos-renyi", "clustered", "complete")': 'names = ("ring",)',
+        "rounds=2, out": "rounds=1, out",
+    },
+    "ntk_fl": {
+        "steps = [10, 20, 50, 100, 200, 500, 1000, 2000]": "steps = [10, 20, 50]",
+        "rounds=5,": "rounds=2,",
+    },
+    "tct": {
+        "    rounds=16,": "    rounds=16,\n    train_examples=400,",
+        "epochs=20)": "epochs=2)",
+        "SIZES = (100, 300, 1000, 3000)": "SIZES = (100, 1000)",
+        '(10, ":"), (100, "--"), (1000, "-")': '(10, ":"), (100, "--")',
+    },
+    "weighted_fedavg": {
+        "rounds=12,": "rounds=2,",
+        "round == 12": "round == 2",
+        "[0.03, 0.1, 0.3, 1.0]": "[0.03, 1.0]",
+    },
+}
 
 
-def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
-    notebook = nbformat.read(path, as_version=4)
+def test_every_notebook_has_a_quick_form():
+    assert QUICK.keys() == NOTEBOOKS.keys()
+
+
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_runs(name, quick, tmp_path):
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for old, new in QUICK[name].items() if quick else ():
+        assert any(old in cell.source for cell in code), old
+        for cell in code:
+            cell.source = cell.source.replace(old, new)
     client = NotebookClient(
         notebook,
         timeout=1800,  # seconds of a cell that hangs; a busy machine may take minutes
         kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
+        resources={"metadata": {"path": str(tmp_path)}},
     )
-    asyncio.run(client.async_execute())
-    return notebook
-
-
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    """All notebooks at the same time, two of them at work: each has a process of its own."""
-    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Jupyter's own
-        folders = [tmp_path_factory.mktemp(path.stem) for path in NOTEBOOKS]
-        futures = {
-            path: pool.submit(execute, path, folder)
-            for path, folder in zip(NOTEBOOKS, folders, strict=True)
-        }
-        wait(futures.values())
-    return futures
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, executed):
-    notebook = executed[path].result()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        asyncio.run(client.async_execute())
+    outputs = [output for cell in code for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=NOTEBOOKS)
 def test_committed_outputs_are_small_and_speak_of_no_machine(path):
     text = path.read_text(encoding="utf-8")
     assert len(text) < 500_000

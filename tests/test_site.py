@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,8 @@ def test_links_lead_to_pages_pictures_and_the_repository(tmp_path):
     )
     assert whole.returncode == 0, whole.stderr
     page = (tmp_path / "site" / "speed.html").read_text(encoding="utf-8")
-    repository = "https://github.com/fedntk/fedntk"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project["urls"]["Homepage"]
     assert 'href="notebooks/tct.html"' in page
     assert 'src="results/solver.png"' in page
     assert f'href="{repository}/blob/main/ntk/losses.py"' in page
