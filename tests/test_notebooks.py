@@ -5,7 +5,6 @@
 
 import asyncio
 import warnings
-from pathlib import Path
 
 import nbformat
 import pytest

@@ -1,0 +1,624 @@
+"""Write the tables of results and costs into the pages, from the files that hold them.
+
+Run it as a program (`make pages`) after a result or a formula has changed. A page has
+
+    <!-- table: NAME -->
+    ...
+    <!-- end of table -->
+
+and what stands between is replaced. The tests refuse a page that is not current.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+sys.path.append(str(Path(__file__).parent))
+import costs
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"<!-- table: ([^>]+) -->\n.*?<!-- end of table -->", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    """Return the summary of a benchmark."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rounds_of(name: str) -> pd.DataFrame:
+    """Return the table of a benchmark."""
+    return pd.read_csv(RESULTS / f"{name}.csv")
+
+
+def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; the head's cells are separated by "|"."""
+    cells = [cell.strip() for cell in head.split("|")]
+    lines = [cells, ["---"] * len(cells), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def number(value: float, digits: int = 1) -> str:
+    """Return a rounded number; halves of a decimal go up. Nothing if there is none."""
+    return "" if pd.isna(value) else f"{value + 1e-9:.{digits}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return number(100 * share)
+
+
+def joined(values: Iterable[Any], form: str = "g", none: str = "-") -> str:
+    """Return the values of several seeds, the missing ones as `none`."""
+    return ", ".join(none if pd.isna(v) else f"{v + 1e-9:{form}}" for v in values)
+
+
+# ---------------------------------------------------------------------- NTK-FL, CP-NTK-FL
+
+
+def ntk_fl() -> str:
+    names = {
+        "NTK-FL, full kernel": "NTK-FL, cross-entropy, full kernel",
+        "NTK-FL": "NTK-FL, cross-entropy, mean kernel (the paper's)",
+        "NTK-FL, MSE, full kernel": "NTK-FL, MSE, full kernel",
+        "NTK-FL, MSE": "NTK-FL, MSE, mean kernel",
+        "FedAvg": "FedAvg",
+    }
+    found, table = read("ntk_fl_fmnist"), rounds_of("ntk_fl_fmnist")
+    mean = table.groupby(["run", "metric", "round"]).value.mean()
+    return markdown(
+        "% after round | 3 | 6 | 11 | 19 | 40 | rounds to 80 % | rounds to 85 % | seconds a round"
+        " | MB up a round",
+        (
+            [
+                name,
+                *(percent(mean[run, "accuracy", r]) for r in (3, 6, 11, 19, 40)),
+                *(joined(found["rounds-to-target"][run][t]) for t in ("0.8", "0.85")),
+                found["median-seconds-a-round"][run],
+                f"{mean[run, 'bytes-up'].iloc[1:].mean() / 1e6:.1f}",
+            ]
+            for run, name in names.items()
+        ),
+    )
+
+
+def learning_rate() -> str:
+    def name(run: str, row: Any) -> str:
+        low, high = row["learning-rates"]
+        return f"{run} ({low:.2g} to {high:.2g})" if run.endswith("auto") else run
+
+    return markdown(
+        "network, rate | % after 3 rounds | after 10 rounds | rounds that t = 0 won"
+        " | kernel products a round | seconds a round",
+        (
+            [
+                name(run, row),
+                *(percent(row["accuracy"][r]) for r in ("3", "10")),
+                row["rounds-without-step"],
+                f"{row['median-kernel-products']:,}",
+                f"{row['median-seconds-a-round']:.3g}",
+            ]
+            for run, row in read("learning_rate")["runs"].items()
+        ),
+    )
+
+
+def cp_ntk_fl() -> str:
+    names = {
+        "CP-NTK-FL": "CP-NTK-FL, Jacobian in factors",
+        "CP-NTK-FL, sparsity 0.5, 6 bits": "the same with sparsity 0.5, 6 bits, shuffled",
+        "literal": "the first as the literal tensor, 3 rounds",
+        "literal, sparsity 0.5, 6 bits": "the second as the literal tensor, 3 rounds",
+        "NTK-FL (no tools)": "NTK-FL, no tools",
+        "FedAvg": "FedAvg, no tools",
+        "FedAvg'": "FedAvg' (the same sampling and projection)",
+    }
+    found = read("cp_ntk_fl_table")
+    reached = found["reached"] | {key: found[key] for key in names if key in found}
+    rows = [
+        [
+            name,
+            *(joined(row.get(f"{what} to 85 %", []), form) if row.get(f"{what} to 85 %")
+              else "" for what, form in (("rounds", "g"), ("MB up", ".0f"))),
+            f"{row['MB up a round']:.3g}",
+            row.get("rounds run", 3),
+        ]
+        for run, name in names.items()
+        for row in [reached[run]]
+    ]  # fmt: skip
+    rows += [["*in the paper: CP-NTK-FL*", "*26*", "*386*", "*14.8*", ""],
+             ["*in the paper: FedAvg*", "*284*", "*1,720*", "*6.1*", ""]]  # fmt: skip
+    return markdown(
+        "| rounds to 85 %, each seed | MB up to 85 %, each seed | MB up a round | rounds run", rows
+    )
+
+
+FAST = {
+    "no option": "no option",
+    "class prior": "`class-prior`",
+    "mean of the weights": "`average-decay`",
+    "low frequencies": "`projection-kind`",
+    "all three": "all three",
+    "all three, compressed": "**all three, sparsity 0.5, 6 bits, shuffled**",
+    "all three, compressed, classes as so far": 'the same, `class-target = "seen"`',
+    "prior and mean, compressed": "the same with the Gaussian projection",
+    "prior, mean and centred, compressed": "the same, Gaussian, inputs centred",
+    "FedAvg'": "FedAvg', with the same help",
+    "FedProx'": "FedProx', with the same help",
+    "FedAvg": "FedAvg, no projection, with the same help",
+    "SCAFFOLD'": "SCAFFOLD', with the same help",
+    "IID, no option": "IID: no option",
+    "IID, all three, compressed": "IID: all three, compressed",
+    "IID, FedAvg'": "IID: FedAvg'",
+}
+
+
+def cp_ntk_fl_fast() -> str:
+    rows = {row["method"]: row for row in read("cp_ntk_fl_fast")["table"]}
+    return markdown(
+        "| rounds to 85 %, each seed | MB up to 85 %, each seed | MB up a round | % after 5 rounds"
+        " | after 20",
+        (
+            [
+                name,
+                joined(row["rounds to 85 %"]),
+                joined(row["MB up to 85 %"]),
+                row["MB up a round"],
+                percent(row["accuracy after 5"]),
+                percent(row["accuracy after 20"]),
+            ]
+            for run, name in FAST.items()
+            for row in [rows[run]]
+        ),
+    )
+
+
+def centred_inputs() -> str:
+    accuracy = read("centred_inputs")["accuracy"]
+    return markdown(
+        "% after round | 1 | 2 | 3 | 5 | 10",
+        ([run, *map(percent, values.values())] for run, values in accuracy.items()),
+    )
+
+
+# ------------------------------------------------------------------------------- NTK-DFL
+
+# the rounds to 85 % in the paper, by split
+PAPER = {
+    "NTK-DFL": (12, 17, 18),
+    "NTK-FL, as busy clients": (73, 85, 180),
+    "DFedAvg": (18, 31, 83),
+    "D-PSGD": (53, 79, 125),
+    "DFedSAM": ("", "", "200+"),
+    "DisPFL": ("", "", "200+"),
+}
+SPLITS = ("IID", "Dirichlet 0.5", "Dirichlet 0.1")
+
+
+def ntk_dfl(*methods: str) -> str:
+    """Return the rows of these methods, or of all, one a method and split."""
+    summary = pd.DataFrame(read("ntk_dfl_fmnist")["rows"])
+    table = rounds_of("ntk_dfl_fmnist").query("metric == 'accuracy'")
+    mean = table.groupby(["method", "split", "seed", "round"]).value.mean()
+    names = ["NTK-DFL", *(m for m in summary.method.unique() if m.startswith("NTK-DFL, "))]
+    names += ["NTK-FL, as busy clients", "DFedAvg", "D-PSGD", "DFedAvgM", "DFedSAM", "DisPFL"]
+    rows = []
+    for method in methods or names:
+        own = summary[summary.method == method]
+        for split in sorted(own.split.unique(), key=lambda s: (*SPLITS, s).index(s)):
+            seeds = own[own.split == split].sort_values("seed")
+            after = []
+            for number in (1, 3, 5, 10, 20):
+                found = [mean.get((method, split, seed, number)) for seed in seeds.seed]
+                after.append("" if None in found else percent(float(np.mean(found))))
+            paper = PAPER.get(method, ("", "", ""))
+            known = paper[SPLITS.index(split)] if split in SPLITS else ""
+            rows.append([
+                f"{method}, {split}", joined(seeds.seed), joined(seeds.rounds),
+                joined(seeds["rounds-to-85"]), known, *after, joined(100 * seeds.best, ".2f"),
+            ])  # fmt: skip
+    return markdown(
+        "| seeds | rounds run | rounds to 85 % | in the paper | % after round 1 | 3 | 5 | 10 | 20"
+        " | best, each seed",
+        rows,
+    )
+
+
+def kernel_overshoot() -> str:
+    names = {
+        "mean": "`mean`",
+        "corrected, 4 steps": "`corrected`, steps 200, 400, 600, 800",
+        "corrected, 8 steps": "`corrected`, steps 100, 200 to 800",
+        "full": "`full`",
+    }
+    seconds = read("kernel_overshoot")["seconds-of-an-evolution"]
+    table = rounds_of("kernel_overshoot").set_index(["kernel", "round"])
+    rows = []
+    for run, name in names.items():
+        late = table.overshoot[run].loc[7:]
+        low, high = number(late.min(), 2), number(late.max(), 2)
+        after = (percent(table.accuracy[run, r]) for r in (1, 2, 3, 5, 8, 12))
+        between = low if low == high else f"{low} to {high}"
+        rows.append([name, *after, between, f"{seconds[run]:.2f}"])
+    return markdown(
+        "kernel, % after round | 1 | 2 | 3 | 5 | 8 | 12"
+        " | change done / foreseen, rounds 7 to 12 | seconds of an evolution",
+        rows,
+    )
+
+
+def hostile_neighbours() -> str:
+    attacks = {"none": "", "labels": "1", "scale 90": "90", "scale 1e4": "10,000"}
+    return markdown(
+        "neighbours | false ones | Jacobian times | client 0 | other honest clients, mean"
+        " | mean model | refused a round",
+        (
+            [
+                row["degree"],
+                row["hostile"],
+                attacks[row["attack"]],
+                *(percent(row[k]) for k in ("client 0", "other honest clients", "mean model")),
+                f"{row['parcels refused a round']:g}",
+            ]
+            for row in read("hostile_neighbours")["rows"]
+        ),
+    )
+
+
+def ntk_dfl_round() -> str:
+    table = rounds_of("ntk_dfl")
+    rows = []
+    for _, row in table.iterrows():
+        more = [
+            "two workers" if row.workers == 2 else "",
+            f"tolerance {row.tolerance:g}" if row.tolerance > 0 else "",
+            "clusters" if row.topology == "clustered" else "",
+            "`evolve-once`" if row.evolve_once is True else "",
+        ]
+        rows.append([
+            int(row.clients), ", ".join([f"{row.kappa:g}", *filter(None, more)]),
+            f"{row['cpu-seconds']:.1f}", f"{row.seconds:.1f}", f"{row['peak-mb'] / 1e3:.1f}",
+            f"{row['bytes-up'] / 1e6:.1f}", f"{row['bytes-down'] / 1e6:.1f}",
+        ])  # fmt: skip
+    return markdown(
+        "clients | neighbours d | CPU seconds | by the clock | memory, GB | MB of a client, up"
+        " | MB, down",
+        rows,
+    )
+
+
+def ntk_dfl_tolerance() -> str:
+    accuracy = read("ntk_dfl")["accuracy"]
+    rows = []
+    for seed in (0, 1):
+        cells = []
+        for tolerance in ("0.0001", "0.001", "0.01"):
+            found = accuracy[f"tolerance {tolerance}, seed {seed}"]
+            means = (np.mean(found[kind][4:8]) for kind in ("mean model", "clients' models"))
+            cells.append(" / ".join(percent(float(m)) for m in means))
+        rows.append([seed, *cells])
+    return markdown("seed | 1e-4 | 1e-3 | 1e-2", rows)
+
+
+# ----------------------------------------------------------------------------------- TCT
+
+
+def tct() -> str:
+    found = read("tct_table2")["accuracy in %"]
+
+    def cell(row: Any, key: str = "final") -> str:
+        return f"{number(row[key])} ({number(row['paper'])})"
+
+    methods = {"FedAvg": "FedAvg", "FedProx": "FedProx, mu = 0.01", "SCAFFOLD": "SCAFFOLD"}
+    rows = [[name, *(cell(found[s][m]) for s in found)] for m, name in methods.items()]
+    rows.append(["**TCT**", *(f"**{number(found[s]['TCT']['final'])}**" for s in found)])
+    later = "after 50 rounds of stage 2"
+    rows.append([f"TCT, {later[6:]}", *(cell(found[s]["TCT"], later) for s in found)])
+    return markdown("| one class a client | two classes | Dirichlet(0.1) | Dirichlet(0.5)", rows)
+
+
+def tct_variants() -> str:
+    names = {
+        "TCT": "**TCT** (a quarter of the coordinates)",
+        "all coordinates": "all coordinates",
+        "the paper's eta": "the paper's eta, 5e-5",
+        "cross-entropy": "cross-entropy in stage 2",
+        "no normalisation": "no normalisation",
+        "last layer": "last layer's inputs",
+        "last layer, cross-entropy": "last layer's inputs, cross-entropy",
+        "no stage 1": "no stage 1",
+        "FedAvg in stage 2": "FedAvg in stage 2",
+        "gradient descent in stage 2": "gradient descent in stage 2",
+        "solved on the server, ridge 1e-2": "solved on the server in one round, ridge 1e-2",
+        "solved on the server, ridge 1e-2, 8 bits": "the same, features in 8 bits",
+    }
+    found = read("tct_variants")["accuracy in %"]
+    return markdown(
+        "| here, % | in the paper (200 rounds, all images), %",
+        (
+            [name, number(found[k]["final"]), number(found[k].get("paper", ["", np.nan])[1])]
+            for k, name in names.items()
+        ),
+    )
+
+
+def tct_statistics() -> str:
+    names = {"#C=1": "one class a client", "#C=2": "two classes", "Dirichlet(0.1)": "Dirichlet(0.1)",
+             "Dirichlet(0.5)": "Dirichlet(0.5)", "random": "no training"}  # fmt: skip
+    paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
+    table = rounds_of("tct_statistics").query("bits == 8")
+    table = table[table["rounds of FedAvg"] <= 15]
+    rows = []
+    for data, name in names.items():
+        own = table[table.data == data]
+        network = own.groupby("seed").network.first().dropna()
+        row = [name, joined(network, ".1f") if len(network) else ""]
+        for features, p in (
+            ("entk", 2000), ("entk", 4000), ("entk-sketch", 2000), ("entk-sketch", 4000),
+            ("entk-sketch", 8000),
+        ):  # fmt: skip
+            some = own[(own.features == features) & (own.p == p)].set_index("seed").accuracy
+            seeds = [0] if list(some.index) == [0] else [0, 1, 2]
+            row.append(joined([some.get(s) for s in seeds], ".1f") if len(some) else "")
+        rows.append([*row, number(paper.get(data, np.nan))])
+    return markdown(
+        "network from | its own | `entk`, p = 2,000 | 4,000 | `entk-sketch`, p = 2,000 | 4,000"
+        " | 8,000 | the paper's TCT",
+        rows,
+    )
+
+
+# -------------------------------------------------------------------------- ensembles
+
+
+def spread(row: Any, key: str) -> str:
+    return f"{percent(row[key])} ± {percent(row[f'{key}-std'])}"
+
+
+def one_model(row: Any) -> str:
+    keys = (f"model-accuracy-{which}" for which in ("max", "mean", "min"))
+    return ", ".join(percent(row[key]) for key in keys) if "model-accuracy-max" in row else ""
+
+
+def fed_ensemble(name: str) -> str:
+    rows = [r for r in read(f"fed_ensemble_{name}")["rows"] if re.search(r"FedAvg|K = 5", r["method"])]
+    return markdown(
+        "split | method | rate | accuracy (%) | loss | one model: best, mean, worst (%)",
+        (
+            [r["split"], r["method"], r["rate"], spread(r, "accuracy"), f"{r['loss']:.3f}",
+             one_model(r)]
+            for r in rows
+        ),
+    )  # fmt: skip
+
+
+def fed_ensemble_models() -> str:
+    rows = []
+    for data, name in (("mnist", "MNIST"), ("fashion-mnist", "Fashion-MNIST")):
+        found = {(r["split"], r["method"]): r for r in read(f"fed_ensemble_{data}")["rows"]}
+        for k in (3, 5, 20, 40):
+            own = [found[s, f"Fed-ensemble, K = {k}"] for s in ("IID", "two classes a client")]
+            rows.append([name, k, *(f(r) for r in own for f in (lambda r: spread(r, "accuracy"), one_model))])
+    return markdown("data | K | IID | one model | two classes a client | one model", rows)
+
+
+def fed_ensemble_toy() -> str:
+    return markdown(
+        "K | bias | variance | bias in the paper | variance in the paper",
+        (
+            [r["K"], f"{r['bias']:.4f}", f"{r['variance']:.4f}", r["paper-bias"], r["paper-variance"]]
+            for r in read("fed_ensemble_toy")["rows"]
+        ),
+    )  # fmt: skip
+
+
+def fed_ensemble_limit() -> str:
+    return markdown(
+        "width | a model from its own limit | its kernel from the limit, relative"
+        " | mean of 100 models from the process's | their standard deviation from the process's",
+        (
+            [f"{r['width']:,}", *(f"{r[k]:.3f}" for k in ("own-limit", "kernel", "mean", "std"))]
+            for r in read("fed_ensemble_limit")["rows"]
+        ),
+    )
+
+
+def fed_be() -> str:
+    found = read("fed_be")["accuracy in %, mean of the last 5 rounds, by seed"]
+    names = {name: name.replace("FedBE, Gaussian, distilled, no SWA", "the same without averaged weights")
+             for name in found["digits"]}  # fmt: skip
+    return markdown(
+        "| digits | mean | Fashion-MNIST | mean",
+        (
+            [name, *(cell for data in found for cell in
+                     (joined(found[data][m], ".1f"), f"{np.mean(found[data][m]):.1f}"))]
+            for m, name in names.items()
+        ),
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------- one model for each client
+
+
+def personalised(data: str) -> str:
+    found = read(f"personalised_{data}")
+    gains = {(row["run"], row["against"]): row for row in found["gains"]}
+
+    def gain(run: str, against: str) -> str:
+        row = gains.get((run, against))
+        return f"{100 * row['gain']:.0f} / {100 * row['lose']:.0f}" if row else "-"
+
+    rows = []
+    for row in found["summary"]:
+        rate, *own = found["chosen"][row["run"]].values()
+        if row["run"] == "weighted, tau = 1":
+            own = [1]
+        rows.append([
+            row["run"], rate, *(f"{o:g}" for o in own) if own else "-", spread(row, "mean"), percent(row["worst"]),
+            percent(row["std"]), gain(row["run"], "local training"), gain(row["run"], "FedAvg"),
+        ])  # fmt: skip
+    return markdown(
+        "method | rate | own setting | mean | worst client | std over clients"
+        " | gain / lose against local training | against FedAvg",
+        rows,
+    )
+
+
+def personalised_variants() -> str:
+    methods = ["local training", "FedAvg", "FedPer", "FedBN", "weighted", "weighted, personal BN",
+               "Ditto", "FedProto"]  # fmt: skip
+    variants = ["as above", "batches of 8", "one local epoch", "five local epochs", "10 clients",
+                "50 clients"]  # fmt: skip
+    names = {(name, "trained"): name for name in variants}
+    names |= {("four new clients", "trained"): "four new clients: the 16 others",
+              ("four new clients", "new"): "four new clients: these four"}  # fmt: skip
+    rows = read("personalised_fashion-mnist_variants")["rows"]
+    found = {(r["variant"], r["clients-are"], r["run"]): r["mean"] for r in rows}
+    return markdown(
+        "| " + " | ".join(methods),
+        ([name, *(percent(found[(*key, m)]) for m in methods)] for key, name in names.items()),
+    )
+
+
+def closed_form() -> str:
+    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
+    table = rounds_of("closed_form").query("split == 'one class a client'")
+    rows = []
+    for (network, seed), own in table.groupby(["network", "seed"]):
+        found, itself = own.set_index("method").accuracy, own["network's own accuracy"].iloc[0]
+        cells = [itself, *(found.get(m, np.nan) for m in methods)]
+        name = "as it is drawn" if network == "random" else "trained"
+        rows.append([name, seed, *map(number, cells)])
+    return markdown(
+        "network | seed | its own | AFL | Fed3R | FedNCM | TCT, `last-layer`"
+        " | TCT, `fourier`, p = 4,000 | AFL, `random-features = 4000`",
+        rows,
+    )
+
+
+# ---------------------------------------------------------------------------------- guides
+
+
+def uncertainty() -> str:
+    table = rounds_of("uncertainty")
+    kind = table.model.str.replace(r"model \d+", "its single models, mean", regex=True)
+    kind = kind.where(kind.str.startswith("its"), table.run)
+    means = table.assign(kind=kind).groupby(["rounds", "kind"]).mean(numeric_only=True)
+    keys = ["nll", "brier", "ece", "auroc_entropy", "auroc_mutual_information"]
+    return markdown(
+        "rounds | model | accuracy (%) | NLL (nats) | Brier | ECE | AUROC, entropy"
+        " | AUROC, mutual information",
+        (
+            [rounds, name, percent(row.accuracy),
+             *(number(row[key], 3) or "-" for key in keys)]
+            for rounds in (50, 150)
+            for name in ("Fed-ensemble", "its single models, mean", "FedAvg")
+            for row in [means.loc[rounds, name]]
+        ),
+    )  # fmt: skip
+
+
+def uncertainty_sets() -> str:
+    names = {"clients": "5 held-out clients", "examples": "500 held-out images"}
+    sets = rounds_of("uncertainty_sets").query("rounds == 150")
+    rows = []
+    for on, name in names.items():
+        for score in ("threshold", "adaptive"):
+            cells: list[str] = []
+            for run in ("Fed-ensemble", "FedAvg"):
+                own = sets[(sets.calibrated == on) & (sets.score == score) & (sets.run == run)]
+                covered = 100 * own.test_coverage
+                cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
+                cells.append(f"{own.mean_size.mean():.2f}")
+            rows.append([name, score, *cells])
+    return markdown(
+        "calibrated on | score | Fed-ensemble | classes in a set | FedAvg | classes in a set", rows
+    )
+
+
+def feature_learning_groups() -> str:
+    table = pd.DataFrame(read("feature_learning")["theorem"]).query("sweep == 'groups'")
+    rows = []
+    for signal in (2, 1):
+        for size, own in table[table.signal == signal].groupby("group-size"):
+            found = own.set_index("method")
+            rows.append([
+                signal, size,
+                *(f"{found.exponent[m]:.3g}: {found['test-accuracy'][m]:.1f} %"
+                  for m in ("fedavg", "group", "local")),
+            ])  # fmt: skip
+    return markdown(
+        "signal norm | clients with the signal | FedAvg | averages within the group"
+        " | local training",
+        rows,
+    )
+
+
+def feature_learning_iid() -> str:
+    last = rounds_of("feature_learning_iid").query("round == 100")
+    means = last.groupby(["dimension", "method", "part"])[["loss", "accuracy"]].mean()
+    names = {"fedavg": "FedAvg", "local": "local training"}
+    return markdown(
+        "d | method | training loss | training accuracy (%) | test loss | test accuracy (%)",
+        (
+            [f"{d:,}", name,
+             *(cell for part in ("train", "test") for row in [means.loc[d, method, part]]
+               for cell in (f"{row.loss:.3f}", percent(row.accuracy)))]
+            for d in (1000, 8000)
+            for method, name in names.items()
+        ),
+    )  # fmt: skip
+
+
+def sums_privacy() -> str:
+    table = pd.DataFrame(read("sums_privacy")["membership"])
+    chosen = table[(table.weights == "first") & (table.bits == 32)]
+    rows = []
+    for count, own in chosen.groupby("examples"):
+        rows.append([f"{count:,}", *(
+            f"{row[s]['auc-calibrated']:.2f} ({100 * row[s]['members-found-at-1%-false']:.0f} %)"
+            for _, row in own.iterrows()
+            for s in ("one client", "sum of ten")
+        )])  # fmt: skip
+    return markdown(
+        "n | AFL, Fed3R: p = 128, one client's sums | the sum of all ten"
+        " | tangent features: p = 1,000, one client's | the sum of all ten",
+        rows,
+    )
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    f.__name__: f
+    for f in (
+        ntk_fl, learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
+        kernel_overshoot, hostile_neighbours, ntk_dfl_round, ntk_dfl_tolerance, tct, tct_variants,
+        tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy, fed_ensemble_limit,
+        fed_be, personalised, personalised_variants, closed_form, uncertainty, uncertainty_sets,
+        feature_learning_groups, feature_learning_iid, sums_privacy,
+    )
+} | {"costs": costs.table}  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """Return a page's text with its tables as the files have them."""
+
+    def block(found: re.Match[str]) -> str:
+        name, *arguments = (part.strip() for part in found[1].split(":"))
+        table = TABLES[name](*arguments)
+        return f"<!-- table: {found[1]} -->\n\n{table}\n\n<!-- end of table -->"
+
+    return BLOCK.sub(block, text)
+
+
+if __name__ == "__main__":
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := filled(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page.relative_to(ROOT))
