@@ -349,8 +349,13 @@ def tct_variants() -> str:
 
 
 def tct_statistics() -> str:
-    names = {"#C=1": "one class a client", "#C=2": "two classes", "Dirichlet(0.1)": "Dirichlet(0.1)",
-             "Dirichlet(0.5)": "Dirichlet(0.5)", "random": "no training"}  # fmt: skip
+    names = {
+        "#C=1": "one class a client",
+        "#C=2": "two classes",
+        "Dirichlet(0.1)": "Dirichlet(0.1)",
+        "Dirichlet(0.5)": "Dirichlet(0.5)",
+        "random": "no training",
+    }
     paper = read("tct_statistics")["paper's TCT in % after 200 rounds (Yu et al. 2022, Table 2)"]
     table = rounds_of("tct_statistics").query("bits == 8")
     table = table[table["rounds of FedAvg"] <= 15]
@@ -387,7 +392,8 @@ def one_model(row: Any) -> str:
 
 
 def fed_ensemble(name: str) -> str:
-    rows = [r for r in read(f"fed_ensemble_{name}")["rows"] if re.search(r"FedAvg|K = 5", r["method"])]
+    rows = read(f"fed_ensemble_{name}")["rows"]
+    rows = [row for row in rows if re.search(r"FedAvg|K = 5", row["method"])]
     return markdown(
         "split | method | rate | accuracy (%) | loss | one model: best, mean, worst (%)",
         (
@@ -404,7 +410,8 @@ def fed_ensemble_models() -> str:
         found = {(r["split"], r["method"]): r for r in read(f"fed_ensemble_{data}")["rows"]}
         for k in (3, 5, 20, 40):
             own = [found[s, f"Fed-ensemble, K = {k}"] for s in ("IID", "two classes a client")]
-            rows.append([name, k, *(f(r) for r in own for f in (lambda r: spread(r, "accuracy"), one_model))])
+            pairs = ((spread(row, "accuracy"), one_model(row)) for row in own)
+            rows.append([name, k, *(cell for pair in pairs for cell in pair)])
     return markdown("data | K | IID | one model | two classes a client | one model", rows)
 
 
@@ -412,8 +419,9 @@ def fed_ensemble_toy() -> str:
     return markdown(
         "K | bias | variance | bias in the paper | variance in the paper",
         (
-            [r["K"], f"{r['bias']:.4f}", f"{r['variance']:.4f}", r["paper-bias"], r["paper-variance"]]
-            for r in read("fed_ensemble_toy")["rows"]
+            [row["K"], *(number(row[key], 4) for key in ("bias", "variance")), row["paper-bias"],
+             row["paper-variance"]]
+            for row in read("fed_ensemble_toy")["rows"]
         ),
     )  # fmt: skip
 
@@ -431,8 +439,8 @@ def fed_ensemble_limit() -> str:
 
 def fed_be() -> str:
     found = read("fed_be")["accuracy in %, mean of the last 5 rounds, by seed"]
-    names = {name: name.replace("FedBE, Gaussian, distilled, no SWA", "the same without averaged weights")
-             for name in found["digits"]}  # fmt: skip
+    names = {name: name for name in found["digits"]}
+    names["FedBE, Gaussian, distilled, no SWA"] = "the same without averaged weights"
     return markdown(
         "| digits | mean | Fashion-MNIST | mean",
         (
@@ -459,8 +467,9 @@ def personalised(data: str) -> str:
         rate, *own = found["chosen"][row["run"]].values()
         if row["run"] == "weighted, tau = 1":
             own = [1]
+        setting = f"{own[0]:g}" if own else "-"
         rows.append([
-            row["run"], rate, *(f"{o:g}" for o in own) if own else "-", spread(row, "mean"), percent(row["worst"]),
+            row["run"], rate, setting, spread(row, "mean"), percent(row["worst"]),
             percent(row["std"]), gain(row["run"], "local training"), gain(row["run"], "FedAvg"),
         ])  # fmt: skip
     return markdown(
