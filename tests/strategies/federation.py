@@ -126,10 +126,12 @@ def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
     return client_app(client_fn)
 
 
-def start(strategy: Strategy, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
-    """Weights after some rounds."""
-    initial = ArrayRecord(dict(network().state_dict()))
-    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=rounds)
+def start(
+    strategy: Strategy, grid: Grid, rounds: int = 1, model: nn.Module | None = None, **options: Any
+) -> dict[str, np.ndarray]:
+    """Weights after some rounds, from those of the network or of another model."""
+    initial = ArrayRecord(dict((model or network()).state_dict()))
+    result = strategy.start(grid, initial, num_rounds=rounds, **options)
     return {name: array.numpy() for name, array in result.arrays.items()}
 
 
@@ -146,6 +148,10 @@ def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[s
     return {name: array.numpy() for name, array in strategy.global_arrays.items()}
 
 
+def as_record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
 def bits(weights: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: str(w.dtype).encode() + w.tobytes() for name, w in weights.items()}
 
@@ -158,7 +164,7 @@ def with_arrays(
 ) -> Change:
     def apply(reply: Message) -> Message:
         arrays = {k: a.numpy() for k, a in reply.content[record].items()}
-        reply.content[record] = ArrayRecord({k: Array(a) for k, a in change(arrays).items()})
+        reply.content[record] = as_record(change(arrays))
         return reply
 
     return apply
