@@ -48,13 +48,7 @@ def _shares(counts: Tensor) -> Tensor:
 
 
 def offset_of(config: Mapping[str, Any], num_classes: int) -> Tensor:
-    """Return the offset of the outputs that a message's configuration brings; zeros without one.
-
-    Raises
-    ------
-    ValueError
-        If it is not one finite number for each class.
-    """
+    """Return the offset of the outputs that a message's configuration brings; zeros without one."""
     offset = config.get(OUTPUT_OFFSET, [0.0] * num_classes)
     numbers = isinstance(offset, list) and all(isinstance(v, float) for v in offset)
     if not numbers or len(offset) != num_classes or not all(map(math.isfinite, offset)):

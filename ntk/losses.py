@@ -24,13 +24,7 @@ Loss = Literal["mse", "cross-entropy"]
 
 
 def check_loss(loss: str) -> Loss:
-    """Return `loss` if it names one of the two losses.
-
-    Raises
-    ------
-    ValueError
-        If it does not.
-    """
+    """Return `loss` if it names one of the two losses."""
     if loss not in get_args(Loss):
         raise ValueError(f"loss: expected one of {', '.join(get_args(Loss))}, got {loss!r}")
     return loss  # type: ignore[return-value]
@@ -95,13 +89,7 @@ def loss_value(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
 
 
 def one_hot(labels: Tensor, num_classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One-hot rows, shape (n, num_classes), of integer labels in 0 ... num_classes - 1.
-
-    Raises
-    ------
-    ValueError
-        If a label lies outside that range.
-    """
+    """One-hot rows, shape (n, num_classes), of integer labels in 0 ... num_classes - 1."""
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(
             f"labels: expected 0 ... {num_classes - 1}, "

@@ -47,11 +47,6 @@ def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:
     head : str
         Name of that layer; by default the last ``nn.Linear``.
 
-    Raises
-    ------
-    ValueError
-        If there is none, or `head` names something else.
-
     Examples
     --------
     >>> head_arrays(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))

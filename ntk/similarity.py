@@ -46,11 +46,6 @@ def cosine_similarities(
         In [-1, 1], rounded to 12 places: so equal prototypes are at 1 in whatever order a machine
         sums. 0 where a client's features are all zero, or two have no class in common; a client is
         at 1 from itself.
-
-    Raises
-    ------
-    ValueError
-        If `absent` is something else.
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
@@ -95,11 +90,6 @@ def similarity_weights(
     -------
     ndarray of float64, shape (K, L)
         At least 0; each row sums to 1.
-
-    Raises
-    ------
-    ValueError
-        If the temperature is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: expected more than 0, got {temperature}")

@@ -42,28 +42,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Eigenvalues and -vectors of K = Z Z^T.
-
-    Attributes
-    ----------
-    values : float64, shape (n,)
-        Not negative, ascending.
-    vectors : float64, shape (n, n)
-        In columns.
-    """
+    """Eigenvalues (n,) >= 0 of K = Z Z^T, ascending; eigenvectors (n, n) in columns; float64."""
 
     values: Tensor
     vectors: Tensor
 
     @classmethod
     def of(cls, kernel: Tensor) -> "Spectrum":
-        """Decompose a kernel (n, n), in float64.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the decomposition, about 5 n^2 numbers, would not fit.
-        """
+        """Decompose a kernel (n, n), in float64."""
         n = len(kernel)
         require_memory(
             5 * 8 * n * n,
@@ -74,15 +60,12 @@ class Spectrum:
         return cls(values.clamp(min=0), vectors)
 
     def rate(self, learning_rate: float) -> float:
-        """Return eta lambda_max / n; full-batch steps diverge where it is above 2."""
+        """Return eta lambda_max / n; full-batch steps diverge above 2."""
         return learning_rate * float(self.values[-1]) / len(self.values)
 
 
 def convex_loss(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
-    """L_k at outputs Z W (n, C): half the mean squared norm, or the mean cross-entropy.
-
-    Targets of the cross-entropy are one-hot.
-    """
+    """L_k at outputs Z W (n, C): half the mean squared norm, or the cross-entropy of one-hot Y."""
     if check_loss(loss) == "mse":
         return float((outputs.double() - targets.double()).square().sum(1).mean() / 2)
     logs = torch.log_softmax(outputs.double(), 1)
@@ -97,17 +80,8 @@ def centred_targets(targets: Tensor, loss: Loss) -> Tensor:
 def geometric_sums(rate: Tensor, local_steps: int) -> tuple[Tensor, Tensor]:
     """phi_1 = sum of (1 - a)^m and phi_2 = sum of (1 - (1 - a)^m) / a, over m = 0 ... M - 1.
 
-    Parameters
-    ----------
-    rate : Tensor of float64
-        a = eta lambda / n, at least 0. Above 2 both grow as the loop does.
-    local_steps : int
-        M.
-
-    Returns
-    -------
-    tuple of Tensor, Tensor
-        float64; M and M (M - 1) / 2 where a is 0.
+    `rate` is a = eta lambda / n, at least 0, in float64; above 2 both sums grow as the loop does.
+    At a = 0 they are M and M (M - 1) / 2.
     """
     small = rate * local_steps < 1e-2
     a = torch.where(small, torch.ones_like(rate), rate)
@@ -136,28 +110,20 @@ def residual_sum(
     local_steps: int,
     loss: Loss = "mse",
 ) -> Tensor:
-    """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps.
+    """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps: shape (n, C), float64.
+
+    It is not finite if the steps diverge that far.
 
     Parameters
     ----------
     kernel : Spectrum or Tensor, shape (n, n)
-        Of K = Z Z^T: its spectrum for least squares, itself for cross-entropy. Not looked at if
-        `local_steps` is 1.
-    outputs : Tensor, shape (n, C)
-        Z W_0.
-    targets : Tensor, shape (n, C)
-        Y.
-    drift : Tensor, shape (n, C)
-        Z h.
+        K = Z Z^T: its spectrum for least squares, itself for cross-entropy. Unused for one step.
+    outputs, targets, drift : Tensor, shape (n, C)
+        Z W_0, Y and Z h.
     learning_rate, local_steps : float, int
         eta and M.
     loss : {"mse", "cross-entropy"}
-        See the module.
-
-    Returns
-    -------
-    Tensor, shape (n, C)
-        float64; not finite where the steps diverge that far.
+        Loss of the module's docstring.
     """
     n, first = len(outputs), residual(outputs.double(), targets.double(), check_loss(loss))
     if local_steps == 1:
@@ -216,16 +182,9 @@ def looped_steps(
 
 
 def mean_gradient(before: Tensor, after: Tensor, span: float) -> Tensor:
-    """Algorithm 1's eq. (2): c = (theta^{t-1} - theta^t) / (M eta), of two models (p, C).
+    """Algorithm 1's eq. (2): c = (theta^{t-1} - theta^t) / (M eta), of two rounds' first models.
 
     It is the clients' mean gradient along the last round, if all of them took part. Server and
-    clients get the same bits.
-
-    Parameters
-    ----------
-    before, after : Tensor, shape (p, C)
-        The models that two successive rounds began with.
-    span : float
-        M eta.
+    clients get the same bits. Models are (p, C); `span` is M eta.
     """
     return (before - after) / span

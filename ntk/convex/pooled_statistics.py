@@ -26,7 +26,7 @@ RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def normaliser_of(statistics: FeatureStatistics) -> Normaliser:
-    """Return what gives the examples mean 0 and variance 1, by their weights."""
+    """Return the normaliser to mean 0 and variance 1, by the examples' weights."""
     total = float(statistics.counts @ statistics.weights)
     mean = statistics.class_sums.sum(0) / total
     variance = np.maximum(statistics.diagonal / total - mean**2, 0.0)
@@ -68,18 +68,13 @@ class NormalEquations:
         Parameters
         ----------
         statistics : FeatureStatistics
-            Of all examples.
+            Sums over all examples.
         normaliser : Normaliser
-            Of the features.
+            Normaliser of the features.
         bias : bool
-            Append a feature that is 1.
+            Whether a feature that is 1 is appended.
         centred : bool
-            Whether labels are one-hot minus 1/C, or one-hot. That moves all classes' scores alike.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the matrix and what it is made of, 16 p^2 bytes, would not fit.
+            Whether labels are one-hot minus 1/C, or one-hot: moves all classes' scores alike.
         """
         width, num_classes = statistics.width, len(statistics.counts)
         require_memory(16 * width**2, f"normal equations of {width} features", cure=FEWER)
@@ -107,13 +102,6 @@ class NormalEquations:
 
         rho is `ridge` times the examples' mean squared norm, the mean of the diagonal of Z Z^T, as
         in :func:`~fedntk.ntk.ridge_regression`.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the factor, 16 q^2 bytes, would not fit.
-        ValueError
-            If `ridge` is not above 0, or so small that there is no Cholesky factor.
         """
         if not ridge > 0:  # NaN, too
             raise ValueError(f"ridge: expected more than 0, got {ridge}")
@@ -130,13 +118,8 @@ class NormalEquations:
     def least_norm(self) -> Tensor:
         """Return the least-squares solution of least norm W (q, C), float64: a ridge of 0.
 
-        Directions in which the features vary by less than the sums' rounding are left out:
-        eigenvalues up to n eps times the largest (q eps where q is more), with eps that of float64.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If eigenvectors and what they are made of, 32 q^2 bytes, would not fit.
+        Directions in which the features vary by less than the sums' rounding are dropped:
+        eigenvalues up to n eps times the largest (q eps if q is more), with eps that of float64.
         """
         size = len(self.gram)
         require_memory(32 * size**2, f"solving for {size} features", cure=FEWER)
@@ -159,17 +142,7 @@ def best_ridge(
 ) -> float:
     """Return the ridge whose solution has the least squared error on validation examples.
 
-    Parameters
-    ----------
-    training, validation : NormalEquations
-        With one normaliser.
-    ridges : sequence of float
-        To choose from; those too small for a Cholesky factor are left out.
-
-    Raises
-    ------
-    ValueError
-        If all are too small.
+    Both equations have one normaliser. Ridges too small for a Cholesky factor are skipped.
     """
     losses: dict[float, float] = {}
     for ridge in ridges:
@@ -184,14 +157,10 @@ def best_ridge(
 
 
 def class_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the weights of the classes' examples that give each class the same weight.
+    """Return w_c = n / (C' n_c), shape (C,): with them each class has the same weight.
 
-    w_c = n / (C' n_c) with C' the classes that have examples; others, too, have a weight of 1.
-
-    Parameters
-    ----------
-    counts : ndarray of int64, shape (C,)
-        n_c, over all clients.
+    C' counts the classes that have examples; the others get a weight of 1. `counts` holds the n_c
+    over all clients.
     """
     there = counts > 0
     weights = counts.sum() / (there.sum() * np.where(there, counts, 1))

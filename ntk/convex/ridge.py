@@ -22,28 +22,16 @@ __all__ = ["pooled_ridge", "ridge_regression"]
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.
 
-    A = (K + rho I)^{-1} Y with rho = `ridge` times the mean of K's diagonal, so that its meaning
-    depends neither on n nor on the features' scale. Full-batch steps from zero approach the limit
-    rho -> 0.
+    A = (K + rho I)^{-1} Y, float64, with rho = `ridge` times the mean of K's diagonal, so that its
+    meaning depends neither on n nor on the features' scale. Full-batch steps from zero approach the
+    limit rho -> 0.
 
     Parameters
     ----------
-    kernel : Tensor, shape (n, n)
-        K = Z Z^T.
-    targets : Tensor, shape (n, C)
-        Y.
+    kernel, targets : Tensor, shapes (n, n) and (n, C)
+        K = Z Z^T and Y.
     ridge : float
         Above 0.
-
-    Returns
-    -------
-    Tensor, shape (n, C)
-        float64.
-
-    Raises
-    ------
-    ValueError
-        If `ridge` is not above 0, or so small that K + rho I has no Cholesky factor.
     """
     if not ridge > 0:  # NaN, too
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
@@ -71,27 +59,25 @@ def pooled_ridge(
     Parameters
     ----------
     uploads : sequence of FeatureUpload
-        Of n examples in all, p features each.
+        Those of n examples in all, p features each.
     num_outputs : int
         C.
     ridge : float
         See :func:`ridge_regression`.
     normalise : bool
-        Mean 0 and variance 1 over the n examples; else features are used as they are.
+        Whether features get mean 0 and variance 1 over the n examples.
     bias : bool
-        Add a feature that is 1.
+        Whether a feature that is 1 is appended.
     device : torch.device or str
-        Where products are formed.
+        Device on which products are formed.
 
     Returns
     -------
     tuple of ndarray of float32 (p, C), or (p + 1, C) with a bias, and Normaliser
-        The linear model, and what its features were normalised by.
+        The linear model, and its features' normaliser.
 
     Raises
     ------
-    NotEnoughMemory
-        If kernel and factor, 24 n^2 bytes, would not fit.
     ArithmeticError
         If the solution is not finite.
     """

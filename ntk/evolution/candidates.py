@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..jacobian.operator import Jacobian
-from ..losses import Loss, loss_value
+from ..losses import loss_value
 from .gradient_flow import Evolution, GradientFlow
 from .solver import OnStep
 
@@ -37,7 +37,7 @@ class Candidates:
     linearised_losses : tuple of float, length T
         Losses of f^(k,t), the outputs of the linearised network.
     evolution : Evolution
-        Where they come from.
+        Evolution that they come from.
     """
 
     weights: dict[str, NDArray[Any]]
@@ -57,7 +57,7 @@ class Candidates:
         """Follow the flow from some weights, given Jacobian, outputs and targets there."""
         evolution = flow(jacobian, outputs, targets, on_step)
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
-        losses = tuple(_losses(evolution, targets, flow.loss))
+        losses = tuple(loss_value(f, targets, flow.loss) for f in evolution.outputs)
         return cls(stack_candidates(weights, updates), losses, evolution)
 
     def __len__(self) -> int:
@@ -69,20 +69,8 @@ class Candidates:
         return {name: rows[index, ...] for name, rows in self.weights.items()}
 
 
-def _losses(evolution: Evolution, targets: Tensor, loss: Loss) -> list[float]:
-    return [loss_value(outputs, targets, loss) for outputs in evolution.outputs]
-
-
 def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[int]) -> list[float]:
-    """Mean over the clients of their losses at the candidates, each by its examples: eq. (11a).
-
-    Parameters
-    ----------
-    losses : sequence of ndarray of float64, shape (T,)
-        Each client's. None at all give an empty list.
-    num_examples : sequence of int
-        Each client's.
-    """
+    """Mean over the clients of their losses (T,), weighted by their examples: eq. (11a)."""
     if not losses:
         return []
     total = np.zeros(len(losses[0]))
@@ -102,17 +90,8 @@ def stack_candidates(
 ) -> dict[str, NDArray[Any]]:
     """Candidate weights w + update for each of several updates, stacked by parameter.
 
-    Parameters
-    ----------
-    weights : mapping of str to ndarray
-        The global model, buffers included.
-    updates : sequence of mapping of str to Tensor
-        For each candidate, the change of the parameters; arrays that an update leaves out stay.
-
-    Returns
-    -------
-    dict of str to ndarray of shape (number of candidates, *array shape)
-        In the weights' order and dtypes.
+    Arrays that an update lacks, such as buffers, stay. The result has the weights' order and
+    dtypes, and shapes (number of candidates, *array shape).
     """
     stacked = {}
     for name, array in weights.items():
@@ -125,13 +104,7 @@ def stack_candidates(
 
 
 def unstack_candidates(arrays: Sequence[NDArray[Any]]) -> list[list[NDArray[Any]]]:
-    """Return lists of weights, one for each candidate, from arrays stacked as above.
-
-    Raises
-    ------
-    ValueError
-        If the arrays do not agree on the number of candidates.
-    """
+    """Return a list of weights for each candidate, from arrays stacked as above."""
     counts = {array.shape[0] if array.ndim else 0 for array in arrays}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"candidates: expected one number of rows, got {sorted(counts)}")

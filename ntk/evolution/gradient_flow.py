@@ -10,17 +10,17 @@ so that f(t) = f(0) + H R(t). Time is counted in steps of the learning rate. The
 in eq. (7) and (9a) but 1/(N d_2) in eq. (10); used literally, functions and weights would move at
 speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves both.
 
-The paper's H is a mean over outputs and leaves out how they move each other, so that f(t) is not
-what the update J^T R does to the linearised network: along some directions of MLPs that are being
-trained it does half as much again, and the models of following rounds go up and down. The kernel
-``"corrected"`` follows H from one reported step to the next, and puts the outputs right in between.
+The paper's H is a mean over outputs and omits how they move each other, so f(t) is not what the
+update J^T R does to the linearised network: along some directions of MLPs in training it does half
+as much again, and the models of the next rounds go up and down. The kernel ``"corrected"`` follows
+H from one reported step to the next, and there corrects the outputs.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ Kernel = Literal["mean", "corrected", "full"]
 KernelDtype = Literal["outputs", "bfloat16"]
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 State = tuple[Tensor, Tensor]  # f and R, in float64
+# (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
+_Follow = Callable[[Tensor, Sequence[float], float], list[State]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,23 +49,21 @@ class Evolution:
     Attributes
     ----------
     steps : tuple of float, length T
-        The times t, in steps of the learning rate.
+        Times t, in steps of the learning rate.
     outputs : Tensor, shape (T, n, C)
         f(t): eq. (9a) for MSE.
     residuals : Tensor, shape (T, n, C)
-        R(t), the residual times its scale, integrated over t: ``jacobian.vjp(residuals[k])`` is the
-        change of the weights, eq. (9b) and (10).
+        R(t): ``jacobian.vjp(residuals[k])`` is the change of the weights, eq. (9b) and (10).
     kernel_products : int
-        How many products of a kernel, mean or full, with an (n, C) matrix it took, those for the
-        automatic learning rate and for corrections included; 0 for the mean kernel in closed form
-        at a rate that is given.
+        Products of a kernel, mean or full, with an (n, C) matrix, those for the automatic learning
+        rate and for corrections included; 0 for the mean kernel in closed form at a given rate.
     solver_steps : int
-        How many steps it accepted; the estimated error of each is within the tolerance.
+        Steps accepted; the estimated error of each is within the tolerance.
     error_estimate : float
-        Sum of these steps' estimated errors, relative to the norm of the outputs: an estimate from
-        above of the error at the last step, because the flow of a convex loss damps errors.
+        Sum of these steps' estimated errors, relative to the norm of the outputs: an upper estimate
+        of the error at the last step, because the flow of a convex loss damps errors.
     learning_rate : float
-        eta, in steps of which times count.
+        eta.
     """
 
     steps: tuple[float, ...]
@@ -88,39 +88,33 @@ class GradientFlow:
         along no eigenvector of the mean kernel, or of the full one for the other two kernels: see
         :mod:`fedntk.ntk.evolution.learning_rate`.
     steps : tuple of float, length T
-        Increasing times t >= 0 at which to report, in steps of the learning rate.
+        Increasing times t >= 0 to report, in steps of the learning rate.
     kernel : {"mean", "corrected", "full"}
         ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
         the exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from
         one of the `steps` to the next, and there the outputs of the exact linearised network,
         f(0) + J J^T R, from which H goes on. With more steps it tends to ``"full"``, for one
-        product of the full kernel at each, where that takes hundreds. Where H would raise the
-        linearised network's loss over an interval, the full kernel is followed instead, at its
-        price. Needs a Jacobian, too, and several steps: with one the weights are those of
-        ``"mean"``, or of ``"full"``.
+        product of the full kernel per step instead of hundreds. If H would raise the linearised
+        network's loss over an interval, the full kernel is followed instead, at its price. Needs a
+        Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
     residuals : {"integral", "sum"}
         ``"integral"``: R(t), the residual integrated over t; it never overshoots. ``"sum"``: the
-        paper's eq. (10) to the letter, the sum of G(f(u)) over the integers u = 0 ... t - 1, which
-        approaches the integral as eta goes to 0 and overshoots where eta lambda_max is not small; t
+        sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's eq. (10), which
+        approaches the integral as eta goes to 0 and overshoots if eta lambda_max is not small; t
         must be whole.
     kernel_dtype : {"outputs", "bfloat16"}
-        In which a mean kernel that is built is multiplied by the solver: the outputs' own dtype, or
+        Dtype in which the solver multiplies a mean kernel that is built: that of the outputs, or
         bfloat16, which CPUs and GPUs with instructions for it multiply two to four times as fast,
         and others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
-        smaller one only takes more products. Not for ``"full"`` or MSE; a kernel that is
-        over the memory budget, and not built, is multiplied as without it.
+        smaller one only takes more products. Not for ``"full"`` or MSE; ignored for a kernel over
+        the memory budget.
     tolerance : float
         Error allowed per step of the solver, relative to the norm of the outputs. The whole error
         was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
     memory_budget : int, optional
-        Bytes that the mean kernel of a Jacobian, and its eigendecomposition, may take; what is
-        available by default. Past it no matrix is built, and the solver takes products with
+        Bytes for the mean kernel of a Jacobian and its eigendecomposition; by default what is
+        available. Beyond it no matrix is built, and the solver takes products with
         :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
-
-    Raises
-    ------
-    ValueError
-        If one of them is out of range.
     """
 
     loss: Loss
@@ -145,7 +139,7 @@ class GradientFlow:
         if self.kernel_dtype == "bfloat16" and (self.kernel == "full" or self.loss == "mse"):
             raise ValueError(
                 "kernel_dtype: 'bfloat16' is for the mean kernel, corrected or not, and "
-                "cross-entropy, which alone are multiplied by a matrix; "
+                "cross-entropy, whose products are with a matrix; "
                 f"got {self.kernel!r} and {self.loss!r}"
             )
         rate = self.learning_rate
@@ -194,7 +188,7 @@ class GradientFlow:
             states = _corrected(follow, exact, full, outputs, targets, self.loss, times)
             products += full.count
         else:
-            states = follow(outputs.double(), times)
+            states = follow(outputs.double(), times, 0.0)
         evolved, accumulated = zip(*states, strict=True)
         return Evolution(
             times,
@@ -209,7 +203,7 @@ class GradientFlow:
     def _rate(
         self, operator: Jacobian | Tensor, apply: Callable[[Tensor], Tensor], outputs: Tensor
     ) -> tuple[float, int]:
-        """Return eta, and how many kernel products it took to find it."""
+        """Return eta, and the number of kernel products that finding it took."""
         if not isinstance(self.learning_rate, str):
             return self.learning_rate, 0
         n, num_outputs = outputs.shape
@@ -239,21 +233,19 @@ def evolve(
     """Evolve the outputs of a linearised network under gradient flow.
 
     MSE with the mean kernel, corrected or not, is solved in closed form in the kernel's eigenbasis,
-    in float64.
-    In all other cases the differential equation is stiff, and a stabilised explicit method, of
-    Runge, Kutta and Chebyshev, integrates it with error control (Sommeijer, Shampine and Verwer,
-    *RKC: an explicit solver for parabolic PDEs*, J. Comput. Appl. Math. 88, 1998).
+    in float64. In all other cases the differential equation is stiff, and :mod:`.solver` integrates
+    it.
 
     Parameters
     ----------
     jacobian_or_kernel : Jacobian or Tensor of shape (n, n)
-        Of the n examples; a tensor is taken as the mean kernel H of eq. (6).
+        Jacobian of the n examples; a tensor is taken as the mean kernel H of eq. (6).
     outputs : Tensor, shape (n, C)
         f(0), the network's outputs at the current weights.
     targets : Tensor, shape (n, C)
         One-hot targets Y.
     loss, learning_rate, steps, kernel, residuals, kernel_dtype, tolerance, memory_budget
-        Of :class:`GradientFlow`.
+        See :class:`GradientFlow`.
 
     Returns
     -------
@@ -262,13 +254,9 @@ def evolve(
 
     Raises
     ------
-    ValueError
-        If an argument is out of range, shapes do not fit, or the kernel is not finite.
-    NotEnoughMemory
-        If not even the solver's own arrays, or a given kernel's eigendecomposition, would fit.
     FloatingPointError
-        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice,
-        for one interval with ``"corrected"``.
+        If no step, however small, meets the tolerance, or 20,000 kernel products do not suffice
+        (for one interval with ``"corrected"``).
 
     Examples
     --------
@@ -308,7 +296,7 @@ def _products(
 
 
 def _matrix_product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product with a matrix, transposed: with few columns BLAS is faster so."""
+    """Return the product with a matrix, transposed, which BLAS does faster for few columns."""
     return lambda columns: (columns.to(matrix.dtype).T @ matrix.T).T.to(columns.dtype)
 
 
@@ -326,13 +314,9 @@ def _checked_shapes(
             f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
         )
     n, num_outputs = outputs.shape
-    shape = (
-        tuple(operator.shape)
-        if isinstance(operator, Tensor)
-        else (operator.num_examples, operator.num_examples)
-    )
-    if shape != (n, n):
-        raise ValueError(f"expected a kernel of {n} x {n} examples, got {shape}")
+    sides = operator.shape if isinstance(operator, Tensor) else (operator.num_examples,) * 2
+    if tuple(sides) != (n, n):
+        raise ValueError(f"expected a kernel of {n} x {n} examples, got {tuple(sides)}")
     return n, num_outputs
 
 
@@ -360,23 +344,11 @@ class _Counted:
 
 @dataclass
 class _Cost:
-    """What the solver took so far: kernel products, steps, and the sum of these' errors."""
+    """Kernel products and steps so far, and the sum of their errors."""
 
     products: int = 0
     steps: int = 0
     error_estimate: float = 0.0
-
-
-class _Follow(Protocol):
-    """Follows the flow of one kernel from some outputs."""
-
-    def __call__(
-        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
-    ) -> list[State]:
-        """Return f and R at increasing times, with f(0) = `outputs`, in float64, and R(0) = 0.
-
-        `passed` is the time before, from which progress counts on.
-        """
 
 
 class _ClosedForm:
@@ -395,11 +367,8 @@ class _ClosedForm:
         self._rates = scale * eigenvalues.clamp(min=0)
         self._targets, self._scale, self._residuals = targets, scale, residuals
 
-    def __call__(
-        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
-    ) -> list[State]:
+    def __call__(self, outputs: Tensor, times: Sequence[float], _: float) -> list[State]:
         """Solve eq. (9a)."""
-        del passed
         if not torch.isfinite(outputs).all():
             raise ValueError(NOT_FINITE)
         start = self._basis.T @ (self._targets.double() - outputs)
@@ -430,12 +399,10 @@ class _Solved:
         self._flow, self._apply, self._targets = flow, apply, targets.double()
         self._scale, self._dtype, self._on_step, self._cost = scale, dtype, on_step, cost
 
-    def __call__(
-        self, outputs: Tensor, times: Sequence[float], *, passed: float = 0.0
-    ) -> list[State]:
+    def __call__(self, outputs: Tensor, times: Sequence[float], passed: float) -> list[State]:
         """Integrate; called again, it counts on in products and steps."""
-        loss, scale, told = self._flow.loss, self._scale, self._on_step
-        on_step = None if told is None else lambda step: told(self._of_all(step, passed))
+        loss, scale, report = self._flow.loss, self._scale, self._on_step
+        on_step = None if report is None else lambda step: report(self._of_all(step, passed))
         solver = RungeKuttaChebyshev(
             self._apply,
             lambda f: scale * residual(f, self._targets, loss),
@@ -451,7 +418,7 @@ class _Solved:
         return states
 
     def _of_all(self, step: SolverStep, passed: float) -> SolverStep:
-        """Return how far the whole evolution is, of which this may be one interval."""
+        """Return the progress of the whole evolution, of which this may be one interval."""
         return SolverStep(
             passed + step.time,
             self._flow.steps[-1],
@@ -471,13 +438,13 @@ def _corrected(
 ) -> list[State]:
     """Follow the mean kernel from each time to the next, from the exact linearised outputs.
 
-    Where that would raise the linearised loss, `exact` follows the full kernel instead.
+    If that would raise the linearised loss, `exact` follows the full kernel instead.
     """
     f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
     reached, states = loss_value(f, targets, loss), []
 
     def after(kernel: _Follow, start: float, end: float) -> tuple[Tensor, Tensor, float]:
-        ((_, own),) = kernel(f, [end - start], passed=start)
+        ((_, own),) = kernel(f, [end - start], start)
         corrected = f + full(own.to(outputs.dtype)).double()
         return corrected, total + own, loss_value(corrected, targets, loss)
 
@@ -492,6 +459,6 @@ def _corrected(
 
 
 def _ratio(numerator: Tensor, denominator: Tensor, limit: float) -> Tensor:
-    """Numerator / denominator, and `limit` where the denominator is zero."""
+    """Numerator / denominator, and `limit` if the denominator is zero."""
     zero = denominator == 0
     return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))

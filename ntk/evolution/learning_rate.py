@@ -1,14 +1,13 @@
-"""The learning rate that a kernel can bear.
+"""The largest stable learning rate of a kernel.
 
 Gradient descent on the linearised network multiplies the part of the residual along an eigenvector
 of the kernel by ``1 - eta s lambda`` in each step, with s = 1/n for cross-entropy and 1/(n C) for
 MSE: the loss's own average. Past ``eta s lambda_max = 2`` it diverges; at 1 the fastest part is
-gone after one step, and none overshoots. For cross-entropy this holds with room to spare, since the
-Hessian of the loss with respect to the outputs is at most 1/2. The gradient flow, which
-:func:`~fedntk.ntk.evolve` follows, never diverges, but only ``eta t`` matters to it: with
-``eta = 1 / (s lambda_max)`` the steps t count in times of the fastest part, so that one grid of
-steps suits kernels of any size. Between a network's first weights and ten rounds later lambda_max
-can grow ten thousand times.
+gone after one step, and none overshoots. For cross-entropy this is on the safe side: the Hessian of
+the loss with respect to the outputs is at most 1/2. The gradient flow of :func:`~fedntk.ntk.evolve`
+never diverges, but it depends only on ``eta t``: with ``eta = 1 / (s lambda_max)`` the steps t
+count in times of the fastest part, so that one grid of steps suits kernels of any size. Between a
+network's first weights and ten rounds later lambda_max can grow ten thousand times.
 """
 
 from collections.abc import Callable
@@ -24,32 +23,22 @@ MOST_PRODUCTS = 100
 
 
 def largest_eigenvalue(
-    product: Callable[[Tensor], Tensor], like: Tensor, *, tolerance: float = 1e-4
+    product: Callable[[Tensor], Tensor], example: Tensor, *, tolerance: float = 1e-4
 ) -> float:
     """Largest eigenvalue of a positive semi-definite operator, by power iteration from below.
 
     Parameters
     ----------
     product : callable
-        Tensor of the shape of `like` -> the operator's product with it.
-    like : Tensor
-        Says shape, dtype and device; its numbers do not matter.
+        Product of the operator with a tensor of the shape of `example`.
+    example : Tensor
+        Gives shape, dtype and device; its numbers do not matter.
     tolerance : float
         The iteration stops once the estimate grows by less than this share in a product, or after
         100 products.
-
-    Returns
-    -------
-    float
-        0 if the operator is zero.
-
-    Raises
-    ------
-    ValueError
-        If a product is not finite.
     """
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    vector = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example)
     value = 0.0
     for _ in range(MOST_PRODUCTS):
         vector = product(vector / vector.norm())

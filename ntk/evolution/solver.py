@@ -21,17 +21,10 @@ NOT_FINITE = "the kernel or the outputs are not finite; look for NaN in the inpu
 
 
 class SolverStep(NamedTuple):
-    """How far the solver is.
+    """How far the solver is: t reached, the last t, and kernel products so far.
 
-    Attributes
-    ----------
-    time, end : float
-        t reached, and the last t.
-    products : int
-        Kernel products so far.
-    expected : int
-        Roughly how many there will be in the end, as it looked at t = 0: 0.7 to 1.9 times the
-        true number in 36 evolutions of MLPs, a CNN and a transformer block.
+    `expected` estimates how many products there will be at the end, as it looked at t = 0: 0.7 to
+    1.9 times the true number in 36 evolutions of MLPs, a CNN and a transformer block.
     """
 
     time: float
@@ -45,15 +38,7 @@ State = tuple[Tensor, Tensor]  # f and R
 
 
 class _Point(NamedTuple):
-    """State of the flow at one t, and its slope.
-
-    Attributes
-    ----------
-    outputs, integral : Tensor, shape (n, C)
-        f and R.
-    slope, rate : Tensor, shape (n, C)
-        df/dt = H G(f) and dR/dt = G(f).
-    """
+    """State f and R of the flow at one t, slope df/dt = H G(f), rate dR/dt = G(f); all (n, C)."""
 
     outputs: Tensor
     integral: Tensor
@@ -64,7 +49,7 @@ class _Point(NamedTuple):
 class RungeKuttaChebyshev:
     """RKC of second order for df/dt = H G(f), with R = integral of G(f) carried along.
 
-    The state is (f, R). G depends on f alone, so the stages are those of f; R takes their sum of
+    The state is (f, R). G depends only on f, so the stages are those of f; R takes their sum of
     G, weighted as the method weighs it over a whole step. The number of stages s follows the step:
     its stability interval grows with s squared, and so does the weight of rounding errors. The
     state is therefore kept in float64; the kernel product, which is the cost, stays in the outputs'
@@ -77,7 +62,7 @@ class RungeKuttaChebyshev:
     Parameters
     ----------
     apply : callable
-        The product with H, (n, C) -> (n, C), in the outputs' dtype.
+        Product with H, (n, C) -> (n, C), in the outputs' dtype.
     rate : callable
         G, (n, C) -> (n, C), in float64.
     slope : callable
@@ -87,15 +72,7 @@ class RungeKuttaChebyshev:
     tolerance : float
         Error allowed per step, relative to the norm of the outputs (of logits of at least 1).
     on_step : callable, optional
-        Is told how far the solver is: at t = 0 and after each step.
-
-    Attributes
-    ----------
-    products, steps : int
-        Kernel products taken and steps accepted so far.
-    error_estimate : float
-        Sum of the accepted steps' estimated errors, relative to the outputs. The flow of a convex
-        loss does not amplify errors, so this estimates the whole error from above.
+        Gets the :class:`SolverStep` at t = 0 and after each step.
     """
 
     def __init__(
@@ -139,13 +116,6 @@ class RungeKuttaChebyshev:
         """Yield f(t) and R(t) for each of the increasing `times`, by cubic dense output.
 
         With `whole_steps`, R(t) is the sum of G(f(u)) over the integers u = 0 ... t - 1: eq. (10).
-
-        Raises
-        ------
-        ValueError
-            If the kernel or the outputs are not finite.
-        FloatingPointError
-            If the tolerance cannot be met, or not within 20,000 kernel products.
         """
         reported = 0
         total, passed = torch.zeros_like(self._outputs), 0
@@ -212,7 +182,7 @@ class RungeKuttaChebyshev:
             self._on_step(SolverStep(time, end, self.products, self._expected))
 
     def _watch_radius(self, step: float, observed: float, outputs: Tensor) -> None:
-        """Follow the radius where it matters: where stages hang on it, or a step exceeded it.
+        """Follow the radius if the number of stages depends on it, or if a step exceeded it.
 
         The `observed` rate of change over the last step is a lower bound that costs nothing; it
         shows a mode that began to grow before the estimated error does.
@@ -240,7 +210,7 @@ class RungeKuttaChebyshev:
         self._radius = max(SAFETY * radius, 0.9 * self._radius)
 
     def _first_step(self, start: _Point, longest: float) -> float:
-        """Such that the linear change of the outputs is within the tolerance's order."""
+        """Choose a step whose linear change of the outputs is of the tolerance's order."""
         size = max(self._floor, float(start.outputs.norm()))
         curvature = self._radius * float(start.slope.norm())
         return min(longest, math.sqrt(self._tolerance * size / curvature) if curvature else longest)
@@ -268,7 +238,7 @@ class RungeKuttaChebyshev:
 
 
 def _by_column(matrix: Tensor) -> Tensor:
-    """Return the matrix, of shape (n, C), with its columns one after the other in memory."""
+    """Return a matrix (n, C) with its columns one after the other in memory."""
     return matrix.T.contiguous().T
 
 
@@ -295,18 +265,15 @@ def _dense(start: float, step: float, now: _Point, new: _Point) -> Callable[[flo
 
 
 def _stages_for(stiffness: float) -> int:
-    """Stages s that keep a step stable, whose length times the spectral radius is `stiffness`.
-
-    The stability interval is 0.65 (s^2 - 1) long.
-    """
+    """Stages s so that 0.65 (s^2 - 1) is at least `stiffness`, step times spectral radius."""
     return max(2, 1 + math.floor(math.sqrt(1 + 1.54 * stiffness)))
 
 
 def _products_for(stiffness: float) -> int:
-    """Roughly the products that a flow takes whose whole length has this stiffness at its start.
+    """Estimate the products of a whole flow, from its stiffness at the start.
 
     The stages of a step grow with the root of its stiffness, which falls as the examples are
-    learned; power and factor are those of trials.
+    learned; power and factor are from trials.
     """
     return round(60 * math.sqrt(math.sqrt(stiffness)))
 

@@ -136,12 +136,6 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
         Their first weights.
     examples : TwoPatchExamples
         The clients' training examples.
-
-    Raises
-    ------
-    ValueError
-        If there are more noise patches than dimensions for them, K n > d - C, so that coefficients
-        are not unique. That is so in the paper's experiments with 20 clients.
     """
     clients, n, d = examples.noise.shape
     room = d - len(examples.signals)

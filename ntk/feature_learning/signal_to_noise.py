@@ -31,11 +31,6 @@ def signal_similarity(signals: Tensor) -> Tensor:
     signals : Tensor, shape (K, d)
         mu_k of each client, none of them zero.
 
-    Raises
-    ------
-    ValueError
-        If a signal is zero.
-
     Notes
     -----
     Source: Huang et al. 2024, section 4.2.
@@ -55,12 +50,6 @@ def effective_snr(signals: Tensor, *, noise_std: float) -> Tensor:
         mu_k of each client that takes part; of one client alone it is the SNR of local training.
     noise_std : float
         sigma_p.
-
-    Raises
-    ------
-    ValueError
-        If a signal is zero, or some chi_k is negative: the theory has signals that are the same or
-        orthogonal.
     """
     similarity = signal_similarity(signals)
     if bool((similarity < 0).any()):
@@ -87,11 +76,6 @@ def generalisation_exponent(signals: Tensor, *, num_examples: int, noise_std: fl
         n of one client.
     noise_std : float
         sigma_p.
-
-    Raises
-    ------
-    ValueError
-        As of :func:`effective_snr`.
 
     Examples
     --------

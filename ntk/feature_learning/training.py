@@ -65,11 +65,6 @@ def train(
         R and E.
     learning_rate : float
         eta.
-
-    Raises
-    ------
-    ValueError
-        If the matrix is not of these clients, or its rows do not add up to 1.
     """
     clients = len(examples.noise)
     if mixing.shape != (clients, clients) or bool(((mixing.sum(1) - 1).abs() > 1e-5).any()):

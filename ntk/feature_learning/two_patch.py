@@ -37,11 +37,6 @@ class TwoPatchExamples:
         The patches xi_ki.
     labels : Tensor, shape (K, n)
         y_ki, -1 or +1.
-
-    Raises
-    ------
-    ValueError
-        If the shapes do not fit together, a client's signal is none of them, or a label is no sign.
     """
 
     signals: Tensor
@@ -103,11 +98,6 @@ class TwoPatchDistribution:
         sigma_p.
     seed : int
         Of the signals and all examples.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range.
 
     Examples
     --------
@@ -184,11 +174,6 @@ class TwoPatchDistribution:
             Only these, in this order; all by default.
         dtype : torch.dtype
             Of what is returned; drawn and projected in float64.
-
-        Raises
-        ------
-        ValueError
-            If a number is out of range or there is no such part.
         """
         if num_examples < 1:
             raise ValueError(f"num_examples: expected at least 1, got {num_examples}")

@@ -48,11 +48,6 @@ class FeatureMap:
     head : str
         Name of the last linear layer; empty: the network's last ``nn.Linear``.
 
-    Raises
-    ------
-    ValueError
-        If one of them is out of range.
-
     Examples
     --------
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -80,13 +75,7 @@ class FeatureMap:
             raise ValueError(f"feature seed: expected at least 0, got {self.seed}")
 
     def width(self, network: nn.Module) -> int:
-        """Return p, the number of features of an example.
-
-        Raises
-        ------
-        ValueError
-            If the network has no last linear layer, or nothing to train.
-        """
+        """Return p, the number of features of an example."""
         _, head = self.last_layer(network)
         if self.kind == "last-layer":
             return head.in_features
@@ -106,13 +95,7 @@ class FeatureMap:
         return min(self.num_features or total, total)
 
     def last_layer(self, network: nn.Module) -> tuple[str, nn.Linear]:
-        """Return name and module of the last linear layer.
-
-        Raises
-        ------
-        ValueError
-            If there is none, or :attr:`head` names something else.
-        """
+        """Return name and module of the last linear layer."""
         linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
         name = self.head or next(reversed(linear), "")
         if name not in linear:
@@ -123,13 +106,7 @@ class FeatureMap:
         return name, linear[name]
 
     def require_outputs(self, network: nn.Module, num_classes: int) -> nn.Linear:
-        """Return the last linear layer, if it has an output for each class.
-
-        Raises
-        ------
-        ValueError
-            If it has not, or there is none.
-        """
+        """Return the last linear layer, if it has an output for each class."""
         _, head = self.last_layer(network)
         if head.out_features != num_classes:
             raise ValueError(
@@ -159,12 +136,6 @@ class FeatureMap:
             With the bootstrapped weights; it is copied, and used in evaluation mode.
         chunk_size : int, optional
             Examples differentiated at a time: see :func:`~fedntk.ntk.entk_features`.
-
-        Raises
-        ------
-        ValueError
-            If the network has no last linear layer; and by the function, if replacing that does not
-            leave one output, or features are not finite.
         """
         if self.kind in REPRESENTATIONS:
             both = self.extractor_with_outputs(network)
@@ -208,12 +179,6 @@ class FeatureMap:
         ----------
         network : nn.Module
             It is copied, and used in evaluation mode.
-
-        Raises
-        ------
-        ValueError
-            If features are tangent features, or the network has no last linear layer; and by the
-            function, if that layer is not called once with one row for each example.
         """
         if self.kind not in REPRESENTATIONS:
             raise ValueError(
@@ -260,11 +225,6 @@ def with_fourier_features(
         Of the features, and of the new layer's first weights.
     head : str
         Name of the last linear layer; empty: the network's last ``nn.Linear``.
-
-    Raises
-    ------
-    ValueError
-        If the network has no such layer, or a number is out of range.
 
     Examples
     --------

@@ -23,14 +23,9 @@ class FixedPoint:
     Attributes
     ----------
     step : float32, shape (p,)
-        Of each feature; a power of two, so that dividing and multiplying by it are exact.
+        Step of each feature; a power of two, so that dividing and multiplying by it are exact.
     bits : int
         b, 2 ... 8.
-
-    Raises
-    ------
-    ValueError
-        If `bits` is out of range.
 
     Examples
     --------
@@ -57,9 +52,9 @@ class FixedPoint:
     def of(cls, features: Tensor, bits: int) -> Self:
         """Choose the steps by examples (n, p) like those that are to be rounded.
 
-        The largest magnitude of a feature is a quarter to a half of the largest that can be said,
-        since other examples may have larger ones. One that is 0 in all of these is given the root
-        mean square of all features.
+        The largest magnitude of a feature is a quarter to a half of the largest representable
+        number, since other examples may have larger ones. A feature that is 0 in all of these gets
+        the root mean square of all features.
         """
         largest = features.abs().amax(0).double()
         common = features.double().square().mean().sqrt()
@@ -70,19 +65,13 @@ class FixedPoint:
 
     @classmethod
     def from_arrays(cls, step: NDArray[Any], bits: int, width: int) -> Self:
-        """Check steps that were sent.
-
-        Raises
-        ------
-        BadReply
-            If they are not `width` powers of two in float32.
-        """
+        """Check steps that were sent: powers of two in float32, else BadReply."""
         require_array("step", step, shape=(width,), dtype=np.float32, low=0)
         if (np.frexp(step)[0] != 0.5).any():
             raise BadReply("range", "step: expected powers of two")
         return cls(step, bits)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Round features (n, p); returns whole numbers in float32."""
+        """Round features (n, p) to whole numbers in float32."""
         scaled = features / torch.from_numpy(self.step)
         return scaled.round_().clamp_(-self.largest, self.largest)

@@ -48,11 +48,6 @@ def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     Tensor, shape (n, p)
         In the dtype and on the device of `x`.
 
-    Raises
-    ------
-    ValueError
-        If `x` has not two axes or p is under 1.
-
     Examples
     --------
     >>> random_projection(torch.eye(3), 2, seed=0).shape
@@ -86,11 +81,6 @@ def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     -------
     Tensor, shape (n, num_features)
         In the dtype and on the device of `images`. With all coefficients norms are kept.
-
-    Raises
-    ------
-    ValueError
-        If examples are no images, or have fewer numbers.
 
     Examples
     --------

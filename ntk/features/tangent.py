@@ -75,8 +75,6 @@ def entk_features(
 
     Raises
     ------
-    ValueError
-        If an argument is out of range, or a feature does not fit in the dtype.
     NotEnoughMemory
         If the result or a chunk would not fit.
 

@@ -23,7 +23,7 @@ class Block(ABC):
     kind : str
         Name of the form, also in what travels.
     integers : int
-        How many of the first `arrays` hold integers.
+        Number of leading `arrays` that hold integers.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Block(ABC):
 
     @abstractmethod
     def of_output(self, output: int) -> Self:
-        """Return the block of one of the C outputs alone."""
+        """Return the block of only one of the C outputs."""
 
     @abstractmethod
     def add_gram(self, kernel: Tensor, other: Self) -> None:
@@ -101,7 +101,7 @@ class Block(ABC):
         """
 
     def rows(self, rows: slice) -> Self:
-        """Return the block of some of the examples."""
+        """Return the block of some examples."""
         return self.with_arrays([array[rows] for array in self.arrays])
 
 

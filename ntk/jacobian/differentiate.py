@@ -35,20 +35,19 @@ def jacobian(
     """Jacobian of the model's outputs with respect to its trainable parameters, at its weights.
 
     The model runs in evaluation mode: dropout is off and BatchNorm uses its running statistics,
-    so that an example's row depends on that example alone.
+    so that an example's row depends only on that example.
 
     ``structure="factored"`` has a rule for linear layers (over any number of positions, called any
     number of times), convolutions, embeddings, BatchNorm, GroupNorm and LayerNorm. Parameters that
     enter the outputs in any other way (shared between modules, used by a function, in a module of
-    another kind) are differentiated as they are, by ``torch.func``; the result is exact in either
-    case. :meth:`Jacobian.describe` says which path each parameter took.
+    another kind) are differentiated as they are, by ``torch.func``. The result is exact in either
+    case; :meth:`Jacobian.describe` says which path each parameter took.
 
     Peak memory is about ``n r`` bytes on the CPU for the result and ``b w`` on the model's device
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
     make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
-    top. r and a are found with one example, and the sum is
-    checked before the others are worked on.
+    top. One example gives r and a; if the sum does not fit, NotEnoughMemory is raised.
 
     Parameters
     ----------
@@ -59,25 +58,18 @@ def jacobian(
     structure : {"factored", "dense"}
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
-        How many examples b go through the model at a time; by default as many as make b w at most
+        Examples b that go through the model at a time; by default as many as make b w at most
         64 MiB, and no more than 1,024.
     outputs : sequence of int, optional
-        Which of the network's outputs to differentiate; all by default.
+        The network's outputs to differentiate; all by default.
     plans : dict, optional
-        Keeps what was found out about the model, for further calls at other weights, with examples
-        of one shape and the same `structure` and `outputs`. Empty at first.
+        Findings about the model, kept for further calls at other weights, with examples of one
+        shape and the same `structure` and `outputs`. Empty at first.
 
     Returns
     -------
     Jacobian
         On the CPU, in the model's dtype; chunks are moved there as they come.
-
-    Raises
-    ------
-    ValueError
-        If there are no examples, no trainable parameters, or the output is not (n, C).
-    NotEnoughMemory
-        If the result or a chunk would not fit.
 
     Examples
     --------
@@ -116,17 +108,8 @@ def differentiated(
     """Yield the Jacobian of the first example, and an iterator over those of chunks of all.
 
     Chunks are on the model's device, each with the position of its first example. The model is in
-    evaluation mode meanwhile.
-
-    Parameters
-    ----------
-    model, x, structure, outputs, chunk_size
-        Of :func:`jacobian`.
-    more_bytes : int
-        Extra bytes per example that the caller will allocate.
-    plans : dict, optional
-        Keeps what was found out about the model, for further calls with examples of one shape and
-        the same other arguments.
+    evaluation mode meanwhile. Arguments are those of :func:`jacobian`; `more_bytes` are extra bytes
+    per example that the caller will allocate.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
@@ -208,13 +191,13 @@ class _Plan:
         return cls(model, tuple(outputs), layers, rest)
 
     @property
-    def modules(self) -> list[tuple[str, nn.Module, bool]]:
-        return [(layer.name, layer.module, layer.copied) for layer in self.layers]
+    def rest_bytes(self) -> int:
+        """Bytes of the parameters without a rule."""
+        return sum(p.numel() * p.element_size() for p in self.rest.values())
 
     def require_row(self) -> None:
-        size = sum(p.numel() * p.element_size() for p in self.rest.values())
         require_memory(
-            2 * len(self.outputs) * size,
+            2 * len(self.outputs) * self.rest_bytes,
             f"the dense Jacobian of one example x {len(self.outputs)} outputs",
             cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
         )
@@ -236,12 +219,14 @@ class _Plan:
         leaves = [module for module in self.model.modules() if not list(module.children())]
         with torch.no_grad(), _hooks((module, hook) for module in leaves):
             self.model(example)
-        dense = sum(p.numel() * p.element_size() for p in self.rest.values())
         passes = 2 if self.rest else 1  # by rule, and by torch.func
-        return (2 + passes * len(self.outputs)) * activations + 4 * len(self.outputs) * dense
+        return (2 + passes * len(self.outputs)) * activations + 4 * len(
+            self.outputs
+        ) * self.rest_bytes
 
     def _by_rule(self, x: Tensor) -> list[Block]:
-        with _captured(self.modules) as calls, torch.enable_grad():
+        modules = [(layer.name, layer.module, layer.copied) for layer in self.layers]
+        with _captured(modules) as calls, torch.enable_grad():
             totals = self.model(x).sum(0)
         points = []
         for layer in self.layers:
@@ -255,13 +240,7 @@ class _Plan:
         gradients = [] if one else [p.new_empty(len(self.outputs), *p.shape) for p in points]
         for row, output in enumerate(self.outputs):
             last = row + 1 == len(self.outputs)
-            found = torch.autograd.grad(
-                totals[output],
-                points,
-                retain_graph=not last,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+            found = _gradients(totals[output], points, keep=not last)
             if one:
                 gradients = [value.unsqueeze(0) for value in found]
                 break
@@ -272,14 +251,9 @@ class _Plan:
         with torch.no_grad():
             for layer in self.layers:
                 axis = layer.batch_axis
+                inputs = [calls[layer.name][k][0].movedim(axis, 0) for k in layer.calls]
                 blocks += layer.blocks(
-                    [
-                        (
-                            calls[layer.name][k][0].movedim(axis, 0),
-                            next(of_call).movedim(axis + 1, 0),
-                        )
-                        for k in layer.calls
-                    ]
+                    [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
                 )
         return blocks
 
@@ -304,26 +278,24 @@ class _Plan:
         parameters = {name: p.clone().requires_grad_() for name, p in self.rest.items()}
         with torch.enable_grad():
             outputs = torch.func.functional_call(self.model, parameters, (example,))[0]
-        rows = [
-            torch.autograd.grad(
-                outputs[c],
-                list(parameters.values()),
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            for c in self.outputs
-        ]
+        rows = [_gradients(outputs[c], list(parameters.values()), keep=True) for c in self.outputs]
         stacked = (torch.stack(row) for row in zip(*rows, strict=True))
         return dict(zip(parameters, stacked, strict=True))
 
 
-def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
-    """Layers that a rule may serve.
+def _gradients(output: Tensor, points: Sequence[Tensor], *, keep: bool) -> tuple[Tensor, ...]:
+    """Differentiate one output; `keep` the graph for further ones."""
+    return torch.autograd.grad(
+        output, points, retain_graph=keep, allow_unused=True, materialize_grads=True
+    )
 
-    Seen by running 2 and then 3 examples: one axis of a layer's inputs and outputs must follow the
-    number of examples, an example's outputs must depend on its own entries alone, and every use of
-    a parameter must be by a call of its layer.
+
+def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
+    """Find the layers that a rule may serve.
+
+    By running 2 and then 3 examples: one axis of a layer's inputs and outputs must follow the
+    number of examples, an example's outputs must depend only on its own entries, and every use of a
+    parameter must be by a call of its layer.
     """
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
     rules = {
@@ -387,7 +359,7 @@ def _reached(
 ) -> dict[str, tuple[int, ...]]:
     """Find each layer's calls that reach the outputs, if examples keep to their own entries.
 
-    Where an example's outputs depend on another example (batch statistics), that is no layer.
+    A layer where an example's outputs depend on another example (batch statistics) is left out.
     """
     network = "the examples"
     points = [

@@ -32,8 +32,6 @@ from .blocks import WORKSPACE, Block, tile_size, tiles
 __all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
 AT_WORK = 2**17  # numbers that stay in the processor's cache
-
-
 # by the number of dimensions
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
 WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
@@ -45,14 +43,14 @@ WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class FactoredBlock(Block):
-    """Jacobian of a layer's weight, and of its bias where it has one, in factors.
+    """Jacobian of a layer's weight, and of its bias if it has one, in factors.
 
     Attributes
     ----------
     weight, bias : str, str or None
         Names of the layer's trainable parameters.
     inputs : Tensor, n rows
-        What went into the layer.
+        Inputs of the layer.
     gradients : Tensor, shape (n, C, S, d_out)
         Gradients g of each network output with respect to the layer's outputs.
     """
@@ -113,7 +111,6 @@ class FactoredBlock(Block):
 
     @property
     def _match_cost(self) -> int:
-        """Operations of a . a' for a pair of positions, in all groups."""
         return self.groups * self.width_in
 
     @property
@@ -304,13 +301,7 @@ class FactoredBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class LinearBlock(FactoredBlock):
-    """Jacobian of a linear layer.
-
-    Attributes
-    ----------
-    inputs : Tensor, shape (n, S, d_in)
-        The layer's inputs a, at all positions of all its calls.
-    """
+    """Jacobian of a linear layer; inputs (n, S, d_in) are at all positions of all its calls."""
 
     kind = "linear"
 
@@ -344,13 +335,8 @@ class LinearBlock(FactoredBlock):
 class ConvBlock(FactoredBlock):
     """Jacobian of a convolution in one, two or three dimensions.
 
-    Attributes
-    ----------
-    inputs : Tensor, shape (n, *sizes, channels)
-        The layer's inputs, padded, with the channels last: a patch is made of whole runs of memory.
-        Patches are cut when they are needed.
-    kernel_size, stride, dilation : tuple of int
-        One number for each dimension.
+    Inputs (n, *sizes, channels) are padded and have the channels last: a patch is made of whole
+    runs of memory. Patches are cut when they are needed.
     """
 
     kernel_size: tuple[int, ...]
@@ -407,14 +393,14 @@ class ConvBlock(FactoredBlock):
         moved: Tensor = convolve(self.inputs.movedim(-1, 1), weight, **self._options)
         return moved.flatten(2).transpose(1, 2)
 
+    def _places(self, sizes: Sequence[int]) -> list[int]:
+        """Sizes of the layer's outputs, from those of its padded inputs."""
+        axes = zip(sizes, self.kernel_size, self.stride, self.dilation, strict=True)
+        return [max(0, (size - (k - 1) * d - 1) // s + 1) for size, k, s, d in axes]
+
     def _by_place(self, weighted: Tensor) -> Tensor:
         """View (n, S, d_out) as what the layer puts out: (n, d_out, *places)."""
-        places = [
-            (size - (k - 1) * d - 1) // s + 1
-            for size, k, s, d in zip(
-                self.inputs.shape[1:-1], self.kernel_size, self.stride, self.dilation, strict=True
-            )
-        ]
+        places = self._places(self.inputs.shape[1:-1])
         by_place: Tensor = weighted.unflatten(1, places)
         return by_place.movedim(-1, 1)
 
@@ -442,24 +428,12 @@ class ConvBlock(FactoredBlock):
         *sizes, channels = self.inputs.shape[1:]
         if channels % per_group or width_out % max(1, channels // per_group):
             raise ValueError(f"{channels} channels in groups of {per_group}, {width_out} outputs")
-        places = [
-            max(0, (size - (k - 1) * d - 1) // s + 1)
-            for size, k, s, d in zip(sizes, kernel_size, self.stride, self.dilation, strict=True)
-        ]
-        return [(*sizes, channels), (-1, math.prod(places), width_out)]
+        return [(*sizes, channels), (-1, math.prod(self._places(sizes)), width_out)]
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingBlock(FactoredBlock):
-    """Jacobian of an embedding, whose weight is (tokens, d_out).
-
-    Attributes
-    ----------
-    inputs : Tensor of int64, shape (n, S)
-        The tokens.
-    num_tokens : int
-        Rows of the table.
-    """
+    """Jacobian of an embedding, of weight (tokens, d_out); inputs (n, S) are tokens in int64."""
 
     num_tokens: int
     kind = "embedding"

@@ -27,24 +27,18 @@ __all__ = ["Jacobian"]
 
 @dataclass(frozen=True, eq=False)
 class Jacobian:
-    """Jacobian of n examples by C outputs over the trainable parameters.
-
-    Attributes
-    ----------
-    blocks : tuple of Block
-        Its columns, layer by layer. All have the same n and C.
-    """
+    """Jacobian of n examples by C outputs over the trainable parameters, in blocks of columns."""
 
     blocks: tuple[Block, ...]
 
     @property
     def num_examples(self) -> int:
-        """Number of examples n."""
+        """Number n of examples."""
         return len(self.blocks[0].arrays[0])
 
     @property
     def num_outputs(self) -> int:
-        """Number of network outputs C."""
+        """Number C of network outputs."""
         return int(self.blocks[0].arrays[-1].shape[1])
 
     @property
@@ -54,45 +48,31 @@ class Jacobian:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all that is not a token."""
+        """Dtype of all that is not a token."""
         return self.blocks[0].arrays[-1].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The tensors' device."""
         return self.blocks[0].arrays[-1].device
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """All that two Jacobians must share to be stacked: layout, row shapes and dtypes."""
+        """Properties that Jacobians must share to be stacked: layout, row shapes and dtypes."""
         rows = [(tuple(a.shape[1:]), a.dtype) for block in self.blocks for a in block.arrays]
         return (self.layout, *rows)
 
     @property
     def layout(self) -> str:
-        """Which parameters are held, and in what form, as JSON."""
+        """Parameters that are held, and in what form, as JSON."""
         return json.dumps([block.layout for block in self.blocks])
 
     @full_float32()
     def gram(self, other: "Jacobian | None" = None) -> Tensor:
-        """Empirical tangent kernel H between the examples of two Jacobians.
+        """Empirical tangent kernel H_ij = (1/C) <J(x_i), J(x_j)>_F, shape (n, m): eq. (6).
 
-        ``H_ij = (1/C) <J(x_i), J(x_j)>_F``: eq. (6).
-
-        Parameters
-        ----------
-        other : Jacobian, optional
-            Of m examples, over the same parameters in the same form; itself by default.
-
-        Returns
-        -------
-        Tensor, shape (n, m)
-            In the Jacobian's dtype.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the kernel and one block's contribution to it would not fit.
+        `other` has the m examples of the columns, over the same parameters in the same form; itself
+        by default.
         """
         other = self if other is None else self._compatible(other)
         n, m, dtype = self.num_examples, other.num_examples, self.dtype
@@ -118,19 +98,10 @@ class Jacobian:
 
     @full_float32()
     def mean_product(self, matrix: Tensor) -> Tensor:
-        """``H V`` with the kernel of :meth:`gram`, which is not built.
+        """``H V`` (n, K) of a matrix V (n, K), without building the kernel H of :meth:`gram`.
 
         H is a mean over outputs of products ``J_c J_c^T``; each column of V takes C of them, so
         this costs C K times a :meth:`vjp` and a :meth:`jvp`.
-
-        Parameters
-        ----------
-        matrix : Tensor, shape (n, K)
-            V.
-
-        Returns
-        -------
-        Tensor, shape (n, K)
         """
         product = torch.zeros_like(matrix)
         for block in self.blocks:
@@ -151,18 +122,7 @@ class Jacobian:
 
     @full_float32()
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
-        """``J^T R``, the update of the weights in eq. (9b).
-
-        Parameters
-        ----------
-        residual : Tensor, shape (n, C)
-            R.
-
-        Returns
-        -------
-        dict of str to Tensor
-            Parameter name -> update, of the parameter's shape.
-        """
+        """``J^T R`` of R (n, C): each parameter's update in eq. (9b)."""
         update: dict[str, Tensor] = {}
         for block in self.blocks:
             update |= block.vjp(residual)
@@ -170,13 +130,7 @@ class Jacobian:
 
     @full_float32()
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:
-        """Linearised change of the outputs under an update of the weights, shape (n, C): eq. (4).
-
-        Parameters
-        ----------
-        update : mapping of str to Tensor
-            Parameter name -> change of that parameter, for all parameters held.
-        """
+        """Linearised change (n, C) of the outputs by an update of all parameters held: eq. (4)."""
         change = self.blocks[0].jvp(update)
         for block in self.blocks[1:]:
             change = change + block.jvp(update)
@@ -195,13 +149,7 @@ class Jacobian:
         return tensors
 
     def to_dense(self) -> "Jacobian":
-        """Return the same Jacobian with every block dense: the paper's literal tensor.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the dense tensors would not fit.
-        """
+        """Return the same Jacobian with every block dense: the paper's literal tensor."""
         size = sum(block.dense_size for block in self.blocks)
         require_memory(
             self.num_examples * size * self.dtype.itemsize,
@@ -218,7 +166,7 @@ class Jacobian:
         )
 
     def describe(self) -> str:
-        """Return a table of the path that each layer took, and of its size per example.
+        """Return a table of each layer's path, and of its size per example.
 
         Examples
         --------
@@ -261,13 +209,7 @@ class Jacobian:
 
     @staticmethod
     def concatenate(parts: Sequence["Jacobian"]) -> "Jacobian":
-        """Stack the examples of several Jacobians, in their order: eq. (8).
-
-        Raises
-        ------
-        ValueError
-            If there are none, or they differ in parameters, form or outputs.
-        """
+        """Stack the examples of Jacobians of one form, in their order: eq. (8)."""
         if not parts:
             raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
         for part in parts[1:]:

@@ -27,15 +27,11 @@ class Layer:
     Attributes
     ----------
     name : str
-        In ``model.named_modules()``.
-    module : nn.Module
-        The layer.
-    rule : callable
-        What :func:`rule_for` found for it.
+        Name in ``model.named_modules()``.
     weight, bias : str or None
-        Names of its trainable parameters; None where there is none or it is frozen.
+        Names of its trainable parameters; None if it lacks one or that is frozen.
     calls : tuple of int
-        Which of its calls reach the network's outputs.
+        Positions of its calls that reach the network's outputs.
     batch_axis : int
         Axis of its inputs and outputs that counts the examples.
     copied : bool
@@ -52,13 +48,10 @@ class Layer:
     copied: bool
 
     def blocks(self, calls: Calls) -> list[Block]:
-        """Columns of the Jacobian, factored where that takes less than half the memory.
+        """Columns of the Jacobian, factored if that takes less than half the memory.
 
-        Parameters
-        ----------
-        calls : sequence of (Tensor, Tensor)
-            For each call, the inputs, (n, ...), and the gradients of each of the C outputs with
-            respect to the layer's outputs, (n, C, ...).
+        For each call come the inputs (n, ...) and the gradients (n, C, ...) of each of the C
+        outputs with respect to the layer's outputs.
         """
         return self.rule(self, calls)
 
@@ -128,34 +121,22 @@ def _embedding(layer: Layer, calls: Calls) -> list[Block]:
     return _smaller([EmbeddingBlock(weight, None, tokens, gradients, module.num_embeddings)])
 
 
-def _batch_norm(layer: Layer, calls: Calls) -> list[Block]:
-    def normalised(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-        return functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
-
-    return _elementwise(layer, calls, normalised, first=True)
-
-
-def _group_norm(layer: Layer, calls: Calls) -> list[Block]:
-    def normalised(module: nn.GroupNorm, x: Tensor) -> Tensor:
+def _normalised(module: Any, x: Tensor) -> Tensor:
+    """Return a normalising layer's outputs without its weight and bias."""
+    if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
-
-    return _elementwise(layer, calls, normalised, first=True)
-
-
-def _layer_norm(layer: Layer, calls: Calls) -> list[Block]:
-    def normalised(module: nn.LayerNorm, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
         return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+    return functional.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
-    return _elementwise(layer, calls, normalised, first=False)
 
-
-def _elementwise(
-    layer: Layer, calls: Calls, normalised: Callable[..., Tensor], *, first: bool
-) -> list[Block]:
+def _elementwise(layer: Layer, calls: Calls) -> list[Block]:
     """``z = w x' + b`` with x' normalised: the Jacobian is g x', summed over positions.
 
-    Channels are the first axis after the batch, or the last ones. This is smaller than factors.
+    Channels are the first axis after the batch, or a LayerNorm's last ones. This is smaller than
+    factors.
     """
+    first = not isinstance(layer.module, nn.LayerNorm)
     shape = next(p for p in layer.module._parameters.values() if p is not None).shape
 
     def summed(tensor: Tensor) -> Tensor:  # (n, C, ...) -> (n, C, *shape)
@@ -166,7 +147,7 @@ def _elementwise(
     kind = type(layer.module).__name__
     blocks: list[Block] = []
     if layer.weight is not None:
-        parts = [summed(g * normalised(layer.module, a).unsqueeze(1)) for a, g in calls]
+        parts = [summed(g * _normalised(layer.module, a).unsqueeze(1)) for a, g in calls]
         blocks.append(DenseBlock(layer.weight, _total(parts), f"{kind}, summed over positions"))
     if layer.bias is not None:
         parts = [summed(g) for _, g in calls]
@@ -183,7 +164,7 @@ def _biases(layer: Layer, gradients: Sequence[Tensor], kind: str) -> list[Block]
 
 
 def _smaller(calls: Sequence[FactoredBlock]) -> list[Block]:
-    """Keep factors if one call's are less than half of the dense tensor, otherwise that."""
+    """Keep factors if there is one call and they are at most half as large; else make it dense."""
     block = calls[0]
     if len(calls) == 1 and 2 * block.factored_size <= block.dense_size:
         return [block]
@@ -209,8 +190,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
     ((nn.Linear,), lambda _: True, _linear),
     (_CONVOLUTIONS, lambda _: True, _conv),
-    (_BATCH_NORMS, _fixed_statistics, _batch_norm),
-    ((nn.GroupNorm,), lambda _: True, _group_norm),
-    ((nn.LayerNorm,), lambda _: True, _layer_norm),
+    (_BATCH_NORMS, _fixed_statistics, _elementwise),
+    ((nn.GroupNorm, nn.LayerNorm), lambda _: True, _elementwise),
     ((nn.Embedding,), _plain_embedding, _embedding),
 )

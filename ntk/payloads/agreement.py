@@ -1,4 +1,4 @@
-"""What a strategy and its clients must agree on: it travels with each message."""
+"""What a strategy and its clients must agree on, sent with each message."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,9 +16,9 @@ class Agreement:
     Attributes
     ----------
     strategy, client : str
-        Class names: of the strategy, and of the clients that go with it.
+        Class names of the strategy, and of the clients that go with it.
     replies : str
-        What the clients reply with, such as ``"weights"`` or ``"Jacobians"``.
+        Kind of the clients' replies, such as ``"weights"`` or ``"Jacobians"``.
     loss : str
         The clients' loss; empty if any will do.
     projected : bool
@@ -37,7 +37,7 @@ class Agreement:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self | None:
-        """Read what :meth:`to_config` returned among other keys; None where it is not there."""
+        """Read what :meth:`to_config` returned among other keys; None if it is absent."""
         values = {f.name: config[PREFIX + f.name] for f in fields(cls) if PREFIX + f.name in config}
         return cls(**values) if len(values) == len(fields(cls)) else None
 

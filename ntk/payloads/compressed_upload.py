@@ -30,12 +30,12 @@ class CompressedUpload:
     ----------
     outputs : ndarray of float32 or float64, shape (n, C)
         f(X'_m), as in :class:`JacobianUpload`.
-    labels : ndarray of uint8, or a larger unsigned integer for many classes, shape (n,)
-        Whose one-hot rows the targets are.
+    labels : ndarray of the smallest unsigned integer that holds C - 1, shape (n,)
+        Classes of the examples.
     layout : ndarray of uint8
-        Of the Jacobian.
+        Layout of the Jacobian.
     tensors : tuple of ndarray
-        The arrays of its blocks, each compressed by :func:`compress`; tokens as they are.
+        Arrays of its blocks, each compressed by :func:`compress`; tokens as they are.
     """
 
     outputs: NDArray[np.floating]
@@ -54,10 +54,10 @@ class CompressedUpload:
     ) -> Self:
         """Sparsify and quantise each tensor of the Jacobian; outputs and labels stay exact.
 
-        What is sparsified is what the Jacobian is made of: the paper's dense tensors (n, C, *w) if
-        it is dense; if it is in factors, a layer's inputs and its output gradients, each by itself.
-        Their products, the entries of the Jacobian, are then zero where either factor is. A tensor
-        is compressed as one, or, with `by_row`, each example's part of it by itself.
+        The tensors are the paper's dense ones (n, C, *w) if the Jacobian is dense, otherwise a
+        layer's inputs and its output gradients, each by itself: their products, the entries of the
+        Jacobian, are then zero if either factor is. With `by_row` each example's part is compressed
+        by itself.
         """
         layout, *arrays = jacobian_to_arrays(upload.jacobian)
         num_outputs = upload.targets.shape[1]
@@ -83,14 +83,8 @@ class CompressedUpload:
         """Check what :meth:`to_arrays` made against the limits, then decode it.
 
         Sizes are compared with the model, with the outputs' rows and with `limits` before anything
-        of these sizes is allocated.
-
-        Raises
-        ------
-        BadReply
-            With the reason ``"compression"``, or one of :meth:`JacobianUpload.from_arrays`.
-        NotEnoughMemory
-            If the decoded Jacobian would not fit.
+        of these sizes is allocated. BadReply has the reason ``"compression"``, or one of
+        :meth:`JacobianUpload.from_arrays`.
         """
         if len(arrays) < 4:
             raise BadReply("shape", f"expected at least 4 arrays, got {len(arrays)}")

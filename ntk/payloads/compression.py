@@ -5,15 +5,15 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 6 bits). Neither says how values are rounded or positions written; this module's choices:
 
 * Of a tensor's N numbers the k = N - floor(sparsity N) largest in magnitude stay; of equal ones,
-  those that come first.
+  the first.
 * Their positions are written as a bitmap of N bits, or as k indices of ceil(log2 N) bits, whichever
   is smaller; nothing if all stay.
 * With b bits, one is the sign and b - 1 choose among 2^(b-1) magnitudes, evenly spaced from the
   smallest to the largest that stayed; with b = 1 all have their mean magnitude. The error of a
   number is at most half a space. With 32 the numbers stay as they are.
 * A tensor is compressed as one, or row by row, each row with its own k and its own magnitudes. Rows
-  compressed as one share a threshold and a scale, by which they can be told to belong together:
-  what is to be shuffled is compressed row by row.
+  compressed as one share a threshold and a scale, which show that they belong together: what is to
+  be shuffled is compressed row by row.
 """
 
 import math
@@ -43,13 +43,7 @@ Floats = NDArray[np.floating]
 
 
 def check_compression(sparsity: float, bits: int) -> None:
-    """Refuse a sparsity outside [0, 1) and bits other than 1 ... 16 or 32.
-
-    Raises
-    ------
-    ValueError
-        With what was expected and what came.
-    """
+    """Refuse a sparsity outside [0, 1) and bits other than 1 ... 16 or 32."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity: expected 0 <= sparsity < 1, got {sparsity}")
     if not (1 <= bits <= MOST_BITS or bits == UNQUANTISED):
@@ -60,24 +54,12 @@ def check_compression(sparsity: float, bits: int) -> None:
 
 
 def num_kept(size: int, sparsity: float) -> int:
-    """Numbers that stay of a tensor of `size`: k = N - floor(sparsity N)."""
+    """Count the numbers that stay of a tensor of `size`: k = N - floor(sparsity N)."""
     return size - math.floor(sparsity * size)
 
 
 def top_k(values: Floats, sparsity: float) -> NDArray[np.bool_]:
-    """Mask of the k largest in magnitude; of equal ones, those that come first.
-
-    Parameters
-    ----------
-    values : ndarray
-        Any shape, without NaN.
-    sparsity : float
-        Share of the numbers that is dropped, in [0, 1).
-
-    Returns
-    -------
-    ndarray of bool
-        In the shape of `values`.
+    """Mask of the k largest in magnitude, in the shape of `values`; of equal ones, the first.
 
     Examples
     --------
@@ -114,20 +96,15 @@ def compress(
     sparsity : float
         Share of the numbers that is dropped, in [0, 1).
     bits : int
-        Of each number that stays, 1 ... 16; 32 leaves the numbers as they are.
+        Bits of each number that stays, 1 ... 16; 32 leaves the numbers as they are.
     by_row : bool
         Whether each row, along the first axis, is compressed by itself.
 
     Returns
     -------
     ndarray of uint8
-        What :class:`Encoded` reads: 20 bytes and 8 for each axis, 8 for each group if quantised,
+        A code for :class:`Encoded`: 20 bytes and 8 for each axis, 8 for each group if quantised,
         positions, numbers.
-
-    Raises
-    ------
-    ValueError
-        If sparsity or bits are out of range, or a number is not finite.
 
     Examples
     --------
@@ -159,20 +136,20 @@ def compress(
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A compressed tensor whose declared sizes are those of its bytes; not decoded yet.
+    """A compressed tensor with a size in bytes that fits its head; not decoded yet.
 
     Attributes
     ----------
     shape : tuple of int
-        Of the tensor. Nothing of that size exists before :meth:`decode`: check it first.
+        Shape of the tensor. Nothing of that size exists before :meth:`decode`: check it first.
     count : int
         Numbers that stayed.
     bits : int
-        Of each; 32 are the numbers themselves.
+        Bits of each; 32 are the numbers themselves.
     dtype : dtype
-        Of the tensor.
+        Dtype of the tensor.
     groups : int
-        Of numbers that were compressed as one: 1, or as many as there are rows.
+        Groups of numbers that were compressed as one: 1, or as many as there are rows.
     """
 
     shape: tuple[int, ...]
@@ -191,19 +168,16 @@ class Encoded:
         return math.prod(self.shape)
 
     def meta_tensor(self) -> Tensor:
-        """Return a tensor of this shape and dtype that holds nothing (device "meta")."""
+        """Return an empty tensor of this shape and dtype (device "meta")."""
         dtype = torch.float64 if self.dtype == np.float64 else torch.float32
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
     @classmethod
     def parse(cls, code: NDArray[np.uint8]) -> "Encoded":
-        """Read the head of what :func:`compress` made.
+        """Read the head of what :func:`compress` made; nothing is allocated.
 
-        Raises
-        ------
-        BadReply
-            With the reason ``"compression"``, if these are no such bytes, or more or fewer than
-            their head declares. Nothing is allocated.
+        BadReply (``"compression"``) if these are other bytes, or more or fewer than the head
+        declares.
         """
         if code.dtype != np.uint8 or code.ndim != 1 or code.size < _HEAD.size:
             raise BadReply("compression", f"expected a head of {_HEAD.size} bytes, got {code.size}")
@@ -238,10 +212,7 @@ class Encoded:
     def decode(self) -> Floats:
         """Return the tensor, zero where a number was dropped.
 
-        Raises
-        ------
-        BadReply
-            If the positions are not `count` different ones within the tensor.
+        BadReply if the positions are not `count` different ones within the tensor.
         """
         chosen = self._chosen()
         if self.bits == UNQUANTISED:

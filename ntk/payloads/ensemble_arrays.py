@@ -1,4 +1,4 @@
-"""Several models as one set of named arrays: what an ensemble's strategy learns, sends, returns."""
+"""Several models as one set of named arrays: an ensemble strategy's state, message and result."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,7 @@ NAME = re.compile(r"model-(\d+)\.(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class EnsembleArrays(Generic[A]):
-    """The arrays of K models, each by name; those of model k travel as ``model-<k>.<name>``.
-
-    Attributes
-    ----------
-    models : tuple of dict
-        For each model, name -> array, of whatever type (or whole records).
+    """The arrays of K models (or whole records), which travel as ``model-<k>.<name>``.
 
     Examples
     --------
@@ -34,7 +29,7 @@ class EnsembleArrays(Generic[A]):
 
     @staticmethod
     def are_in(names: Iterable[str]) -> bool:
-        """Whether names are those of several models, and not of one model's own arrays."""
+        """Whether names are those of several models."""
         names = list(names)
         return bool(names) and all(NAME.fullmatch(name) for name in names)
 
@@ -48,13 +43,7 @@ class EnsembleArrays(Generic[A]):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, A]) -> Self:
-        """Split what :meth:`to_arrays` returned, or an ArrayRecord of it.
-
-        Raises
-        ------
-        ValueError
-            If a name is no model's, or a model is missing.
-        """
+        """Split what :meth:`to_arrays` returned, or an ArrayRecord of it."""
         found: dict[int, dict[str, A]] = {}
         for full, array in arrays.items():
             parts = NAME.fullmatch(full)
@@ -66,6 +55,6 @@ class EnsembleArrays(Generic[A]):
         return cls(tuple(found[k] for k in range(len(found))))
 
     def replaced(self, new: Sequence[Mapping[str, A] | None]) -> Self:
-        """Return the models with those of `new` in their places; None leaves one as it is."""
+        """Replace models by those of `new`; None leaves one as it is."""
         pairs = zip(self.models, new, strict=True)
         return type(self)(tuple(dict(old if own is None else own) for old, own in pairs))

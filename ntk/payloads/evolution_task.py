@@ -48,11 +48,6 @@ class EvolutionTask:
         In which the kernel is multiplied: see the same.
     tolerance : float
         Of the solver: see :class:`~fedntk.ntk.evolution.GradientFlow`.
-
-    Raises
-    ------
-    ValueError
-        If one of them is out of range.
     """
 
     loss: Loss = "cross-entropy"
@@ -107,13 +102,7 @@ class EvolutionTask:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_config` returned among other keys.
-
-        Raises
-        ------
-        ValueError
-            If it is not there, or out of range.
-        """
+        """Read what :meth:`to_config` returned among other keys."""
         own = {
             k.removeprefix(PREFIX).replace("-", "_"): v for k, v in config.items() if cls.owns(k)
         }

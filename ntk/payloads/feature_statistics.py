@@ -48,14 +48,14 @@ class FeatureStatistics:
     Attributes
     ----------
     gram : ndarray, shape (p (p + 1) / 2,)
-        sum of w z z^T: its upper triangle, row by row. float64, or integers where features are
-        fixed-point numbers.
+        Upper triangle of the sum of w z z^T, row by row: float64, or integers for fixed-point
+        features.
     class_sums : ndarray, shape (C, p)
-        sum of w z over the examples of each class; of the same dtype.
+        Sum of w z over the examples of each class; of the same dtype.
     counts : int64, shape (C,)
         Examples of each class.
     weights : float64, shape (C,)
-        w_c; all 1 where examples count alike.
+        w_c; all 1 if examples count alike.
 
     Examples
     --------
@@ -93,21 +93,13 @@ class FeatureStatistics:
         chunks : iterable of Tensor, shapes (m, p)
             Features of all examples, in order; on the CPU.
         labels : Tensor of int64, shape (n,)
-            0 ... C - 1.
+            Classes 0 ... C - 1.
         num_classes : int
             C.
         weights : ndarray of float64, shape (C,), optional
             w_c; all 1 by default.
         fixed_point : FixedPoint, optional
-            Rounds the features: sums are int64.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the Gram matrix and its triangle, 12 p^2 bytes, would not fit.
-        ValueError
-            If there are weights and `fixed_point`, whose sums would not be whole numbers; or if
-            features are not finite.
+            Rounding of the features: sums are then int64.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
@@ -151,7 +143,7 @@ class FeatureStatistics:
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
-        """Statistics of no example; arguments as of :meth:`of`."""
+        """Return the sums over no example."""
         dtype = np.float64 if fixed_point is None else np.int64
         return cls(
             np.zeros(packed_size(width), dtype),
@@ -186,33 +178,30 @@ class FeatureStatistics:
         return math.sqrt(float(self.diagonal.astype(np.float64).sum()) / self.num_examples)
 
     def __add__(self, other: "FeatureStatistics") -> "FeatureStatistics":
-        """Statistics of both groups."""
+        """Return the sums over both groups."""
         return self._with(other, np.add)
 
     def __sub__(self, other: "FeatureStatistics") -> "FeatureStatistics":
-        """Statistics without a group that is in them; exact for integers."""
+        """Return the sums without a group that is in them; exact for integers."""
         return self._with(other, np.subtract)
 
     def _with(self, other: "FeatureStatistics", combine: Any) -> "FeatureStatistics":
         if not np.array_equal(self.weights, other.weights):
             raise ValueError("weights: expected the same for both, got others")
-        return replace(
-            self,
-            **{
-                name: combine(
-                    *(getattr(s, name) for s in (self, other)), dtype=_wide(getattr(self, name))
-                )
-                for name in ("gram", "class_sums", "counts")
-            },
-        )
+        combined = {}
+        for name in ("gram", "class_sums", "counts"):
+            own, their = getattr(self, name), getattr(other, name)
+            wide = np.int64 if own.dtype.kind == "i" else np.float64
+            combined[name] = combine(own, their, dtype=wide)
+        return replace(self, **combined)
 
     @classmethod
     def join(cls, groups: Iterable["FeatureStatistics"]) -> "FeatureStatistics":
-        """Statistics of one or more groups; of integers the same bits in any order."""
+        """Add up one or more groups; integers give the same bits in any order."""
         return functools.reduce(lambda total, own: total + own, groups)
 
     def scaled(self, fixed_point: FixedPoint) -> "FeatureStatistics":
-        """Statistics in units of the features, float64, of those of their fixed-point numbers."""
+        """Convert sums of fixed-point numbers to the features' units, float64."""
         step = fixed_point.step.astype(np.float64)
         gram = self.gram.astype(np.float64)
         for i, row in enumerate(_rows(gram, self.width)):
@@ -220,7 +209,7 @@ class FeatureStatistics:
         return replace(self, gram=gram, class_sums=self.class_sums * step)
 
     def matrix(self) -> NDArray[np.float64]:
-        """Gram matrix (p, p), both triangles."""
+        """Return the Gram matrix (p, p), both triangles."""
         full = np.empty((self.width, self.width))
         for i, row in enumerate(_rows(self.gram, self.width)):
             full[i, i:] = row
@@ -230,7 +219,7 @@ class FeatureStatistics:
     # -------------------------------------------------------------------- wire
 
     def to_arrays(self, fixed_point: FixedPoint | None = None) -> list[NDArray[Any]]:
-        """Return gram, class sums and counts; integers in int32 where all such sums fit."""
+        """Return gram, class sums and counts; integers in int32 if all such sums fit."""
         dtype = _wire_dtype(self.num_examples, fixed_point)
         return [self.gram.astype(dtype, copy=False), self.class_sums.astype(dtype), self.counts]
 
@@ -245,14 +234,10 @@ class FeatureStatistics:
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
-        """Check what :meth:`to_arrays` made.
+        """Check what :meth:`to_arrays` made, or raise BadReply.
 
-        Raises
-        ------
-        BadReply
-            If shapes, dtypes or the number of examples are others; if numbers are not finite, or
-            could not be such sums: each 2 x 2 part of the Gram matrix, and each class sum beside
-            it, must satisfy the Cauchy-Schwarz inequality.
+        Each 2 x 2 part of the Gram matrix, and each class sum beside it, must satisfy the
+        Cauchy-Schwarz inequality.
         """
         if len(arrays) != 3:
             raise BadReply("arrays", f"expected gram, class sums and counts, got {len(arrays)}")
@@ -299,13 +284,7 @@ class FeatureStatistics:
         num_classes: int,
         fixed_point: FixedPoint,
     ) -> Self:
-        """Check the sum of what :meth:`to_words` made, of all clients' statistics.
-
-        Raises
-        ------
-        BadReply
-            As :meth:`from_arrays`.
-        """
+        """Check the sum over clients of what :meth:`to_words` made, as in :meth:`from_arrays`."""
         numbers = words.view(np.dtype(f"i{words.itemsize}"))
         dtype, limits = _wire_dtype(num_examples, fixed_point), np.iinfo(np.int32)
         if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
@@ -321,28 +300,21 @@ class FeatureStatistics:
 
 
 def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int) -> None:
-    """Raise BadReply if these are not the examples of each class, int64 (C,), of so many in all."""
+    """Raise BadReply unless these are the examples of each class, int64 (C,), so many in all."""
     require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
     if (total := sum(counts.tolist())) != num_examples:
         raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
 
 
 def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
-    """Return uint32 where it holds sums over so many examples, else uint64."""
+    """Return uint32 if it holds sums over so many examples, else uint64."""
     return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
 
 
 def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
-    """Return a checksum, 16 bytes, of what sums are of, and of the words they are sent in.
+    """Return a checksum, 16 bytes, of what sums are of, and of the dtype of their words.
 
-    Parameters
-    ----------
-    key : str
-        Of the network and the feature map: see :meth:`~fedntk.ntk.payloads.ConvexTask.key_of`.
-    fixed_point : FixedPoint or None
-        How features are rounded.
-    dtype : dtype
-        Of the words.
+    `key` identifies network and feature map: see :meth:`~fedntk.ntk.payloads.ConvexTask.key_of`.
     """
     digest = hashlib.blake2b(f"{key} {np.dtype(dtype)}".encode(), digest_size=16)
     if fixed_point is not None:
@@ -351,12 +323,12 @@ def sums_digest(key: str, fixed_point: FixedPoint | None, dtype: Any) -> bytes:
 
 
 def packed_size(width: int) -> int:
-    """Numbers of the upper triangle of a (p, p) matrix."""
+    """Count the numbers in the upper triangle of a (p, p) matrix."""
     return width * (width + 1) // 2
 
 
 def _starts(width: int) -> NDArray[np.int64]:
-    """Where the rows of the triangle begin, and its end."""
+    """Return where the rows of the triangle begin, and its end."""
     return np.concatenate([[0], np.cumsum(np.arange(width, 0, -1))])
 
 
@@ -371,10 +343,6 @@ def _packed(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
     for i, row in enumerate(_rows(packed, len(matrix))):
         row[:] = matrix[i, i:]
     return packed
-
-
-def _wide(array: NDArray[Any]) -> Any:
-    return np.int64 if array.dtype.kind == "i" else np.float64
 
 
 def _wire_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a client of TCT sends where the server solves the convex problem itself."""
+"""What a client of TCT sends if the server solves the convex problem itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ class FeatureUpload:
     features : float16 or float32, shape (n, p)
         z over `scale`: numbers in [-1, 1].
     scale : float32, shape (p,)
-        The largest magnitude of each feature among the client's examples, so that small features
+        Largest magnitude of each feature among the client's examples, so that small features
         are not lost in float16.
     labels : unsigned int, shape (n,)
-        0 ... C - 1.
+        Classes 0 ... C - 1.
     """
 
     features: NDArray[Any]
@@ -54,7 +54,7 @@ class FeatureUpload:
         )
 
     def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> list[NDArray[Any]]:
-        """Wire format: features, scale, labels; the features compressed row by row if asked."""
+        """Return features, scale and labels; the features compressed row by row if asked."""
         features = self.features
         if (sparsity, bits) != (0.0, UNQUANTISED):
             numbers = features.astype(np.float32)
@@ -67,13 +67,8 @@ class FeatureUpload:
     ) -> Self:
         """Check what :meth:`to_arrays` made against the limits, and decode it.
 
-        Raises
-        ------
-        BadReply
-            With the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"range"``,
-            ``"labels"`` or ``"compression"``.
-        NotEnoughMemory
-            If the decoded features would not fit.
+        BadReply has the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"``,
+        ``"range"``, ``"labels"`` or ``"compression"``.
         """
         if len(arrays) != 3:
             raise BadReply("arrays", f"expected features, scale and labels, got {len(arrays)}")
@@ -102,7 +97,7 @@ class FeatureUpload:
 
     @property
     def size(self) -> float:
-        """Euclidean norm of `scale`: how large the features are."""
+        """Euclidean norm of `scale`, the size of the features."""
         return float(np.linalg.norm(self.scale.astype(np.float64)))
 
     def rows(self, start: int, stop: int) -> Tensor:

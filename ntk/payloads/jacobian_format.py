@@ -1,7 +1,7 @@
 """A Jacobian as the arrays that travel, and the check of what comes.
 
-The layout, as UTF-8 bytes, says which blocks there are; their arrays follow. A layout may come from
-anyone: nothing is built of a size that the global model does not justify.
+The layout, as UTF-8 bytes, lists the blocks; their arrays follow. A layout may come from anyone:
+nothing is built of a size that the global model does not justify.
 """
 
 import json
@@ -37,24 +37,11 @@ def jacobian_to_arrays(jacobian: Jacobian) -> list[NDArray[Any]]:
 def jacobian_from_arrays(
     arrays: Sequence[NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
 ) -> Jacobian:
-    """Check what :func:`jacobian_to_arrays` made, and build the Jacobian.
+    """Check what :func:`jacobian_to_arrays` made, and build the Jacobian, in float32 or float64.
 
-    Parameters
-    ----------
-    arrays : sequence of ndarray
-        As received.
-    parameters : mapping of str to sequence of int
-        Shape of each array of the global model. The Jacobian may hold any of them, each once.
-
-    Returns
-    -------
-    Jacobian
-        Of float32 or float64 tensors, all finite.
-
-    Raises
-    ------
-    BadReply
-        With the reason ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
+    `parameters` has the shape of each array of the global model; the Jacobian may hold any of them,
+    each once. BadReply has the reason ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or
+    ``"scale"``.
     """
     if not arrays:
         raise BadReply("shape", "expected a layout and the blocks' arrays, got no array")
@@ -67,7 +54,7 @@ def jacobian_from_arrays(
 
 
 def count_arrays(layout: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> int:
-    """Return how many arrays follow a layout; raises BadReply as :func:`jacobian_from_arrays`."""
+    """Return how many arrays follow a layout."""
     return sum(len(empty.arrays) for empty in _parse_layout(layout, parameters))
 
 
@@ -77,28 +64,10 @@ def require_form(
     parameters: Mapping[str, Sequence[int]],
     num_outputs: int,
 ) -> int:
-    """Check shapes and dtypes of a Jacobian's tensors, whose numbers may not be there yet.
+    """Check shapes and dtypes of a Jacobian's tensors, and return the bytes that the numbers take.
 
-    Parameters
-    ----------
-    layout : ndarray of uint8
-        As received.
-    tensors : sequence of Tensor
-        The blocks' arrays; all but tokens may be on the device "meta".
-    parameters : mapping of str to sequence of int
-        Shape of each array of the global model.
-    num_outputs : int
-        C.
-
-    Returns
-    -------
-    int
-        Bytes that the numbers take: at most those of the dense Jacobian.
-
-    Raises
-    ------
-    BadReply
-        As :func:`jacobian_from_arrays`; ``"shape"``, too, for factors larger than a dense block.
+    The tensors may be on the device "meta", except tokens. Factors larger than the dense block that
+    they make are refused.
     """
     blocks = [empty.with_arrays(own) for empty, own in _by_block(layout, tensors, parameters)]
     _check_shapes(blocks, parameters)

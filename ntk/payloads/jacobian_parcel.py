@@ -32,7 +32,7 @@ class JacobianParcel:
     upload : JacobianUpload
         J_{i,j}, f(X_i; w_j) and Y_i.
     inputs : Tensor, shape (n, ...), or None
-        X_i, where the receiver compares losses of the network itself.
+        X_i, if the receiver compares losses of the network itself.
     """
 
     upload: JacobianUpload
@@ -41,10 +41,7 @@ class JacobianParcel:
     def to_arrays(
         self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
     ) -> dict[str, NDArray[Any]]:
-        """Wire format by names: the upload's arrays, compressed if asked for, and the inputs.
-
-        Outputs, labels and inputs stay exact.
-        """
+        """Return arrays by name: the upload, compressed if asked for, and the exact inputs."""
         if _compresses(sparsity, bits):
             upload = CompressedUpload.compress(self.upload, sparsity=sparsity, bits=bits)
             head, arrays = COMPRESSED_HEAD, upload.to_arrays()
@@ -63,17 +60,12 @@ class JacobianParcel:
         Parameters
         ----------
         arrays : mapping of str to ndarray
-            As received.
+            Arrays as received.
         limits : UploadLimits
-            The network's shapes, the most rows, and how far they are to be compressed.
+            The network's shapes, the most rows, and the compression that was asked for.
         own : JacobianParcel
             The receiver's: rows must have the form of its rows, and inputs, if it has some, the
             shape and dtype of its inputs.
-
-        Raises
-        ------
-        BadReply
-            If they are not what was asked for.
         """
         head = COMPRESSED_HEAD if _compresses(limits.sparsity, limits.bits) else HEAD
         blocks = [f"block-{k:03}" for k in range(len(arrays.keys() - {INPUTS, *head}))]

@@ -46,20 +46,10 @@ class JacobianUpload:
     def from_arrays(
         cls, arrays: Sequence[NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
     ) -> Self:
-        """Parse and check what :meth:`to_arrays` made.
+        """Check what :meth:`to_arrays` made, given the shape of each array of the global model.
 
-        Parameters
-        ----------
-        arrays : sequence of ndarray
-            As received.
-        parameters : mapping of str to sequence of int
-            Shape of each array of the global model.
-
-        Raises
-        ------
-        BadReply
-            With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``, ``"labels"``
-            or ``"layout"``.
+        BadReply has the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``,
+        ``"labels"`` or ``"layout"``.
         """
         if len(arrays) < 3:
             raise BadReply("shape", f"expected at least 3 arrays, got {len(arrays)}")
@@ -77,13 +67,7 @@ class JacobianUpload:
 
     @staticmethod
     def concatenate(uploads: Sequence["JacobianUpload"]) -> "JacobianUpload":
-        """Stack the rows of several uploads, in their order: eq. (8).
-
-        Raises
-        ------
-        ValueError
-            If there are none, or their Jacobians differ in form.
-        """
+        """Stack the rows of several uploads, in their order: eq. (8)."""
         return JacobianUpload(
             Jacobian.concatenate([upload.jacobian for upload in uploads]),
             torch.cat([upload.outputs for upload in uploads]),
@@ -100,7 +84,7 @@ class JacobianUpload:
         )
 
     def canonical(self) -> "JacobianUpload":
-        """Sort the rows by their bytes: the same order, whatever order they were in."""
+        """Sort the rows by their bytes, so that their order on arrival does not matter."""
         outputs, targets = self.outputs.cpu().numpy(), self.targets.cpu().numpy()
         keys = [(f.tobytes(), y.tobytes()) for f, y in zip(outputs, targets, strict=True)]
         counts = Counter(keys)

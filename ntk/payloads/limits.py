@@ -1,4 +1,4 @@
-"""What a server lets its clients send: an upload that holds more is refused."""
+"""Limits of what clients may send."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,11 @@ class UploadLimits:
     parameters : mapping of str to sequence of int
         Shape of each array of the global model.
     max_examples : int
-        Of one client.
+        Most examples of one client.
     sparsity : float
-        Share of each tensor's numbers that is to be dropped, at least.
+        Least share of each tensor's numbers that is dropped.
     bits : int
-        Of each number that stays, at most.
-
-    Raises
-    ------
-    ValueError
-        If sparsity or bits are out of range.
+        Most bits of each number that stays.
     """
 
     parameters: Mapping[str, Sequence[int]]
@@ -46,13 +41,7 @@ class UploadLimits:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises
-        ------
-        ValueError
-            If it is something else.
-        """
+        """Read what :meth:`to_json` wrote."""
         try:
             fields = json.loads(text)
             return cls(

@@ -1,4 +1,4 @@
-"""Arrays in NumPy's file format, as they travel; headers that come again are read once."""
+"""Arrays in NumPy's file format, as they travel; repeated headers are read once."""
 
 import functools
 import io
@@ -15,24 +15,10 @@ Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def from_npy(data: bytes) -> NDArray[Any]:
-    """Read an array, refusing sizes that its bytes do not have.
+    """Read an array from the bytes of a whole file, as a read-only view of them.
 
-    ``np.load`` reserves what a header declares before it reads.
-
-    Parameters
-    ----------
-    data : bytes
-        A whole file, as ``np.save`` writes it.
-
-    Returns
-    -------
-    ndarray
-        Read-only: a view of `data`.
-
-    Raises
-    ------
-    ValueError
-        If these are not the bytes of one array of numbers.
+    Sizes that the bytes do not have are refused: ``np.load`` reserves what a header declares
+    before it reads.
     """
     version = np.lib.format.read_magic(io.BytesIO(data[:8]))
     if version not in _READERS:

@@ -1,9 +1,9 @@
 """Differential privacy of single examples: clipped rows with Gaussian noise, and noisy labels.
 
-Source: Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, 2014, sections 3.2
-(randomised response) and appendix A (the Gaussian mechanism), on the rows that Yue et al. 2022,
-section 4.2, has clients send. An example's row is all that is sent for it: its part of the
-Jacobian's tensors, in the form in which they travel, and its outputs.
+Source: Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, 2014, section 3.2
+(randomised response) and appendix A (the Gaussian mechanism), on the rows that clients send in Yue
+et al. 2022, section 4.2. An example's row is all that is sent for it: its part of the Jacobian's
+tensors, in the form in which they travel, and its outputs.
 """
 
 import math
@@ -23,13 +23,7 @@ Draw = Callable[[int], NDArray[np.float64]]
 
 
 def check_privacy(clip: float, noise_multiplier: float, label_noise: float) -> None:
-    """Refuse noise without a norm to measure it by, and numbers out of range.
-
-    Raises
-    ------
-    ValueError
-        With what was expected and what came.
-    """
+    """Refuse noise without a norm to scale it by, and numbers out of range."""
     for name, value in (("clip", clip), ("noise_multiplier", noise_multiplier)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}: expected a number of at least 0, got {value}")
@@ -47,12 +41,7 @@ def check_privacy(clip: float, noise_multiplier: float, label_noise: float) -> N
 def label_epsilon(label_noise: float, num_outputs: int) -> float:
     """Epsilon of one noisy label: ln(1 + C (1 - p) / p); infinite without noise.
 
-    Parameters
-    ----------
-    label_noise : float
-        p: probability that a label is drawn anew, all C alike.
-    num_outputs : int
-        C.
+    `label_noise` is p, the probability that a label is drawn anew from all C = `num_outputs` alike.
 
     Examples
     --------
@@ -72,38 +61,27 @@ def privatise(
     label_noise: float,
     generator: np.random.Generator | None = None,
 ) -> JacobianUpload:
-    """Clip each example's row to a norm, add Gaussian noise to it, and make its label uncertain.
+    """Clip each example's row to a norm, add Gaussian noise to it, and randomise its label.
 
-    A row of norm over S is scaled down to S, and a row that is not finite, as some weights may make
-    it, becomes zero; each of its numbers then gets independent noise of standard deviation sigma S.
-    Putting another example in an example's place moves its row by at most 2 S, so the noise
-    multiplier of the mechanism is sigma / 2. What is done to the result afterwards, such as
-    sparsification, takes nothing from the guarantee. (Noise in floating point differs from the
-    theorem's in its lowest bits: Mironov, CCS 2012.)
+    A row of norm over S is scaled down to S, and a row that is not finite, which some weights
+    cause, becomes zero; each of its numbers then gets independent noise of standard deviation sigma
+    S. Replacing an example moves its row by at most 2 S, so the noise multiplier of the mechanism
+    is sigma / 2. Later steps on the result, such as sparsification, keep the guarantee. (Noise in
+    floating point differs from the theorem's in its lowest bits: Mironov, CCS 2012.) Layers with
+    tokens are refused: whole numbers take no noise.
 
     Parameters
     ----------
     upload : JacobianUpload
-        Of n examples.
-    clip : float
-        S.
-    noise_multiplier : float
-        sigma.
+        Rows of n examples.
+    clip, noise_multiplier : float
+        S and sigma.
     label_noise : float
         Probability that a label is drawn anew, all C alike; 0 leaves the labels exact.
     generator : numpy.random.Generator, optional
-        For noise that can be repeated, in a simulation: whoever can draw the same numbers can take
-        it off. By default all random numbers come from the operating system's cryptographic source;
+        Source of repeatable noise, for simulations: whoever can draw the same numbers can remove
+        it. By default all random numbers come from the operating system's cryptographic source;
         NumPy's generators could be found out from what they drew for other rows.
-
-    Returns
-    -------
-    JacobianUpload
-
-    Raises
-    ------
-    ValueError
-        If a layer's inputs are whole numbers, such as tokens, to which noise cannot be added.
     """
     blocks = upload.jacobian.blocks
     if any(block.integers for block in blocks):

@@ -1,4 +1,4 @@
-"""What a client says of its classes: mean features, and how many examples they are of."""
+"""A client's class prototypes: mean features, and the number of examples behind each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Prototypes:
     means : float32, shape (C, p)
         p_k^j; zeros for a class that the client lacks.
     counts : int64, shape (C,)
-        Examples of each class; 0 for a class that it lacks.
+        Examples of each class.
     """
 
     means: NDArray[np.float32]
@@ -48,16 +48,11 @@ class Prototypes:
         Parameters
         ----------
         extract : callable
-            x (m, ...) -> features (m, p).
+            Map of x (m, ...) to features (m, p).
         x, labels : Tensor, shapes (n, ...) and (n,)
             The client's examples, at least one, and their classes 0 ... C - 1.
         num_classes : int
             C.
-
-        Raises
-        ------
-        ValueError
-            If a mean is not finite.
         """
         sums: Tensor | None = None
         for start in range(0, len(x), CHUNK):
@@ -80,15 +75,7 @@ class Prototypes:
 
     @classmethod
     def pooled(cls, clients: Sequence[Self]) -> Self:
-        """Return each class's mean over all examples of it that clients have.
-
-        That is the mean of the clients' means, weighted by their counts and summed in float64.
-
-        Parameters
-        ----------
-        clients : sequence of Prototypes
-            At least one, of the same classes and features.
-        """
+        """Return each class's mean over all clients' examples of it, summed in float64."""
         counts = sum((own.counts for own in clients), start=np.zeros_like(clients[0].counts))
         sums = sum(
             (own.counts[:, None] * own.means.astype(np.float64) for own in clients),
@@ -97,13 +84,13 @@ class Prototypes:
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
     def replaced_by(self, newer: Self) -> Self:
-        """Return newer ones, and these for the classes that they lack."""
+        """Return newer ones, and these for the classes that the newer lack."""
         means = np.where(newer.present[:, None], newer.means, self.means)
         return type(self)(means, np.where(newer.present, newer.counts, self.counts))
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """Which classes the client has, shape (C,)."""
+        """Mask of the classes that the client has, shape (C,)."""
         return self.counts > 0
 
     @property
@@ -112,16 +99,16 @@ class Prototypes:
         return float(np.sqrt(np.square(self.means[self.present], dtype=np.float64).mean()))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Wire format: ``means`` of the classes that are there, and ``counts`` of all."""
+        """Return ``means`` of the classes that are there, and ``counts`` of all."""
         return {"means": self.means[self.present], "counts": self.counts}
 
     def to_global_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return means and counts of all classes, which have one shape from round to round."""
+        """Return means and counts of all classes, of one shape from round to round."""
         return dict(zip(GLOBAL_PROTOTYPES, (self.means, self.counts), strict=True))
 
     @classmethod
     def from_global_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """Read what :meth:`to_global_arrays` returned, among other arrays or alone."""
+        """Read what :meth:`to_global_arrays` returned, also from among other arrays."""
         means, counts = (arrays[name] for name in GLOBAL_PROTOTYPES)
         return cls(means, counts)
 
@@ -137,21 +124,9 @@ class Prototypes:
     ) -> Self:
         """Check what :meth:`to_arrays` made.
 
-        Parameters
-        ----------
-        arrays : mapping of str to ndarray
-            ``means`` and ``counts``.
-        num_classes, width : int
-            C and p.
-        max_examples : int
-            Of a class.
-        num_examples : int, optional
-            Which the counts must add up to.
-
-        Raises
-        ------
-        BadReply
-            With the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"range"``.
+        `max_examples` limits a class; the counts must add up to `num_examples` if that is given.
+        BadReply has the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or
+        ``"range"``.
         """
         if arrays.keys() != {"means", "counts"}:
             raise BadReply("arrays", f"expected means and counts, got {sorted(arrays)[:5]}")

@@ -1,9 +1,9 @@
 """Which clients' uploads can be used together: of one form, of one order of size.
 
 With three clients or more, what is over `factor` times (100 by default) as large as the median
-client's is left out: one upload would otherwise decide the result, or its cost, for all. Of two
-clients neither is the outlier. What stays within the factor, and what more than half of the clients
-agree on, is not held off by these rules.
+client's is dropped: one upload would otherwise decide the result, or its cost, for all. Of two
+clients neither is the outlier. Valid-looking lies within the factor, or by more than half of the
+clients, are not detected. A verdict is None or a BadReply with the reason ``"scale"``.
 """
 
 import math
@@ -44,7 +44,7 @@ def _too_large(reason: str, factor: float) -> BadReply:
 
 
 class MemoryBudget:
-    """Counts what the uploads of a round will take together; each alone might fit.
+    """Counts the memory that the uploads of a round take together; each one might fit.
 
     A tensor most of whose numbers were dropped takes memory when it is first touched, not when it
     is decoded.
@@ -54,13 +54,7 @@ class MemoryBudget:
         self._held = 0
 
     def hold(self, upload: JacobianUpload) -> JacobianUpload:
-        """Return the upload if it fits beside those before it.
-
-        Raises
-        ------
-        BadReply
-            With the reason ``"memory"``.
-        """
+        """Return the upload if it fits beside those before it, else raise BadReply ("memory")."""
         try:
             require_memory(
                 COPIES * (self._held + upload.jacobian.nbytes), "the round's Jacobian with this one"
@@ -76,44 +70,21 @@ def screen_changes(
     clients: Sequence[Mapping[str, NDArray[Any]]],
     factor: float = OUTLIER_FACTOR,
 ) -> list[BadReply | None]:
-    """Say of each client's weights why they cannot be averaged with the others', or None.
+    """Compare clients' weights by the Euclidean norm of their change, over all floating-point arrays.
 
-    Compared is the Euclidean norm of the change, over all arrays of floating point.
-
-    Parameters
-    ----------
-    before : mapping of str to ndarray
-        Weights that the round began with.
-    clients : sequence of mapping of str to ndarray
-        Each client's weights, of the same names, shapes and dtypes; finite.
-
-    Returns
-    -------
-    list of BadReply or None
-        With the reason ``"scale"``.
+    `before` are the weights that the round began with; all have the same names, shapes and dtypes.
     """
     return screen_sizes([change_size(before, own) for own in clients], factor)
 
 
 def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
-    """Euclidean norm of the change, over all arrays of floating point of `before`."""
+    """Euclidean norm of the change, over all floating-point arrays of `before`."""
     floating = {name: a for name, a in before.items() if a.dtype.kind == "f"}
     return math.sqrt(sum(_squared_distance(after[name], a) for name, a in floating.items()))
 
 
 def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list[BadReply | None]:
-    """Say of each client's size why what it sent cannot be used with the others', or None.
-
-    Parameters
-    ----------
-    sizes : sequence of float
-        One a client, at least 0.
-
-    Returns
-    -------
-    list of BadReply or None
-        With the reason ``"scale"``.
-    """
+    """Compare clients by one size each, at least 0."""
     limit = _limit(sizes, factor)
     return [_too_large("scale", factor) if size > limit else None for size in sizes]
 
@@ -126,22 +97,12 @@ def _squared_distance(a: NDArray[Any], b: NDArray[Any]) -> float:
 def screen_losses(
     losses: Sequence[NDArray[np.float64]], factor: float = OUTLIER_FACTOR
 ) -> list[BadReply | None]:
-    """Say of each client's losses at the candidates why they are left out, or None.
+    """Compare clients' losses (T,) at the candidates; the reason is ``"losses"``.
 
-    A client is left out if at one of the candidates its loss is over `factor` times the median
-    client's, and over `factor`. Losses may be infinite: where most clients' are, none is left out
-    for it. A client within the limit can still decide which candidate has the lowest mean: by a
-    loss of up to `factor` at all the others.
-
-    Parameters
-    ----------
-    losses : sequence of ndarray of float64, shape (T,)
-        Each client's, at least 0.
-
-    Returns
-    -------
-    list of BadReply or None
-        With the reason ``"losses"``.
+    A client is dropped if at one of the candidates its loss is over `factor` times the median
+    client's, and over `factor`. Losses may be infinite: if most clients' are, none is dropped for
+    it. A client within the limit can still decide which candidate has the lowest mean: by a loss of
+    up to `factor` at all the others.
     """
     if not losses:
         return []
@@ -154,22 +115,12 @@ def screen_losses(
 def screen_uploads(
     uploads: Sequence[JacobianUpload], factor: float = OUTLIER_FACTOR
 ) -> list[BadReply | None]:
-    """Say of each client's upload why it cannot be stacked with the others', or None.
+    """Compare clients' Jacobians; the reason is ``"layout"`` or ``"scale"``.
 
     Jacobians must have one form: the most common; of equally common ones, the first. Rows and
     outputs are compared with the median client's by their root mean squares: an outlier would set
     the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
     of all. Outputs up to `factor` pass in any case.
-
-    Parameters
-    ----------
-    uploads : sequence of JacobianUpload
-        One a client, checked.
-
-    Returns
-    -------
-    list of BadReply or None
-        With the reason ``"layout"`` or ``"scale"``.
     """
     verdicts: list[BadReply | None] = []
     sizes: list[tuple[float, float]] = []
@@ -188,7 +139,7 @@ def screen_uploads(
     common = Counter(form for form in forms if form is not None).most_common(1)
     for i, form in enumerate(forms):
         if form is not None and form != common[0][0]:
-            verdicts[i] = BadReply("layout", "its Jacobian has not the form of most replies'")
+            verdicts[i] = BadReply("layout", "its Jacobian lacks the form of most replies'")
     left = [i for i, verdict in enumerate(verdicts) if verdict is None]
     row_limit = _limit([sizes[i][0] for i in left], factor)
     output_limit = _limit([sizes[i][1] for i in left], factor, floor=1.0)

@@ -1,8 +1,7 @@
 """Sums over a group's features in two parts: most examples, and some held out to choose a ridge.
 
 The server adds the parts up over clients, chooses the ridge of the first by its squared error on
-the second, and solves on both together: no example has to be on the server. What the sums are is
-said in :mod:`fedntk.ntk.payloads.feature_statistics`.
+the second, and solves on both together: no example has to be on the server.
 """
 
 from collections.abc import Sequence
@@ -25,14 +24,7 @@ __all__ = ["SplitStatistics", "draw_held_out"]
 
 @dataclass(frozen=True, eq=False)
 class SplitStatistics:
-    """Sums over the examples to fit, and over those held out.
-
-    Attributes
-    ----------
-    fitting : FeatureStatistics
-        Of the examples that are not held out.
-    held_out : FeatureStatistics
-        Of the others; of one client either may be of no example.
+    """Sums over the examples to fit, and over those held out; of one client either may be empty.
 
     Examples
     --------
@@ -52,7 +44,7 @@ class SplitStatistics:
 
     @property
     def everyone(self) -> FeatureStatistics:
-        """Of both parts together."""
+        """Sums over both parts together."""
         return self.fitting + self.held_out
 
     @property
@@ -65,11 +57,11 @@ class SplitStatistics:
         return SplitStatistics(self.fitting + other.fitting, self.held_out + other.held_out)
 
     def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":
-        """Both parts in units of the features, float64, of those of their fixed-point numbers."""
+        """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
 
     def to_arrays(self, fixed_point: FixedPoint | None = None) -> list[NDArray[Any]]:
-        """Return the arrays of the one part, then those of the other."""
+        """Return the arrays of one part, then those of the other."""
         return [*self.fitting.to_arrays(fixed_point), *self.held_out.to_arrays(fixed_point)]
 
     @classmethod
@@ -83,13 +75,7 @@ class SplitStatistics:
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
-        """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics.
-
-        Raises
-        ------
-        BadReply
-            If either part could not be such sums, or the parts do not have `num_examples` together.
-        """
+        """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics."""
         if len(arrays) != 6:
             raise BadReply("arrays", f"expected those of two parts, 6, got {len(arrays)}")
         both = arrays[:3], arrays[3:]
@@ -111,10 +97,12 @@ class SplitStatistics:
 
 
 def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
-    """Draw which of a client's examples are held out: a share of each class.
+    """Draw which of a client's examples are held out, a share of each class: bool, shape (n,).
 
     Examples are put in an order by class, and by chance within a class; every (1/share)-th of them
     is held out, from a place drawn at random. So each class has its share to within one example.
+    round(share n) examples are held out, but at least one; a client's only example is held out with
+    probability `share`.
 
     Parameters
     ----------
@@ -123,13 +111,7 @@ def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
     share : float
         Above 0, at most 0.5.
     seed : sequence of int
-        Of the draw.
-
-    Returns
-    -------
-    Tensor of bool, shape (n,)
-        True for round(share n) examples, but at least one. Of a client with one example that one is
-        held out with probability `share`.
+        Seed of the draw.
     """
     generator = np.random.default_rng(seed)
     n, place = len(labels), generator.random()

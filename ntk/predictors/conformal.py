@@ -41,11 +41,6 @@ def rank(num_examples: int, coverage: float) -> int:
 
     The coverage counts as the decimal number that it is written as, so that 0.7 of 10 is 7.
 
-    Raises
-    ------
-    ValueError
-        If the coverage is not between 0 and 1.
-
     Examples
     --------
     >>> rank(9, 0.7), rank(9, 0.9), rank(8, 0.9)
@@ -89,11 +84,6 @@ def conformal_scores(
         Of the adaptive score: a number of its own for each example, drawn uniformly from 0 ... 1.
         By default all are 1, and a model that is nearly certain of an example may then give an
         empty set.
-
-    Raises
-    ------
-    ValueError
-        If these are no probabilities, there is no such score, or draws do not go with it.
     """
     p = _checked(probabilities)
     if score not in get_args(Score):
@@ -134,12 +124,6 @@ def calibrate(
         1 - alpha, between 0 and 1.
     score, draws
         As of :func:`conformal_scores`.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer examples than the coverage needs, labels do not fit, or as of
-        :func:`conformal_scores`.
 
     Examples
     --------

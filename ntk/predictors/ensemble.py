@@ -87,11 +87,6 @@ class EnsemblePredictor(Predictor):
     loss : str
         Theirs.
 
-    Raises
-    ------
-    ValueError
-        If there is no model, or with `batched` one that is no network.
-
     Examples
     --------
     >>> members = [NetworkPredictor(nn.Linear(4, 3)) for _ in range(5)]
@@ -148,13 +143,7 @@ class EnsemblePredictor(Predictor):
         return torch.cat(chunks, 1)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return each model's probabilities of the classes: shape (K, n, C).
-
-        Raises
-        ------
-        ValueError
-            If the loss is MSE, whose outputs are no probabilities.
-        """
+        """Return each model's probabilities of the classes: shape (K, n, C)."""
         if self.loss != "cross-entropy":
             raise ValueError(f"expected models with cross-entropy, got {self.loss}")
         return self.scores(x).softmax(-1)
@@ -170,13 +159,7 @@ class EnsemblePredictor(Predictor):
         return scores.mean(0)
 
     def uncertainty(self, x: Tensor) -> Uncertainty:
-        """Say how uncertain the ensemble is of examples (n, ...).
-
-        Raises
-        ------
-        ValueError
-            If the loss is MSE: the variance of ``scores(x)`` over the models then says it.
-        """
+        """Say how uncertain the ensemble is of examples (n, ...)."""
         return uncertainty_of(self.probabilities(x))
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
@@ -225,8 +208,6 @@ class EnsemblePredictor(Predictor):
 
         Raises
         ------
-        ValueError
-            If a file is damaged or of another network.
         FileNotFoundError
             If one is not there.
         """

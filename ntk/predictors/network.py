@@ -77,11 +77,6 @@ class Predictor(nn.Module, ABC):
         ----------
         x, y : Tensor, shapes (n, ...) and (n,)
             At least one example, and integer labels in 0 ... C - 1.
-
-        Raises
-        ------
-        ValueError
-            If there are no examples, or not as many labels.
         """
         require_labelled(x, y)
         return self._evaluated(self.predict(x), y)
@@ -103,11 +98,6 @@ class NetworkPredictor(Predictor):
         Which loss :meth:`evaluate` returns; MSE is against one-hot targets.
     device : torch.device or str
         Where the network runs.
-
-    Raises
-    ------
-    ValueError
-        If there is no such loss.
 
     Examples
     --------
@@ -192,8 +182,6 @@ class NetworkPredictor(Predictor):
 
         Raises
         ------
-        ValueError
-            If the file is damaged or of another network.
         FileNotFoundError
             If it is not there.
         """
@@ -211,13 +199,7 @@ class NetworkPredictor(Predictor):
 
 
 def require_labelled(x: Tensor, y: Tensor) -> None:
-    """Refuse no examples, or another number of labels.
-
-    Raises
-    ------
-    ValueError
-        If it is so.
-    """
+    """Refuse no examples, or another number of labels."""
     if len(x) == 0 or len(x) != len(y):
         raise ValueError(
             f"expected at least one example and as many labels, got {len(x)} and {len(y)}"
@@ -241,13 +223,7 @@ def load_arrays(network: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
 def require_same_network(
     network: nn.Module, arrays: Mapping[str, NDArray[Any]], folder: str | Path, also: str = ""
 ) -> None:
-    """Refuse arrays that are not those of a network, with what differs.
-
-    Raises
-    ------
-    ValueError
-        If names or shapes differ, or `also` says that something else does.
-    """
+    """Refuse arrays that are not those of a network, with what differs."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     found = {name: array.shape for name, array in arrays.items()}
     if found != expected or also:

@@ -39,11 +39,6 @@ class PrototypePredictor(NetworkPredictor):
     device : torch.device or str
         Where the network runs.
 
-    Raises
-    ------
-    ValueError
-        If there is no prototype, or the network has not as many classes and features.
-
     Examples
     --------
     >>> means = np.array([[0.0, 0.0], [0.0, 4.0]], np.float32)

@@ -51,11 +51,6 @@ class TCTModel(Predictor):
     linear, mean, inv_std : Tensor of float32
         Buffers, in the state dict: W, and the normaliser.
 
-    Raises
-    ------
-    ValueError
-        If the sizes do not fit together.
-
     Examples
     --------
     >>> network = nn.Linear(4, 3)
@@ -204,8 +199,6 @@ class TCTModel(Predictor):
 
         Raises
         ------
-        ValueError
-            If the files are of another format or network, or damaged.
         FileNotFoundError
             If they are not there.
         """
