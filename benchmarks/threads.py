@@ -3,8 +3,7 @@
 Torch with all cores, alone and beside as many busy processes as there are cores, which this program
 starts and ends; `load-before` says how busy the machine was already. "spinning" is what GNU's
 OpenMP does unasked (300,000 turns of a loop, some milliseconds), "passive" is
-``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.simulations`` sets, "torch first" is what it can still
-do where torch was loaded before, as in many notebooks, and "one thread" has nobody to wait for.
+``OMP_WAIT_POLICY=PASSIVE``, which ``fedntk.ntk`` sets, and "one thread" has nobody to wait for.
 Three pieces of the server's work, and a run by the command.
 
     python benchmarks/threads.py [--repeats 5]
@@ -32,7 +31,6 @@ from torch import nn
 WAYS = {
     "spinning": {"GOMP_SPINCOUNT": "300000"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "torch first": {},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 NAMES = {name for way in WAYS.values() for name in way}
@@ -43,11 +41,7 @@ def child(work: str, way: str) -> dict[str, Any]:
     """Measure one piece of work."""
     torch.manual_seed(0)
     if work == WORKS[3]:
-        return command(torch_first=way == "torch first")
-    if way == "torch first":
-        from fedntk.ntk.support.threads import stop_spinning
-
-        stop_spinning(torch.get_num_threads())
+        return command()
     use_checkout()
     from fedntk.ntk import evolve, jacobian, one_hot
 
@@ -76,19 +70,13 @@ def child(work: str, way: str) -> dict[str, Any]:
     return timed(measured, "cpu", at_least=2.0)
 
 
-def command(*, torch_first: bool) -> dict[str, Any]:
+def command() -> dict[str, Any]:
     """Seconds that a run of NTK-FL on the digits says it took, its start not counted."""
-    first = "import torch; " if torch_first else ""
     conf = ROOT / "simulations" / "conf" / "ntk_fl_digits.toml"
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["run", str(conf), "--quiet", "--set", "rounds=5", "--out", folder]
         subprocess.run(  # noqa: S603
-            [
-                sys.executable,
-                "-c",
-                f"{first}from fedntk.simulations.cli import app; app()",
-                *arguments,
-            ],
+            [sys.executable, "-c", "from fedntk.simulations.cli import app; app()", *arguments],
             check=True,
             stdout=subprocess.DEVNULL,
         )

@@ -4,6 +4,7 @@ The names that most programs need are here; each room (``jacobian``, ``evolution
 ``convex``, ``payloads``) has all of its own.
 """
 
+from . import support  # noqa: F401 - before torch: it sets how torch's threads wait
 from .convex import TCTModel, ridge_regression
 from .errors import BadReply, NotEnoughMemory
 from .evolution import Evolution, evolve
@@ -23,7 +24,6 @@ from .predictors.conformal import calibrate, conformal_scores, examples_needed, 
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor
 from .predictors.prototypes import PrototypePredictor
-from .support import threads  # noqa: F401 - before torch: it says how torch's threads wait
 from .support.memory import available_memory, require_disk, require_memory
 
 __all__ = [

@@ -70,7 +70,7 @@ def screen_changes(
     clients: Sequence[Mapping[str, NDArray[Any]]],
     factor: float = OUTLIER_FACTOR,
 ) -> list[BadReply | None]:
-    """Compare clients' weights by the Euclidean norm of their change, over all floating-point arrays.
+    """Compare the Euclidean norms of the changes of clients' weights, over floating-point arrays.
 
     `before` are the weights that the round began with; all have the same names, shapes and dtypes.
     """

@@ -6,7 +6,6 @@ al., *Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles
 Learning*, ICML 2018, section 2 (entropy and variance split in two).
 """
 
-import copy
 import json
 import math
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from typing import ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .network import BATCH_SIZE, Evaluation, NetworkPredictor, Predictor, require_labelled
+from .network import Evaluation, NetworkPredictor, Predictor, require_labelled
 from .tct_model import TCTModel
 
 __all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
@@ -25,16 +24,16 @@ __all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How uncertain an ensemble is of each of n examples, and why; all of shape (n,), in nats.
+    """Uncertainty of an ensemble about each of n examples, by cause; all of shape (n,), in nats.
 
     Attributes
     ----------
     entropy : Tensor
         H(mean of p_k), of the prediction as a whole.
     expected_entropy : Tensor
-        Mean of H(p_k): what every model is uncertain of, such as noise in the labels.
+        Mean of H(p_k): the uncertainty that all models share, such as noise in the labels.
     mutual_information : Tensor
-        The difference, at least 0: how far the models disagree. It is large for examples unlike
+        The difference, at least 0: the models' disagreement. It is large for examples unlike
         those they were trained on, and 0 for K = 1.
     variance : Tensor
         Sum over the classes of the variance of p_k over the models (divided by K).
@@ -53,7 +52,7 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 
 def uncertainty_of(probabilities: Tensor) -> Uncertainty:
-    """Say how uncertain K models are of n examples, given their probabilities (K, n, C)."""
+    """Compute the uncertainty of K models about n examples, from probabilities (K, n, C)."""
     total = entropy(probabilities.mean(0))
     expected = entropy(probabilities).mean(0)
     return Uncertainty(
@@ -71,22 +70,6 @@ class EnsemblePredictor(Predictor):
     with MSE it is that of outputs. Models of both losses together, such as those of TCT of which
     some have reached stage 2, count as of cross-entropy, with the softmax of their scores.
 
-    Parameters
-    ----------
-    members : iterable of Predictor
-        At least one.
-    batched : bool
-        Run networks in one pass over their stacked weights (``torch.func.vmap``) instead of one
-        after another. They have to be of one architecture. On a CPU this was slower for each
-        network that was tried (``benchmarks/ensemble_prediction.py``).
-
-    Attributes
-    ----------
-    members : nn.ModuleList
-        The models.
-    loss : str
-        Theirs.
-
     Examples
     --------
     >>> members = [NetworkPredictor(nn.Linear(4, 3)) for _ in range(5)]
@@ -100,16 +83,13 @@ class EnsemblePredictor(Predictor):
         kind.__name__: kind for kind in (NetworkPredictor, TCTModel)
     }
 
-    def __init__(self, members: Iterable[Predictor], *, batched: bool = False) -> None:
+    def __init__(self, members: Iterable[Predictor]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
         losses = {member.loss for member in self.models}
         if not losses:
             raise ValueError("members: expected at least one model")
         self.loss = losses.pop() if len(losses) == 1 else "cross-entropy"
-        if batched and not all(isinstance(m, NetworkPredictor) for m in self.members):
-            raise ValueError("batched: expected networks alone")
-        self.batched = batched
 
     def __len__(self) -> int:
         """K."""
@@ -122,28 +102,10 @@ class EnsemblePredictor(Predictor):
 
     def scores(self, x: Tensor) -> Tensor:
         """Return each model's scores of examples (n, ...): shape (K, n, C), on the CPU."""
-        if self.batched:
-            return self._stacked_scores(x)
         return torch.stack([member.predict(x) for member in self.models])
 
-    @torch.no_grad()
-    def _stacked_scores(self, x: Tensor) -> Tensor:
-        members = [cast(NetworkPredictor, member) for member in self.members]
-        networks = [member.network.eval() for member in members]
-        weights, buffers = torch.func.stack_module_state(networks)
-        bare = copy.deepcopy(networks[0]).to("meta")
-
-        def outputs(own: dict[str, Tensor], others: dict[str, Tensor], chunk: Tensor) -> Tensor:
-            found: Tensor = torch.func.functional_call(bare, (own, others), (chunk,))
-            return found
-
-        together = torch.func.vmap(outputs, in_dims=(0, 0, None))
-        device = members[0].device
-        chunks = [together(weights, buffers, c.to(device)).cpu() for c in x.split(BATCH_SIZE)]
-        return torch.cat(chunks, 1)
-
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return each model's probabilities of the classes: shape (K, n, C)."""
+        """Return each model's probabilities of the classes, (K, n, C); not for MSE."""
         if self.loss != "cross-entropy":
             raise ValueError(f"expected models with cross-entropy, got {self.loss}")
         return self.scores(x).softmax(-1)
@@ -159,7 +121,7 @@ class EnsemblePredictor(Predictor):
         return scores.mean(0)
 
     def uncertainty(self, x: Tensor) -> Uncertainty:
-        """Say how uncertain the ensemble is of examples (n, ...)."""
+        """Compute the uncertainty of the ensemble about examples (n, ...)."""
         return uncertainty_of(self.probabilities(x))
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
@@ -168,15 +130,12 @@ class EnsemblePredictor(Predictor):
         return next(alike).loss_of(outputs, targets)
 
     def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
-        """Return loss and accuracy on labelled examples, and how the models do one by one.
+        """Return loss and accuracy on labelled examples, and in ``more`` those of single models.
 
-        Returns
-        -------
-        Evaluation
-            Its ``more`` holds ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with
-            cross-entropy also ``model-entropy-mean``, the entropy of a model's prediction averaged
-            over models and examples (Shi et al. 2021, Table 4), and ``mutual-information``, how far
-            the models disagree, averaged over the examples. In nats.
+        They are ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with cross-entropy
+        also ``model-entropy-mean``, the entropy of a model's prediction averaged over models and
+        examples (Shi et al. 2021, Table 4), and ``mutual-information``, the models' disagreement,
+        averaged over the examples. In nats.
         """
         require_labelled(x, y)
         scores = self.scores(x)
@@ -193,31 +152,24 @@ class EnsemblePredictor(Predictor):
         return self._evaluated(self.together(scores), y)._replace(more=more)
 
     def save(self, folder: str | Path) -> None:
-        """Write each model into a folder ``model-<k>`` of its own, as safetensors."""
+        """Write each model into a folder ``model-<k>`` of its own."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for k, member in enumerate(self.models):
             member.save(folder / f"model-{k}")
         kinds = [type(member).__name__ for member in self.models]
-        described = {"format": 1, "kinds": kinds, "batched": self.batched}
+        described = {"format": 1, "kinds": kinds}
         (folder / self.FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote.
-
-        Raises
-        ------
-        FileNotFoundError
-            If one is not there.
-        """
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
         path = Path(folder) / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
             known: dict[str, type[Predictor]] = {**cls.KINDS, cls.__name__: cls}
             kinds = [known[name] for name in described["kinds"]]
-            batched = bool(described["batched"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no ensemble: {error!r}") from error
         members = [kind.load(path.parent / f"model-{k}", network) for k, kind in enumerate(kinds)]
-        return cls(members, batched=batched)
+        return cls(members)

@@ -1,6 +1,6 @@
-"""What was learned, as an object: it predicts, is evaluated, saved and loaded, method by method.
+"""Learned models as objects: each predicts, is evaluated, saved and loaded in its method's way.
 
-One interface for users' evaluation functions, for what reads a run's results, and for what records
+One interface for users' evaluation functions, for readers of a run's results, and for recorders of
 its rounds. Files are safetensors, which is imported when it is needed.
 """
 
@@ -8,7 +8,8 @@ import copy
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -26,7 +27,7 @@ BATCH_SIZE = 1024  # examples in a forward pass
 
 
 class Evaluation(NamedTuple):
-    """Loss and accuracy of a predictor on labelled examples, and what else it reports by name."""
+    """Loss and accuracy of a predictor on labelled examples, and other reports by name."""
 
     loss: float
     accuracy: float
@@ -36,12 +37,7 @@ class Evaluation(NamedTuple):
 class Predictor(nn.Module, ABC):
     """Gives each class a score; the class with the largest one is the prediction.
 
-    Subclasses say how scores are computed, which loss is theirs, and which files hold them.
-
-    Attributes
-    ----------
-    loss : {"cross-entropy", "mse"}
-        That :meth:`loss_of` returns.
+    Subclasses define scores, loss and files.
     """
 
     loss: Loss
@@ -71,13 +67,7 @@ class Predictor(nn.Module, ABC):
         return self.predict(x)
 
     def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
-        """Return loss and accuracy on labelled examples.
-
-        Parameters
-        ----------
-        x, y : Tensor, shapes (n, ...) and (n,)
-            At least one example, and integer labels in 0 ... C - 1.
-        """
+        """Return loss and accuracy on examples (n, ...), n > 0, with labels (n,) in 0 ... C - 1."""
         require_labelled(x, y)
         return self._evaluated(self.predict(x), y)
 
@@ -95,9 +85,9 @@ class NetworkPredictor(Predictor):
     network : nn.Module
         Maps (n, ...) to (n, C). It is copied.
     loss : {"cross-entropy", "mse"}
-        Which loss :meth:`evaluate` returns; MSE is against one-hot targets.
+        Loss of :meth:`evaluate`; MSE is against one-hot targets.
     device : torch.device or str
-        Where the network runs.
+        Device on which the network runs.
 
     Examples
     --------
@@ -122,7 +112,7 @@ class NetworkPredictor(Predictor):
 
     @property
     def device(self) -> torch.device:
-        """Where the network runs, also after ``to(device)``."""
+        """The network's device, also after ``to(device)``."""
         tensors = itertools.chain(self.network.parameters(), self.network.buffers())
         return next((tensor.device for tensor in tensors), self._device)
 
@@ -130,23 +120,17 @@ class NetworkPredictor(Predictor):
     def from_arrays(
         cls, network: nn.Module, arrays: Mapping[str, NDArray[Any]], **options: Any
     ) -> Self:
-        """Make the predictor of a network's arrays, by the names of its state dict.
+        """Make the predictor from a network's arrays, by the names of its state dict.
 
-        Parameters
-        ----------
-        network : nn.Module
-            Of the architecture that was trained; it is copied.
-        arrays : dict of str to ndarray
-            The state dict, and what else there may be.
-        **options
-            `loss` and `device`.
+        `network` has the architecture that was trained, and is copied; other arrays are ignored.
+        `options` are `loss` and `device`.
         """
         predictor = cls(network, **options)
         load_arrays(predictor.network, arrays)
         return predictor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the network's outputs (n, C), where it runs and with gradients."""
+        """Return the network's outputs (n, C), on its device and with gradients."""
         outputs: Tensor = self.network(x.to(self.device))
         return outputs
 
@@ -157,45 +141,45 @@ class NetworkPredictor(Predictor):
         return torch.cat([self(chunk).cpu() for chunk in x.split(BATCH_SIZE)])
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
-        """Loss as of :func:`~fedntk.ntk.loss_value`, summed in float64."""
+        """Loss as in :func:`~fedntk.ntk.loss_value`, summed in float64."""
         return loss_value(outputs, targets, self.loss)
 
     def save(self, folder: str | Path) -> None:
         """Write ``network.safetensors`` with the state dict, and the loss in its metadata."""
-        from safetensors.numpy import save_file
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        metadata = {"fedntk": json.dumps({"loss": self.loss})}
-        save_file(arrays_of(self.network), folder / self.FILE, metadata)
+        write_model(Path(folder) / self.FILE, arrays_of(self.network), {"loss": self.loss})
 
     @classmethod
     def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote.
-
-        Parameters
-        ----------
-        folder : path
-            With ``network.safetensors``.
-        network : nn.Module
-            Of the architecture that was saved; it is copied, its weights do not matter.
-
-        Raises
-        ------
-        FileNotFoundError
-            If it is not there.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(folder) / cls.FILE
-        try:
-            with safe_open(path, framework="numpy") as file:
-                loss = json.loads((file.metadata() or {})["fedntk"])["loss"]
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no network that can be read: {error}") from error
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+        with reading_model(Path(folder) / cls.FILE, "network") as (arrays, described):
+            loss = described["loss"]
         require_same_network(network, arrays, folder)
         return cls.from_arrays(network, arrays, loss=loss)
+
+
+def write_model(
+    path: Path, arrays: Mapping[str, NDArray[Any]], described: Mapping[str, Any]
+) -> None:
+    """Write arrays as safetensors, with a description in the metadata, into a folder it makes."""
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(arrays), path, {"fedntk": json.dumps(described)})
+
+
+@contextmanager
+def reading_model(
+    path: Path, kind: str
+) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, Any]]]:
+    """Yield what :func:`write_model` wrote; ValueError if that, or the block, finds it damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            described = json.loads((file.metadata() or {})["fedntk"])
+            yield {name: file.get_tensor(name) for name in file.keys()}, described  # noqa: SIM118
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no {kind} that can be read: {error}") from error
 
 
 def require_labelled(x: Tensor, y: Tensor) -> None:
@@ -223,7 +207,7 @@ def load_arrays(network: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
 def require_same_network(
     network: nn.Module, arrays: Mapping[str, NDArray[Any]], folder: str | Path, also: str = ""
 ) -> None:
-    """Refuse arrays that are not those of a network, with what differs."""
+    """Refuse arrays of another network, and name what differs."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     found = {name: array.shape for name, array in arrays.items()}
     if found != expected or also:

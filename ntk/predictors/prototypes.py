@@ -1,10 +1,9 @@
-"""Prediction by the class whose prototype an example's features are nearest to.
+"""Prediction of the class with the prototype nearest to an example's features.
 
 Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
 2022: argmin over the classes j of ||f(x) - C^j||, with f the network without its last linear layer.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..features.feature_map import FeatureMap
 from ..losses import loss_value
 from ..payloads.prototypes import Prototypes
-from .network import BATCH_SIZE, NetworkPredictor
+from .network import BATCH_SIZE, NetworkPredictor, reading_model, write_model
 
 __all__ = ["PrototypePredictor"]
 
@@ -30,14 +29,13 @@ class PrototypePredictor(NetworkPredictor):
     Parameters
     ----------
     network : nn.Module
-        Whose features are compared; it is copied.
+        Network that gives the features; it is copied.
     prototypes : Prototypes
         C^j, of at least one class.
     head : str
-        Name of the last linear layer, before which features are taken; by default the last
-        ``nn.Linear``.
+        Name of the last linear layer, which takes the features; by default the last ``nn.Linear``.
     device : torch.device or str
-        Where the network runs.
+        Device on which the network runs.
 
     Examples
     --------
@@ -95,27 +93,17 @@ class PrototypePredictor(NetworkPredictor):
 
     def save(self, folder: str | Path) -> None:
         """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
-        from safetensors.numpy import save_file
-
         super().save(folder)
-        arrays: dict[str, NDArray[Any]] = {
+        own: dict[str, NDArray[Any]] = {
             "means": self.prototypes.means,
             "counts": self.prototypes.counts,
         }
-        metadata = {"fedntk": json.dumps({"head": self.feature_map.head})}
-        save_file(arrays, Path(folder) / self.PROTOTYPES, metadata)
+        write_model(Path(folder) / self.PROTOTYPES, own, {"head": self.feature_map.head})
 
     @classmethod
     def load(cls, folder: str | Path, network: nn.Module) -> Self:
         """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(folder) / cls.PROTOTYPES
-        try:
-            with safe_open(path, framework="numpy") as file:
-                head = json.loads((file.metadata() or {})["fedntk"])["head"]
-                prototypes = Prototypes(file.get_tensor("means"), file.get_tensor("counts"))
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no prototypes that can be read: {error}") from error
+        with reading_model(Path(folder) / cls.PROTOTYPES, "prototypes") as (arrays, described):
+            head, prototypes = described["head"], Prototypes(arrays["means"], arrays["counts"])
         own = NetworkPredictor.load(folder, network).network
         return cls(own, prototypes, head=head)

@@ -5,7 +5,6 @@ NeurIPS 2022, section 4.1, note 4, and algorithm 2.
 """
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +18,14 @@ from ..convex.local_steps import centred_targets, convex_loss
 from ..features.feature_map import FeatureMap
 from ..features.normaliser import Normaliser
 from ..losses import Loss, check_loss
-from .network import Predictor, arrays_of, load_arrays, require_same_network
+from .network import (
+    Predictor,
+    arrays_of,
+    load_arrays,
+    reading_model,
+    require_same_network,
+    write_model,
+)
 
 __all__ = ["TCTModel"]
 
@@ -33,23 +39,16 @@ class TCTModel(Predictor):
     Parameters
     ----------
     network : nn.Module
-        With the bootstrapped weights; it is copied.
+        Network with the bootstrapped weights; it is copied.
     feature_map : FeatureMap
-        Which features, and their seed.
+        Kind of features, and their seed.
     normaliser : Normaliser
-        Over the p features.
+        Normaliser of the p features.
     linear : float32, shape (p, C) or (p + 1, C)
-        W, with a last row b where the model has a bias.
+        W, with a last row b if the model has a bias.
     loss : {"mse", "cross-entropy"}
-        Which loss :meth:`evaluate` returns, normalised as in stage 2:
-        ``||z W - y||^2 / 2`` averaged over the examples, y one-hot minus 1/C; or the cross-entropy.
-
-    Attributes
-    ----------
-    network : nn.Module
-        The bootstrapped network.
-    linear, mean, inv_std : Tensor of float32
-        Buffers, in the state dict: W, and the normaliser.
+        Loss of :meth:`evaluate`, normalised as in stage 2: ``||z W - y||^2 / 2`` averaged over
+        the examples, y one-hot minus 1/C; or the cross-entropy.
 
     Examples
     --------
@@ -59,6 +58,7 @@ class TCTModel(Predictor):
     torch.Size([2, 3])
     """
 
+    FILE = "tct.safetensors"
     ARRAYS = (LINEAR, MEAN, SCALE)  # names of what joins the network's own
     linear: Tensor
     mean: Tensor
@@ -87,16 +87,13 @@ class TCTModel(Predictor):
         self.network = copy.deepcopy(network)
         self.feature_map = feature_map
         self.loss = check_loss(loss)
-        for name, array in (
-            ("linear", linear),
-            ("mean", normaliser.mean),
-            ("inv_std", normaliser.inv_std),
-        ):
+        arrays = {"linear": linear, "mean": normaliser.mean, "inv_std": normaliser.inv_std}
+        for name, array in arrays.items():
             self.register_buffer(name, torch.from_numpy(np.array(array)))
 
     @property
     def normaliser(self) -> Normaliser:
-        """What makes features of mean 0 and variance 1."""
+        """The normaliser to features of mean 0 and variance 1."""
         return Normaliser(self.mean.cpu().numpy(), self.inv_std.cpu().numpy())
 
     @classmethod
@@ -110,16 +107,8 @@ class TCTModel(Predictor):
     ) -> Self:
         """Make the model from the arrays of :class:`fedntk.strategies.TCT`, or a run's model file.
 
-        Parameters
-        ----------
-        network : nn.Module
-            Of the architecture that was trained; it is copied.
-        feature_map : FeatureMap
-            The strategy's.
-        arrays : dict of str to ndarray
-            The network's state dict, ``tct.linear``, ``tct.mean`` and ``tct.scale``.
-        loss : {"mse", "cross-entropy"}
-            Of stage 2.
+        `arrays` are the network's state dict, ``tct.linear``, ``tct.mean`` and ``tct.scale``;
+        `network` has the architecture that was trained, and is copied.
         """
         mean, inv_std, linear = (arrays[name] for name in (MEAN, SCALE, LINEAR))
         model = cls(network, feature_map, Normaliser(mean, inv_std), linear, loss=loss)
@@ -127,14 +116,9 @@ class TCTModel(Predictor):
         return model
 
     def features(self, x: Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
-        """Yield the normalised features of the examples, some at a time: (m, p), float32.
+        """Yield the normalised features of examples (n, ...), some at a time: (m, p), float32.
 
-        Parameters
-        ----------
-        x : Tensor, shape (n, ...)
-            Examples, as the network takes them.
-        chunk_bytes : int
-            Most that the features of a chunk take.
+        The features of a chunk take at most `chunk_bytes`.
         """
         extract, normaliser = self.feature_map.extractor(self.network), self.normaliser
         size = max(1, chunk_bytes // (4 * len(normaliser.mean)))
@@ -145,7 +129,7 @@ class TCTModel(Predictor):
         """Return the classes' scores (n, C), float32 on the CPU; the largest is the prediction.
 
         Trained by least squares they estimate the classes' probabilities minus 1/C; trained by
-        cross-entropy they are logits. Parameters are those of :meth:`features`.
+        cross-entropy they are logits.
         """
         linear = self.linear.cpu()
         with torch.inference_mode(False):  # features are gradients, whatever the caller has off
@@ -154,7 +138,7 @@ class TCTModel(Predictor):
         return torch.cat(scores) if scores else linear.new_zeros(0, linear.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of examples (n, ...), without gradient: shape (n, C), on its device."""
+        """Return the scores of examples (n, ...), without gradient: (n, C), on its device."""
         return self.predict(x).to(self.linear.device)
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
@@ -169,52 +153,18 @@ class TCTModel(Predictor):
         return scores + linear[width] if len(linear) > width else scores
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tct.safetensors`` and ``tct.json`` into a folder, which is made.
-
-        The architecture is not in them: :meth:`load` is given a network of it.
-        """
-        from safetensors.numpy import save_file  # the only need of it here
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write ``tct.safetensors`` into a folder; the architecture is not in it."""
         arrays = {f"network.{name}": array for name, array in arrays_of(self.network).items()}
         own = zip(self.ARRAYS, (self.linear, self.mean, self.inv_std), strict=True)
         arrays |= {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in own}
-        save_file(arrays, folder / "tct.safetensors")
-        text = json.dumps(
-            {"format": 1, "loss": self.loss, **self.feature_map.to_config()}, indent=2
-        )
-        (folder / "tct.json").write_text(text + "\n", encoding="utf-8")
+        described = {"loss": self.loss, **self.feature_map.to_config()}
+        write_model(Path(folder) / self.FILE, arrays, described)
 
     @classmethod
     def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote.
-
-        Parameters
-        ----------
-        folder : path
-            With ``tct.safetensors`` and ``tct.json``.
-        network : nn.Module
-            Of the architecture that was saved; it is copied, its weights do not matter.
-
-        Raises
-        ------
-        FileNotFoundError
-            If they are not there.
-        """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
-        folder = Path(folder)
-        try:
-            described = json.loads((folder / "tct.json").read_text(encoding="utf-8"))
-            if described.get("format") != 1:
-                raise ValueError(f"expected format 1, got {described.get('format')!r}")
-            arrays = load_file(folder / "tct.safetensors")
-            feature_map = FeatureMap.from_config(described)
-            loss = check_loss(described.get("loss", "mse"))
-        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder} holds no TCT model that can be read: {error}") from error
+        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+        with reading_model(Path(folder) / cls.FILE, "TCT model") as (arrays, described):
+            feature_map, loss = FeatureMap.from_config(described), check_loss(described["loss"])
         own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
         missing = not {LINEAR, MEAN, SCALE} <= arrays.keys()
         require_same_network(network, own, folder, "its linear model" if missing else "")

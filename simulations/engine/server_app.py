@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
 from fedntk.ntk.support.files import claimed
-from fedntk.ntk.support.threads import stop_spinning
+from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
@@ -78,7 +78,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     with claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
-            stop_spinning(torch.get_num_threads())
+            warn_of_spinning(torch.get_num_threads())
             _serve(grid, config, folder, on_round, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)

@@ -26,7 +26,7 @@ from fedntk.ntk import BadReply, NetworkPredictor, Predictor
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
 from fedntk.ntk.support.files import claimed
-from fedntk.ntk.support.threads import stop_spinning
+from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.trust import SEALED_SEED
 
 from .array_archive import under
@@ -327,7 +327,7 @@ class BaseStrategy(FedAvg):
         RuntimeError
             At the end, if a strategy within this one failed and no round changed the model.
         """
-        stop_spinning(torch.get_num_threads())
+        warn_of_spinning(torch.get_num_threads())
         options |= {
             "grid": grid,
             "timeout": timeout,

@@ -103,23 +103,6 @@ def test_one_model_is_itself():
     assert torch.equal(ensemble.uncertainty(X).mutual_information, torch.zeros(N))
 
 
-@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_one_batched_pass_is_the_passes_one_by_one(make):
-    """In float64 both add the same products: 200 of them, of size below 20, in another order."""
-    models = members(make)
-    for model in models:
-        model.double()
-    looped = EnsemblePredictor(models).scores(X.double())
-    batched = EnsemblePredictor(models, batched=True).scores(X.double())
-    assert looped.dtype == batched.dtype == torch.float64
-    assert looped.shape == (K, N, C)
-    torch.testing.assert_close(batched, looped, rtol=0, atol=200 * 20 * 2.0**-53)
-    assert not batched.requires_grad
-    # and in evaluation mode: another batch changes nothing
-    alone = EnsemblePredictor(models, batched=True).scores(X[:1].double())
-    torch.testing.assert_close(alone, batched[:, :1], rtol=0, atol=200 * 20 * 2.0**-53)
-
-
 # --------------------------------------------------------------------- uncertainty
 
 
@@ -248,19 +231,11 @@ def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
             call(X)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: EnsemblePredictor(members(cnn)),
-        lambda: EnsemblePredictor(members(cnn), batched=True),
-    ],
-    ids=["looped", "batched"],
-)
-def test_what_is_saved_is_loaded_with_the_same_bits(make, tmp_path):
-    one = make()
+def test_what_is_saved_is_loaded_with_the_same_bits(tmp_path):
+    one = EnsemblePredictor(members(cnn))
     one.save(tmp_path)
     loaded = EnsemblePredictor.load(tmp_path, cnn())
-    assert (len(loaded), loaded.batched, loaded.loss) == (K, one.batched, one.loss)
+    assert (len(loaded), loaded.loss) == (K, one.loss)
     assert torch.equal(loaded.predict(X), one.predict(X))
     for ours, theirs in zip(one.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert ours[0] == theirs[0]
@@ -276,13 +251,11 @@ def test_models_of_several_kinds_are_saved_together(tmp_path):
     assert torch.equal(loaded.scores(X), one.scores(X))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", '{"kinds": ["Other"], "batched": false}', '{"kinds": 3, "batched": true}']
-)
+@pytest.mark.parametrize("text", ["", "{}", '{"kinds": ["Other"]}', '{"kinds": 3}'])
 def test_a_damaged_file_is_refused(tmp_path, text):
     EnsemblePredictor(members()).save(tmp_path)
     described = json.loads((tmp_path / "ensemble.json").read_text())
-    assert described == {"format": 1, "kinds": ["NetworkPredictor"] * K, "batched": False}
+    assert described == {"format": 1, "kinds": ["NetworkPredictor"] * K}
     (tmp_path / "ensemble.json").write_text(text)
     with pytest.raises(ValueError, match="describes no ensemble"):
         EnsemblePredictor.load(tmp_path, mlp())
@@ -291,8 +264,6 @@ def test_a_damaged_file_is_refused(tmp_path, text):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="members: expected at least one model"):
         EnsemblePredictor([])
-    with pytest.raises(ValueError, match="batched: expected networks alone"):
-        EnsemblePredictor([*members(count=1), tct()], batched=True)
     with pytest.raises(FileNotFoundError):
         EnsemblePredictor.load(tmp_path / "nowhere", mlp())
     with pytest.raises(ValueError, match="at least one example and as many labels"):

@@ -59,69 +59,19 @@ def test_own_settings_win(name):
     assert in_new_process(code, **{name: value}) == [expected, False]
 
 
-@pytest.fixture
-def late(monkeypatch):
-    """Torch was loaded first, on 8 cores that are busy; idle teams are counted, not made."""
-    made = []
-    monkeypatch.setattr(threads, "TOO_LATE", True)
-    monkeypatch.setattr(threads, "_cores", lambda: 8)
-    monkeypatch.setattr(threads, "_has_gnu_openmp", lambda: True)
-    monkeypatch.setattr(threads, "_keep_idle_team", made.append)
-    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    threads.stop_spinning.cache_clear()
-    yield made
-    threads.stop_spinning.cache_clear()
-
-
 @pytest.mark.parametrize(
-    ("count", "teams"), [(1, 0), (16, 0), (9, 0), (8, 1), (5, 1), (4, 2), (3, 3)]
+    ("change", "count", "warnings"),
+    [({}, 8, 1), ({}, 1, 0), ({"TOO_LATE": False}, 8, 0), ({"load": 0.0}, 8, 0)],
 )
-def test_idle_teams_make_more_threads_than_cores(count, teams, late):
-    """The first team has the main thread in it, and each other one a thread of its own.
-
-    OpenMP counts 1 + (teams + 1) (count - 1) threads: more than 8, and not with a team less.
-    """
-    for _ in range(2):  # the second call adds none
-        threads.stop_spinning(count)
-    assert len(late) == teams
-    if teams:
-        assert 1 + teams * (count - 1) <= 8 < 1 + (teams + 1) * (count - 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({}, 1),
-        ({"TOO_LATE": False}, 0),
-        ({"load": 0.0}, 0),
-    ],
-)
-def test_what_cannot_be_mended_is_said_once_on_a_busy_machine(
-    change, said, late, monkeypatch, caplog
+def test_spinning_threads_are_reported_once_on_a_busy_machine(
+    change, count, warnings, monkeypatch, caplog
 ):
-    monkeypatch.setattr(threads, "_has_gnu_openmp", lambda: False)
-    if "load" in change:
-        monkeypatch.setattr(os, "getloadavg", lambda: (change["load"],) * 3)
-    else:
-        for name, value in change.items():
-            monkeypatch.setattr(threads, name, value)
+    monkeypatch.setattr(threads, "TOO_LATE", change.get("TOO_LATE", True))
+    monkeypatch.setattr(threads, "_cores", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (change.get("load", 99.0),) * 3)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    threads.warn_of_spinning.cache_clear()
     for _ in range(2):
-        threads.stop_spinning(8)
-    assert not late
-    assert len(caplog.messages) == said
-    assert all("before torch" in message for message in caplog.messages)
-
-
-@pytest.mark.skipif(threads._cores() < 2, reason="one core: nothing waits")
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
-def test_an_idle_team_is_as_large_as_torchs_and_computes_nothing_else():
-    code = (
-        "import os, json, torch; from fedntk.ntk.support.threads import stop_spinning; "
-        "torch.zeros(2**23).add_(1); count = lambda: len(os.listdir('/proc/self/task')); "
-        "before, threads = count(), torch.get_num_threads(); stop_spinning(threads); "
-        "print(json.dumps([count() - before, threads, torch.get_num_threads()]))"
-    )
-    cores = threads._cores()
-    more, before, after = in_new_process(code, OMP_NUM_THREADS=str(cores))
-    assert (more, before, after) == (cores, cores, cores)
+        threads.warn_of_spinning(count)
+    threads.warn_of_spinning.cache_clear()
+    assert ["before torch" in message for message in caplog.messages] == [True] * warnings
