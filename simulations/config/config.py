@@ -19,8 +19,8 @@ import tomli_w
 
 from fedntk.ntk.support.files import whole
 
-from ..methods import all_methods, own_methods
-from ..methods.method import Method
+from ..data.settings import SplitSettings
+from .registry import all_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, numbers, setting
 
 __all__ = ["Config", "ConfigError", "nearest"]
@@ -32,19 +32,11 @@ INCIDENTAL = frozenset(
 # key of Flower's run-config that holds the settings of other packages' methods, as JSON: the
 # app's pyproject.toml has to list all keys
 PLUGGED_IN = "plugged-in"
-WITH_OWNERS = (
-    "leaf",
-    "digit-domains",
-    "digits-five",
-    "femnist",
-    "femnist-digits",
-    "two-patch",
-)  # data sets that say whose an example is
 END = "# end of the settings\n"  # of a file that is whole
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
-class Config(Settings):
+class Config(SplitSettings):
     """All settings of a run; checked when made.
 
     ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
@@ -71,9 +63,7 @@ class Config(Settings):
     method: str = setting("ntk-fl", "what to run")
     name: str = setting("", "name of the run; the method by default")
     out: str = setting("", "folder for results; by default one in runs/, named after the settings")
-    seed: int = setting(0, "of the split, the initial weights, and all sampling", at_least=0)
     rounds: int = setting(20, "communication rounds", at_least=0)
-    num_clients: int = setting(50, "clients; the number of Flower's nodes", at_least=1)
     clients_per_round: int = setting(10, "clients trained on a round", at_least=1)
     clients_per_evaluation: int = setting(
         10, "clients that evaluate the new model in a round; 0: none", at_least=0
@@ -117,28 +107,6 @@ class Config(Settings):
         1, "rounds between checkpoints; what is lost at most when a run is killed", at_least=1
     )
 
-    dataset: str = setting(
-        "digits",
-        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (its digits alone), either "
-        "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
-        "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
-    )
-    data_dir: str = setting(
-        "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
-    )
-    image_column: str = setting("", "of a Hugging Face set; its first image column by default")
-    label_column: str = setting("label", "of a Hugging Face set")
-    natural_column: str = setting("", "of a Hugging Face set: whose example it is")
-    examples_per_domain: int = setting(
-        0,
-        "training examples of each domain of digit-domains or digits-five, as many of each class; "
-        "0: all, or as many as the smallest domain of digit-domains has",
-        at_least=0,
-    )
-    test_examples_per_domain: int = setting(0, "the same, of the test set", at_least=0)
-    validation_examples: int = setting(
-        0, "training examples kept on the server, which no client gets", at_least=0
-    )
     validation_clients: int = setting(0, "clients held out of training by all methods", at_least=0)
     evaluate_on: Literal["test", "validation"] = setting(
         "test",
@@ -147,44 +115,8 @@ class Config(Settings):
         "neither, the local-test-fraction of all clients); with validation, validation-clients, if "
         "there are any, are the only clients that evaluate",
     )
-
-    partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
-        "dirichlet",
-        "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
-        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, LEAF's "
-        "users, FEMNIST's writers, domains, or the clients of two-patch",
-    )
-    owners: int = setting(
-        0,
-        "of partition = natural: owners drawn from all, whose training examples are used, such as "
-        "some of FEMNIST's writers; 0: all",
-        at_least=0,
-    )
-    alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
-    min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
-    examples_per_client: int = setting(200, "of partition = client-dirichlet", at_least=1)
-    classes_per_client: int = setting(2, "of partition = pathological", at_least=1)
-    class_assignment: Literal["random", "first-deterministic", "deterministic"] = setting(
-        "random",
-        "of partition = pathological: how clients get their classes; first-deterministic: the "
-        "first is the client's number modulo the classes, as by Yu et al. 2022",
-    )
-    train_examples: int = setting(
-        0, "training examples that clients get in all, drawn from the set; 0: all", at_least=0
-    )
     test_examples: int = setting(
         0, "of the test set, from its beginning, on which the server evaluates; 0: all", at_least=0
-    )
-    local_test_fraction: float = setting(
-        0.0,
-        "share of a client's examples kept out of its training, for its own evaluation",
-        at_least=0,
-        below=1,
-    )
-    private_test: bool = setting(
-        False,
-        "clients evaluate on their own part of the test set, which is split as the training "
-        "examples are; with evaluate-on = validation, on their local-test-fraction",
     )
 
     model: str = setting(
@@ -276,6 +208,7 @@ class Config(Settings):
 
     def check(self) -> None:
         """Refuse common settings that do not fit together."""
+        super().check()
         if self.weights:  # the same file for every process
             path = str(Path(self.weights).expanduser().absolute())
             object.__setattr__(self, "weights", path)
@@ -312,14 +245,6 @@ class Config(Settings):
             )
         if self.client_gpus and self.device == "cpu":
             raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
-        has_owners = self.natural_column or self.dataset.partition(":")[0] in WITH_OWNERS
-        if self.partition == "natural" and not has_owners:
-            raise ConfigError("partition = natural needs natural-column, the column of the ids")
-
-        if self.owners and self.partition != "natural":
-            raise ConfigError(
-                f"owners = {self.owners} needs partition = natural, got {self.partition}"
-            )
 
     def _check_validation(self) -> None:
         """Refuse a run on validation examples that has none."""
@@ -338,8 +263,8 @@ class Config(Settings):
     # ------------------------------------------------------------------ methods
 
     @property
-    def chosen_method(self) -> Method[Any]:
-        """The method that is run."""
+    def chosen_method(self) -> Any:
+        """The :class:`~fedntk.simulations.methods.method.Method` that is run."""
         return all_methods()[self.method]
 
     @property

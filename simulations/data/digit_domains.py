@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .domains import Domain, Joined, Part, chosen, joined
+from .parts import Domain, Part, joined, select_balanced
 
 __all__ = ["DOMAINS", "blurred", "digit_domains", "enlarged", "inverted", "rotated"]
 
@@ -25,10 +25,7 @@ def inverted(x: Pixels) -> Pixels:
 
 
 def rotated(x: Pixels) -> Pixels:
-    """Turn by 90 degrees, counter-clockwise.
-
-    No resampling. 180 degrees would turn a 6 into a 9.
-    """
+    """Turn by 90 degrees, counter-clockwise: 180 degrees would turn a 6 into a 9."""
     return np.ascontiguousarray(np.rot90(x, axes=(-2, -1)))
 
 
@@ -61,7 +58,7 @@ def enlarged(x: NDArray[Any]) -> Pixels:
     return np.stack(large)[:, None]
 
 
-# of MNIST's pictures, no two domains have the same
+# no two domains have the same picture of MNIST
 _OF_MNIST: dict[str, Callable[[Pixels], Pixels]] = {
     "mnist": lambda x: x,
     "inverted": inverted,
@@ -73,10 +70,8 @@ DOMAINS = (*_OF_MNIST, "enlarged")
 
 def digit_domains(
     mnist: Domain, digits: Domain, num_examples: int = 0, num_test_examples: int = 0
-) -> Joined:
-    """Make the five domains, in the order of ``DOMAINS``.
-
-    Each has as many examples as any other, and as many of each class.
+) -> Domain:
+    """Make the five domains, in the order of ``DOMAINS``, all of one size and balanced.
 
     Parameters
     ----------
@@ -85,26 +80,23 @@ def digit_domains(
     digits : Domain
         Scikit-learn's digits: (n, 1, 8, 8) of 0 ... 16.
     num_examples, num_test_examples : int
-        Of each domain; 0: as many as scikit-learn's digits have, of their smallest class.
-
-    Raises
-    ------
-    ConfigError
-        If a number is no multiple of ten, or there are fewer.
+        Number of examples of each domain; 0: ten times the smallest class of scikit-learn's digits.
     """
-    counts = [num_examples, num_test_examples]
-    keys = ("examples-per-domain", "test-examples-per-domain")
-    for i, part in enumerate(digits):
-        counts[i] = counts[i] or 10 * int(np.bincount(part.y, minlength=10).min())
-    domains = []
-    for block, change in enumerate(_OF_MNIST.values()):
+    counts = [
+        count or 10 * int(np.bincount(part.y, minlength=10).min())
+        for count, part in zip((num_examples, num_test_examples), digits, strict=True)
+    ]
+
+    def changed(source: Domain, name: str, change: Callable[[Any], Pixels], block: int) -> Domain:
         parts = []
-        for part, key, count in zip(mnist, keys, counts, strict=True):
-            own = chosen(part.y, count, key=key, whose="MNIST", block=block)
+        for part, key, count in zip(
+            source, ("examples-per-domain", "test-examples-per-domain"), counts, strict=True
+        ):
+            own = select_balanced(part.y, count, key=key, name=name, block=block)
             parts.append(Part(change(part.x[own]), part.y[own]))
-        domains.append(Domain(*parts))
-    parts = []
-    for part, key, count in zip(digits, keys, counts, strict=True):
-        own = chosen(part.y, count, key=key, whose="scikit-learn's set of digits")
-        parts.append(Part(enlarged(part.x[own]), part.y[own]))
-    return joined([*domains, Domain(*parts)])
+        return Domain(*parts)
+
+    of_mnist = [
+        changed(mnist, "MNIST", change, block) for block, change in enumerate(_OF_MNIST.values())
+    ]
+    return joined([*of_mnist, changed(digits, "scikit-learn's set of digits", enlarged, 0)])

@@ -5,14 +5,13 @@ ICLR 2021, section 5; Huang et al., *Understanding Convergence and Generalizatio
 Learning through Feature Learning Theory*, ICLR 2024, section 6.2, Table 2.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config.settings import ConfigError
-from .domains import Domain, Joined, Part, chosen, joined
-from .hugging_face import HuggingFaceSet, pictures
+from .hugging_face import HuggingFaceSet, existing_folder, pictures
+from .parts import Domain, Part, joined, select_balanced
 
 __all__ = ["DIGIT_SETS", "SIDE", "digits_five"]
 
@@ -20,7 +19,7 @@ SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
 
 
 class HubSet(NamedTuple):
-    """Where a set is on Hugging Face's hub; no name: nowhere that we know of."""
+    """A set's name on Hugging Face's hub; empty if it is on no hub that we know of."""
 
     name: str = ""
     subset: str = ""
@@ -35,45 +34,35 @@ DIGIT_SETS = {
 }
 
 
-def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) -> Joined:
+def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) -> Domain:
     """Load the five sets in the order of ``DIGIT_SETS``, as RGB pictures of 28 x 28.
 
     Parameters
     ----------
     folder : str
-        With a folder of Parquet files for each set, by its name in ``DIGIT_SETS``. Sets that are
-        not there, and all if `folder` is empty, come from the hub.
+        Folder with a folder of Parquet files for each set, by its name in ``DIGIT_SETS``. Missing
+        sets, and all if `folder` is empty, come from the hub.
     num_examples, num_test_examples : int
-        Of each set, as many of each class, its first ones; 0: all.
-
-    Raises
-    ------
-    ConfigError
-        If a set cannot be had, has other labels than 0 ... 9, or fewer examples.
+        Number of examples of each set, as many of each class, its first ones; 0: all.
     """
-    place = Path(folder).expanduser()
-    if folder and not place.is_dir():
-        raise ConfigError(f"dataset = digits-five: expected a folder, got {place}")
-    found = {}
+    place = existing_folder(folder, "digits-five")
+    sources = {}
     for name, hub in DIGIT_SETS.items():
-        own = place / name
-        if folder and own.is_dir():
-            found[name] = HuggingFaceSet(str(own))
+        if place is not None and (place / name).is_dir():
+            sources[name] = HuggingFaceSet(str(place / name))
         elif hub.name:
-            found[name] = HuggingFaceSet(hub.name, hub.subset)
+            sources[name] = HuggingFaceSet(*hub)
         else:
             raise ConfigError(
                 f"dataset = digits-five: {name} is on no hub that we know of; set "
                 f"dataset = digits-five:<folder>, with its Parquet files in <folder>/{name}"
             )
-    counts = {
-        "train": ("examples-per-domain", num_examples),
-        "test": ("test-examples-per-domain", num_test_examples),
-    }
+    keys = ("examples-per-domain", "test-examples-per-domain")
+    counts = list(zip(("train", "test"), keys, (num_examples, num_test_examples), strict=True))
     return joined(
         [
-            Domain(*(_part(own, name, part, *count) for part, count in counts.items()))
-            for name, own in found.items()
+            Domain(*(_part(source, name, *count) for count in counts))
+            for name, source in sources.items()
         ]
     )
 
@@ -87,7 +76,7 @@ def _part(source: HuggingFaceSet, name: str, part: str, key: str, count: int) ->
             "digits 0 ... 9"
         )
     if count:
-        own = chosen(y, count, key=key, whose=name)
+        own = select_balanced(y, count, key=key, name=name)
         split, y = split.select(own), y[own]
     return Part(pictures(split, source.image_column(split), _resized), y)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,18 +14,18 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from flwr_datasets import FederatedDataset
 
-__all__ = ["HuggingFaceSet", "channels_first", "pictures"]
+__all__ = ["HuggingFaceSet", "channels_first", "existing_folder", "pictures"]
 
 
 class HuggingFaceSet:
-    """An image set with train and test splits; read when first asked for.
+    """An image set with train and test splits, read on first use.
 
     Parameters
     ----------
     name : str
-        On the hub, or a folder of Parquet files.
+        Name on the hub, or a folder of Parquet files.
     subset : str
-        Of a set on the hub that has several; empty: its only one.
+        Subset of a set on the hub that has several.
     """
 
     def __init__(self, name: str, subset: str = "") -> None:
@@ -39,13 +40,7 @@ class HuggingFaceSet:
         )
 
     def split(self, part: str) -> "Dataset":
-        """Return the train or the test split.
-
-        Raises
-        ------
-        ConfigError
-            If it cannot be read, or downloaded.
-        """
+        """Return the train or the test split."""
         try:
             return self._federated.load_split(part)
         except Exception as error:
@@ -54,26 +49,14 @@ class HuggingFaceSet:
             ) from error
 
     def image_column(self, split: "Dataset", given: str = "") -> str:
-        """Return the column of the images: the given one, or the first that has images.
-
-        Raises
-        ------
-        ConfigError
-            If there is none.
-        """
+        """Return the column of the images: the given one, or the first that has images."""
         from datasets import Image
 
         images = [key for key, feature in split.features.items() if isinstance(feature, Image)]
         return self.column(split, "image-column", given or (images[0] if images else ""))
 
     def column(self, split: "Dataset", setting: str, given: str) -> str:
-        """Return the column that a setting names.
-
-        Raises
-        ------
-        ConfigError
-            If there is none of this name.
-        """
+        """Return the given column, if the split has it."""
         if given not in split.features:
             raise ConfigError(
                 f"{setting}: {self.name!r} has the columns {', '.join(split.features)}, "
@@ -82,17 +65,12 @@ class HuggingFaceSet:
         return given
 
     def class_column(self, split: "Dataset") -> str:
-        """Return the only column of class labels; without one, the only column of whole numbers.
-
-        Raises
-        ------
-        ConfigError
-            If there is none, or several.
-        """
+        """Return the only column of class labels; without one, the only column of whole numbers."""
         from datasets import ClassLabel
 
-        labels = [key for key, feature in split.features.items() if isinstance(feature, ClassLabel)]
-        numbers = [key for key, feature in split.features.items() if "int" in _dtype(feature)]
+        features = split.features.items()
+        labels = [key for key, feature in features if isinstance(feature, ClassLabel)]
+        numbers = [key for key, feature in features if "int" in str(getattr(feature, "dtype", ""))]
         found: list[str] = labels or numbers
         if len(found) != 1:
             raise ConfigError(
@@ -102,18 +80,22 @@ class HuggingFaceSet:
         return found[0]
 
 
-def _dtype(feature: Any) -> str:
-    return str(getattr(feature, "dtype", ""))
+def existing_folder(folder: str, dataset: str) -> Path | None:
+    """Return the folder of a data set's files; None if none is named."""
+    place = Path(folder).expanduser()
+    if folder and not place.is_dir():
+        raise ConfigError(f"dataset = {dataset}: expected a folder, got {place}")
+    return place if folder else None
 
 
 def pictures(
-    split: "Dataset", column: str, prepare: Callable[[Any], Any] = np.asarray
+    split: "Dataset", column: str, convert: Callable[[Any], Any] = np.asarray
 ) -> NDArray[Any]:
     """Return a column of pictures, all of one size and mode, as (n, channels, height, width)."""
-    return channels_first(np.stack([np.asarray(prepare(picture)) for picture in split[column]]))
+    return channels_first(np.stack([np.asarray(convert(picture)) for picture in split[column]]))
 
 
 def channels_first(pictures: NDArray[Any]) -> NDArray[Any]:
-    """Grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
+    """Return grey (n, h, w) or coloured (n, h, w, c) pictures as (n, c, h, w)."""
     moved = pictures[:, None] if pictures.ndim == 3 else pictures.transpose(0, 3, 1, 2)
     return np.ascontiguousarray(moved)

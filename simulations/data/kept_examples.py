@@ -12,14 +12,7 @@ MOST_BYTES = 2**28
 
 
 class Own(NamedTuple):
-    """Examples that a client holds.
-
-    Attributes
-    ----------
-    train, test : tuple of Tensor
-        Examples (n, ...) and labels (n,), for training and for its own evaluations; n may be 0
-        for these.
-    """
+    """A client's examples (n, ...) and labels (n,), for training and for its own evaluations."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -31,20 +24,15 @@ class Own(NamedTuple):
 
     @property
     def versions(self) -> list[int]:
-        """How often each tensor has been changed in place, by whatever shares its memory."""
+        """Numbers of changes in place to each tensor."""
         return [part._version for pair in self for part in pair]
 
 
 class KeptExamples:
-    """Examples of the partitions that were asked for last, as many as fit; for one thread.
+    """Examples of the partitions that were used last, up to `most_bytes`; for one thread.
 
-    Some networks change in place what they are given. Examples to which this has happened are made
-    anew, so that no client finds what another message has left.
-
-    Parameters
-    ----------
-    most_bytes : int
-        Of all that is kept. A client that has more is not kept at all.
+    Some networks change their input in place. Examples that were changed are made anew, so that no
+    client finds what another message has left.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -53,7 +41,7 @@ class KeptExamples:
         self._kept: OrderedDict[int, tuple[Own, list[int]]] = OrderedDict()
 
     def of(self, partition: int, make: Callable[[], Own]) -> Own:
-        """Return a partition's examples, made where they are not kept."""
+        """Return a partition's kept examples, or make them."""
         own, versions = self._kept.pop(partition, (None, []))
         if own is not None:
             self.nbytes -= own.nbytes

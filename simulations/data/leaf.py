@@ -3,55 +3,34 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config.settings import ConfigError
+from .parts import Part
 
-__all__ = ["LeafPart", "load_leaf"]
+__all__ = ["load_leaf"]
 
-
-class LeafPart(NamedTuple):
-    """One split of a LEAF data set.
-
-    Attributes
-    ----------
-    x : ndarray
-        Text: int64 of shape (n, length), positions in the alphabet. Else float32 of shape (n, ...).
-    y : ndarray of int64, shape (n,)
-        Classes; of text, the position of the next character.
-    users : ndarray of str, shape (n,)
-        Whose example it is.
-    """
-
-    x: NDArray[Any]
-    y: NDArray[np.int64]
-    users: NDArray[np.str_]
+Row = tuple[Any, Any, str]  # x, y, user
 
 
-def load_leaf(folder: Path) -> tuple[LeafPart, LeafPart, int, bool]:
+def load_leaf(folder: Path) -> tuple[Part, Part, int, bool]:
     """Read ``train/*.json`` and ``test/*.json`` of a folder.
 
     Each file holds ``users`` and ``user_data``: for each user the lists ``x`` and ``y``. Examples
     are strings of one length, with the next character as label, or lists of numbers, with a whole
-    number as label. The alphabet are the characters of both splits, in their order. Lists of 784
-    numbers are images of 28 x 28, as in FEMNIST.
+    number as label. The alphabet is the sorted characters of both splits. Lists of 784 numbers are
+    images of 28 x 28, as in FEMNIST.
 
     Returns
     -------
-    tuple of LeafPart, LeafPart, int, bool
-        Training and test set; number of classes; whether it is text.
-
-    Raises
-    ------
-    ConfigError
-        If a file is missing or not in this form.
+    tuple of Part, Part, int, bool
+        Training and test set, owned by users; number of classes; whether it is text. Text is int64
+        of shape (n, length), positions in the alphabet; else examples are float32.
     """
     raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
-    first = raw["train"][0][0]
-    is_text = isinstance(first, str)
+    is_text = isinstance(raw["train"][0][0], str)
     lengths = {len(x) for rows in raw.values() for x, _, _ in rows}
     if len(lengths) > 1:
         raise ConfigError(f"dataset: {folder} has examples of {len(lengths)} lengths, expected one")
@@ -64,8 +43,7 @@ def load_leaf(folder: Path) -> tuple[LeafPart, LeafPart, int, bool]:
     return train, test, int(max(train.y.max(), test.y.max())) + 1, False
 
 
-def _examples(folder: Path, part: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield (x, y, user) of all files of a split."""
+def _examples(folder: Path, part: str) -> Iterator[Row]:
     paths = sorted((folder / part).glob("*.json"))
     if not paths:
         raise ConfigError(f"dataset: expected LEAF's files {folder / part}/*.json, found none")
@@ -86,15 +64,15 @@ def _examples(folder: Path, part: str) -> Iterator[tuple[Any, Any, str]]:
         raise ConfigError(f"dataset: {folder / part} holds no examples")
 
 
-def _text(rows: list[tuple[Any, Any, str]], position: dict[str, int], folder: Path) -> LeafPart:
+def _text(rows: list[Row], position: dict[str, int], folder: Path) -> Part:
     if not all(isinstance(x, str) and isinstance(y, str) and len(y) == 1 for x, y, _ in rows):
         raise ConfigError(f"dataset: {folder} mixes text with other examples, or labels are longer")
     x = np.array([[position[letter] for letter in text] for text, _, _ in rows], np.int64)
     y = np.array([position[letter] for _, letter, _ in rows], np.int64)
-    return LeafPart(x, y, np.array([user for _, _, user in rows]))
+    return Part(x, y, np.array([user for _, _, user in rows]))
 
 
-def _numbers(rows: list[tuple[Any, Any, str]], folder: Path) -> LeafPart:
+def _numbers(rows: list[Row], folder: Path) -> Part:
     try:
         x = np.array([own for own, _, _ in rows], np.float32)
         y = np.array([label for _, label, _ in rows])
@@ -103,4 +81,4 @@ def _numbers(rows: list[tuple[Any, Any, str]], folder: Path) -> LeafPart:
     if not np.issubdtype(y.dtype, np.integer):
         raise ConfigError(f"dataset: {folder} has labels of {y.dtype}, expected whole numbers")
     x = x.reshape(-1, 1, 28, 28) if x.shape[1:] == (784,) else x
-    return LeafPart(x, y.astype(np.int64), np.array([user for _, _, user in rows]))
+    return Part(x, y.astype(np.int64), np.array([user for _, _, user in rows]))

@@ -3,11 +3,11 @@
 import gzip
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +17,16 @@ from torch import Tensor
 from fedntk.clients import cache_dir
 from fedntk.ntk.support.files import whole
 
-from ..config.config import Config
 from ..config.settings import ConfigError, nearest
 from .digit_domains import digit_domains
 from .digits_five import digits_five
-from .domains import Domain, Joined, Part
 from .femnist import femnist
 from .hugging_face import HuggingFaceSet, channels_first, pictures
 from .kept_examples import Own
 from .leaf import load_leaf
+from .parts import Domain, Part
+from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
-
-if TYPE_CHECKING:
-    from ..methods.method import Setup
 
 __all__ = ["Data", "load_data", "load_own"]
 
@@ -50,13 +47,11 @@ class Data:
         Labels 0 ... num_classes - 1.
     num_classes : int
         C.
-    natural_ids : ndarray or None, shape (n,)
-        Whose training example it is, where the set tells.
+    natural_ids, natural_ids_test : ndarray or None, shape (n,)
+        Owner of each example, if the set names owners.
     standardise : bool
-        Whether a network gets examples of mean 0 and variance 1. Not so where their values have a
+        Whether a network gets examples of mean 0 and variance 1. Not if their values have a
         meaning as they are: positions in an alphabet, or signals of a stated strength.
-    natural_ids_test : ndarray or None, shape (m,)
-        Whose test example it is, where the set tells.
     """
 
     x_train: NDArray[Any]
@@ -65,20 +60,15 @@ class Data:
     y_test: NDArray[np.int64]
     num_classes: int
     natural_ids: NDArray[Any] | None = None
-    standardise: bool = True
     natural_ids_test: NDArray[Any] | None = None
+    standardise: bool = True
 
     def __post_init__(self) -> None:
-        """Check shapes and labels.
-
-        Raises
-        ------
-        ConfigError
-            If examples and labels do not match, or labels are not 0 ... C - 1.
-        """
-        for part in ("train", "test"):
-            x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
-            if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
+        for part, x, y in (
+            ("train", self.x_train, self.y_train),
+            ("test", self.x_test, self.y_test),
+        ):
+            if not _is_real(x) or x.ndim < 2:
                 raise ConfigError(
                     f"{part} set: expected numbers of shape (n, ...), got {x.dtype} of {x.shape}"
                 )
@@ -87,25 +77,28 @@ class Data:
                     f"{part} set: expected examples and one label each, got shapes {x.shape} and "
                     f"{y.shape}"
                 )
-            if y.min() < 0 or y.max() >= self.num_classes:
-                raise ConfigError(
-                    f"{part} set: expected labels 0 ... {self.num_classes - 1}, "
-                    f"got {y.min()} ... {y.max()}"
-                )
+            self._require_classes(y, f"{part} set: ")
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             raise ConfigError(
                 f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
                 f"{self.x_test.shape[1:]} for testing"
             )
+
+    def _require_classes(self, y: NDArray[Any], what: str = "") -> None:
+        if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
+            raise ConfigError(
+                f"{what}expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"
+            )
+
+    @cached_property
+    def _mean_and_std(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Mean and deviation per channel, or over all values of examples without channels."""
         if not self.standardise:
-            object.__setattr__(self, "_mean", np.zeros(1))
-            object.__setattr__(self, "_std", np.ones(1))
-            return
+            return np.zeros(1, np.float32), np.ones(1, np.float32)
         axes = (0, *range(2, self.x_train.ndim)) if self.x_train.ndim == 4 else None
         mean = self.x_train.mean(axis=axes, keepdims=True, dtype=np.float64)
         std = self.x_train.std(axis=axes, keepdims=True, dtype=np.float64)
-        object.__setattr__(self, "_mean", mean)
-        object.__setattr__(self, "_std", np.where(std > 0, std, 1.0))
+        return mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -122,10 +115,7 @@ class Data:
         return digest.hexdigest()
 
     def train(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return training examples standardised by the training set, with their labels.
-
-        Mean 0 and variance 1 per channel (over all values where there are no channels), float32.
-        """
+        """Return training examples, float32 standardised by the training set, with their labels."""
         return self._tensors(self.x_train[indices], self.y_train[indices])
 
     def test(self, indices: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
@@ -135,51 +125,42 @@ class Data:
         return self._tensors(self.x_test[indices], self.y_test[indices])
 
     def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return other examples of this kind, standardised by the training set.
-
-        Raises
-        ------
-        ConfigError
-            If they are not of this set's shape, hold what is no number, or have labels that are
-            none of its classes.
-        """
+        """Return other examples of this kind, checked and standardised by the training set."""
         if x.shape[1:] != self.input_shape or y.shape != (len(x),):
             raise ConfigError(
                 f"expected examples of shape (n, {', '.join(map(str, self.input_shape))}) and "
                 f"n labels, got {x.shape} and {y.shape}"
             )
-        if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x):
+        if not _is_real(x):
             raise ConfigError(f"expected numbers, got {x.dtype}")
         if not np.isfinite(x).all():
             raise ConfigError("expected finite numbers, got NaN or infinity")
         if not np.issubdtype(y.dtype, np.integer):
             raise ConfigError(f"expected whole numbers as labels, got {y.dtype}")
-        if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
-            raise ConfigError(
-                f"expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"
-            )
+        self._require_classes(y)
         return self._tensors(x, y.astype(np.int64))
 
     def _tensors(self, x: NDArray[Any], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        mean, std = self.__dict__["_mean"], self.__dict__["_std"]
-        standardised = (x.astype(np.float32) - mean.astype(np.float32)) / std.astype(np.float32)
+        mean, std = self._mean_and_std
+        standardised = (x.astype(np.float32) - mean) / std
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
 
 
-def load_own(path: str, setup: "Setup") -> Own:
-    """Load a node's own examples; they are of the run's data set's kind, and standardised by it.
+def _is_real(x: NDArray[Any]) -> bool:
+    return np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
+
+
+def load_own(path: str, data: Data, max_examples: int) -> Own:
+    """Load a node's own examples, of the kind of the run's data set and standardised by it.
 
     Parameters
     ----------
     path : str
         An npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
-    setup : Setup
-        Of the run: the data set says the shape of an example, the classes, mean and deviation.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be read, or does not fit.
+    data : Data
+        The run's data set.
+    max_examples : int
+        Most training examples of a client.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
@@ -192,86 +173,62 @@ def load_own(path: str, setup: "Setup") -> Own:
             x_test, y_test = (file["x_test"], file["y_test"]) if tested else (x[:0], y[:0])
     except (KeyError, ValueError, OSError) as error:
         raise ConfigError(f"data-path: {files[0]} must hold x and y ({error})") from None
-    if not 0 < len(y) <= setup.max_examples:
+    if not 0 < len(y) <= max_examples:
         raise ConfigError(
-            f"data-path: expected 1 ... {setup.max_examples} examples, got {len(y)} in "
-            f"{files[0]}; max-examples says how many a client may have"
+            f"data-path: expected 1 ... {max_examples} examples, got {len(y)} in {files[0]}; "
+            "max-examples says how many a client may have"
         )
     try:
-        return Own(setup.data.standardised(x, y), setup.data.standardised(x_test, y_test))
+        return Own(data.standardised(x, y), data.standardised(x_test, y_test))
     except ConfigError as error:
         raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
 
-def load_data(config: Config) -> Data:
-    """Load the data set that `config` names; later calls in a process share it.
-
-    Raises
-    ------
-    ConfigError
-        If the name is unknown, a file is missing, or the content does not fit.
-    """
-    file = Path(config.dataset.partition(":")[2])
+def load_data(settings: DatasetSettings) -> Data:
+    """Load the data set that `settings` name; later calls in a process share it."""
+    file = Path(settings.dataset.partition(":")[2])
+    modified = file.stat().st_mtime_ns if file.is_file() else 0
+    options = {name: getattr(settings, name) for name in DatasetSettings.options()}
+    options["data_dir"] = settings.data_dir or str(cache_dir() / "data")
     try:
-        return _load(
-            config.dataset,
-            config.data_dir or str(cache_dir() / "data"),
-            config.image_column,
-            config.label_column,
-            config.natural_column,
-            (config.examples_per_domain, config.test_examples_per_domain),
-            file.stat().st_mtime_ns if file.is_file() else 0,
-        )
+        return _load(DatasetSettings(**options), modified)
     except ConfigError:
         raise
     except Exception as error:  # what a damaged file makes a library raise
         lines = str(error).splitlines() or [""]
         raise ConfigError(
-            f"dataset = {config.dataset}: cannot be read: {type(error).__name__}: {lines[0]}"
+            f"dataset = {settings.dataset}: cannot be read: {type(error).__name__}: {lines[0]}"
         ) from error
 
 
 @lru_cache(maxsize=2)
-def _load(
-    dataset: str,
-    data_dir: str,
-    image_column: str,
-    label_column: str,
-    natural_column: str,
-    per_domain: tuple[int, int],
-    _modified: int,
-) -> Data:
-    name, _, rest = dataset.partition(":")
-    folder = Path(data_dir).expanduser()
+def _load(settings: DatasetSettings, _modified: int) -> Data:
+    name, _, rest = settings.dataset.partition(":")
+    folder = Path(settings.data_dir).expanduser()
+    per_domain = settings.examples_per_domain, settings.test_examples_per_domain
     if name == "npz" and rest:
         return _npz(Path(rest))
     if name == "leaf" and rest:
         train, test, num_classes, is_text = load_leaf(Path(rest).expanduser())
-        return Data(
-            train.x, train.y, test.x, test.y, num_classes, train.users, not is_text, test.users
-        )
+        return _data(train, test, num_classes, standardise=not is_text)
     if name == "two-patch":
-        return _two_patch(rest)
+        return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2, standardise=False)
     if name == "hf" and rest:
-        return _hugging_face(rest, image_column, label_column, natural_column)
+        return _hugging_face(rest, settings)
     if name in ("femnist", "femnist-digits"):
-        own = femnist(rest, digits=name == "femnist-digits")
-        return Data(
-            *own.train, *own.test, own.num_classes, own.writers,
-            natural_ids_test=own.writers_test,
-        )  # fmt: skip
+        return _data(*femnist(rest, digits=name == "femnist-digits"))
     if name == "digits-five":
-        return _of_domains(digits_five(rest, *per_domain))
-    if dataset == "digit-domains":
+        return _data(*digits_five(rest, *per_domain), 10)
+    if settings.dataset == "digit-domains":
         mnist, digits = (_as_domain(_BY_NAME[own](folder)) for own in ("mnist", "digits"))
-        return _of_domains(digit_domains(mnist, digits, *per_domain))
-    if dataset in _BY_NAME:
-        return _BY_NAME[dataset](folder)
+        return _data(*digit_domains(mnist, digits, *per_domain), 10)
+    if settings.dataset in _BY_NAME:
+        return _BY_NAME[settings.dataset](folder)
     names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
     raise ConfigError(
-        f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, "
-        f"hf:<name or folder>, leaf:<folder>, npz:<file> or two-patch:<options>, got {dataset!r}"
-        f"{nearest(dataset, (*names, 'two-patch'))}"
+        f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, hf:<name "
+        f"or folder>, leaf:<folder>, npz:<file> or two-patch:<options>, got {settings.dataset!r}"
+        f"{nearest(settings.dataset, (*names, 'two-patch'))}"
     )
 
 
@@ -295,9 +252,11 @@ def _digits(_: Path) -> Data:
 def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
     def load(data_dir: Path) -> Data:
         root = _unpacked(data_dir, folder) if folder else data_dir
-        if folder and all((root / folder / "raw" / name).is_file() for name in IDX_FILES):
-            return _idx_set(root / folder / "raw")
-        import torchvision
+        raw = root / folder / "raw"
+        if folder and all((raw / name).is_file() for name in IDX_FILES):
+            x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
+            return _images([(x_train, y_train), (x_test, y_test)], 10)
+        import torchvision  # takes a second
 
         kind = getattr(torchvision.datasets, class_name)
         try:
@@ -310,25 +269,15 @@ def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
                     f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
                     "data-dir to a folder in torchvision's layout"
                 ) from error
-        (x_train, y_train), (x_test, y_test) = (
-            (channels_first(np.asarray(part.data)), np.asarray(part.targets, dtype=np.int64))
-            for part in parts
-        )
-        return Data(x_train, y_train, x_test, y_test, num_classes=len(parts[0].classes))
+        arrays = [(np.asarray(own.data), np.asarray(own.targets)) for own in parts]
+        return _images(arrays, len(parts[0].classes))
 
     return load
 
 
-def _idx_set(folder: Path) -> Data:
-    """Read the unpacked files of MNIST and its like; importing torchvision takes a second."""
-    x_train, y_train, x_test, y_test = (_idx(folder / name) for name in IDX_FILES)
-    return Data(
-        channels_first(x_train),
-        y_train.astype(np.int64),
-        channels_first(x_test),
-        y_test.astype(np.int64),
-        num_classes=10,
-    )
+def _images(parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], num_classes: int) -> Data:
+    train, test = (Part(channels_first(x), y.astype(np.int64)) for x, y in parts)
+    return _data(train, test, num_classes)
 
 
 def _idx(path: Path) -> NDArray[np.uint8]:
@@ -341,10 +290,9 @@ def _idx(path: Path) -> NDArray[np.uint8]:
 
 
 def _unpacked(data_dir: Path, folder: str) -> Path:
-    """Root that holds ``folder/raw`` unpacked: `data_dir`, or a cache where it has gzip files."""
+    """Root that holds ``folder/raw`` unpacked: `data_dir`, or a cache if it has gzip files."""
     packed = sorted((data_dir / folder / "raw").glob("*ubyte.gz"))
-    missing = [path for path in packed if not path.with_suffix("").exists()]
-    if not missing:
+    if all(path.with_suffix("").exists() for path in packed):
         return data_dir
     stamp = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in packed]
     cache = cache_dir() / "data" / hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
@@ -356,79 +304,57 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
     return cache
 
 
-def _two_patch(options: str) -> Data:
-    train, test = draw_two_patch(TwoPatchOptions.read(options))
-    return Data(
-        train.x, train.y, test.x, test.y, 2, train.clients,
-        standardise=False, natural_ids_test=test.clients,
-    )  # fmt: skip
-
-
 def _npz(path: Path) -> Data:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            x_train, y_train, x_test, y_test = (
-                file[name] for name in ("x_train", "y_train", "x_test", "y_test")
-            )
+            arrays = {name: file[name] for name in ("x_train", "y_train", "x_test", "y_test")}
     except FileNotFoundError:
         raise ConfigError(f"dataset: no file at {path}") from None
     except (KeyError, ValueError, OSError) as error:
         raise ConfigError(
             f"dataset: {path} must hold x_train, y_train, x_test and y_test ({error})"
         ) from None
-    labels = []
-    for name, y in (("y_train", y_train), ("y_test", y_test)):
-        if not np.issubdtype(y.dtype, np.integer):
-            raise ConfigError(f"dataset: {name} in {path} must be whole numbers, got {y.dtype}")
-        labels.append(y.astype(np.int64))
-    for name, x in (("x_train", x_train), ("x_test", x_test)):
-        if not np.isfinite(x).all():
+    for name in ("y_train", "y_test"):
+        if not np.issubdtype(arrays[name].dtype, np.integer):
+            raise ConfigError(
+                f"dataset: {name} in {path} must be whole numbers, got {arrays[name].dtype}"
+            )
+        arrays[name] = arrays[name].astype(np.int64)
+    for name in ("x_train", "x_test"):
+        if not np.isfinite(arrays[name]).all():
             raise ConfigError(f"dataset: {name} in {path} holds NaN or infinity")
-    num_classes = int(max(y.max(initial=-1) for y in labels)) + 1
-    if num_classes > labels[0].size:
+    num_classes = 1 + max(int(arrays[name].max(initial=-1)) for name in ("y_train", "y_test"))
+    if num_classes > arrays["y_train"].size:
         raise ConfigError(
-            f"dataset: {path} has labels up to {num_classes - 1} and {labels[0].size} training "
-            "examples; number the classes 0 ... C - 1"
+            f"dataset: {path} has labels up to {num_classes - 1} and {arrays['y_train'].size} "
+            "training examples; number the classes 0 ... C - 1"
         )
-    return Data(x_train, labels[0], x_test, labels[1], num_classes=num_classes)
+    return Data(**arrays, num_classes=num_classes)
 
 
-def _hugging_face(name: str, image_column: str, label_column: str, natural_column: str) -> Data:
+def _hugging_face(name: str, settings: DatasetSettings) -> Data:
     """Any image set with train and test splits, from the hub or a folder of its files."""
-    source = HuggingFaceSet(name)
-    loaded: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
-    natural_ids: dict[str, NDArray[Any]] = {}
+    source, parts = HuggingFaceSet(name), []
     num_classes = 0
-    for part in ("train", "test"):
-        split = source.split(part)
-        images = source.image_column(split, image_column)
-        labels = np.asarray(
-            split[source.column(split, "label-column", label_column)], dtype=np.int64
-        )
-        loaded[part] = pictures(split, images), labels
-        feature = split.features[label_column]
-        num_classes = getattr(feature, "num_classes", max(num_classes, int(labels.max()) + 1))
-        if natural_column and (part == "train" or natural_column in split.features):
-            ids = source.column(split, "natural-column", natural_column)
-            natural_ids[part] = np.asarray(split[ids])
-    return Data(
-        *loaded["train"],
-        *loaded["test"],
-        num_classes,
-        natural_ids.get("train"),
-        natural_ids_test=natural_ids.get("test"),
-    )
+    for side in ("train", "test"):
+        split = source.split(side)
+        images = source.image_column(split, settings.image_column)
+        label = source.column(split, "label-column", settings.label_column)
+        y = np.asarray(split[label], dtype=np.int64)
+        found = max(num_classes, int(y.max()) + 1)
+        num_classes = getattr(split.features[label], "num_classes", found)
+        ids, owners = settings.natural_column, None
+        if ids and (side == "train" or ids in split.features):
+            owners = np.asarray(split[source.column(split, "natural-column", ids)])
+        parts.append(Part(pictures(split, images), y, owners))
+    train, test = parts
+    return _data(train, test, num_classes)
 
 
-def _of_domains(domains: Joined) -> Data:
-    """Digits of several domains, which are the owners of the examples."""
+def _data(train: Part, test: Part, num_classes: int, *, standardise: bool = True) -> Data:
     return Data(
-        *domains.train,
-        *domains.test,
-        num_classes=10,
-        natural_ids=domains.ids,
-        natural_ids_test=domains.ids_test,
+        train.x, train.y, test.x, test.y, num_classes, train.owners, test.owners, standardise
     )
 
 

@@ -12,7 +12,7 @@ __all__ = ["ClientDirichletPartitioner", "column"]
 
 
 class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
-    """The split of Yue et al. (2022): each client's mixture of classes is drawn for it alone.
+    """The split of Yue et al. (2022): each client has a mixture of classes of its own.
 
     For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_partition)
     images of class k, drawn without replacement. Clients are drawn independently of each other,
@@ -31,14 +31,9 @@ class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
     alpha : float
         Concentration of the symmetric Dirichlet distribution.
     examples_per_partition : int
-        Before rounding down; a client has up to C - 1 fewer.
+        Number before rounding down; a client has up to C - 1 fewer.
     seed : int
-        Of all draws.
-
-    Raises
-    ------
-    ValueError
-        From :meth:`load_partition`, if a class has fewer images than a client is to get.
+        Seed of all draws.
     """
 
     def __init__(
@@ -50,11 +45,8 @@ class ClientDirichletPartitioner(Partitioner):  # type: ignore[misc]
         seed: int = 42,
     ) -> None:
         super().__init__()
-        self._num_partitions = num_partitions
-        self._partition_by = partition_by
-        self._alpha = alpha
-        self._examples = examples_per_partition
-        self._seed = seed
+        self._num_partitions, self._partition_by = num_partitions, partition_by
+        self._alpha, self._examples, self._seed = alpha, examples_per_partition, seed
 
     @property
     def num_partitions(self) -> int:

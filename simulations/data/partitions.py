@@ -1,6 +1,6 @@
-"""How examples are split among clients: training examples with flwr-datasets' partitioners.
+"""Split of the examples among clients: training examples by flwr-datasets' partitioners.
 
-With the setting private-test the test set is split, too, as the training examples were.
+With the setting private-test the test set is split as the training examples were.
 """
 
 import hashlib
@@ -17,33 +17,38 @@ from numpy.typing import NDArray
 from fedntk.clients import cache_dir
 from fedntk.ntk.support.files import whole
 
-from ..config.config import Config
 from ..config.settings import ConfigError
 from .load import Data, load_data
+from .settings import SplitSettings
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
 __all__ = ["SPLIT_SETTINGS", "Split", "apportion", "load_split", "split_data"]
 
+Indices = NDArray[np.int64]
+OF_TESTS = ("local_test_fraction", "private_test")
+SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in OF_TESTS]
+"""Settings on which each client's training examples depend, besides the data set."""
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Which examples each client holds.
+    """Indices of each client's examples.
 
     Attributes
     ----------
     clients : tuple of ndarray of int64
-        For each partition, the indices of its training examples.
+        Training examples of each partition.
     validation : ndarray of int64
-        Indices that the server keeps and no client has.
+        Training examples that the server keeps and no client has.
     tests : tuple of ndarray of int64
-        With private-test: for each partition, the indices of its test examples. Else empty.
+        With private-test: test examples of each partition. Else empty.
     """
 
-    clients: tuple[NDArray[np.int64], ...]
-    validation: NDArray[np.int64]
-    tests: tuple[NDArray[np.int64], ...] = ()
+    clients: tuple[Indices, ...]
+    validation: Indices
+    tests: tuple[Indices, ...] = ()
 
     @property
     def checksum(self) -> str:
@@ -53,159 +58,141 @@ class Split:
             digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def train_and_test(
-        self, partition: int, config: Config
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def train_and_test(self, partition: int, settings: SplitSettings) -> tuple[Indices, Indices]:
         """Return a client's own examples for training and for evaluation, without overlap."""
-        own, count = self.clients[partition], self.num_kept(partition, config)
-        generator = np.random.default_rng([config.seed, partition])
+        own, count = self.clients[partition], self.num_kept(partition, settings)
+        generator = np.random.default_rng([settings.seed, partition])
         own = generator.permutation(own) if count else own
         return own[count:], own[:count]
 
-    def num_kept(self, partition: int, config: Config) -> int:
+    def num_kept(self, partition: int, settings: SplitSettings) -> int:
         """Return how many of a client's examples are kept out of its training."""
         size = len(self.clients[partition])
-        return min(int(config.local_test_fraction * size), size - 1)
+        return min(int(settings.local_test_fraction * size), size - 1)
 
 
-def split_data(config: Config, data: Data) -> Split:
-    """Split the training set as `config` says, and with private-test the test set alike.
-
-    Raises
-    ------
-    ConfigError
-        If there are more clients than examples, a client would be empty, or the partitioner
-        cannot do what is asked of it.
-    """
-    generator = np.random.default_rng([config.seed, 1])
+def split_data(settings: SplitSettings, data: Data) -> Split:
+    """Split the training set as the settings say, and with private-test the test set alike."""
+    generator = np.random.default_rng([settings.seed, 1])
     order = generator.permutation(len(data.y_train))
-    validation = np.sort(order[: config.validation_examples])
-    rest = order[config.validation_examples :]
-    if config.owners:
-        rest = rest[_of_some_owners(config, data, rest)]
-    if config.train_examples > len(rest):
+    validation = np.sort(order[: settings.validation_examples])
+    rest = order[settings.validation_examples :]
+    ids = data.natural_ids
+    if settings.partition == "natural" and ids is None:
+        raise ConfigError(f"partition = natural: {settings.dataset} has no natural ids")
+    if settings.owners and ids is not None:
+        rest = rest[_draw_owners(settings, ids[rest])]
+    if settings.train_examples > len(rest):
         raise ConfigError(
-            f"train-examples: expected at most {len(rest)}, got {config.train_examples}"
+            f"train-examples: expected at most {len(rest)}, got {settings.train_examples}"
         )
-    rest = rest[: config.train_examples or None]  # shuffled: Flower deals IID parts out in order
-    if config.num_clients > len(rest):
+    rest = rest[: settings.train_examples or None]  # shuffled: Flower deals IID parts out in order
+    if settings.num_clients > len(rest):
         raise ConfigError(
             f"num-clients: expected at most one client for each of the {len(rest)} training "
-            f"examples, got {config.num_clients}"
+            f"examples, got {settings.num_clients}"
         )
     columns: dict[str, Any] = {"index": rest, "label": data.y_train[rest]}
-    if config.partition == "natural":
-        if data.natural_ids is None:
-            raise ConfigError(f"partition = natural: {config.dataset} has no natural ids")
-        columns["id"] = data.natural_ids[rest]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a progress bar that Jupyter cannot show
-        from datasets import Dataset  # slow to import, and needed only for a split that is new
-
-    from .partitioners import column
-
+    if settings.partition == "natural" and ids is not None:
+        columns["id"] = ids[rest]
     try:
-        partitioner = _partitioner(config)
-        partitioner.dataset = Dataset.from_dict(columns)
-        num_parts = config.num_clients
-        if config.partition == "natural":
-            num_parts = partitioner.num_partitions
-        clients_each, too_many = divmod(config.num_clients, num_parts)
-        if too_many:
-            raise ConfigError(
-                f"num-clients: {config.natural_column or 'owners'} has {num_parts} values, got "
-                f"{config.num_clients}; expected as many clients, or several for each: twice as "
-                "many, and so on"
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Flower's Dirichlet warns at each draw it discards
-            clients = tuple(
-                own
-                for i in range(num_parts)
-                for own in np.array_split(
-                    column(partitioner.load_partition(i), "index").astype(np.int64), clients_each
-                )
-            )
+        clients = _partitioned(settings, columns)
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"partition = {config.partition}: {error}") from error
+        raise ConfigError(f"partition = {settings.partition}: {error}") from error
     for i, own in enumerate(clients):
         if len(own) == 0:
             raise ConfigError(
-                f"partition = {config.partition}: client {i} would have no examples; use fewer "
+                f"partition = {settings.partition}: client {i} would have no examples; use fewer "
                 "clients or a larger alpha"
             )
-    return _with_tests(Split(clients, validation), config, data)
+    return _with_tests(Split(clients, validation), settings, data)
 
 
-def _of_some_owners(config: Config, data: Data, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Say which examples are of the owners that are drawn."""
-    if data.natural_ids is None:
-        raise ConfigError(f"partition = natural: {config.dataset} has no natural ids")
-    ids = data.natural_ids[indices]
+def _partitioned(settings: SplitSettings, columns: dict[str, Any]) -> tuple[Indices, ...]:
+    with warnings.catch_warnings():
+        # of a progress bar that Jupyter cannot show, and of each draw that Dirichlet discards
+        warnings.simplefilter("ignore")
+        from datasets import Dataset  # slow to import, and needed only for a split that is new
+
+        from .partitioners import column
+
+        partitioner = _partitioner(settings)
+        partitioner.dataset = Dataset.from_dict(columns)
+        num_parts = settings.num_clients
+        if settings.partition == "natural":
+            num_parts = partitioner.num_partitions
+        clients_each, too_many = divmod(settings.num_clients, num_parts)
+        if too_many:
+            raise ConfigError(
+                f"num-clients: {settings.natural_column or 'owners'} has {num_parts} values, got "
+                f"{settings.num_clients}; expected as many clients, or several for each: twice as "
+                "many, and so on"
+            )
+        parts = (column(partitioner.load_partition(i), "index") for i in range(num_parts))
+        return tuple(
+            own for part in parts for own in np.array_split(part.astype(np.int64), clients_each)
+        )
+
+
+def _draw_owners(settings: SplitSettings, ids: NDArray[Any]) -> NDArray[np.bool_]:
+    """Draw owners, and mark their examples."""
     everyone = np.unique(ids)
-    if config.owners > len(everyone):
+    if settings.owners > len(everyone):
         raise ConfigError(
             f"owners: expected at most the {len(everyone)} that have training examples, got "
-            f"{config.owners}"
+            f"{settings.owners}"
         )
-    generator = np.random.default_rng([config.seed, *b"owners"])
-    return np.isin(ids, generator.choice(everyone, config.owners, replace=False))
+    generator = np.random.default_rng([settings.seed, *b"owners"])
+    return np.isin(ids, generator.choice(everyone, settings.owners, replace=False))
 
 
-def _partitioner(config: Config) -> "Partitioner":
-    from flwr_datasets.partitioner import (
-        DirichletPartitioner,
-        IidPartitioner,
-        NaturalIdPartitioner,
-        PathologicalPartitioner,
-    )
+def _partitioner(settings: SplitSettings) -> "Partitioner":
+    from flwr_datasets import partitioner as flower
 
     from .partitioners import ClientDirichletPartitioner
 
-    number, by, seed = config.num_clients, "label", config.seed
-    match config.partition:
+    number, by, seed = settings.num_clients, "label", settings.seed
+    match settings.partition:
         case "iid":
-            return IidPartitioner(number)
+            return flower.IidPartitioner(number)
         case "dirichlet":
-            return DirichletPartitioner(
-                number, by, config.alpha, min_partition_size=config.min_partition_size, seed=seed
+            least = settings.min_partition_size
+            return flower.DirichletPartitioner(
+                number, by, settings.alpha, min_partition_size=least, seed=seed
             )
         case "client-dirichlet":
             return ClientDirichletPartitioner(
-                number, by, config.alpha, config.examples_per_client, seed
+                number, by, settings.alpha, settings.examples_per_client, seed
             )
         case "pathological":
-            return PathologicalPartitioner(
-                number,
-                by,
-                config.classes_per_client,
-                class_assignment_mode=config.class_assignment,
-                seed=seed,
+            mode = settings.class_assignment
+            return flower.PathologicalPartitioner(
+                number, by, settings.classes_per_client, class_assignment_mode=mode, seed=seed
             )
         case _:
-            return NaturalIdPartitioner("id")
+            return flower.NaturalIdPartitioner("id")
 
 
-def load_split(config: Config) -> Split:
-    """Split the data set that `config` names, once on a machine: the workers share a cached file.
+def load_split(settings: SplitSettings) -> Split:
+    """Split the data set of the settings, once on a machine: the workers share a cached file.
 
     The file's name is a hash of all that the split depends on, the labels included.
     """
-    return _load_split(config, load_data(config))
+    return _load_split(settings, load_data(settings))
 
 
 @lru_cache(maxsize=2)
-def _load_split(config: Config, data: Data) -> Split:
+def _load_split(settings: SplitSettings, data: Data) -> Split:
     digest = hashlib.sha256(data.y_train.tobytes())
     if data.natural_ids is not None:
         digest.update(repr(data.natural_ids.tolist()).encode())
-    digest.update(repr([getattr(config, name) for name in SPLIT_SETTINGS]).encode())
+    digest.update(repr([(name, getattr(settings, name)) for name in SPLIT_SETTINGS]).encode())
     digest.update(importlib.metadata.version("flwr-datasets").encode())
     path = cache_dir() / "splits" / f"{digest.hexdigest()}.npz"
     if not path.exists():
-        split = split_data(config, data)
+        split = split_data(settings, data)
         with whole(path) as file:
             np.savez(
                 file,
@@ -216,32 +203,28 @@ def _load_split(config: Config, data: Data) -> Split:
     with np.load(path) as saved:
         ends = np.cumsum(saved["sizes"])
         split = Split(tuple(np.split(saved["clients"], ends[:-1])), saved["validation"])
-    return _with_tests(split, config, data)  # fast, so no file has it
+    return _with_tests(split, settings, data)  # fast, so no file has it
 
 
-def _with_tests(split: Split, config: Config, data: Data) -> Split:
-    """Return a split with each client's part of the test set, if `config` asks for it.
+def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
+    """Return a split with each client's part of the test set, if the settings ask for it.
 
     The test examples of each class are divided in proportion to the clients' training examples of
-    it; a class that no client has is left out. Where the split is by owners, and the data set tells
+    it; a class that no client has is left out. If the split is by owners, and the data set tells
     the owners of the test examples, these go to the clients of their owner.
     """
-    if not config.private_test:
+    if not settings.private_test:
         return split
     ids, ids_test = data.natural_ids, data.natural_ids_test
     groups = [(list(range(len(split.clients))), np.arange(len(data.y_test)))]
-    by_owner = False
-    if config.partition == "natural" and ids is not None and ids_test is not None:
-        groups, by_owner = list(_owned(split, ids, ids_test)), True
-    generator = np.random.default_rng([config.seed, *b"private-test"])
-    parts: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in split.clients]
+    by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
+    if by_owner:
+        groups = list(_owned(split, ids, ids_test))
+    generator = np.random.default_rng([settings.seed, *b"private-test"])
+    parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
     for clients, members in groups:
-        held = np.stack(
-            [
-                np.bincount(data.y_train[split.clients[i]], minlength=data.num_classes)
-                for i in clients
-            ]
-        )
+        labels_held = (data.y_train[split.clients[i]] for i in clients)
+        held = np.stack([np.bincount(y, minlength=data.num_classes) for y in labels_held])
         labels = data.y_test[members]
         for label in np.unique(labels):
             own = generator.permutation(members[labels == label])
@@ -256,9 +239,7 @@ def _with_tests(split: Split, config: Config, data: Data) -> Split:
     return replace(split, tests=tuple(np.sort(np.concatenate(own)) for own in parts))
 
 
-def _owned(
-    split: Split, ids: NDArray[Any], ids_test: NDArray[Any]
-) -> Iterator[tuple[list[int], NDArray[np.int64]]]:
+def _owned(split: Split, ids: Any, ids_test: Any) -> Iterator[tuple[list[int], Indices]]:
     """Yield the clients of each owner, and the owner's test examples."""
     clients: dict[Any, list[int]] = {}
     for i, own in enumerate(split.clients):
@@ -270,39 +251,13 @@ def _owned(
             yield clients[owner], members
 
 
-def apportion(total: int, counts: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Divide a number in proportion to counts, by the largest remainder.
+def apportion(total: int, counts: Indices, order: Indices) -> Indices:
+    """Divide `total` in proportion to `counts` (n,), not all 0, by the largest remainder.
 
-    Parameters
-    ----------
-    total : int
-        To be divided.
-    counts : ndarray of int64, shape (n,)
-        At least 0, and not all 0.
-    order : ndarray of int64, shape (n,)
-        A permutation: of equal remainders, the one with the smallest number here comes first.
-
-    Returns
-    -------
-    ndarray of int64, shape (n,)
-        Each within one of ``total * counts / counts.sum()``, with the sum `total`.
+    `order` is a permutation (n,): of equal remainders, the one with the smallest number in it comes
+    first. Each share is within one of ``total * counts / counts.sum()``.
     """
     shares, remainders = np.divmod(total * counts, counts.sum())
     first = np.lexsort((order, -remainders))
     shares[first[: total - shares.sum()]] += 1
     return shares
-
-
-SPLIT_SETTINGS = (
-    "seed",
-    "num_clients",
-    "validation_examples",
-    "partition",
-    "alpha",
-    "min_partition_size",
-    "examples_per_client",
-    "classes_per_client",
-    "class_assignment",
-    "owners",
-    "train_examples",
-)

@@ -2,35 +2,17 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples
 
 from ..config.settings import ConfigError, Settings, nearest, setting
+from .parts import Domain, Part
 
-__all__ = ["TwoPatchOptions", "TwoPatchPart", "draw_two_patch"]
-
-
-class TwoPatchPart(NamedTuple):
-    """Training or test set: the first example of each client, then the second of each, and so on.
-
-    Attributes
-    ----------
-    x : ndarray of float32, shape (K n, 2, d)
-        Signal and noise patch.
-    y : ndarray of int64, shape (K n,)
-        0 for the label -1, 1 for +1.
-    clients : ndarray of int64, shape (K n,)
-        Whose example it is.
-    """
-
-    x: NDArray[np.float32]
-    y: NDArray[np.int64]
-    clients: NDArray[np.int64]
+__all__ = ["TwoPatchOptions", "draw_two_patch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +43,7 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Read options with commas between them; the others are defaults.
-
-        Raises
-        ------
-        ConfigError
-            If one is unknown, given twice, no such value, or out of range.
-        """
+        """Read options with commas between them; the others are defaults."""
         given: dict[str, Any] = {}
         for pair in text.split(",") if text else []:
             name, _, value = pair.partition("=")
@@ -105,19 +81,21 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
         )
 
 
-def draw_two_patch(options: TwoPatchOptions) -> tuple[TwoPatchPart, TwoPatchPart]:
-    """Draw the training and the test set of all clients."""
+def draw_two_patch(options: TwoPatchOptions) -> Domain:
+    """Draw the training and the test set: x float32 (K n, 2, d), y = 1 for +1; clients own them.
+
+    The first example of each client comes first, then the second of each, and so on.
+    """
     draw = options.distribution.draw
     train = draw(options.examples, part="train", dtype=torch.float32)
     test = draw(options.test, part="test", dtype=torch.float32)
-    return _in_turn(train), _in_turn(test)
+    return Domain(_in_turn(train), _in_turn(test))
 
 
-def _in_turn(examples: TwoPatchExamples) -> TwoPatchPart:
-    """Put the clients' examples in turn, so that the first ones of a set are of all clients."""
+def _in_turn(examples: TwoPatchExamples) -> Part:
     x, y = examples.patches().transpose(0, 1), examples.classes().T
     n, clients = y.shape
-    return TwoPatchPart(
+    return Part(
         x.flatten(0, 1).contiguous().numpy(),
         y.flatten().contiguous().numpy(),
         np.tile(np.arange(clients), n),

@@ -19,7 +19,7 @@ from ..data.kept_examples import Own
 from ..data.load import load_data
 from ..data.partitions import load_split
 from ..deploy.simulated_trust import key_server, run_name, sealed_projection
-from ..methods.method import Need, Setup
+from ..methods.method import Method, Need, Setup
 from ..models import build_model
 from ._flower import log_from
 from .checkpoints import Checkpoints
@@ -49,7 +49,8 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     ConfigError
         If what the server or a client must hold would not fit.
     """
-    config, method = setup.config, setup.config.chosen_method
+    config = setup.config
+    method: Method[Any] = config.chosen_method
     training = config.num_clients - config.validation_clients
     # clients that evaluate only where the others, which train, are the ones to be measured
     silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
@@ -145,7 +146,8 @@ def make_client(
         options["projection"] = sealed_projection(config, partition, state)
     if len(y_test):
         options["x_test"], options["y_test"] = x_test, y_test
-    return config.chosen_method.client(setup, partition, options)
+    client: NumPyClient = config.chosen_method.client(setup, partition, options)
+    return client
 
 
 def load_predictor(
@@ -178,7 +180,8 @@ def load_predictor(
         return _predictor_of_client(Path(folder), which, client)
     arrays, described = load_tensors(Path(folder) / f"{which}.safetensors")
     config = Config.of_run(folder, weights="")
-    return config.chosen_method.predictor(load_setup(config), arrays, described["learned"])
+    method: Method[Any] = config.chosen_method
+    return method.predictor(load_setup(config), arrays, described["learned"])
 
 
 def _predictor_of_client(folder: Path, which: str, partition: int) -> Predictor:

@@ -44,10 +44,11 @@ def client_fn(context: Context) -> NumPyClient:
         _thread.prepare(context)
     torch.set_num_threads(_thread.setup.config.client_threads)
     number = context.node_id if partition is None else int(partition)
-    own = None if path is None else load_own(str(path), _thread.setup)
+    setup = _thread.setup
+    own = None if path is None else load_own(str(path), setup.data, setup.max_examples)
     if STATE not in context.state:
         context.state[STATE] = ConfigRecord()
-    return make_client(_thread.setup, number, context.state.config_records[STATE], own)
+    return make_client(setup, number, context.state.config_records[STATE], own)
 
 
 class _Thread(threading.local):

@@ -21,7 +21,7 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..errors import Stopped
-from ..methods.method import Setup
+from ..methods.method import Method, Setup
 from ..report.results import clear_run, run_state, write_run, write_summary
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints
@@ -131,8 +131,8 @@ def _serve(
     x = projected(config, x)  # once, not in each round
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
-        method, learned = config.chosen_method, strategy.learned
-        predictor = method.predictor(setup, arrays, learned, cache=folder / "cache")
+        method: Method[Any] = config.chosen_method
+        predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
         evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measured(setup, strategy)}
         return evaluation._replace(more=more)

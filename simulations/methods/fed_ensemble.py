@@ -66,7 +66,8 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
 
     def inner(self, config: Config) -> Method[Any]:
         """Return the method of each model."""
-        return all_methods()[self.own(config).inner]
+        inner: Method[Any] = all_methods()[self.own(config).inner]
+        return inner
 
     def check(self, config: Config, settings: FedEnsembleSettings) -> None:
         known = sorted(all_methods().keys() - {self.name})

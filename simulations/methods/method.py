@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from fedntk.ntk.predictors.network import NetworkPredictor, Predictor
 from fedntk.strategies import BaseStrategy
 
+from ..config.config import Config
+from ..config.registry import ConfiguredMethod
 from ..config.settings import ConfigError, Settings
 from ..data.kept_examples import KeptExamples, Own
+from ..data.load import Data
+from ..data.partitions import Split
 
-if TYPE_CHECKING:  # which look for the methods themselves, or are slow to import
+if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
-
-    from ..config.config import Config
-    from ..data.load import Data
-    from ..data.partitions import Split
 
 __all__ = ["Method", "Need", "Setup"]
 
@@ -50,9 +50,9 @@ class Setup:
         Of the clients that are made from this setup, in one thread.
     """
 
-    config: "Config"
-    data: "Data"
-    split: "Split"
+    config: Config
+    data: Data
+    split: Split
     network: nn.Module
     kept: KeptExamples = field(default_factory=KeptExamples)
 
@@ -165,7 +165,7 @@ class Need:
     folder: Path | None = None
 
 
-class Method(ABC, Generic[S]):
+class Method(ConfiguredMethod[S], ABC):
     """All that the simulations know of one method.
 
     Write a subclass in a module of its own, and an object of it as ``METHOD``. The modules of
@@ -190,8 +190,6 @@ class Method(ABC, Generic[S]):
         Names of what clients report of an evaluation besides loss and accuracy.
     """
 
-    name: ClassVar[str]
-    settings: type[S]
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -205,12 +203,9 @@ class Method(ABC, Generic[S]):
                 f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
             )
 
-    def own(self, config: "Config") -> S:
+    def own(self, config: Config) -> S:
         """Return the method's settings in a configuration."""
         return cast(S, config.settings_of(self.name))
-
-    def check(self, config: "Config", settings: S) -> None:
-        """Refuse settings that do not go with the common ones, with a ConfigError."""
 
     @abstractmethod
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
@@ -265,12 +260,12 @@ class Method(ABC, Generic[S]):
         del setup
         return ()
 
-    def validates(self, config: "Config") -> bool:
+    def validates(self, config: Config) -> bool:
         """Say whether a run chooses part of its model by examples that are held out."""
         del config
         return False
 
-    def seeded_protection(self, config: "Config") -> list[str]:
+    def seeded_protection(self, config: Config) -> list[str]:
         """Name the settings whose keys or noise the app derives from the run's seed.
 
         They show what protection costs, and protect nothing: clients with examples of their own
@@ -314,5 +309,5 @@ class Method(ABC, Generic[S]):
         del folder
         return {}
 
-    def clean_up(self, config: "Config") -> None:
+    def clean_up(self, config: Config) -> None:
         """Remove what clients keep on disk for a run and can make again, when it has ended."""

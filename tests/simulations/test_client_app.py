@@ -84,11 +84,11 @@ def test_a_node_without_a_number_goes_by_its_id(tmp_path):
 def test_a_node_evaluates_on_test_examples_of_its_own(tmp_path):
     x, y = raw(CONFIG, 0)
     setup = load_setup(CONFIG)
-    own = load_own(save(tmp_path / "a.npz", x=x, y=y, x_test=x[:3], y_test=y[:3]), setup)
+    own = load_own(save(tmp_path / "a.npz", x=x, y=y, x_test=x[:3], y_test=y[:3]), setup.data, 1437)
     client = make_client(setup, 0, {}, own)
     weights = client.get_parameters({})
     assert client.evaluate(weights, {})[1] == 3
-    own = load_own(save(tmp_path / "b.npz", x=x, y=y), setup)
+    own = load_own(save(tmp_path / "b.npz", x=x, y=y), setup.data, 1437)
     assert make_client(setup, 0, {}, own).evaluate(weights, {})[1] == len(y)
 
 
@@ -126,27 +126,27 @@ def test_examples_that_do_not_fit_are_refused(tmp_path, change, message):
     x, y = raw(CONFIG, 1)
     path = save(tmp_path / "own.npz", **change(x, y))
     with pytest.raises(ConfigError, match=message) as caught:
-        load_own(path, load_setup(CONFIG))
+        load_own(path, load_data(CONFIG), 1437)
     assert str(caught.value).startswith("data-path: ")
     assert "\n" not in str(caught.value)
 
 
 def test_missing_and_ambiguous_files_are_refused(tmp_path):
-    setup = load_setup(CONFIG)
+    data = load_data(CONFIG)
     for number in range(3):
         if number != 1:
             with pytest.raises(ConfigError, match="an npz file, or a folder with one"):
-                load_own(str(tmp_path), setup)
+                load_own(str(tmp_path), data, 1437)
         save(tmp_path / f"{number}.npz", x=np.zeros((2, 1, 8, 8)), y=np.zeros(2, int))
     (tmp_path / "text.npz").write_text("no arrays", encoding="utf-8")
     with pytest.raises(ConfigError, match="must hold x and y"):
-        load_own(str(tmp_path / "text.npz"), setup)
+        load_own(str(tmp_path / "text.npz"), data, 1437)
 
 
 def test_more_examples_than_the_data_set_has_take_a_setting(tmp_path):
     x, y = (np.repeat(part, 20, 0)[:2000] for part in raw(CONFIG, 1))
     config = CONFIG.replace(max_examples=2000)
-    own = load_own(save(tmp_path / "own.npz", x=x, y=y), load_setup(config))
+    own = load_own(save(tmp_path / "own.npz", x=x, y=y), load_data(config), 2000)
     assert len(own.train[1]) == 2000
     assert make_strategy(load_setup(config)).max_examples == 2000
     assert make_strategy(load_setup(CONFIG)).max_examples == 1437
@@ -173,7 +173,7 @@ def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings
     """Keys and noise of the app come from the run's seed, which everyone knows."""
     config = CONFIG.replace(**settings)
     setup = load_setup(config)
-    own = load_own(save(tmp_path / "own.npz", **dict(zip("xy", raw(config, 0)))), setup)  # noqa: B905
+    own = load_own(save(tmp_path / "own.npz", **dict(zip("xy", raw(config, 0)))), setup.data, 1437)  # noqa: B905
     with pytest.raises(ConfigError, match=f"^{named}: .*protect nothing"):
         make_client(setup, 0, {}, own)
     make_client(setup, 0, {})

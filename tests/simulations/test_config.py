@@ -19,7 +19,7 @@ DP = {
     ("values", "message"),
     [
         ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
-        ({"zzz": 1}, "unknown key 'zzz'; known keys: method, name"),
+        ({"zzz": 1}, "unknown key 'zzz'; known keys: dataset, data-dir"),
         (
             {"method": "ntkfl"},
             "got 'ntkfl'; did you mean 'ntk-fl'",

@@ -1,0 +1,72 @@
+"""Discovery of the methods, and what a configuration knows of each.
+
+A module of :mod:`fedntk.simulations.methods` holds its
+:class:`~fedntk.simulations.methods.method.Method` as ``METHOD``. Another package names such an
+object in the entry-point group ``fedntk.methods``::
+
+    [project.entry-points."fedntk.methods"]
+    my-method = "my_package.my_method:METHOD"
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Mapping
+from logging import WARNING, getLogger
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, TypeVar
+
+from .settings import Settings
+
+__all__ = ["ConfiguredMethod", "all_methods", "own_methods"]
+
+GROUP = "fedntk.methods"
+HOME = "fedntk.simulations.methods"
+logger = getLogger("flwr")
+S = TypeVar("S", bound=Settings)
+
+
+class ConfiguredMethod(Generic[S]):
+    """The part of a method that configurations use: its name, its settings and their check."""
+
+    name: ClassVar[str]
+    settings: type[S]
+
+    def check(self, config: Any, settings: S) -> None:
+        """Refuse settings that do not go with the common ones, with a ConfigError."""
+
+
+@functools.cache
+def own_methods() -> Mapping[str, Any]:
+    """Return the methods of this package, by name."""
+    modules = [
+        importlib.import_module(f"{HOME}.{info.name}")
+        for info in pkgutil.iter_modules(importlib.import_module(HOME).__path__)
+    ]
+    methods = [module.METHOD for module in modules if hasattr(module, "METHOD")]
+    return MappingProxyType({m.name: m for m in sorted(methods, key=lambda m: m.name)})
+
+
+@functools.cache
+def all_methods() -> Mapping[str, Any]:
+    """Return the methods of this package and of others, by name.
+
+    One that cannot be imported, or has the name of another, is left out with a warning.
+    """
+    methods = dict(own_methods())
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            method = entry.load()
+            if not isinstance(method, ConfiguredMethod):
+                raise TypeError(f"expected an object of a subclass of Method, got {method!r}")
+            if method.name in methods:
+                raise ValueError(f"there is a method {method.name!r} already")
+        except Exception as error:  # another package's fault must not stop all other methods
+            logger.log(
+                WARNING, "method %s (%s) is left out: %s: %s",
+                entry.name, entry.value, type(error).__name__, error,
+            )  # fmt: skip
+            continue
+        methods[method.name] = method
+    return MappingProxyType(methods)

@@ -1,0 +1,67 @@
+"""Examples of a set, and sets of several domains: the same classes, and other pictures in each."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config.settings import ConfigError
+
+__all__ = ["Domain", "Part", "joined", "select_balanced"]
+
+
+class Part(NamedTuple):
+    """Examples x (n, ...), their labels y (n,), and the owner of each (n,), if there are owners."""
+
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    owners: NDArray[Any] | None = None
+
+
+class Domain(NamedTuple):
+    """Training and test examples of one domain, or of a whole set."""
+
+    train: Part
+    test: Part
+
+
+def joined(domains: Sequence[Domain]) -> Domain:
+    """Put domains together, one after the other; they own their examples, by their numbers."""
+    sides = []
+    for parts in zip(*domains, strict=True):
+        owners = np.repeat(np.arange(len(parts)), [len(part.y) for part in parts])
+        x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        sides.append(Part(x, y, owners))
+    return Domain(*sides)
+
+
+def select_balanced(
+    y: NDArray[np.int64], count: int, *, key: str, name: str, block: int = 0
+) -> NDArray[np.int64]:
+    """Return the indices (count,) of the first examples of each of ten classes, as many of each.
+
+    Parameters
+    ----------
+    y : ndarray of int64, shape (n,)
+        Labels.
+    count : int
+        Number of examples, a multiple of ten.
+    key, name : str
+        The setting of the count and the name of the set, for errors.
+    block : int
+        How many times `count` examples are passed over first.
+    """
+    each, rest = divmod(count, 10)
+    if rest:
+        raise ConfigError(
+            f"{key}: expected a multiple of 10, as many examples of each class, got {count}"
+        )
+    most = int(np.bincount(y, minlength=10).min())
+    if each * (block + 1) > most:
+        raise ConfigError(
+            f"{key}: expected at most {10 * (most // (block + 1))}, as {name} has {most} examples "
+            f"of a class, got {count}"
+        )
+    own = [np.flatnonzero(y == k)[block * each : (block + 1) * each] for k in range(10)]
+    return np.sort(np.concatenate(own))

@@ -1,0 +1,99 @@
+"""Settings of the data set and of its split among the clients."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config.settings import ConfigError, Settings, setting
+
+__all__ = ["DatasetSettings", "SplitSettings"]
+
+WITH_OWNERS = (
+    "leaf",
+    "digit-domains",
+    "digits-five",
+    "femnist",
+    "femnist-digits",
+    "two-patch",
+)  # data sets that say whose an example is
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSettings(Settings):
+    """Which examples there are."""
+
+    dataset: str = setting(
+        "digits",
+        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (its digits alone), either "
+        "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
+        "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
+    )
+    data_dir: str = setting(
+        "", "folder of torchvision's data sets; ~/.cache/fedntk/data by default"
+    )
+    image_column: str = setting("", "of a Hugging Face set; its first image column by default")
+    label_column: str = setting("label", "of a Hugging Face set")
+    natural_column: str = setting("", "of a Hugging Face set: whose example it is")
+    examples_per_domain: int = setting(
+        0,
+        "training examples of each domain of digit-domains or digits-five, as many of each class; "
+        "0: all, or as many as the smallest domain of digit-domains has",
+        at_least=0,
+    )
+    test_examples_per_domain: int = setting(0, "the same, of the test set", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings(DatasetSettings):
+    """Which client has which of them."""
+
+    seed: int = setting(0, "of the split, the initial weights, and all sampling", at_least=0)
+    num_clients: int = setting(50, "clients; the number of Flower's nodes", at_least=1)
+    validation_examples: int = setting(
+        0, "training examples kept on the server, which no client gets", at_least=0
+    )
+
+    partition: Literal["iid", "dirichlet", "client-dirichlet", "pathological", "natural"] = setting(
+        "dirichlet",
+        "iid; dirichlet: per class over clients; client-dirichlet: per client over classes, as by "
+        "Yue et al. 2022; pathological: #C classes a client; natural: by natural-column, LEAF's "
+        "users, FEMNIST's writers, domains, or the clients of two-patch",
+    )
+    owners: int = setting(
+        0,
+        "of partition = natural: owners drawn from all, whose training examples are used, such as "
+        "some of FEMNIST's writers; 0: all",
+        at_least=0,
+    )
+    alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)
+    min_partition_size: int = setting(1, "of partition = dirichlet", at_least=1)
+    examples_per_client: int = setting(200, "of partition = client-dirichlet", at_least=1)
+    classes_per_client: int = setting(2, "of partition = pathological", at_least=1)
+    class_assignment: Literal["random", "first-deterministic", "deterministic"] = setting(
+        "random",
+        "of partition = pathological: how clients get their classes; first-deterministic: the "
+        "first is the client's number modulo the classes, as by Yu et al. 2022",
+    )
+    train_examples: int = setting(
+        0, "training examples that clients get in all, drawn from the set; 0: all", at_least=0
+    )
+    local_test_fraction: float = setting(
+        0.0,
+        "share of a client's examples kept out of its training, for its own evaluation",
+        at_least=0,
+        below=1,
+    )
+    private_test: bool = setting(
+        False,
+        "clients evaluate on their own part of the test set, which is split as the training "
+        "examples are; with evaluate-on = validation, on their local-test-fraction",
+    )
+
+    def check(self) -> None:
+        """Refuse a natural split without owners, and owners without it."""
+        has_owners = self.natural_column or self.dataset.partition(":")[0] in WITH_OWNERS
+        if self.partition == "natural" and not has_owners:
+            raise ConfigError("partition = natural needs natural-column, the column of the ids")
+        if self.owners and self.partition != "natural":
+            raise ConfigError(
+                f"owners = {self.owners} needs partition = natural, got {self.partition}"
+            )
