@@ -13,8 +13,8 @@ import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 from .errors import with_extra_named
 
 if TYPE_CHECKING:
-    from .assess.uncertainty import Assessment, assess
-    from .assess.unlearning import Unlearned, unlearn
+    from .assessment.uncertainty import Assessment, assess
+    from .assessment.unlearning import Unlearned, unlearn
     from .config.config import Config, ConfigError
     from .deploy.federation import Federation
     from .engine.building import load_predictor
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from .tuning.tuning import Tuning, tune
 
 _HOMES = {
-    "Assessment": "assess.uncertainty",
+    "Assessment": "assessment.uncertainty",
     "Config": "config.config",
     "ConfigError": "config.config",
     "Federation": "deploy.federation",
     "Run": "report.results",
     "RunFailed": "errors",
     "Tuning": "tuning.tuning",
-    "Unlearned": "assess.unlearning",
-    "assess": "assess.uncertainty",
+    "Unlearned": "assessment.unlearning",
+    "assess": "assessment.uncertainty",
     "compare": "engine.runs",
     "load_model": "report.results",
     "load_predictor": "engine.building",
@@ -41,7 +41,7 @@ _HOMES = {
     "read_runs": "report.results",
     "run": "engine.runs",
     "tune": "tuning.tuning",
-    "unlearn": "assess.unlearning",
+    "unlearn": "assessment.unlearning",
     "write_report": "report.report",
 }
 

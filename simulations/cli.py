@@ -296,7 +296,7 @@ def assess_command(
       fedntk assess runs/a --unfamiliar mnist --coverage 0.9
     """
     with errors_in_one_line("fedntk"):
-        from .assess.uncertainty import assess
+        from .assessment.uncertainty import assess
 
         found = assess(
             folder,
@@ -337,7 +337,7 @@ def unlearn_command(
       fedntk unlearn runs/a 3 5 --forget
     """
     with errors_in_one_line("fedntk"):
-        from .assess.unlearning import unlearn
+        from .assessment.unlearning import unlearn
 
         typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 

@@ -25,8 +25,8 @@ import typer
 
 from fedntk.ntk.support.files import claimed
 
-from ..assess.certificates import Certificates, make_certificates, make_node_key
 from ..errors import RunFailed, errors_in_one_line, with_extra_named
+from .certificates import Certificates, make_certificates, make_node_key
 
 try:
     import tomli_w

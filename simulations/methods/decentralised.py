@@ -17,7 +17,7 @@ from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
 
-from ..assess.selection import selection_curves
+from ..assessment.selection import selection_curves
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected

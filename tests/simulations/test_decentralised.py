@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fedntk.simulations import Config, load_predictor, run
-from fedntk.simulations.assess.selection import numbers_averaged, selection_curves
+from fedntk.simulations.assessment.selection import numbers_averaged, selection_curves
 from fedntk.simulations.config.settings import ConfigError
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods.decentralised import selection_sets

@@ -29,7 +29,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from fedntk.simulations import Config, RunFailed, load_model, run
-from fedntk.simulations.assess.certificates import make_node_key
+from fedntk.simulations.deploy.certificates import make_node_key
 from fedntk.simulations.deploy.federation import MARK, Federation, cli
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.processes import processes_with, start, tool

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedntk.ntk import calibrate, conformal_scores, uncertainty_of
 from fedntk.simulations import Config, ConfigError, assess, load_predictor, run
-from fedntk.simulations.assess.uncertainty_metrics import (
+from fedntk.simulations.assessment.uncertainty_metrics import (
     BINS,
     auroc,
     calibration,

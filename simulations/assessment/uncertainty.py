@@ -1,6 +1,6 @@
 """How far a run's predictions can be trusted: calibration, uncertainty, unfamiliar data, sets.
 
-What is measured is that of :mod:`fedntk.simulations.assess.uncertainty_metrics`; the sets are
+What is measured is that of :mod:`fedntk.simulations.assessment.uncertainty_metrics`; the sets are
 those of :mod:`fedntk.ntk.predictors.conformal`.
 """
 
