@@ -1,4 +1,4 @@
-"""Sealing, and the trusted third parties: a key server, a shuffling server; without Flower."""
+"""Sealing, and trusted third parties: a key server and a shuffling server; without Flower."""
 
 from .key_server import SEALED_SEED, ClientKeys, KeyServer, NotEnrolled, check_voucher
 from .parcels import ParcelKeys, open_parcel, seal_parcel

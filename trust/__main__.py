@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .key_server import KeyServer, load_secret, new_secret
 from .sealing import SealError, load_key, new_key, public_bytes, save_key
@@ -45,9 +45,9 @@ CertificateKey = Annotated[Path | None, typer.Option(help="Private key of the ce
 
 @app.command("new-key")
 def new_key_command(file: Annotated[Path, typer.Argument()]) -> None:
-    """Make a private key, of a client or of a shuffling server, and print its public key.
+    """Make a private key, for a client or a shuffling server, and print its public key.
 
-    FILE is written anew, for its owner's eyes alone; an existing one is not replaced.
+    FILE is a new file that only its owner can read; an existing one is not replaced.
     """
     with _errors_in_one_line():
         key = new_key()
@@ -57,10 +57,10 @@ def new_key_command(file: Annotated[Path, typer.Argument()]) -> None:
 
 @app.command("new-key-server")
 def new_key_server_command(file: Annotated[Path, typer.Argument()]) -> None:
-    """Make a key server's secret, and print its verification key, which clients are given.
+    """Make a key server's secret, and print its verification key, for the clients.
 
-    FILE is written anew, for its owner's eyes alone; an existing one is not replaced. Without it no
-    seed of the past can be made again.
+    FILE is a new file that only its owner can read; an existing one is not replaced. If it is lost,
+    the seeds of past runs are lost.
     """
     with _errors_in_one_line():
         typer.echo(new_secret(file).hex())
@@ -113,32 +113,28 @@ def shuffling_server_command(
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
 
-class _OneRequest(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection, closed if no whole head of a request has come in `HEAD_TIMEOUT` seconds.
+class _OneRequest(H11Protocol):
+    """A connection, closed if the head of a request takes more than `HEAD_TIMEOUT` seconds.
 
-    uvicorn has no such limit: its `timeout_keep_alive` begins after an answer, and any byte ends
-    it.
+    uvicorn has no such limit: its `timeout_keep_alive` begins after an answer.
     """
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(HEAD_TIMEOUT, self._close_without_a_head)
+        self.loop.call_later(HEAD_TIMEOUT, self._close_without_a_head)
 
     def _close_without_a_head(self) -> None:
-        if self.cycle is None:  # set by uvicorn, when a head is whole
+        if self.cycle is None:  # uvicorn sets it when a head is whole
             self.transport.close()
 
 
 def _serve(
     service: FastAPI, host: str, port: int, certificate: Path | None, key: Path | None
 ) -> None:
-    """Serve one request a connection, whose head and body must come in time.
+    """Serve one request a connection: uvicorn limits a head's length, `_OneRequest` its time.
 
-    A second request would have no limit for its head; one that is refused before its body was read,
-    such as with status 404, none for its body. Three things have no limit here, and need a proxy in
-    front: the time in which a client reads its answer; how many clients there are at once, each
-    with a body in memory; the length of a head, while there is time for it, if uvicorn parses with
-    httptools.
+    A second request would have no limit for its head. A proxy in front has to limit how long a
+    client reads its answer, and how many clients there are at once, each with a body in memory.
     """
     uvicorn.run(
         service,

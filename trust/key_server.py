@@ -1,4 +1,4 @@
-"""The key server, which lets clients share a seed that the aggregation server never learns.
+"""The key server: clients share a seed that the aggregation server never learns.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2 and
 figure 2: a trusted key server sends each client m the seed rho of the random projection, encrypted
@@ -6,15 +6,14 @@ with the client's public key, E(k_m^+, rho). The paper leaves the rest open; thi
 
 * The seed travels through the aggregation server, inside Flower's messages. That server knows all
   public keys and could seal a seed of its own choice, so the key server signs what it sends
-  (Ed25519), and clients are given its verification key beforehand.
-* A client asks with a challenge and accepts no answer to another: an old answer is of no use.
-* The key server seals for enrolled keys alone. Otherwise the aggregation server would ask with a
-  key of its own.
+  (Ed25519). Clients get its verification key beforehand, from another source.
+* A client sends a fresh challenge and accepts only the answer to it: an old answer is useless.
+* The key server seals only for enrolled keys. Otherwise the aggregation server would send a key of
+  its own.
 """
 
 import json
 import secrets
-import struct
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from .sealing import (
     KEY_BYTES,
-    OVERHEAD,
     SealError,
     check_run,
     fingerprint,
@@ -47,16 +45,12 @@ __all__ = [
     "new_secret",
 ]
 
-SEALED_SEED = "sealed-seed"  # under which it travels in a message
+SEALED_SEED = "sealed-seed"  # its name in a message
 SEED_BYTES = 32
 CHALLENGE_BYTES = 16
 SIGNATURE_BYTES = 64
-# version, recipient's public key, challenge, length of the run's name; then the name
-_HEAD = struct.Struct(f"<8s{KEY_BYTES}s{CHALLENGE_BYTES}sB")
-_VERSION = b"ntkseed1"
-_AFTER_RUN = SEED_BYTES + OVERHEAD + SIGNATURE_BYTES
+_SEED, _VOUCHED = b"ntkseed1", b"ntkpeer1"  # start what is signed: a sealed seed, a voucher
 _CHALLENGE = "seed-challenge"
-_VOUCHED = b"ntkpeer1"  # begins what is signed to vouch for a key
 
 
 class NotEnrolled(SealError):  # noqa: N818 - it names the thing refused, as BadReply does
@@ -69,23 +63,11 @@ class KeyServer:
     Parameters
     ----------
     master : bytes
-        32 secret bytes from which all seeds are derived: a key server that is started again gives
-        the same ones.
+        32 secret bytes; all seeds are derived from them, the same ones after a restart.
     enrolled : iterable of bytes
         Public keys of the clients, 32 raw bytes each.
     signing_key : Ed25519PrivateKey
-        With which sealed seeds are signed.
-
-    Attributes
-    ----------
-    verify_key : bytes
-        Public half of the signing key, 32 raw bytes. Clients get it beforehand, not through the
-        aggregation server.
-
-    Raises
-    ------
-    SealError
-        If the master or a public key has not 32 bytes.
+        Key that signs sealed seeds. `verify_key` is its public half, 32 raw bytes.
 
     Examples
     --------
@@ -93,8 +75,8 @@ class KeyServer:
     >>> key = new_key()
     >>> server = KeyServer(bytes(32), [public_bytes(key)], Ed25519PrivateKey.generate())
     >>> client = ClientKeys(key, run="7", verify_key=server.verify_key, state={})
-    >>> asked = client.request()
-    >>> sealed = server.sealed_seed(asked["public-key"], "7", asked["challenge"])
+    >>> request = client.request()
+    >>> sealed = server.sealed_seed(request["public-key"], "7", request["challenge"])
     >>> client.open(sealed) == server.projection_seed("7")
     True
     """
@@ -110,13 +92,7 @@ class KeyServer:
         self.enrol(enrolled)
 
     def enrol(self, enrolled: Iterable[bytes]) -> None:
-        """Replace the public keys for which seeds are sealed.
-
-        Raises
-        ------
-        SealError
-            If one has not 32 bytes; the former keys stay.
-        """
+        """Replace the enrolled public keys; if one lacks 32 bytes, the former keys stay."""
         keys = frozenset(enrolled)
         for key in keys:
             if len(key) != KEY_BYTES:
@@ -131,45 +107,22 @@ class KeyServer:
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
         """Return the run's seed sealed for one client, E(k_m^+, rho), and signed.
 
-        Parameters
-        ----------
-        public_key, challenge : bytes
-            From the client's :meth:`ClientKeys.request`.
-        run : str
-            Name of the run, 1 to 255 bytes.
-
-        Returns
-        -------
-        bytes
-            Run, recipient and challenge in clear, the sealed seed, and a signature of it all.
-
-        Raises
-        ------
-        NotEnrolled
-            If this is no enrolled client's key.
-        SealError
-            If run or challenge are malformed.
+        `public_key` and `challenge` are from :meth:`ClientKeys.request`. They and the run are in
+        clear, then come the sealed seed and a signature of it all. Raises NotEnrolled if this is no
+        enrolled client's key.
         """
         self._require_enrolled(public_key)
         if len(challenge) != CHALLENGE_BYTES:
             raise SealError(f"challenge: expected {CHALLENGE_BYTES} bytes, got {len(challenge)}")
-        name = check_run(run)
-        head = _HEAD.pack(_VERSION, public_key, challenge, len(name)) + name
+        head = _head(public_key, challenge, run)
         signed = head + seal(self.projection_seed(run), public_key, info=head)
         return signed + self._signing_key.sign(signed)
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature that says that a key is an enrolled client's, for one run, 64 bytes.
+        """Return a signature, 64 bytes, that says that a key is an enrolled client's, for one run.
 
-        Clients that seal for each other check it with :func:`check_voucher`: a relay then cannot
-        name keys of its own.
-
-        Raises
-        ------
-        NotEnrolled
-            If this is no enrolled client's key.
-        SealError
-            If the name of the run is malformed.
+        Clients that seal for each other check it with :func:`check_voucher`, so that a relay cannot
+        name keys of its own. Raises NotEnrolled if this is no enrolled client's key.
         """
         self._require_enrolled(public_key)
         return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
@@ -178,36 +131,15 @@ class KeyServer:
         if public_key not in self._enrolled:
             raise NotEnrolled(
                 f"the client with key {fingerprint(public_key)}... is not enrolled with the key "
-                "server; make sure that the key is a client's of yours, and add it to the "
+                "server; make sure that the key belongs to one of your clients, and add it to the "
                 "enrolled keys"
             )
 
 
 def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes) -> None:
-    """Refuse a public key that a key server does not vouch for.
+    """Raise SealError unless this is the key server's :meth:`~KeyServer.voucher` for key and run.
 
-    Parameters
-    ----------
-    voucher : bytes
-        Of :meth:`KeyServer.voucher`.
-    public_key : bytes
-        For which it is to be, 32 raw bytes.
-    run : str
-        Name of the run, 1 to 255 bytes.
-    verify_key : bytes
-        The key server's, 32 raw bytes, from a source other than who brought the voucher.
-
-    Raises
-    ------
-    SealError
-        If it is not this key server's voucher for this key and run.
-
-    Examples
-    --------
-    >>> from fedntk.trust import new_key
-    >>> key = public_bytes(new_key())
-    >>> server = KeyServer(bytes(32), [key], Ed25519PrivateKey.generate())
-    >>> check_voucher(server.voucher(key, "7"), key, "7", server.verify_key)
+    The key server's `verify_key`, 32 raw bytes, must not be from the source of the voucher.
     """
     name = check_run(run)
     try:
@@ -216,28 +148,23 @@ def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes
     except (InvalidSignature, ValueError):
         raise SealError(
             f"the key server does not vouch for key {fingerprint(public_key)}... in run {run!r}: "
-            "enrol it with the key server that this client trusts, and name the run alike"
+            "enrol it with the key server that this client trusts, and use one name for the run"
         ) from None
 
 
 class ClientKeys:
-    """The client's half: it asks for a run's seed, and opens the answer.
+    """The client's half: it requests a run's seed, and opens the answer.
 
     Parameters
     ----------
     private_key : X25519PrivateKey
-        The client's; its public half is enrolled with the key server.
+        Client's key; its public half is enrolled with the key server.
     run : str
         Name of the run, 1 to 255 bytes.
     verify_key : bytes
-        The key server's, 32 raw bytes, from a source other than the aggregation server.
+        Key server's verification key, 32 raw bytes, not from the aggregation server.
     state : mutable mapping
-        Kept from message to message, such as a ConfigRecord in Flower's ``context.state``.
-
-    Raises
-    ------
-    SealError
-        If the name of the run or the verification key is malformed.
+        Values kept between messages, such as a ConfigRecord in Flower's ``context.state``.
     """
 
     def __init__(
@@ -258,78 +185,64 @@ class ClientKeys:
         except ValueError:
             raise SealError(
                 f"verify_key: expected the key server's Ed25519 key of {KEY_BYTES} raw bytes, got "
-                f"{len(verify_key)} bytes that are none; the key server prints it when it starts"
+                f"{len(verify_key)} bytes; the key server prints it when it starts"
             ) from None
 
     def request(self) -> dict[str, bytes]:
-        """Return this client's public key and a fresh challenge, which replaces the former.
+        """Return ``"public-key"`` (32 bytes) and a fresh ``"challenge"`` (16 bytes).
 
-        Returns
-        -------
-        dict of str to bytes
-            ``"public-key"`` (32 bytes) and ``"challenge"`` (16 bytes), for
-            :meth:`KeyServer.sealed_seed`.
+        They are arguments of :meth:`KeyServer.sealed_seed`. An earlier challenge is void.
         """
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._state[_CHALLENGE] = challenge
         return {"public-key": self._public_key, "challenge": challenge}
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the seed rho, 32 bytes, from the answer to the newest request.
+        """Return the seed rho, 32 bytes, from the key server's answer to the newest request.
 
-        It may be opened again, until the next request.
-
-        Raises
-        ------
-        SealError
-            If nothing was asked for, or these bytes are not the key server's answer to this
-            client, run and challenge.
+        The answer may be opened again, until the next request. SealError refuses all other bytes.
         """
         if _CHALLENGE not in self._state:
             raise SealError(
                 "a sealed seed came, but none was asked for; call request first, and keep its "
-                "state from message to message"
+                "state between messages"
             )
-        head, encrypted, signature = _parse(sealed)
+        signed = sealed[:-SIGNATURE_BYTES]
         try:
-            self._verify_key.verify(signature, head + encrypted)
+            self._verify_key.verify(sealed[-SIGNATURE_BYTES:], signed)
         except InvalidSignature:
             raise SealError(
-                "the sealed seed's signature is wrong: it was changed on its way, or is not from "
-                "the key server that this client trusts; check verify_key against what the key "
-                "server printed when it started"
+                f"the sealed seed's signature is wrong: its {len(sealed)} bytes were changed or "
+                "cut off on their way, or are not from the key server that this client trusts; "
+                "check verify_key against what the key server printed when it started"
             ) from None
-        _, recipient, challenge, _ = _HEAD.unpack_from(head)
-        run = head[_HEAD.size :].decode()
-        if recipient != self._public_key:
+        head = _head(self._public_key, self._state[_CHALLENGE], self._run)
+        if not signed.startswith(head):
             raise SealError(
-                f"the seed was sealed for another client: for key {fingerprint(recipient)}..., and "
-                f"this client's is {fingerprint(self._public_key)}...; send each client its own"
-            )
-        if run != self._run:
-            raise SealError(
-                f"the seed is of another run: expected {self._run!r}, got {run!r}; ask the key "
-                "server for this run's"
-            )
-        if not secrets.compare_digest(challenge, self._state[_CHALLENGE]):
-            raise SealError(
-                "the sealed seed does not answer the newest challenge: it answers an older one, "
-                "or another client's with the same key; ask again"
+                f"the seed was sealed for {_describe(signed)}, expected {_describe(head)}: the "
+                "answer to this client's newest request; request it again, and give clients and "
+                "servers the same name of the run"
             )
         try:
-            return unseal(encrypted, self._private_key, info=head)
+            return unseal(signed[len(head) :], self._private_key, info=head)
         except SealError as error:
             raise SealError(f"the sealed seed is signed, but damaged: {error}") from None
 
 
-def new_secret(path: str | Path) -> bytes:
-    """Write a new key server's master and signing key to a file; return its verification key.
+def _head(public_key: bytes, challenge: bytes, run: str) -> bytes:
+    """Return what a sealed seed is bound to; it precedes the seed."""
+    name = check_run(run)
+    return _SEED + public_key + challenge + bytes([len(name)]) + name
 
-    Raises
-    ------
-    SealError
-        If there is such a file already.
-    """
+
+def _describe(signed: bytes) -> str:
+    key, challenge, length = signed[8:40], signed[40:56], int.from_bytes(signed[56:57])
+    run = signed[57 : 57 + length].decode(errors="replace")
+    return f"run {run!r}, key {fingerprint(key)}..., challenge {challenge.hex()[:8]}..."
+
+
+def new_secret(path: str | Path) -> bytes:
+    """Write a new key server's master and signing key; return its verification key."""
     signing_key = Ed25519PrivateKey.generate()
     secret = {
         "master": secrets.token_hex(SEED_BYTES),
@@ -340,15 +253,7 @@ def new_secret(path: str | Path) -> bytes:
 
 
 def load_secret(path: str | Path) -> tuple[bytes, Ed25519PrivateKey]:
-    """Read the master and the signing key that :func:`new_secret` wrote.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    SealError
-        If it holds something else.
-    """
+    """Read the master and the signing key that :func:`new_secret` wrote."""
     data = Path(path).read_bytes()
     try:
         secret = json.loads(data)
@@ -357,19 +262,3 @@ def load_secret(path: str | Path) -> tuple[bytes, Ed25519PrivateKey]:
     except (ValueError, TypeError, KeyError):
         raise SealError(f"{path} holds no key server's secret; new-key-server makes one") from None
     return master, signing_key
-
-
-def _parse(sealed: bytes) -> tuple[bytes, bytes, bytes]:
-    """Head, ciphertext and signature; their lengths are checked, nothing else."""
-    if len(sealed) < _HEAD.size + _AFTER_RUN or not sealed.startswith(_VERSION):
-        raise SealError(
-            f"expected a sealed seed of at least {_HEAD.size + _AFTER_RUN} bytes that begin with "
-            f"{_VERSION!r}, got {len(sealed)} bytes; send what the key server's sealed_seed gave"
-        )
-    end = _HEAD.size + _HEAD.unpack_from(sealed)[-1]
-    if len(sealed) != end + _AFTER_RUN:
-        raise SealError(
-            f"expected a sealed seed of {end + _AFTER_RUN} bytes, got {len(sealed)}: cut off or "
-            "changed on its way; send it whole"
-        )
-    return sealed[:end], sealed[end:-SIGNATURE_BYTES], sealed[-SIGNATURE_BYTES:]

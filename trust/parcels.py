@@ -1,10 +1,9 @@
 """Parcels that clients send each other through a relay, which cannot open them; without Flower.
 
-A parcel's arrays are encrypted once, with a key drawn for it alone (ChaCha20-Poly1305, RFC 8439).
-That key is sealed for each receiver (HPKE, see :mod:`fedntk.trust.sealing`). So a parcel for many
-is as long as one for a single receiver, and 80 bytes for each besides.
+A parcel's arrays are encrypted once, with a key drawn for this parcel (ChaCha20-Poly1305, RFC
+8439). That key is sealed for each receiver (HPKE, see :mod:`fedntk.trust.sealing`), in 80 bytes.
 
-What it does not do: say who sent a parcel. Whoever knows a receiver's public key can seal for it.
+A parcel does not say who sent it: anyone who knows a receiver's public key can seal for it.
 """
 
 import secrets
@@ -21,12 +20,13 @@ from numpy.typing import NDArray
 from fedntk.ntk.payloads import from_npy, to_npy
 
 from .key_server import check_voucher
-from .sealing import SealError, frame, public_bytes, seal, unframe, unseal
+from .sealing import SealError, public_bytes, seal, unseal
+from .wire import frame, unframe
 
 __all__ = ["ParcelKeys", "open_parcel", "seal_parcel"]
 
 CONTENT, KEY = "content", "key-"  # names of arrays: the ciphertext, and its key for one receiver
-NONCE = bytes(12)  # a key encrypts one parcel alone
+NONCE = bytes(12)  # a key encrypts only one parcel
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -37,12 +37,12 @@ class ParcelKeys:
     Attributes
     ----------
     private_key : X25519PrivateKey
-        Its own.
+        Client's own key.
     run : str
         Name of the run, as the key server knows it; needed with `verify_key`.
     verify_key : bytes or None
-        The key server's, 32 raw bytes, from a source other than the relay. With it the client seals
-        for keys alone for which the key server vouches; without it, for all that the relay names.
+        Key server's verification key, 32 raw bytes, not from the relay. With it the client seals
+        only for keys that the key server vouches for; without it, for all that the relay names.
     """
 
     private_key: X25519PrivateKey
@@ -55,13 +55,7 @@ class ParcelKeys:
         return public_bytes(self.private_key)
 
     def require_vouched(self, public_key: bytes, voucher: bytes) -> None:
-        """Refuse a neighbour's key that the key server does not vouch for, if one is to.
-
-        Raises
-        ------
-        SealError
-            If the voucher is not the key server's for this key and run.
-        """
+        """Raise SealError if there is a `verify_key` and its key server did not vouch."""
         if self.verify_key is not None:
             check_voucher(voucher, public_key, self.run, self.verify_key)
 
@@ -69,27 +63,10 @@ class ParcelKeys:
 def seal_parcel(
     arrays: Arrays, receivers: Iterable[bytes], info: bytes
 ) -> dict[str, NDArray[np.uint8]]:
-    """Encrypt arrays for the owners of some public keys.
+    """Encrypt arrays, less than 2 GiB in all, for the owners of public keys of 32 raw bytes.
 
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        Less than 2 GiB in all.
-    receivers : iterable of bytes
-        Public keys, 32 raw bytes each.
-    info : bytes
-        What the parcel is for; it opens with the same alone.
-
-    Returns
-    -------
-    dict of str to ndarray of uint8
-        ``"content"``, 16 bytes longer than the framed arrays, and ``"key-<public key>"`` for each
-        receiver, 80 bytes.
-
-    Raises
-    ------
-    SealError
-        If a public key is none, or the arrays are too large.
+    `info` is the purpose: the parcel opens only with the same. It has ``"content"``, 16 bytes
+    longer than the framed arrays, and ``"key-<public key>"`` for each receiver, 80 bytes.
 
     Examples
     --------
@@ -115,13 +92,7 @@ def seal_parcel(
 def open_parcel(
     sealed: Arrays, private_key: X25519PrivateKey, info: bytes
 ) -> dict[str, NDArray[Any]]:
-    """Decrypt what :func:`seal_parcel` made for this key, among others, and the same `info`.
-
-    Raises
-    ------
-    SealError
-        If it is not sealed, or for others, or for another purpose, or was changed.
-    """
+    """Decrypt what :func:`seal_parcel` made for this key and the same `info`; else SealError."""
     name = KEY + public_bytes(private_key).hex()
     if missing := [part for part in (CONTENT, name) if part not in sealed]:
         raise SealError(

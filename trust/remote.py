@@ -1,41 +1,32 @@
 """The key server and the shuffling server in other processes, with the methods of the local ones.
 
-They answer at the addresses of :mod:`fedntk.trust.service`. Requests and answers are framed bytes;
-a refusal is JSON of the error's name and message, and comes back as the same error.
+A request holds the arguments of a method (see :mod:`fedntk.trust.wire`), its answer is bytes. A
+refusal is JSON, the error's name and message, and is raised here as the same error.
 """
 
-import json
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from fedntk.ntk import UploadLimits
 
 from .key_server import NotEnrolled
-from .sealing import SealError, check_run, frame
+from .sealing import SealError
 from .shuffling_server import Shuffled
+from .wire import SEALED_SEED, SHUFFLE, VOUCHER, pack
 
-__all__ = [
-    "SEALED_SEED_PATH",
-    "SHUFFLE_PATH",
-    "VOUCHER_PATH",
-    "RemoteKeyServer",
-    "RemoteShufflingServer",
-]
+__all__ = ["RemoteKeyServer", "RemoteShufflingServer"]
 
-SEALED_SEED_PATH = "/sealed-seed"
-VOUCHER_PATH = "/voucher"
-SHUFFLE_PATH = "/shuffle"
 CHUNK_BYTES = 1_000_000
 _ERRORS = {error.__name__: error for error in (SealError, NotEnrolled)}
 
 
 class _Remote:
-    """A server that is asked over HTTP; `command` is what starts it."""
-
-    command: str
+    command: str  # starts the server
 
     def __init__(self, url: str, timeout: float, verify: bool | str | Path) -> None:
         self.url = url.rstrip("/")
@@ -44,10 +35,13 @@ class _Remote:
             verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
         )
 
-    def _post(self, path: str, body: bytes) -> bytes:
+    def _ask(self, path: str, parts: Sequence[bytes], **named: Any) -> bytes:
+        body = pack(named, parts)
+        # in chunks: of a body in one piece, each write copies the rest
+        chunks = (body[i : i + CHUNK_BYTES] for i in range(0, len(body), CHUNK_BYTES))
         try:
             response = httpx.post(
-                self.url + path, content=_chunks(body), timeout=self._timeout, verify=self._verify
+                self.url + path, content=chunks, timeout=self._timeout, verify=self._verify
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConnectionError(
@@ -56,31 +50,29 @@ class _Remote:
             ) from None
         if response.is_success:
             return response.content
-        raise self._refusal(response)
-
-    def _refusal(self, response: httpx.Response) -> SealError:
         try:
             refusal = response.json()
-            return _ERRORS[refusal["error"]](refusal["message"])
+            raised = _ERRORS[refusal["error"]](refusal["message"])
         except Exception:  # whatever answers at this address
-            return SealError(
+            raised = SealError(
                 f"the {self.command} at {self.url} answered with status {response.status_code}; "
                 "see its log, and check the address"
             )
+        raise raised
 
 
 class RemoteKeyServer(_Remote):
-    """A :class:`KeyServer` in another process.
+    """A :class:`KeyServer` in another process; ConnectionError if it does not answer.
 
     Parameters
     ----------
     url : str
-        Such as ``"https://keys.example.org:9191"``.
+        Address, such as ``"https://keys.example.org:9191"``.
     timeout : float
-        Seconds without progress until it is given up.
+        Seconds to wait without progress.
     verify : bool, str or Path
-        Whether its TLS certificate is checked; or a file with the certificate authority's, for
-        certificates of one's own.
+        Whether its TLS certificate is checked; or a file with the certificate of the authority
+        that signed it.
     """
 
     command = "key-server"
@@ -89,43 +81,19 @@ class RemoteKeyServer(_Remote):
         super().__init__(url, timeout, verify)
 
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
-        """Return the run's seed sealed for one client, as :meth:`KeyServer.sealed_seed`.
-
-        Raises
-        ------
-        NotEnrolled, SealError
-            As the key server itself.
-        ConnectionError
-            If it does not answer.
-        """
-        return self._post(SEALED_SEED_PATH, frame([public_key, check_run(run), challenge]))
+        """Return the run's seed sealed for one client, as :meth:`KeyServer.sealed_seed`."""
+        return self._ask(SEALED_SEED, [public_key, challenge], run=run)
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature that vouches for a key, as :meth:`KeyServer.voucher`.
-
-        Raises
-        ------
-        NotEnrolled, SealError
-            As the key server itself.
-        ConnectionError
-            If it does not answer.
-        """
-        return self._post(VOUCHER_PATH, frame([public_key, check_run(run)]))
+        """Return a signature that vouches for a key, as :meth:`KeyServer.voucher`."""
+        return self._ask(VOUCHER, [public_key], run=run)
 
 
 class RemoteShufflingServer(_Remote):
-    """A :class:`ShufflingServer` in another process.
+    """A :class:`ShufflingServer` in another process; parameters as of :class:`RemoteKeyServer`.
 
-    Parameters
-    ----------
-    url : str
-        Such as ``"https://shuffle.example.org:9192"``.
-    timeout : float
-        Seconds without progress until it is given up; the shuffling itself is such a time. What
-        was given out to a caller that had given up is not given out again.
-    verify : bool, str or Path
-        Whether its TLS certificate is checked; or a file with the certificate authority's, for
-        certificates of one's own.
+    It may take a while to shuffle. If the caller gives up after `timeout` seconds, the round is
+    lost: its rows are not given out again.
     """
 
     command = "shuffling-server"
@@ -142,32 +110,18 @@ class RemoteShufflingServer(_Remote):
         server_round: int,
         num_examples: Sequence[int] | None = None,
     ) -> Shuffled:
-        """Have the uploads of a round opened and permuted, as :meth:`ShufflingServer.shuffle`.
-
-        Raises
-        ------
-        SealError
-            As the shuffling server itself, or if these are too many bytes for it, or the answer
-            cannot be read.
-        ConnectionError
-            If it does not answer.
-        """
-        head = {
-            "limits": limits.to_json(),
-            "run": run,
-            "server-round": server_round,
-            "num-examples": None if num_examples is None else list(num_examples),
-        }
-        answer = self._post(SHUFFLE_PATH, frame([json.dumps(head).encode(), *sealed]))
+        """Have the uploads of a round opened and permuted, as :meth:`ShufflingServer.shuffle`."""
+        answer = self._ask(
+            SHUFFLE,
+            sealed,
+            limits=asdict(limits),
+            run=run,
+            server_round=server_round,
+            num_examples=num_examples,
+        )
         try:
             return Shuffled.from_bytes(answer, parameters=limits.parameters)
         except Exception as error:  # whatever answers at this address
             raise SealError(
                 f"the answer from {self.url} is no shuffling server's ({error}); check the address"
             ) from None
-
-
-def _chunks(body: bytes) -> Iterator[bytes]:
-    """Pieces of the body: sent as one, each part of it that is written copies the rest."""
-    for start in range(0, len(body), CHUNK_BYTES):
-        yield body[start : start + CHUNK_BYTES]

@@ -1,14 +1,12 @@
-"""Bytes sealed to one public key, and the files in which keys are kept.
+"""Bytes sealed to one public key, and the files that hold keys.
 
 Sealing is E(k^+, ·) of Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022,
 section 4.2 and figure 2; the paper names no cipher. Here it is HPKE (RFC 9180) in base mode:
-X25519, HKDF-SHA256, ChaCha20-Poly1305. Anyone can seal for a public key, only its owner can open,
-and bytes that were changed, or sealed for another purpose, do not open.
+X25519, HKDF-SHA256, ChaCha20-Poly1305. Anyone can seal for a public key, only its owner can open.
+Bytes that were changed, or sealed for another purpose, do not open.
 """
 
 import os
-import struct
-from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -23,22 +21,19 @@ __all__ = [
     "check_public_key",
     "check_run",
     "fingerprint",
-    "frame",
     "load_key",
     "new_key",
     "public_bytes",
     "save_key",
     "seal",
-    "unframe",
     "unseal",
     "write_secret",
 ]
 
 KEY_BYTES = 32
 LONGEST_RUN = 255
-OVERHEAD = 48  # by which sealed bytes are longer: an ephemeral public key and a tag
+OVERHEAD = 48  # bytes that sealing adds: an ephemeral public key and a tag
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
-_LENGTH = struct.Struct("<Q")
 
 
 class SealError(ValueError):
@@ -46,26 +41,10 @@ class SealError(ValueError):
 
 
 def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
-    """Encrypt for the owner of a public key.
+    """Encrypt less than 2 GiB for the owner of a public key, 32 raw bytes.
 
-    Parameters
-    ----------
-    plaintext : bytes
-        Less than 2 GiB.
-    public_key : bytes
-        The recipient's, 32 raw bytes.
-    info : bytes
-        What the bytes are for; opens with the same alone.
-
-    Returns
-    -------
-    bytes
-        48 more than the plaintext; different each time.
-
-    Raises
-    ------
-    SealError
-        If this is no public key, or the plaintext is too long.
+    `info` is the purpose: the bytes open only with the same. They are 48 more than the plaintext,
+    and different each time.
 
     Examples
     --------
@@ -88,13 +67,7 @@ def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
 
 
 def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
-    """Decrypt what :func:`seal` made for this key and the same `info`.
-
-    Raises
-    ------
-    SealError
-        If it was sealed for another key or another purpose, or changed or cut off.
-    """
+    """Decrypt what :func:`seal` made for this key and the same `info`; else raise SealError."""
     try:
         return _SUITE.decrypt(sealed, private_key, info=info)
     except (InvalidTag, ValueError, OverflowError):
@@ -105,7 +78,7 @@ def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
 
 
 def check_public_key(public_key: bytes) -> bytes:
-    """Return an X25519 public key of 32 raw bytes; raises SealError for what is none."""
+    """Return an X25519 public key of 32 raw bytes; raise SealError for anything else."""
     seal(b"", public_key, b"")
     return public_key
 
@@ -116,49 +89,24 @@ def new_key() -> X25519PrivateKey:
 
 
 def public_bytes(private_key: X25519PrivateKey) -> bytes:
-    """Public half of a key, 32 raw bytes."""
+    """Return the public half of a key, 32 raw bytes."""
     return private_key.public_key().public_bytes_raw()
 
 
 def fingerprint(public_key: bytes) -> str:
-    """First 16 hexadecimal digits of a key, by which messages name it.
-
-    Examples
-    --------
-    >>> fingerprint(bytes(range(32)))
-    '0001020304050607'
-    """
+    """Return the first 16 hexadecimal digits of a key; messages name the key by them."""
     return public_key[:8].hex()
 
 
 def save_key(private_key: X25519PrivateKey, path: str | Path) -> None:
-    """Write a private key as PEM (PKCS #8) to a new file that its owner alone can read.
-
-    Raises
-    ------
-    SealError
-        If there is such a file already: a lost key cannot be made again.
-    """
-    write_secret(
-        path,
-        private_key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-    )
+    """Write a private key as PEM (PKCS #8) to a new file that only its owner can read."""
+    pem = serialization.Encoding.PEM
+    pkcs8, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    write_secret(path, private_key.private_bytes(pem, pkcs8, no_password))
 
 
 def load_key(path: str | Path) -> X25519PrivateKey:
-    """Read what :func:`save_key` wrote.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    SealError
-        If it holds something else.
-    """
+    """Read what :func:`save_key` wrote; raise SealError if the file holds something else."""
     data = Path(path).read_bytes()
     try:
         key = serialization.load_pem_private_key(data, password=None)
@@ -170,13 +118,7 @@ def load_key(path: str | Path) -> X25519PrivateKey:
 
 
 def write_secret(path: str | Path, data: bytes) -> None:
-    """Write a new file of mode 0600.
-
-    Raises
-    ------
-    SealError
-        If there is such a file already.
-    """
+    """Write a new file of mode 0600; raise SealError if it exists: a lost key cannot be remade."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -189,51 +131,14 @@ def write_secret(path: str | Path, data: bytes) -> None:
 
 
 def check_run(run: str) -> bytes:
-    """Return the name of a run as UTF-8.
-
-    Raises
-    ------
-    SealError
-        If it is empty, or has more than 255 bytes.
-    """
+    """Return the name of a run as 1 to 255 bytes of UTF-8; raise SealError if it has others."""
     try:
         name = run.encode()
     except UnicodeEncodeError:
         raise SealError(f"run: expected a name in Unicode, got {run!r}") from None
     if not 1 <= len(name) <= LONGEST_RUN:
         raise SealError(
-            f"run: expected a name of 1 ... {LONGEST_RUN} bytes, got {len(name)}; name the run "
-            "alike on clients and servers"
+            f"run: expected a name of 1 ... {LONGEST_RUN} bytes, got {len(name)}; give clients and "
+            "servers the same name"
         )
     return name
-
-
-def frame(parts: Iterable[bytes]) -> bytes:
-    """Join byte strings so that :func:`unframe` can part them: each after its length."""
-    return b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
-
-
-def unframe(data: bytes) -> list[bytes]:
-    """Part what :func:`frame` joined.
-
-    Raises
-    ------
-    SealError
-        If a length goes beyond the end.
-
-    Examples
-    --------
-    >>> unframe(frame([b"a", b"", b"bc"]))
-    [b'a', b'', b'bc']
-    """
-    parts = []
-    start = 0
-    while start < len(data):
-        head = data[start : start + _LENGTH.size]
-        start += _LENGTH.size
-        end = start + int.from_bytes(head, "little")
-        if end > len(data):
-            raise SealError(f"cut off: expected {end} bytes or more, got {len(data)}")
-        parts.append(data[start:end])
-        start = end
-    return parts

@@ -1,4 +1,4 @@
-"""A sum of the clients' whole numbers, of which the server learns nothing else; without Flower.
+"""A sum of the clients' whole numbers; the server learns only the total. Without Flower.
 
 Source: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Machine Learning*, CCS
 2017, figure 4. Client u adds masks to its words x_u, modulo 2^32 or 2^64:
@@ -6,28 +6,28 @@ Source: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Ma
     y_u = x_u + PRG(b_u) + sum over v > u of PRG(s_uv) - sum over v < u of PRG(s_uv),
 
 with s_uv agreed on by u and v (X25519 of mask keys that are drawn for one sum) and b_u its own. In
-the sum of all y_u the s_uv cancel. The other clients hold Shamir shares of b_u and of u's mask key.
-They give those of b_u where y_u came, and those of the mask key where it did not; never both.
+the sum of all y_u the s_uv cancel. The other clients hold Shamir shares of b_u and of the seed of
+u's mask key. They reveal those of b_u if y_u arrived, those of the seed if not; never both.
 
-Here shares and mask keys travel encrypted under a key that two clients agree on by their public
-keys. The server, which hands them on, can read neither, nor put others in their place, unless it
-passed off a public key of its own as a client's. All keys depend on nonces that the clients draw
-for the sum, and the s_uv also on what the words are of. So a server can open what clients sent for
-a sum only once, and only if all were asked for the same thing. It can begin another sum of the same
-words: of two sums over different clients it learns the difference. Before they give shares, clients
-compare what they were told of who dropped out: that is round 3 of the figure, with tags of keyed
-BLAKE2b in place of signatures. PRG is ChaCha20, keys are derived by HKDF-SHA256, and shares are
-pycryptodome's, over GF(2^128).
+Shares and mask keys travel encrypted under keys that two clients agree on by their public keys. The
+server relays them. It can neither read nor replace them, unless it passed off a public key of its
+own as a client's. All keys depend on nonces that the clients draw for the sum, the s_uv also on
+what the words are about. So a server can open what clients sent for a sum only once, and only if it
+asked all for the same thing. It can begin another sum of the same words: two sums over different
+clients tell it the difference. Before clients give shares, they compare what the server told them
+about who dropped out: round 3 of the figure, with tags of keyed BLAKE2b in place of signatures. PRG
+is ChaCha20, keys are derived by HKDF-SHA256, and shares are pycryptodome's, over GF(2^128).
 
-What holds against whom: see the page on privacy. A client that does not follow the protocol can
-spoil the sum. It learns nothing of the others.
+The page on privacy says what this protects against whom. A client that does not follow the protocol
+can spoil the sum; it learns nothing about the others.
 """
 
 import hashlib
 import hmac
+import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -42,7 +42,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from .sealing import KEY_BYTES, SealError, frame, public_bytes, unframe
+from .sealing import KEY_BYTES, SealError, public_bytes
+from .wire import frame
 
 __all__ = [
     "EXCHANGE_BYTES",
@@ -57,26 +58,20 @@ __all__ = [
     "exchange_of",
 ]
 
-FEWEST = 3  # clients of a sum: of two each would learn the other's
-SECRET_BYTES = 16  # a secret, and a share of it: numbers of GF(2^128)
+FEWEST = 3  # clients of a sum: each of two would learn the other's numbers
+SECRET_BYTES = 16  # of a secret, and of a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
-TAG_BYTES = 16  # of a client's word to another on who is in the sum
+TAG_BYTES = 16  # by which a client tells another who is in the sum
 NONCE_BYTES = 12
-EXCHANGE_BYTES = 16  # of a sum's name, and of what each client draws for it
+EXCHANGE_BYTES = 16  # of a sum's name, and of the nonce that each client draws for it
 CHUNK = 2**20  # words that are masked at a time
 Words = NDArray[np.uint32] | NDArray[np.uint64]
 
 
 def exchange_of(nonces: Iterable[bytes]) -> bytes:
-    """Return the name of a sum, 16 bytes, of what its clients drew for it.
+    """Return the name of a sum, 16 bytes, from the nonces of its clients in the roster's order.
 
-    A client that draws a nonce for each sum, and takes part with it once, is in no sum of an
-    earlier one's name: what was sealed for that opens no more.
-
-    Parameters
-    ----------
-    nonces : iterable of bytes
-        16 bytes of each client, in the roster's order.
+    A client draws a nonce of 16 bytes for each sum and uses it once, so no other sum has this name.
     """
     text = b"fedntk secure sum 1 exchange\0" + frame(nonces)
     return hashlib.sha256(text).digest()[:EXCHANGE_BYTES]
@@ -84,25 +79,19 @@ def exchange_of(nonces: Iterable[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in a sum: what all clients must agree on, as their keys depend on it.
+    """Who takes part in a sum. All clients must agree on it, as their keys depend on it.
 
     Attributes
     ----------
     exchange : bytes
-        Names the sum, 16 bytes; see :func:`exchange_of`.
+        Name of the sum, 16 bytes; see :func:`exchange_of`.
     clients : tuple of int
-        Ids, ascending.
+        Ids, at least three, ascending.
     keys : tuple of bytes
         Their public keys, 32 raw bytes each.
     threshold : int
-        How many clients must give shares so that the sum can be opened, and be in it; more than
-        half of them, and three at least.
-
-    Raises
-    ------
-    SealError
-        If there are fewer than three clients, or two of one id or key; or if the threshold is not
-        above half of their number, three at least, and at most that.
+        Number of clients who must be in the sum and give shares to open it: more than half of
+        them, and at least three.
     """
 
     exchange: bytes
@@ -127,88 +116,66 @@ class Roster:
 
     @cached_property
     def digest(self) -> bytes:
-        """Checksum of all of it, 32 bytes."""
+        """Checksum of the whole roster, 32 bytes."""
         numbers = f"{self.threshold} {self.clients}".encode()
         return hashlib.sha256(frame([self.exchange, numbers, *self.keys])).digest()
 
     def position(self, client: int) -> int:
-        """Return a client's place, from 0; SealError if it is none of these."""
+        """Return a client's place, from 0; raise SealError if it takes no part."""
         if client not in self.clients:
             raise SealError(f"client {client} takes no part in this sum")
         return self.clients.index(client)
 
-    def derived(self, secret: bytes, purpose: str) -> bytes:
-        """Return a key of 32 bytes for this sum alone."""
+    def derive(self, secret: bytes, purpose: str) -> bytes:
+        """Return a key of 32 bytes for one purpose in this sum."""
         info = f"fedntk secure sum 1 {purpose}\0".encode() + self.digest
         return HKDF(SHA256(), 32, salt=None, info=info).derive(secret)
 
     def mask_key(self, seed: bytes) -> X25519PrivateKey:
-        """Return the private mask key that a client's seed stands for."""
-        return X25519PrivateKey.from_private_bytes(self.derived(seed, "mask key"))
+        """Return the private mask key that a client makes from its seed."""
+        return X25519PrivateKey.from_private_bytes(self.derive(seed, "mask key"))
 
     def commitment(self, own: bytes) -> bytes:
-        """Return what a client says of b_u beforehand, 32 bytes, from which it cannot be found."""
+        """Return a commitment to b_u, 32 bytes, from which b_u cannot be found."""
         return hashlib.sha256(b"fedntk secure sum 1 own mask\0" + self.digest + own).digest()
 
     def add_own_mask(self, words: Words, own: bytes, sign: int) -> None:
-        """Add PRG(b_u), or take it away, in place."""
-        _add_stream(words, self.derived(own, "own mask"), sign)
+        """Add or subtract PRG(b_u), in place."""
+        _add_stream(words, self.derive(own, "own mask"), sign)
 
     def add_pair_mask(
-        self,
-        words: Words,
-        client: int,
-        key: X25519PrivateKey,
-        other: int,
-        other_key: bytes,
-        about: bytes,
+        self, words: Words, key: X25519PrivateKey, other_key: bytes, about: bytes, sign: int
     ) -> None:
-        """Add what a client's words have of the mask with another one: + or - PRG(s_uv)."""
-        seed = self.derived(_agreed(key, other_key), f"pair {about.hex()}")
-        _add_stream(words, seed, 1 if client < other else -1)
+        """Add or subtract PRG(s_uv) of the owners of two mask keys, in place."""
+        seed = self.derive(_agree(key, other_key), f"pair {about.hex()}")
+        _add_stream(words, seed, sign)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a client tells the server before its words, by which shares are known to be right.
+    """What a client tells the server before its words; the server knows right shares by it."""
 
-    Attributes
-    ----------
-    mask_key : bytes
-        Public mask key, 32 raw bytes.
-    commitment : bytes
-        To b_u, 32 bytes.
-    """
-
-    mask_key: bytes
-    commitment: bytes
+    mask_key: bytes  # public, 32 raw bytes
+    commitment: bytes  # to b_u, 32 bytes
 
 
 @dataclass
 class Masker:
-    """A client's part in one sum.
-
-    Parameters
-    ----------
-    roster : Roster
-        Who takes part.
-    client : int
-        Who this is.
+    """A client's part in one sum. Its methods raise SealError if the others break the protocol.
 
     Attributes
     ----------
+    roster : Roster
+        Clients that take part.
+    client : int
+        Id of this one.
     seed, own : bytes
-        What the mask key comes of, and b_u: 16 bytes each.
-    shares : dict of int to tuple of bytes and bytes
-        Client -> this client's shares of that one's `seed` and `own`. Those of whom there are any
-        are the clients whose masks are in the words.
+        Seed of the mask key, and b_u: 16 bytes each.
+    received : dict of int to bytes
+        Client -> its public mask key and this client's shares of its `seed` and `own`, 64 bytes.
+        This client's words have masks with these clients.
     arrived : tuple of int
-        Whose words are in the sum, as this client was told and told the others; empty before.
-
-    Raises
-    ------
-    SealError
-        If the client is none of the roster's.
+        Clients in the sum, as the server told this client and it told the others; empty before.
 
     Examples
     --------
@@ -236,8 +203,7 @@ class Masker:
     client: int
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     own: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
-    shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
-    _mask_keys: dict[int, bytes] = field(default_factory=dict, repr=False)
+    received: dict[int, bytes] = field(default_factory=dict, repr=False)
     arrived: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -245,45 +211,34 @@ class Masker:
 
     @property
     def promise(self) -> Promise:
-        """What the server is told."""
-        public = public_bytes(self.roster.mask_key(self.seed))
-        return Promise(public, self.roster.commitment(self.own))
+        """What this client tells the server about its secrets."""
+        mask_key = public_bytes(self.roster.mask_key(self.seed))
+        return Promise(mask_key, self.roster.commitment(self.own))
 
     def parcels(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
-        """Return what each other client is sent, 92 bytes: mask key and shares of both secrets.
-
-        Raises
-        ------
-        SealError
-            If the roster has another public key for this client, or a key that is none.
-        """
+        """Return 92 bytes for each other client: the mask key and shares of both secrets."""
         roster, mask_key = self.roster, self.promise.mask_key
         if roster.keys[roster.position(self.client)] != public_bytes(private_key):
             raise SealError("the server has another public key of this client")
-        count = len(roster.clients)
-        of_seeds, of_owns = (
-            Shamir.split(roster.threshold, count, secret, ssss=False)
+        shares_of_seed, shares_of_own = (
+            Shamir.split(roster.threshold, len(roster.clients), secret, ssss=False)
             for secret in (self.seed, self.own)
         )
         parcels: dict[int, bytes] = {}
-        for other, (_, of_seed), (_, of_own) in zip(roster.clients, of_seeds, of_owns, strict=True):
+        for other, (_, of_seed), (_, of_own) in zip(
+            roster.clients, shares_of_seed, shares_of_own, strict=True
+        ):
+            content = mask_key + of_seed + of_own
             if other == self.client:
-                self.shares[other] = (of_seed, of_own)
+                self.received[other] = content
                 continue
             nonce = secrets.token_bytes(NONCE_BYTES)
             key, info = self._channel(private_key, other, sends=True)
-            sealed = ChaCha20Poly1305(key).encrypt(nonce, mask_key + of_seed + of_own, info)
-            parcels[other] = nonce + sealed
+            parcels[other] = nonce + ChaCha20Poly1305(key).encrypt(nonce, content, info)
         return parcels
 
     def receive(self, private_key: X25519PrivateKey, parcels: Mapping[int, bytes]) -> None:
-        """Take the other clients' parcels; whose came has its mask in this client's words.
-
-        Raises
-        ------
-        SealError
-            If one does not open, or they and this client are fewer than the threshold.
-        """
+        """Open the other clients' parcels; :meth:`masked` adds masks with their senders."""
         if len(parcels) + 1 < self.roster.threshold:
             raise SealError(
                 f"{len(parcels) + 1} clients are left, fewer than the {self.roster.threshold} who "
@@ -292,7 +247,7 @@ class Masker:
         for sender, parcel in parcels.items():
             key, info = self._channel(private_key, sender, sends=False)
             try:
-                plain = ChaCha20Poly1305(key).decrypt(
+                content = ChaCha20Poly1305(key).decrypt(
                     parcel[:NONCE_BYTES], parcel[NONCE_BYTES:], info
                 )
             except (InvalidTag, ValueError):
@@ -301,9 +256,7 @@ class Masker:
                 ) from None
             if len(parcel) != PARCEL_BYTES:
                 raise SealError(f"client {sender}: expected {PARCEL_BYTES} bytes of shares")
-            self._mask_keys[sender] = plain[:KEY_BYTES]
-            start = KEY_BYTES + SECRET_BYTES
-            self.shares[sender] = (plain[KEY_BYTES:start], plain[start:])
+            self.received[sender] = content
 
     def masked(self, words: Words, about: bytes = b"") -> Words:
         """Return the client's words with its masks, modulo 2^32 or 2^64.
@@ -313,34 +266,25 @@ class Masker:
         words : ndarray of uint32 or uint64, shape (m,)
             Whole numbers, negative ones modulo the same.
         about : bytes
-            What the words are of. Masks of two clients who were asked about different things do
-            not cancel.
+            Subject of the words. The masks of two clients with different subjects do not cancel.
         """
         result = words.copy()
         self.roster.add_own_mask(result, self.own, 1)
         key = self.roster.mask_key(self.seed)
-        for other, public in self._mask_keys.items():
-            self.roster.add_pair_mask(result, self.client, key, other, public, about)
+        for other, content in self.received.items():
+            if other != self.client:
+                sign = 1 if self.client < other else -1
+                self.roster.add_pair_mask(result, key, content[:KEY_BYTES], about, sign)
         return result
 
     def confirm(self, private_key: X25519PrivateKey, arrived: Iterable[int]) -> dict[int, bytes]:
-        """Return tags, 16 bytes, that tell each other client of `arrived` who is in the sum.
+        """Tell each other client which clients' words `arrived`: return tags, 16 bytes each.
 
-        Parameters
-        ----------
-        private_key : X25519PrivateKey
-            This client's.
-        arrived : iterable of int
-            Clients whose words are in the sum.
-
-        Raises
-        ------
-        SealError
-            If this client is not among them, or one whose mask this client does not have, or they
-            are fewer than the threshold; or if it has confirmed others before.
+        A client confirms one set of clients once: those that it shares masks with, itself among
+        them, as many as the threshold or more.
         """
         survivors = set(arrived)
-        if self.client not in survivors or survivors - self.shares.keys():
+        if self.client not in survivors or survivors - self.received.keys():
             raise SealError("expected clients of this sum, this one among them")
         if len(survivors) < self.roster.threshold:
             raise SealError(
@@ -353,22 +297,11 @@ class Masker:
         return {v: self._tag(private_key, v, sends=True) for v in self.arrived if v != self.client}
 
     def reveal(self, private_key: X25519PrivateKey, tags: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Return shares of b_v of the clients whose words arrived, of the others' mask keys' seeds.
+        """Return shares of b_v of the clients whose words arrived, of the other clients' seeds.
 
-        As more than half of the clients confirm the same to each client that gives shares, and each
-        confirms once, all that is given is for one set of clients.
-
-        Parameters
-        ----------
-        private_key : X25519PrivateKey
-            This client's.
-        tags : mapping of int to bytes
-            Client -> what it confirmed to this one.
-
-        Raises
-        ------
-        SealError
-            If fewer clients than the threshold, this one counted, confirmed what this one did.
+        `tags` are what other clients confirmed to this one; as many as the threshold, this client
+        counted, must have confirmed the same. That is more than half of all, and each confirms
+        once: so all shares that clients give are for one set of clients.
         """
         agreeing = [
             v
@@ -382,10 +315,13 @@ class Masker:
                 f"{len(agreeing) + bool(self.arrived)} clients were told the same of who is in the "
                 f"sum, fewer than the {self.roster.threshold} who were agreed on: it stays closed"
             )
-        return {v: both[v in self.arrived] for v, both in sorted(self.shares.items())}
+        of_seed, of_own = slice(-2 * SECRET_BYTES, -SECRET_BYTES), slice(-SECRET_BYTES, None)
+        return {
+            v: content[of_own if v in self.arrived else of_seed]
+            for v, content in sorted(self.received.items())
+        }
 
     def _tag(self, private_key: X25519PrivateKey, other: int, *, sends: bool) -> bytes:
-        """Return what one client says to another of who is in the sum."""
         key, _ = self._channel(private_key, other, sends=sends, what="tag")
         text = np.array(self.arrived, np.int64).tobytes()
         return hashlib.blake2b(text, digest_size=TAG_BYTES, key=key).digest()
@@ -393,49 +329,30 @@ class Masker:
     def _channel(
         self, private_key: X25519PrivateKey, other: int, *, sends: bool, what: str = "parcel"
     ) -> tuple[bytes, bytes]:
-        """Return the key for what one client sends another in this sum, and what it is bound to."""
-        pair = (self.client, other) if sends else (other, self.client)
-        secret = _agreed(private_key, self.roster.keys[self.roster.position(other)])
-        purpose = f"{what} from {pair[0]} to {pair[1]}"
-        return self.roster.derived(secret, purpose), purpose.encode()
-
-    # -------------------------------------------------- between two exchanges
+        """Return the key for what one client sends another in this sum, and its purpose."""
+        sender, receiver = (self.client, other) if sends else (other, self.client)
+        secret = _agree(private_key, self.roster.keys[self.roster.position(other)])
+        purpose = f"{what} from {sender} to {receiver}"
+        return self.roster.derive(secret, purpose), purpose.encode()
 
     def to_bytes(self) -> bytes:
-        """Return all of it, the secrets among it, to be kept where only the client reads it."""
-        roster = self.roster
-        numbers = [roster.threshold, self.client, len(roster.clients), *roster.clients]
-        numbers += [len(self._mask_keys), *self._mask_keys, len(self.shares), *self.shares]
-        numbers += [len(self.arrived), *self.arrived]
-        return frame(
-            [
-                np.array(numbers, np.int64).tobytes(),
-                roster.exchange,
-                self.seed,
-                self.own,
-                *roster.keys,
-                *self._mask_keys.values(),
-                *(share for both in self.shares.values() for share in both),
-            ]
-        )
+        """Return all of it, secrets included: only the client may read it."""
+        return json.dumps(asdict(self), default=bytes.hex).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read what :meth:`to_bytes` returned."""
-        numbers, exchange, seed, own, *rest = unframe(data)
-        threshold, client, *more = np.frombuffer(numbers, np.int64).tolist()
-        lists: list[list[int]] = []
-        while more:
-            count = 1 + more[0]
-            lists.append(more[1:count])
-            more = more[count:]
-        clients, senders, sharers, arrived = lists
-        keys, rest = rest[: len(clients)], rest[len(clients) :]
-        mask_keys, rest = rest[: len(senders)], rest[len(senders) :]
-        shares = dict(zip(sharers, zip(rest[::2], rest[1::2], strict=True), strict=True))
-        roster = Roster(exchange, tuple(clients), tuple(keys), threshold)
-        received = dict(zip(senders, mask_keys, strict=True))
-        return cls(roster, client, seed, own, shares, received, tuple(arrived))
+        fields, read = json.loads(data), bytes.fromhex
+        known = fields["roster"]
+        clients, keys = tuple(known["clients"]), tuple(map(read, known["keys"]))
+        return cls(
+            Roster(read(known["exchange"]), clients, keys, known["threshold"]),
+            fields["client"],
+            read(fields["seed"]),
+            read(fields["own"]),
+            {int(k): read(content) for k, content in fields["received"].items()},
+            tuple(fields["arrived"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -445,11 +362,11 @@ class MaskedSum:
     Parameters
     ----------
     roster : Roster
-        Who takes part.
+        Clients that take part.
     promises : mapping of int to Promise
-        Of the clients whose parcels were handed on: their masks are in the others' words.
+        Client -> its promise, for those with parcels that were handed on.
     about : bytes
-        What the words are of, as :meth:`Masker.masked` was told.
+        Subject of the words, the same as in :meth:`Masker.masked`.
     """
 
     roster: Roster
@@ -466,71 +383,68 @@ class MaskedSum:
         total : ndarray of uint32 or uint64, shape (m,)
             Sum of the masked words that arrived.
         arrived : iterable of int
-            Whose these are.
+            Clients that sent these words.
         revealed : mapping of int to mapping of int to bytes
-            Client -> its shares, by whose secret they are of: see :meth:`Masker.reveal`.
+            Client -> what it returned from :meth:`Masker.reveal`.
 
         Raises
         ------
         SealError
-            If fewer clients gave shares than the threshold, or the shares are not of the secrets.
+            If too few clients gave right shares.
         """
         survivors = sorted(arrived)
         result = total.copy()
-        good: list[int] = []
-        for client, promise in self.promises.items():
-            given = {
-                self.roster.position(k) + 1: shares[client]
-                for k, shares in revealed.items()
-                if client in shares
+        reliable: list[int] = []
+        for client in self.promises:
+            in_sum = client in survivors
+            shares = {
+                self.roster.position(k) + 1: given[client]
+                for k, given in revealed.items()
+                if client in given
             }
-            if client in survivors:
-                own = self._secret(given, client, self._commits_to(promise), good)
-                self.roster.add_own_mask(result, own, -1)
+            secret, reliable = self._combine(shares, client, in_sum, reliable)
+            if in_sum:
+                self.roster.add_own_mask(result, secret, -1)
                 continue
-            key = self.roster.mask_key(self._secret(given, client, self._makes(promise), good))
-            for other in survivors:  # whose words have the mask with the client that is missing
-                public = self.promises[other].mask_key
-                self.roster.add_pair_mask(result, client, key, other, public, self.about)
+            key = self.roster.mask_key(secret)
+            for other in survivors:  # their words have the mask with the client that is missing
+                public, sign = self.promises[other].mask_key, 1 if client < other else -1
+                self.roster.add_pair_mask(result, key, public, self.about, sign)
         return result
 
-    def _commits_to(self, promise: Promise) -> Callable[[bytes], bool]:
-        return lambda own: self.roster.commitment(own) == promise.commitment
+    def _combine(
+        self, shares: Mapping[int, bytes], client: int, in_sum: bool, reliable: list[int]
+    ) -> tuple[bytes, list[int]]:
+        """Return a client's secret, and whose shares made it; some of the shares may be wrong.
 
-    def _makes(self, promise: Promise) -> Callable[[bytes], bool]:
-        return lambda seed: public_bytes(self.roster.mask_key(seed)) == promise.mask_key
-
-    def _secret(
-        self,
-        given: Mapping[int, bytes],
-        client: int,
-        is_right: Callable[[bytes], bool],
-        good: list[int],
-    ) -> bytes:
-        """Return a client's secret from shares, some of which may be wrong.
-
-        Those who gave right ones before, `good`, are tried first, and noted.
+        It tries the `reliable` first: their shares of another secret were right.
         """
-        shares = sorted(given.items(), key=lambda own: (own[0] not in good, own[0]))
+        ordered = sorted(shares.items(), key=lambda share: (share[0] not in reliable, share[0]))
         threshold = self.roster.threshold
-        if len(shares) < threshold:
+        if len(ordered) < threshold:
             raise SealError(
-                f"{len(shares)} clients gave shares, {threshold} are needed to open the sum"
+                f"{len(ordered)} clients gave shares, {threshold} are needed to open the sum"
             )
-        for start in range(len(shares) if len(shares) > threshold else 1):
-            some = [shares[(start + i) % len(shares)] for i in range(threshold)]
+        for start in range(len(ordered) if len(ordered) > threshold else 1):
+            some = [ordered[(start + i) % len(ordered)] for i in range(threshold)]
             secret: bytes = Shamir.combine(some, ssss=False)
-            if is_right(secret):
-                good[:] = [i for i, _ in some]
-                return secret
+            if self._is_promised(secret, client, in_sum):
+                return secret, [i for i, _ in some]
         raise SealError(
             f"shares of client {client}'s secret are not of what it promised: it, or one of "
-            f"{[self.roster.clients[i - 1] for i in given]}, does not follow the protocol"
+            f"{[self.roster.clients[i - 1] for i in shares]}, does not follow the protocol"
         )
 
+    def _is_promised(self, secret: bytes, client: int, in_sum: bool) -> bool:
+        """Return whether this is the client's b_u, if it is in the sum, or else its seed."""
+        promise = self.promises[client]
+        if in_sum:
+            return self.roster.commitment(secret) == promise.commitment
+        return public_bytes(self.roster.mask_key(secret)) == promise.mask_key
 
-def _agreed(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
-    """Return what the owners of two keys can both compute, and nobody else."""
+
+def _agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
+    """Return the secret that only the owners of two keys can compute."""
     try:
         return private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
     except ValueError:
@@ -538,7 +452,7 @@ def _agreed(private_key: X25519PrivateKey, public_key: bytes) -> bytes:
 
 
 def _add_stream(words: Words, key: bytes, sign: int) -> None:
-    """Add pseudo-random words, or take them away, in place."""
+    """Add or subtract pseudo-random words, in place."""
     stream = Cipher(ChaCha20(key, bytes(16)), None).encryptor()
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK]

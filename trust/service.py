@@ -1,21 +1,22 @@
 """The key server and the shuffling server as small web applications."""
 
 import asyncio
-import json
+from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError, validate_call
 from starlette.requests import ClientDisconnect
 
 from fedntk.ntk import UploadLimits
 
 from .key_server import KeyServer, NotEnrolled
-from .remote import SEALED_SEED_PATH, SHUFFLE_PATH, VOUCHER_PATH
-from .sealing import KEY_BYTES, SealError, unframe
+from .sealing import KEY_BYTES, SealError
 from .shuffling_server import ShufflingServer
+from .wire import SEALED_SEED, SHUFFLE, VOUCHER, unpack
 
 __all__ = ["key_server_app", "read_enrolled", "shuffling_server_app"]
 
@@ -23,7 +24,7 @@ BODY_LIMIT = 2_000_000_000
 BODY_TIMEOUT = 600.0
 SMALL_BODY = 10_000
 SMALL_BODY_TIMEOUT = 30.0
-LONGEST_CAUSE = 300  # characters
+STATUS: dict[type[Exception], int] = {NotEnrolled: 403, TimeoutError: 408}  # others are 400
 logger = getLogger("uvicorn.error")
 
 
@@ -35,35 +36,28 @@ def key_server_app(
     Parameters
     ----------
     server : KeyServer
-        Which seals.
+        Server that seals.
     enrolled : Path
-        See :func:`read_enrolled`. While it cannot be read, the keys read last stay enrolled.
+        File for :func:`read_enrolled`. While it cannot be read, the keys read last stay enrolled.
     body_timeout : float
         Seconds for the whole body of a request, however it comes in; status 408 after that.
     """
-    app = _app()
 
-    async def parts_of(request: Request, *names: str) -> list[bytes]:
-        parts = unframe(await _body(request, SMALL_BODY, body_timeout))
-        if len(parts) != len(names):
-            raise SealError(f"expected {', '.join(names)}, got {len(parts)} parts")
+    def enrol() -> None:
         try:
             server.enrol(read_enrolled(enrolled))
         except (SealError, OSError) as error:
             logger.warning("the keys enrolled before stay: %s", error)
-        return parts
 
-    @app.post(SEALED_SEED_PATH)
-    async def sealed_seed(request: Request) -> Response:
-        key, run, challenge = await parts_of(request, "public key", "run", "challenge")
-        return _answer(server.sealed_seed(key, run.decode(errors="replace"), challenge))
+    def sealed_seed(public_key: bytes, challenge: bytes, *, run: str) -> bytes:
+        enrol()
+        return server.sealed_seed(public_key, run, challenge)
 
-    @app.post(VOUCHER_PATH)
-    async def voucher(request: Request) -> Response:
-        key, run = await parts_of(request, "public key", "run")
-        return _answer(server.voucher(key, run.decode(errors="replace")))
+    def voucher(public_key: bytes, *, run: str) -> bytes:
+        enrol()
+        return server.voucher(public_key, run)
 
-    return app
+    return _app({SEALED_SEED: sealed_seed, VOUCHER: voucher}, SMALL_BODY, body_timeout)
 
 
 def shuffling_server_app(
@@ -74,38 +68,25 @@ def shuffling_server_app(
     Parameters
     ----------
     server : ShufflingServer
-        Which shuffles.
+        Server that shuffles.
     body_limit : int
-        Bytes of a round's sealed uploads together.
+        Most bytes of a round's sealed uploads together.
     body_timeout : float
         Seconds for the whole body of a request, however it comes in; status 408 after that.
     """
-    app = _app()
 
-    @app.post(SHUFFLE_PATH)
-    async def shuffle(request: Request) -> Response:
-        body = await _body(request, body_limit, body_timeout)
-        return _answer(await run_in_threadpool(answered, body))
+    def shuffle(
+        *sealed: bytes,
+        limits: UploadLimits,
+        run: str,
+        server_round: int,
+        num_examples: list[int] | None,
+    ) -> bytes:
+        return server.shuffle(
+            sealed, limits=limits, run=run, server_round=server_round, num_examples=num_examples
+        ).to_bytes()
 
-    def answered(body: bytes) -> bytes:
-        head, *sealed = unframe(body) or [b""]
-        try:
-            fields = json.loads(head)
-            limits = UploadLimits.from_json(fields["limits"])
-            run, server_round = str(fields["run"]), int(fields["server-round"])
-            claims = fields["num-examples"]
-            if claims is not None and [type(n) for n in claims] != [int] * len(sealed):
-                raise ValueError(f"expected {len(sealed)} whole numbers of examples, got {claims}")
-        except Exception as error:  # whatever a hostile head provokes
-            raise SealError(
-                f"expected limits, run and round as JSON: {error!r:.{LONGEST_CAUSE}}"
-            ) from None
-        shuffled = server.shuffle(
-            sealed, limits=limits, run=run, server_round=server_round, num_examples=claims
-        )
-        return shuffled.to_bytes()
-
-    return app
+    return _app({SHUFFLE: shuffle}, body_limit, body_timeout)
 
 
 def read_enrolled(path: Path) -> list[bytes]:
@@ -137,29 +118,42 @@ def read_enrolled(path: Path) -> list[bytes]:
     return keys
 
 
-def _app() -> FastAPI:
-    return FastAPI(
+def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -> FastAPI:
+    """Serve functions at addresses; pydantic checks the arguments that requests hold for them."""
+
+    async def read_body(request: Request) -> bytes:
+        return await _body(request, limit, timeout)
+
+    def serve(path: str, answer: Callable[..., bytes]) -> None:
+        checked = validate_call(answer)
+
+        @app.post(path)  # not async: FastAPI runs it in a thread
+        def respond(body: Annotated[bytes, Depends(read_body)]) -> Response:
+            named, parts = unpack(body)
+            try:
+                content = checked(*parts, **named)
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(map(str, first["loc"]))
+                raise SealError(f"malformed request: {where!r:.100}: {first['msg']:.200}") from None
+            return Response(content, media_type="application/octet-stream")
+
+    app = FastAPI(
         openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
         exception_handlers={
             SealError: _refused,
-            TimeoutError: _too_slow,
+            TimeoutError: _refused,
             ClientDisconnect: _broken_off,
         },
     )
+    for path, answer in answers.items():
+        serve(path, answer)
+    return app
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    return _refusal(error, 403 if isinstance(error, NotEnrolled) else 400)
-
-
-async def _too_slow(_: Request, error: Exception) -> Response:
-    return _refusal(SealError(str(error)), 408)
-
-
-def _refusal(error: Exception, status: int) -> Response:
-    return JSONResponse({"error": type(error).__name__, "message": str(error)}, status_code=status)
+    name = "NotEnrolled" if isinstance(error, NotEnrolled) else "SealError"
+    return JSONResponse({"error": name, "message": str(error)}, STATUS.get(type(error), 400))
 
 
 async def _broken_off(request: Request, _: Exception) -> Response:
@@ -169,7 +163,7 @@ async def _broken_off(request: Request, _: Exception) -> Response:
 
 
 async def _body(request: Request, limit: int, timeout: float) -> bytes:
-    """Whole body of a request. One that is too large is read to its end, and not kept."""
+    """Return the body of a request. One that is too large is read to its end, and not kept."""
     body = bytearray()
     size = 0
     try:
@@ -191,7 +185,3 @@ async def _body(request: Request, limit: int, timeout: float) -> bytes:
             "examples, or start the server with a larger limit"
         )
     return bytes(body)
-
-
-def _answer(content: bytes) -> Response:
-    return Response(content, media_type="application/octet-stream")

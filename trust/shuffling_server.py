@@ -1,4 +1,4 @@
-"""The shuffling server, which hides from the aggregation server whose row is whose.
+"""The shuffling server, which hides from the aggregation server who sent which row.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2 and
 figure 2: rows of the Jacobians, network states and labels are permuted in synchronisation, across
@@ -6,17 +6,15 @@ clients, so that the update J^T R, eq. (9b), stays the same. The paper leaves th
 module's choices:
 
 * Clients seal their uploads to the shuffling server, and the aggregation server hands them over.
-  An upload opens in its run and round alone, and a round's rows are given out once: those of one
-  client could be told by asking again without it.
+  An upload opens only in its run and round. A round's rows are given out once: a second time,
+  without one client, would show which rows are that client's.
 * The permutation comes from the operating system's entropy.
 * Uploads are checked here, since the aggregation server no longer can.
-* What is to be shuffled is compressed row by row: numbers quantised on one scale, or dropped under
-  one threshold, would show which rows are one client's.
+* Clients compress row by row: a common scale or threshold would show which rows belong together.
 
-What it does not hide: how long each sealed upload is, and so about how many rows it holds; which
-uploads were refused, and why. The server trusts the aggregation server to hand over uploads of its
-clients, not of its own making: anyone can seal one. It forgets which rounds were given out when it
-is started again.
+It does not hide how long each sealed upload is, and so about how many rows it holds; nor which
+uploads were refused, and why. It trusts the aggregation server to hand over only its clients'
+uploads: anyone can seal one. After a restart it has forgotten which rounds were given out.
 """
 
 import json
@@ -34,7 +32,8 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, NotEnoughMemory, UploadLimits
 from fedntk.ntk.payloads import MemoryBudget, from_npy, screen_uploads, to_npy
 
-from .sealing import SealError, check_run, frame, new_key, public_bytes, seal, unframe, unseal
+from .sealing import SealError, check_run, new_key, public_bytes, seal, unseal
+from .wire import frame, pack, unframe, unpack
 
 __all__ = ["Shuffled", "ShufflingServer", "seal_upload"]
 
@@ -50,9 +49,9 @@ class Shuffled:
     rejected : dict of int to BadReply
         Index of a sealed upload, as handed over -> why it was dropped.
     accepted : int
-        Number of uploads that could be used.
+        Number of accepted uploads.
     message : str
-        Why there is no upload; empty if there is one.
+        Reason why there is no upload; empty if there is one.
     """
 
     upload: JacobianUpload | None
@@ -61,61 +60,32 @@ class Shuffled:
     message: str = ""
 
     def to_bytes(self) -> bytes:
-        """Write all of it: JSON, then the upload's arrays."""
-        head = {
-            "rejected": [[i, bad.reason, bad.detail] for i, bad in sorted(self.rejected.items())],
-            "accepted": self.accepted,
-            "message": self.message,
-        }
+        """Write all of it, the upload as arrays."""
+        rejected = [[i, bad.reason, bad.detail] for i, bad in sorted(self.rejected.items())]
         arrays = [] if self.upload is None else self.upload.to_arrays()
-        return frame([json.dumps(head).encode(), *map(to_npy, arrays)])
+        head = {"rejected": rejected, "accepted": self.accepted, "message": self.message}
+        return pack(head, map(to_npy, arrays))
 
     @classmethod
     def from_bytes(cls, data: bytes, *, parameters: Mapping[str, Sequence[int]]) -> Self:
-        """Read and check what :meth:`to_bytes` wrote.
-
-        Raises
-        ------
-        ValueError
-            If these are not such bytes, or the upload does not fit the model's `parameters`.
-        """
-        head, *arrays = unframe(data)
-        fields = json.loads(head)
+        """Read what :meth:`to_bytes` wrote; check the upload against the model's `parameters`."""
+        head, parts = unpack(data)
+        arrays = [from_npy(part) for part in parts]
         return cls(
-            JacobianUpload.from_arrays([from_npy(array) for array in arrays], parameters=parameters)
-            if arrays
-            else None,
-            {int(i): BadReply(reason, detail) for i, reason, detail in fields["rejected"]},
-            int(fields["accepted"]),
-            str(fields["message"]),
+            JacobianUpload.from_arrays(arrays, parameters=parameters) if arrays else None,
+            {int(i): BadReply(reason, detail) for i, reason, detail in head["rejected"]},
+            int(head["accepted"]),
+            str(head["message"]),
         )
 
 
 def seal_upload(
     arrays: Sequence[NDArray[Any]], public_key: bytes, *, run: str, server_round: int
 ) -> NDArray[np.uint8]:
-    """Seal a client's upload for the shuffling server, for one run and round.
+    """Seal the arrays of a client's :class:`~fedntk.ntk.CompressedUpload`, less than 2 GiB in all.
 
-    Parameters
-    ----------
-    arrays : sequence of ndarray
-        Of a :class:`~fedntk.ntk.CompressedUpload`.
-    public_key : bytes
-        The shuffling server's, 32 raw bytes, from a source other than the aggregation server.
-    run : str
-        Name of the run, 1 to 255 bytes.
-    server_round : int
-        The round.
-
-    Returns
-    -------
-    ndarray of uint8
-        One array, which travels as any other.
-
-    Raises
-    ------
-    SealError
-        If key or run are malformed, or the arrays take 2 GiB or more.
+    They open only for the shuffling server, in this run and round. Its `public_key`, 32 raw bytes,
+    must not be from the aggregation server. The array that is returned travels as any other.
     """
     sealed = seal(frame(map(to_npy, arrays)), public_key, _binding(run, server_round))
     return np.frombuffer(sealed, np.uint8)
@@ -127,20 +97,9 @@ class ShufflingServer:
     Parameters
     ----------
     private_key : X25519PrivateKey, optional
-        A new one by default.
+        A new one by default. `public_key` is its public half, for :func:`seal_upload`.
     min_clients : int
-        With fewer good uploads nothing is given out: among one client's rows there is nothing to
-        hide in.
-
-    Attributes
-    ----------
-    public_key : bytes
-        32 raw bytes, for :func:`seal_upload`.
-
-    Raises
-    ------
-    ValueError
-        If `min_clients` is less than 2.
+        Fewest good uploads, 2 at least: one client's rows have nothing to hide in.
     """
 
     def __init__(
@@ -165,53 +124,44 @@ class ShufflingServer:
     ) -> Shuffled:
         """Open the uploads of a round and return all their rows, permuted.
 
-        Uploads that cannot be used are dropped, whatever they hold.
-
         Parameters
         ----------
         sealed : sequence of bytes
-            From :func:`seal_upload`, one for each client.
+            One upload of each client, from :func:`seal_upload`.
         limits : UploadLimits
-            Of what a client may send.
+            Limits on what a client may send.
         run : str
             Name of the run.
         server_round : int
-            The round.
+            Number of the round.
         num_examples : sequence of int, optional
-            How many examples each client claims to have sent: uploads of another number are
-            dropped.
+            Number of examples that each client claims; uploads with another number are dropped.
 
         Returns
         -------
         Shuffled
-            Rejected uploads have the reason ``"sealed"`` (does not open), ``"replayed"`` (came
-            twice), ``"arrays"`` (holds something else),
-            ``"num-examples"``, ``"memory"``, ``"malformed"``, or one of
+            Bad uploads are in `rejected`, for one of these reasons: ``"sealed"`` (does not open),
+            ``"replayed"`` (came twice), ``"arrays"`` (holds something else), ``"num-examples"``,
+            ``"memory"``, ``"malformed"``, or one of
             :meth:`fedntk.ntk.CompressedUpload.from_arrays` or ``screen_uploads``.
-
-        Raises
-        ------
-        SealError
-            If the name of the run is malformed.
         """
+        if num_examples is not None and len(num_examples) != len(sealed):
+            raise SealError(
+                f"num_examples: expected one for each of {len(sealed)} uploads, got "
+                f"{len(num_examples)}"
+            )
         info = _binding(run, server_round)
         with self._one_at_a_time:
             if info in self._given_out:
-                return Shuffled(
-                    None,
-                    {},
-                    0,
-                    f"round {server_round} of {run!r} was given out before, once for all",
-                )
-            uploads, rejected = self._accepted(sealed, num_examples, info, limits)
+                message = f"round {server_round} of {run!r} was given out before, once for all"
+                return Shuffled(None, {}, 0, message)
+            uploads, rejected = self._accept(sealed, num_examples, info, limits)
             if len(uploads) < self.min_clients:
-                return Shuffled(
-                    None,
-                    rejected,
-                    len(uploads),
+                message = (
                     f"nothing was shuffled: expected the good uploads of {self.min_clients} "
-                    f"clients or more, got {len(uploads)}; sample more clients a round",
+                    f"clients or more, got {len(uploads)}; sample more clients a round"
                 )
+                return Shuffled(None, rejected, len(uploads), message)
             pooled = JacobianUpload.concatenate(list(uploads.values()))
             order = list(range(len(pooled.outputs)))
             secrets.SystemRandom().shuffle(order)
@@ -219,14 +169,14 @@ class ShufflingServer:
             self._given_out.add(info)
         return shuffled
 
-    def _accepted(
+    def _accept(
         self,
         sealed: Sequence[bytes],
         num_examples: Sequence[int] | None,
         info: bytes,
         limits: UploadLimits,
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
-        """Open the uploads; those that can be used, and why others cannot, by their index."""
+        """Open the uploads; return the good ones, and why others were dropped, by index."""
         uploads: dict[int, JacobianUpload] = {}
         rejected: dict[int, BadReply] = {}
         budget, seen = MemoryBudget(), set[bytes]()
@@ -235,7 +185,7 @@ class ShufflingServer:
                 if data in seen:
                     raise BadReply("replayed", "the same sealed bytes came before")
                 seen.add(data)
-                upload = self._opened(data, info, limits)
+                upload = self._open(data, info, limits)
                 if num_examples is not None and num_examples[i] != upload.jacobian.num_examples:
                     raise BadReply("num-examples", "claims another number of examples than it has")
                 uploads[i] = budget.hold(upload)
@@ -247,7 +197,7 @@ class ShufflingServer:
                 del uploads[i]
         return uploads, rejected
 
-    def _opened(self, data: bytes, info: bytes, limits: UploadLimits) -> JacobianUpload:
+    def _open(self, data: bytes, info: bytes, limits: UploadLimits) -> JacobianUpload:
         try:
             opened = unseal(data, self._private_key, info)
         except SealError as error:

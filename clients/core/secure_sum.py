@@ -99,7 +99,7 @@ class SecureSum:
         """
         with claimed(self._folder, "sum"):
             masker = self._kept(parcels)
-            if len(masker.shares) > 1:
+            if len(masker.received) > 1:
                 raise SealError("this client has masked its numbers for this sum already")
             senders = parcels["clients"].tolist()
             came = {k: row.tobytes() for k, row in zip(senders, parcels["parcels"], strict=True)}

@@ -1,9 +1,7 @@
 """Limits of what clients may send."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 from ..errors import BadReply
 from .compression import UNQUANTISED, Encoded, check_compression, num_kept
@@ -34,26 +32,6 @@ class UploadLimits:
 
     def __post_init__(self) -> None:
         check_compression(self.sparsity, self.bits)
-
-    def to_json(self) -> str:
-        """Write all of it as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        try:
-            fields = json.loads(text)
-            return cls(
-                {str(k): [int(n) for n in shape] for k, shape in fields["parameters"].items()},
-                int(fields["max_examples"]),
-                float(fields["sparsity"]),
-                int(fields["bits"]),
-            )
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"expected the limits of uploads as JSON, got {text[:80]!r}"
-            ) from error
 
     def require(self, code: Encoded, num_examples: int) -> None:
         """Raise BadReply unless a tensor has so many examples, and is compressed enough."""

@@ -8,7 +8,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedntk.trust import SealError, load_key, new_key, public_bytes, save_key, seal, unseal
-from fedntk.trust.sealing import OVERHEAD, check_run, frame, unframe
+from fedntk.trust.sealing import OVERHEAD, check_run
+from fedntk.trust.wire import frame, unframe
 
 
 def test_opens_for_its_recipient_and_purpose():
@@ -20,31 +21,17 @@ def test_opens_for_its_recipient_and_purpose():
     assert sealed != seal(b"rho" * 100, public_bytes(key), b"purpose")
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda sealed: b"",
-        lambda sealed: sealed[:OVERHEAD],
-        lambda sealed: sealed[:-1],
-        lambda sealed: sealed + b"\0",
-        lambda sealed: bytes(len(sealed)),  # an ephemeral key of small order
-        lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
-    ],
-)
-def test_damaged_bytes_do_not_open(spoil):
+def test_damaged_bytes_and_those_for_another_key_or_purpose_do_not_open():
     key = new_key()
     sealed = seal(b"rho", public_bytes(key), b"purpose")
-    with pytest.raises(SealError, match="do not open"):
-        unseal(spoil(sealed), key, b"purpose")
-
-
-def test_another_key_or_purpose_does_not_open():
-    key = new_key()
-    sealed = seal(b"rho", public_bytes(key), b"purpose")
-    with pytest.raises(SealError, match="sealed for another key or another purpose"):
-        unseal(sealed, new_key(), b"purpose")
-    with pytest.raises(SealError, match="sealed for another key or another purpose"):
-        unseal(sealed, key, b"another")
+    no_key = bytes(len(sealed))  # an ephemeral key of small order
+    flipped = bytes([sealed[0] ^ 1]) + sealed[1:]
+    for spoilt in (b"", sealed[:OVERHEAD], sealed[:-1], sealed + b"\0", no_key, flipped):
+        with pytest.raises(SealError, match="do not open"):
+            unseal(spoilt, key, b"purpose")
+    for other, purpose in ((new_key(), b"purpose"), (key, b"another")):
+        with pytest.raises(SealError, match="sealed for another key or another purpose"):
+            unseal(sealed, other, purpose)
 
 
 @pytest.mark.parametrize("public_key", [b"", b"short", bytes(31), bytes(33), bytes(32)])
@@ -74,14 +61,8 @@ def pem(key, encryption):
     [
         (b"", "holds no private key"),
         (b"-----BEGIN PRIVATE KEY-----\n", "holds no private key"),
-        (
-            pem(new_key(), serialization.BestAvailableEncryption(b"password")),
-            "holds no private key that can be read",
-        ),
-        (
-            pem(Ed25519PrivateKey.generate(), serialization.NoEncryption()),
-            "expected an X25519 key, got Ed25519PrivateKey",
-        ),
+        (pem(new_key(), serialization.BestAvailableEncryption(b"word")), "holds no private key th"),
+        (pem(Ed25519PrivateKey.generate(), serialization.NoEncryption()), "an X25519 key, got Ed"),
     ],
     ids=["empty", "cut off", "with a password", "of another kind"],  # keys are drawn anew
 )
@@ -97,15 +78,12 @@ def test_missing_key_file_is_named(tmp_path):
         load_key(tmp_path / "client.pem")
 
 
-@pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", b""], [b"x" * 300, b"\0" * 8]])
-def test_framed_parts_come_apart(parts):
-    assert unframe(frame(parts)) == parts
-
-
 def test_frames_that_declare_too_much_are_refused():
     """Any cut inside a frame is seen, and nothing of a declared length is allocated."""
-    data = frame([b"abc", b"de"])
-    whole_frames = {0, 8 + 3, len(data)}
+    parts = [b"abc", b"de", b""]
+    data = frame(parts)
+    assert unframe(data) == parts
+    whole_frames = {0, 8 + 3, 8 + 3 + 8 + 2}
     for end in set(range(len(data))) - whole_frames:
         with pytest.raises(SealError, match="cut off"):
             unframe(data[:end])

@@ -1,7 +1,5 @@
-"""Both servers as processes of their own: the same answers and refusals, and no secrets told."""
+"""Both servers behind HTTP: the same answers and refusals, and no secrets told."""
 
-import datetime
-import ipaddress
 import json
 import re
 import socket
@@ -10,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from select import select
 from threading import Thread
@@ -20,10 +19,6 @@ import httpx
 import pytest
 import torch
 import uvicorn
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
 from fastapi import FastAPI
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
@@ -31,6 +26,7 @@ from typer.testing import CliRunner
 
 from fedntk.clients import CPNTKFLClient, SealedProjection, client_app
 from fedntk.ntk import JacobianUpload, UploadLimits
+from fedntk.simulations.deploy.certificates import make_certificates
 from fedntk.strategies import CPNTKFL
 from fedntk.trust import (
     ClientKeys,
@@ -39,6 +35,7 @@ from fedntk.trust import (
     RemoteKeyServer,
     RemoteShufflingServer,
     SealError,
+    ShufflingServer,
     check_voucher,
     load_key,
     new_key,
@@ -46,9 +43,8 @@ from fedntk.trust import (
 )
 from fedntk.trust.__main__ import app
 from fedntk.trust.key_server import load_secret
-from fedntk.trust.sealing import frame
 from fedntk.trust.service import read_enrolled
-from fedntk.trust.shuffling_server import ShufflingServer
+from fedntk.trust.wire import frame, pack
 
 from ..strategies.federation import NUM_CLIENTS, Grid, examples
 from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
@@ -69,16 +65,21 @@ def free_port() -> int:
 
 @contextmanager
 def process(log: Path, *arguments: object) -> Iterator[int]:
-    """Start a server and give its port; it is ended by its own id."""
+    """Start a server and give its port when it listens; it is ended by its own id."""
     port = free_port()
     line = [sys.executable, "-m", "fedntk.trust", *map(str, arguments), "--port", str(port)]
     with log.open("wb") as output:
         server = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
-        try:
-            yield port
-        finally:
-            server.terminate()
-            server.wait(20)
+    try:
+        for _ in range(600):
+            with suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.1)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(20)
 
 
 @contextmanager
@@ -91,7 +92,9 @@ def thread(*arguments: object) -> Iterator[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn, "run", run)
-        assert command(*arguments)[0] == 0
+        code, printed = command(*arguments)
+    assert code == 0
+    assert re.fullmatch("[0-9a-f]{64}", printed)  # its public or verification key
     (server,) = made
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = Thread(target=server.run, args=([listener],))
@@ -128,72 +131,31 @@ def send_head(client: socket.socket, path: str) -> bytes:
     return received(client, len(CONTINUE))
 
 
-def wait_until_it_listens(port: int, log: Path) -> None:
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            time.sleep(0.1)
-        else:
-            return
-    raise TimeoutError(log.read_text())
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a certificate for 127.0.0.1, signed by itself."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedntk")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    no_password = serialization.NoEncryption()
-    files = folder / "certificate.pem", folder / "certificate-key.pem"
-    files[0].write_bytes(made.public_bytes(pem))
-    files[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
-    return files
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Both servers: the key server behind TLS, the shuffling server with a small limit."""
+    """The key server, a process behind TLS, and the shuffling server with a small limit."""
     folder = tmp_path_factory.mktemp("trust")
     secret, enrolled, key = folder / "secret", folder / "enrolled", folder / "key.pem"
     assert command("new-key-server", secret)[0] == command("new-key", key)[0] == 0
     enrolled.write_text("# nobody yet\n")
-    cert, cert_key = certificate(folder)
-    logs = folder / "key-server.log", folder / "shuffling-server.log"
+    tls, log = make_certificates(folder), folder / "key-server.log"
     with (
         pytest.MonkeyPatch.context() as patch,
         process(
-            logs[0],
+            log,
             *("key-server", "--secret", secret, "--enrolled", enrolled),
-            *("--ssl-certfile", cert, "--ssl-keyfile", cert_key),
+            *("--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key),
         ) as key_port,
-        process(
-            logs[1], "shuffling-server", "--secret", key, "--body-limit", BODY_LIMIT
-        ) as shuffling_port,
+        thread("shuffling-server", "--secret", key, "--body-limit", BODY_LIMIT) as shuffling_port,
     ):
         patch.setenv("NO_PROXY", "127.0.0.1")
-        wait_until_it_listens(key_port, logs[0])
-        wait_until_it_listens(shuffling_port, logs[1])
         yield SimpleNamespace(
             secret=secret,
             enrolled=enrolled,
-            cert=cert,
+            authority=tls.authority,
             key=key,
-            logs=logs,
+            log=log,
+            verify_key=bytes.fromhex(log.read_text().splitlines()[0]),
             key_url=f"https://127.0.0.1:{key_port}",
             shuffling_url=f"http://127.0.0.1:{shuffling_port}",
         )
@@ -201,7 +163,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def key_server(servers):
-    return RemoteKeyServer(servers.key_url, verify=servers.cert)
+    return RemoteKeyServer(servers.key_url, verify=servers.authority)
 
 
 @pytest.fixture
@@ -223,82 +185,70 @@ def arguments(servers, path):
     }[path]
 
 
-def enrol(servers, key) -> None:
+def enrol(servers, key) -> bytes:
     with servers.enrolled.open("a") as file:
         file.write(f"{public_bytes(key).hex()}  hospital of {RUN} # by phone\n")
+    return public_bytes(key)
 
 
-def test_seed_comes_from_another_process_and_stays_secret(servers, key_server):
-    local = KeyServer(load_secret(servers.secret)[0], [], load_secret(servers.secret)[1])
-    key, log = new_key(), servers.logs[0]
-    verify_key = bytes.fromhex(log.read_text().splitlines()[0])
-    client = ClientKeys(key, run=RUN, verify_key=verify_key, state={})
-    asked = client.request()
-    enrol(servers, key)
-    data = key_server.sealed_seed(asked["public-key"], RUN, asked["challenge"])
-    seed = client.open(data)
-    assert seed == local.projection_seed(RUN)
-    assert seed not in data
-    for secret in (seed, load_secret(servers.secret)[0]):
-        assert secret.hex() not in log.read_text()
-        assert repr(secret) not in log.read_text()
-
-
-def test_vouchers_come_from_another_process_for_enrolled_keys_alone(servers, key_server):
+def test_seeds_and_vouchers_come_from_another_process_and_secrets_stay_there(servers, key_server):
+    master, signing_key = load_secret(servers.secret)
     key = new_key()
-    with pytest.raises(NotEnrolled, match="is not enrolled with the key server"):
-        key_server.voucher(public_bytes(key), RUN)
-    enrol(servers, key)
-    verify_key = bytes.fromhex(servers.logs[0].read_text().splitlines()[0])
-    check_voucher(key_server.voucher(public_bytes(key), RUN), public_bytes(key), RUN, verify_key)
-    with pytest.raises(SealError, match="expected public key, run, got 1 parts"):
-        key_server._post("/voucher", frame([b"one"]))
+    client = ClientKeys(key, run=RUN, verify_key=servers.verify_key, state={})
+    request = client.request()
+    public_key = enrol(servers, key)
+    data = key_server.sealed_seed(public_key, RUN, request["challenge"])
+    seed = client.open(data)
+    assert seed == KeyServer(master, [], signing_key).projection_seed(RUN)
+    assert seed not in data
+    check_voucher(key_server.voucher(public_key, RUN), public_key, RUN, servers.verify_key)
+    for secret in (seed, master):
+        assert secret.hex() not in servers.log.read_text()
+        assert repr(secret) not in servers.log.read_text()
 
 
 def test_enrolled_keys_may_change_while_it_runs(servers, key_server):
     key = new_key()
     public_key = public_bytes(key)
-    local = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
-    with pytest.raises(NotEnrolled) as there:
-        key_server.sealed_seed(public_key, RUN, bytes(16))
-    with pytest.raises(NotEnrolled) as here:
-        local.sealed_seed(public_key, RUN, bytes(16))
-    assert str(there.value) == str(here.value)
+    here = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
+    messages = []
+    for server in (key_server, here):
+        with pytest.raises(NotEnrolled) as error:
+            server.sealed_seed(public_key, RUN, bytes(16))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    with pytest.raises(NotEnrolled, match="is not enrolled with the key server"):
+        key_server.voucher(public_key, RUN)
     enrol(servers, key)
     key_server.sealed_seed(public_key, RUN, bytes(16))
     before = servers.enrolled.read_text()
     servers.enrolled.write_text(before + "half a li")
     key_server.sealed_seed(public_key, RUN, bytes(16))
-    log = servers.logs[0].read_text()
-    assert f"line {len(before.splitlines()) + 1}: expected 64 hexadecimal digits" in log
+    line = len(before.splitlines()) + 1
+    assert f"line {line}: expected 64 hexadecimal digits" in servers.log.read_text()
     servers.enrolled.write_text("")
     with pytest.raises(NotEnrolled):
         key_server.sealed_seed(public_key, RUN, bytes(16))
 
 
-def test_refusals_are_the_key_servers_own(servers, key_server):
-    key = new_key()
-    enrol(servers, key)
+def test_refusals_are_the_servers_own(servers, key_server, shuffling_server):
+    public_key = enrol(servers, new_key())
     with pytest.raises(SealError, match="challenge: expected 16 bytes, got 3") as error:
-        key_server.sealed_seed(public_bytes(key), RUN, b"abc")
+        key_server.sealed_seed(public_key, RUN, b"abc")
     assert type(error.value) is SealError
     with pytest.raises(SealError, match="at most 10000 bytes, got 20"):
-        key_server.sealed_seed(public_bytes(key), RUN, bytes(20_000))
-
-
-def test_certificate_is_checked(servers):
+        key_server.sealed_seed(public_key, RUN, bytes(20_000))
     with pytest.raises(ConnectionError, match=re.escape(servers.key_url) + ".*CERTIFICATE"):
         RemoteKeyServer(servers.key_url).sealed_seed(bytes(32), RUN, bytes(16))
-
-
-@pytest.mark.parametrize("body", [b"", b"rubbish!", b"\xff" * 8, frame([b"", b"\xff", b""])])
-def test_rubbish_is_refused_without_a_traceback(servers, body):
-    context = httpx.create_ssl_context(verify=False)
-    for url in (servers.key_url + "/sealed-seed", servers.shuffling_url + "/shuffle"):
-        answer = httpx.post(url, content=body, verify=context)
-        assert answer.status_code in (400, 403)
-        assert answer.json()["error"] in ("SealError", "NotEnrolled")
-        assert "Traceback" not in answer.text
+    with pytest.raises(SealError, match="run: expected a name"):
+        shuffling_server.shuffle([], limits=LIMITS, run="", server_round=ROUND)
+    with pytest.raises(SealError, match="expected one for each of 0 uploads, got 1"):
+        shuffling_server.shuffle([], limits=LIMITS, run=RUN, server_round=1, num_examples=[1])
+    with pytest.raises(SealError, match=r"malformed request: 'limits\.max_examples'"):
+        shuffle(shuffling_server, [], UploadLimits(LIMITS.parameters, max_examples="many"))
+    message = f"expected a request of at most {BODY_LIMIT} bytes, got 50000"
+    with pytest.raises(SealError, match=message):
+        shuffle(shuffling_server, [bytes(50_000_000)])
 
 
 def test_wrong_address_is_named(servers, monkeypatch):
@@ -311,17 +261,18 @@ def test_wrong_address_is_named(servers, monkeypatch):
         shuffle(RemoteShufflingServer(nobody), [])
     with pytest.raises(ConnectionError, match="no key-server answers at localhost:9"):
         RemoteKeyServer("localhost:9").sealed_seed(bytes(32), RUN, bytes(16))
-    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(200, content=b"<html>"))
-    with pytest.raises(SealError, match="no shuffling server's"):
-        shuffle(RemoteShufflingServer(nobody), [])
-    monkeypatch.setattr(httpx, "post", lambda *_, **__: httpx.Response(400, content=DEEP))
-    with pytest.raises(SealError, match="answered with status 400"):
-        shuffle(RemoteShufflingServer(nobody), [])
+    for status, content, message in (
+        (200, b"<html>", "no shuffling server's"),
+        (400, DEEP, "answered with status 400"),
+    ):
+        answer = httpx.Response(status, content=content)
+        monkeypatch.setattr(httpx, "post", lambda *_, answer=answer, **__: answer)
+        with pytest.raises(SealError, match=message):
+            shuffle(RemoteShufflingServer(nobody), [])
 
 
-def test_uploads_are_shuffled_in_another_process(servers, shuffling_server):
+def test_uploads_are_shuffled_elsewhere(servers, shuffling_server):
     owner = ShufflingServer(load_key(servers.key))
-    assert servers.logs[1].read_text().splitlines()[0] == owner.public_key.hex()
     parts = [upload(seed, 10) for seed in range(2)]
     data = [b"rubbish", *(sealed(part, owner) for part in parts)]
     shuffled = shuffle(shuffling_server, data)
@@ -333,31 +284,11 @@ def test_uploads_are_shuffled_in_another_process(servers, shuffling_server):
     assert "was given out before" in again.message
 
 
-def test_too_large_a_round_is_refused(shuffling_server):
-    message = f"expected a request of at most {BODY_LIMIT} bytes, got 50000"
-    with pytest.raises(SealError, match=message):
-        shuffle(shuffling_server, [bytes(50_000_000)])
-
-
-def test_refusals_are_the_shuffling_servers_own(shuffling_server):
-    with pytest.raises(SealError, match="run: expected a name"):
-        shuffling_server.shuffle([], limits=LIMITS, run="", server_round=ROUND)
-
-
-def test_failure_tells_nothing(servers, shuffling_server):
-    owner = ShufflingServer(load_key(servers.key))
-    limits = UploadLimits(LIMITS.parameters, max_examples="many")
-    with pytest.raises(SealError, match="expected limits, run and round as JSON") as error:
-        shuffle(shuffling_server, [sealed(upload(0, 10), owner)], limits)
-    assert "Traceback" not in str(error.value)
-
-
 def head(**changes: object) -> str:
     """Return a request's head as JSON; `changes` in the limits are given as a dictionary."""
-    fields = {"limits": LIMITS.to_json(), "run": RUN, "server-round": ROUND, "num-examples": None}
-    changes = {name.replace("_", "-"): value for name, value in changes.items()}
+    fields = {"limits": asdict(LIMITS), "run": RUN, "server_round": ROUND, "num_examples": None}
     if isinstance(changes.get("limits"), dict):
-        changes["limits"] = json.dumps(json.loads(LIMITS.to_json()) | changes["limits"])
+        changes["limits"] = fields["limits"] | changes["limits"]
     return json.dumps(fields | changes)
 
 
@@ -367,8 +298,8 @@ HOSTILE_HEADS = {
     "cut off and deep": DEEP,
     "deep": DEEP + "]" * len(DEEP),
     "deep dictionaries": '{"run":' * 10_000,
-    "asked is deep": head(limits=DEEP),
-    "asked is no text": head(limits=[[1] * 1000] * 20),
+    "limits are text": head(limits=DEEP),
+    "limits are a list": head(limits=[[1] * 1000] * 20),
     "max_examples": head(limits={"max_examples": INFINITY}),
     "bits": head(limits={"bits": INFINITY}),
     "sparsity": head(limits={"sparsity": 10**400}),
@@ -378,9 +309,13 @@ HOSTILE_HEADS = {
     "round is none": head(server_round=float("nan")),
     "num-examples": head(num_examples=INFINITY),
     "num-examples of many": head(num_examples=[1] * 20_000),
+    "run is a number": head(run=7),
     "run in half a character": head(run="\ud800"),
     "run in many lines": head(run="\n" * 30_000),
+    "another name in many lines": head(**{"\n" * 30_000: 1}),
     "many digits": "9" * 50_000,
+    "nothing": "",
+    "no JSON": "\0\0",
 }
 
 
@@ -390,9 +325,24 @@ def test_hostile_head_is_refused_in_one_line(servers, content):
     assert answer.status_code == 400
     assert answer.json()["error"] == "SealError"
     message = answer.json()["message"]
-    assert re.match("expected limits, run and round as JSON: |run: expected a name", message)
+    expected = "malformed request|expected named values as JSON|run: expected a|num_examples: exp"
+    assert re.match(expected, message)
     assert len(message.splitlines()) == 1
     assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"rubbish!", b"\xff" * 8, frame([b"", b"\xff", b""]), pack({"run": RUN}, [b""] * 9)],
+)
+def test_rubbish_is_refused_without_a_traceback(servers, body):
+    context = httpx.create_ssl_context(verify=False)
+    for url in (servers.key_url + "/sealed-seed", servers.shuffling_url + "/shuffle"):
+        answer = httpx.post(url, content=body, verify=context)
+        assert answer.status_code == 400
+        assert answer.json()["error"] == "SealError"
+        assert "Traceback" not in answer.text
+    assert "Traceback" not in servers.log.read_text()
 
 
 def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
@@ -439,20 +389,23 @@ def test_request_to_no_address_is_ended(servers):
     assert b"connection: close" in answer
 
 
-def test_connection_without_a_request_is_closed(servers, monkeypatch):
+def test_connection_without_a_request_or_with_a_long_head_is_closed(servers, monkeypatch):
     monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
     with (
         thread("shuffling-server", "--secret", servers.key) as port,
         connect(port) as silent,
         connect(port) as trickling,
+        connect(port) as long,
     ):
+        long.sendall(b"POST /shuffle HTTP/1.1\r\nName: " + b"x" * 100_000)
+        assert received(long).startswith(b"HTTP/1.1 400 ")
         trickling.sendall(b"POST /shuffle HTTP/1.1\r\nName: ")
         trickle(trickling)
         assert received(silent) == received(trickling) == b""
 
 
 def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
-    """The connection made last is closed last: then the time of the one before is over, too."""
+    """The connection made last is closed last: then the time of the one before is over."""
     monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
     answer = b""
     with thread("shuffling-server", "--secret", servers.key) as port:
@@ -480,18 +433,14 @@ def test_commands_print_public_keys_and_replace_nothing(tmp_path):
     key, secret = tmp_path / "key.pem", tmp_path / "secret"
     assert command("new-key", key) == (0, public_bytes(load_key(key)).hex())
     code, verify_key = command("new-key-server", secret)
-    assert (code, verify_key) == (0, KeyServer(*_with_nobody(load_secret(secret))).verify_key.hex())
+    master, signing_key = load_secret(secret)
+    assert (code, verify_key) == (0, KeyServer(master, [], signing_key).verify_key.hex())
     for name, path in (("new-key", key), ("new-key-server", secret)):
         content = path.read_bytes()
         code, output = command(name, path)
         assert code == 2
         assert "exists and is not replaced" in output
         assert path.read_bytes() == content
-
-
-def _with_nobody(secret):
-    master, signing_key = secret
-    return master, [], signing_key
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from fedntk.ntk import BadReply, CompressedUpload, Jacobian, JacobianUpload, UploadLimits
 from fedntk.ntk.payloads import to_npy
 from fedntk.trust import SealError, ShufflingServer, new_key, public_bytes, seal, seal_upload
-from fedntk.trust.sealing import frame
 from fedntk.trust.shuffling_server import Shuffled
+from fedntk.trust.wire import frame
 
 from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
 

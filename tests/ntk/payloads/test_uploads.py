@@ -1,6 +1,5 @@
 """CompressedUpload: exact without tools, bounded before allocation; rows in any order."""
 
-import json
 import struct
 
 import numpy as np
@@ -188,13 +187,6 @@ def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
     arrays = CompressedUpload.compress(upload(), sparsity=0.5).to_arrays()
     with pytest.raises(NotEnoughMemory, match="decoded"):
         CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, sparsity=0.5))
-
-
-def test_asked_survives_json():
-    asked = UploadLimits(SHAPES, 100, 0.5, 6)
-    assert UploadLimits.from_json(asked.to_json()) == asked
-    with pytest.raises(ValueError, match="bits"):
-        UploadLimits.from_json(json.dumps({"parameters": {}, "bits": 99}))
 
 
 # -------------------------------------------------------------------- order of rows
