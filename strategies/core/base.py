@@ -35,7 +35,15 @@ from .averaging import named_arrays
 from .centred_inputs import centred_by_clients
 from .checkpoint import RunCheckpoints
 from .registry import ClientRegistry, Exchange, SentParts
-from .replies import NoUsableReply, Reply, accuracy_of, is_like, largest_group, screen_accuracies
+from .replies import (
+    NoUsableReply,
+    Reply,
+    accuracy_of,
+    is_like,
+    kinds_of,
+    largest_group,
+    screen_accuracies,
+)
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .trust_protocols import SealedSeeds, SealsSeeds
 
@@ -916,7 +924,7 @@ class BaseStrategy(FedAvg):
         """
         metrics = MetricRecord()
         if replies:
-            alike = largest_group([(r, None) for r in replies], lambda r, _: r.metric_names)
+            alike = largest_group([(r, None) for r in replies], lambda r, _: kinds_of(r.metrics))
             contents = [
                 RecordDict(
                     {"metrics": MetricRecord({**r.metrics, self.weighted_by_key: r.num_examples})}

@@ -24,7 +24,7 @@ from fedntk.ntk.payloads import Agreement, screen_changes
 from .array_archive import under
 from .averaging import cast_like, named_arrays
 from .base import BaseStrategy, logger
-from .replies import Reply, checked_weights
+from .replies import Reply, checked_weights, kinds_of
 
 __all__ = ["CheckedStrategy", "InnerStrategy", "Shown"]
 
@@ -133,7 +133,7 @@ class InnerStrategy:
         metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
         if not self.owner.enough(len(pairs)):
             return None, metrics
-        names = {n for n, _ in frozenset.intersection(*(r.metric_names for r, _ in pairs))}
+        names = {n for n, _ in frozenset.intersection(*(kinds_of(r.metrics) for r, _ in pairs))}
         clean = [self._cleaned(reply, names) for reply, _ in pairs]
         try:
             found, own = self.strategy.aggregate_train(server_round, clean)

@@ -19,6 +19,7 @@ __all__ = [
     "accuracy_of",
     "checked_weights",
     "is_like",
+    "kinds_of",
     "largest_group",
     "read_arrays",
     "require_like",
@@ -114,14 +115,6 @@ class Reply:
                 room -= size
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
-    @property
-    def metric_names(self) -> frozenset[tuple[str, int]]:
-        """Names of the other metrics, with the length of those that are lists, else -1."""
-        return frozenset(
-            (key, len(value) if isinstance(value, list) else -1)
-            for key, value in self.metrics.items()
-        )
-
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Name -> array of the reply's one ArrayRecord, whatever its name.
 
@@ -149,6 +142,11 @@ class Reply:
             found = ", ".join(sorted(records))[:80] or "none"
             raise BadReply("arrays", f"expected the ArrayRecords {', '.join(names)}, got {found}")
         return [read_arrays(records[name]) for name in names]
+
+
+def kinds_of(metrics: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    """Names of metrics, with the length of those that are lists, else -1: equal ones have means."""
+    return frozenset((k, len(v) if isinstance(v, list) else -1) for k, v in metrics.items())
 
 
 def _can_be_kept(name: str) -> bool:

@@ -40,7 +40,7 @@ from ..core.averaging import named_arrays
 from ..core.base import BaseStrategy, logger
 from ..core.inner import CheckedStrategy, Shown
 from ..core.registry import Exchange
-from ..core.replies import checked_weights, read_arrays
+from ..core.replies import checked_weights, kinds_of, read_arrays
 from .strata import Schedule, Strata, permutations
 
 __all__ = ["FedEnsemble", "Initialisation"]
@@ -484,10 +484,10 @@ class FedEnsemble(BaseStrategy):
                 combined[name] = rule(own_values)
             elif name not in of_clients and any(examples):
                 means[name] = float(np.average(own_values, weights=examples))
-        alike = Counter(frozenset(content["metrics"]) for content in self._reported)
-        if alike:
-            most = max(alike, key=lambda names: (alike[names], sorted(names)))
-            contents = [c for c in self._reported if frozenset(c["metrics"]) == most]
+        kinds = [kinds_of(content.metric_records["metrics"]) for content in self._reported]
+        if alike := Counter(kinds):
+            most = max(alike, key=lambda kind: (alike[kind], sorted(kind)))
+            contents = [c for c, kind in zip(self._reported, kinds, strict=True) if kind == most]
             means |= self.train_metrics_aggr_fn(contents, self.weighted_by_key)
         return MetricRecord({**means, **combined, **counts})
 

@@ -35,6 +35,7 @@ from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, FedEnsemble, Seeded
 from fedntk.strategies.ensembles.strata import Strata, permutations
 
 from .federation import (
+    NUM_CLIENTS,
     Contract,
     Grid,
     app,
@@ -45,6 +46,7 @@ from .federation import (
     lost,
     network,
     start,
+    with_metrics,
 )
 
 OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
@@ -347,6 +349,26 @@ def test_metrics_of_the_inner_strategies_are_combined_as_these_say():
     assert whole["solver-error-estimate"] == max(each["solver-error-estimate"] for each in own)
     shares = np.average([each["t"] for each in own], weights=[e["num-examples"] for e in own])
     assert whole["t"] == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("inner", "make"),
+    [
+        (lambda: NTKFL(learning_rate=0.5, steps=(0, 5), selection="linearised"), NTKFLClient),
+        (SCAFFOLD, SCAFFOLDClient),
+        (FedAvg, SGDClient),
+    ],
+)
+def test_a_list_for_a_number_is_left_out_of_the_metrics_over_all_models(inner, make):
+    """Each client in turn sends it, and is the only one of its model: another's reply is lost."""
+    options = {} if make is NTKFLClient else {"learning_rate": 0.1}
+    for client in range(NUM_CLIENTS):
+        told = with_metrics(train_loss=[1.0, 2.0])
+        changes = {client: told, (client + 1) % NUM_CLIENTS: lost}
+        strategy = FedEnsemble(inner=inner, num_models=3, **OPTIONS)
+        start(strategy, Grid(app(make, **options), changes=changes))
+        assert isinstance(strategy.train_metrics[1]["train-loss"], float)
+        assert strategy.train_metrics[1]["replies-accepted"] == 5
 
 
 class Watched(Grid):
