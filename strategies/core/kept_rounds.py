@@ -49,6 +49,20 @@ class KeepingStrategy(BaseStrategy):
             self.trained, self.run_key = {}, secrets.token_hex(8)
         return super().begin(initial_arrays, num_rounds, done)
 
+    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
+        """Refuse to: clients keep what is learned, and the owner would predict without it.
+
+        Raises
+        ------
+        ValueError
+            Always.
+        """
+        del everyone
+        raise ValueError(
+            f"{type(self).__name__} cannot work within a {type(owner).__name__}: models are the "
+            "clients' own, and the server has none to predict with"
+        )
+
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the name of the run."""
         super().prepare_config(config, server_round)

@@ -22,7 +22,7 @@ from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.base import BaseStrategy, Pairs
+from ..core.base import Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, checked_weights
@@ -86,20 +86,6 @@ class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
         if odd := sorted(self.personal - initial_arrays.keys()):
             raise ValueError(f"personal: the network has no arrays named {odd[:5]}")
         return super().begin(initial_arrays, num_rounds, done)
-
-    def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Refuse to.
-
-        Raises
-        ------
-        ValueError
-            Always: what is learned is with the clients, and the owner would predict without it.
-        """
-        del everyone
-        raise ValueError(
-            f"{type(self).__name__} cannot work within a {type(owner).__name__}: models are the "
-            "clients' own, and the server has none to predict with"
-        )
 
     # ----------------------------------------------------------------- sending
 

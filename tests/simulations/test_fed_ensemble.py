@@ -1,8 +1,9 @@
-"""Fed-ensemble in the simulations: the first weights of its models."""
+"""Fed-ensemble in the simulations: the first weights of its models, and what it refuses."""
 
+import pytest
 import torch
 
-from fedntk.simulations import Config
+from fedntk.simulations import Config, ConfigError, run
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.strategies import FedEnsemble
 
@@ -28,3 +29,11 @@ def test_models_can_be_drawn_as_the_networks_layers_draw_them():
             assert not any(torch.equal(own[name], other[name]) for other in drawn[:i])
     again = strategy.init(1).state_dict()
     assert all(torch.equal(array, again[name]) for name, array in others[0].state_dict().items())
+
+
+@pytest.mark.parametrize("inner", ["ditto", "d-psgd", "dfedavg", "dfedsam", "dispfl", "ntk-dfl"])
+def test_methods_whose_models_stay_with_the_clients_are_refused(inner, tmp_path):
+    own = {"inner": inner, "num_models": 2}
+    config = Config(method="fed-ensemble", fed_ensemble=own, rounds=1, out=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="cannot work within a FedEnsemble"):
+        run(config, progress=False)

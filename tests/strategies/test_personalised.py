@@ -18,6 +18,11 @@ from fedntk.clients import (
     cache_dir,
 )
 from fedntk.strategies import (
+    DPSGD,
+    NTKDFL,
+    DFedAvg,
+    DFedSAM,
+    DisPFL,
     Ditto,
     FedEnsemble,
     FedProto,
@@ -229,9 +234,11 @@ def test_names_that_the_network_has_not_are_refused_before_the_first_round():
         PersonalisedStrategy(personal="3.weight")
 
 
-@pytest.mark.parametrize("kind", [PersonalisedStrategy, LocalTraining])
+@pytest.mark.parametrize(
+    "kind", [PersonalisedStrategy, LocalTraining, DPSGD, DFedAvg, DFedSAM, DisPFL, NTKDFL]
+)
 def test_an_ensemble_of_what_clients_keep_to_themselves_is_refused(kind):
-    """The server's models are first weights, wholly or in part."""
+    """The server's models are first weights, wholly or in part, or a mean of the clients'."""
     with pytest.raises(ValueError, match=rf"{kind.__name__} cannot work within a FedEnsemble"):
         FedEnsemble(inner=kind, num_models=2)
 
