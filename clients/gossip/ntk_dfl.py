@@ -235,15 +235,16 @@ class NTKDFLClient(RelayClient):
     # --------------------------------------------------------------- the rows
 
     def _part(self, message: Message, task: EvolutionTask) -> tuple[Tensor, Tensor]:
-        """Return the part of the round's examples that a batch stands for."""
+        """Return the part of the round's examples that a batch stands for.
+
+        With fewer examples than batches each example is a part, and parts come again.
+        """
         x, targets = self.training_examples(message.config)
         if task.batches == 1:
             return x, targets
-        if len(x) < task.batches:
-            raise ValueError(f"batches: expected at most the {len(x)} examples, got {task.batches}")
         generator = np.random.default_rng([*round_seed(self.seed, message.config), *b"batches"])
-        parts = np.array_split(generator.permutation(len(x)), task.batches)
-        chosen = torch.from_numpy(np.sort(parts[message.batch]))
+        parts = np.array_split(generator.permutation(len(x)), min(task.batches, len(x)))
+        chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
         return x[chosen], targets[chosen]
 
     def _rows(self, weights: Arrays, x: Tensor, targets: Tensor) -> JacobianUpload:

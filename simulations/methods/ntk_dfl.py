@@ -1,12 +1,11 @@
 """NTK-DFL: decentralised; clients send each other Jacobians."""
 
 from dataclasses import dataclass
-from logging import WARNING, getLogger
 from typing import Any, Literal
 
 from flwr.client import NumPyClient
 
-from fedntk.clients import NTKDFLClient, sample_size
+from fedntk.clients import NTKDFLClient
 from fedntk.ntk.payloads import check_compression
 from fedntk.strategies import NTKDFL, BaseStrategy
 
@@ -17,8 +16,6 @@ from .method import Setup
 from .personal import personal_cache
 
 __all__ = ["METHOD"]
-
-logger = getLogger("flwr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +93,6 @@ class _NTKDFL(DecentralisedMethod[NTKDFLSettings]):
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, config = self.own(setup.config), setup.config
-        sizes = [sample_size(len(part), config.sampling_rate) for part in setup.split.clients]
-        if few := sum(size < own.batches for size in sizes):
-            told = (
-                "%s = %d: %d clients have fewer examples in a round (%d at least), and would fail"
-            )
-            logger.log(WARNING, told, own.key("batches"), own.batches, few, min(sizes))
         return NTKDFL(
             learning_rate=config.learning_rate,
             learning_rate_decay=own.learning_rate_decay,

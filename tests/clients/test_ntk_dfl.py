@@ -96,6 +96,15 @@ def test_batches_share_no_example_and_leave_none_out(tmp_path):
     assert rows == sorted(row.tobytes() for row in X.numpy())
 
 
+def test_a_client_with_one_example_uses_it_in_each_of_two_batches(tmp_path):
+    own = NTKDFLClient(network(), X[:1], Y[:1], loss="mse", cache=tmp_path)
+    for batch in range(2):
+        task = replace(TASK, selection="true-loss", batches=2)
+        parameters, config = message("jacobians", task, from_2=parcel(2))
+        result, *_ = own.fit(parameters, {**config, "batch": batch})
+        np.testing.assert_array_equal(result.records["to-2"]["inputs"], X[:1])
+
+
 def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
     """One neighbour, so nothing to compare with; its outputs are near the largest of float32."""
     task = replace(TASK, learning_rate=100.0)

@@ -721,9 +721,12 @@ def test_bad_arguments_are_refused(options, message):
         strategy(**options)
 
 
-def test_more_batches_than_examples_are_an_error_of_the_client():
-    with pytest.raises(NoUsableReply, match=r"batches: expected at most the .* examples, got 60"):
-        run(strategy(batches=60, **ALL), Grid(clients(), num_clients=6), rounds=1)
+def test_clients_with_fewer_examples_than_batches_use_them_again():
+    """Clients have 5 to 10 examples."""
+    own = strategy(batches=8, **ALL)
+    run(own, Grid(clients(), num_clients=6), rounds=1)
+    assert own.train_metrics[1]["replies-accepted"] == 6
+    assert own.train_metrics[1]["replies-rejected"] == 0
 
 
 def test_nodes_that_claim_one_partition_keep_their_weights_apart():
