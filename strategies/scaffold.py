@@ -40,7 +40,8 @@ from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
 from .core.averaging import cast_like, named_arrays
-from .core.base import BaseStrategy, logger
+from .core.base import BaseStrategy
+from .core.exchange import logger
 from .core.replies import Reply, checked_weights
 
 __all__ = ["SCAFFOLD"]

@@ -20,7 +20,8 @@ from fedntk.ntk import FeatureMap, Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
 
-from ..core.base import BaseStrategy, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import logger
 from ..core.replies import Reply, screen_own_sizes
 
 __all__ = ["ClosedFormStrategy", "GramStrategy"]

@@ -23,7 +23,8 @@ from fedntk.ntk.payloads import Agreement, screen_changes
 
 from .array_archive import under
 from .averaging import cast_like, named_arrays
-from .base import BaseStrategy, logger
+from .base import BaseStrategy
+from .exchange import logger
 from .replies import Reply, checked_weights, kinds_of
 
 __all__ = ["CheckedStrategy", "InnerStrategy", "Shown"]

@@ -10,7 +10,8 @@ from flwr.app import Message, MessageType
 
 from fedntk.ntk import BadReply
 
-from .base import BaseStrategy, Pairs, logger
+from .base import BaseStrategy
+from .exchange import Pairs, logger
 from .replies import Reply, accuracy_of, screen_accuracies
 
 __all__ = ["Answers", "Lost", "ResendingStrategy"]

@@ -1,17 +1,13 @@
-"""Flower's rounds, counted on from those that were run before, and ended when it is time."""
+"""The rounds of a run, over the hooks that all of Flower's strategies have."""
 
-import contextlib
-import inspect
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-
-from .averaged_model import AveragedModel
 
 __all__ = ["AfterRound", "EvaluateFn", "ShouldStop", "run_rounds"]
 
@@ -19,91 +15,95 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 AfterRound = Callable[[int, ArrayRecord, Result], None]
 logger = logging.getLogger("flwr")
-FLOWER_STOPS = "should_stop" in inspect.signature(Strategy.start).parameters
+
+
+class Judged(Protocol):
+    """A strategy that says which arrays are evaluated and returned."""
+
+    def judged(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays to evaluate, given the newest ones."""
 
 
 def run_rounds(
-    strategy: Strategy,
-    done: int,
+    strategy: Any,
+    grid: Grid,
+    arrays: ArrayRecord,
+    result: Result,
     *,
-    num_rounds: int,
+    rounds: range,
+    timeout: float,
+    train_config: ConfigRecord,
+    evaluate_config: ConfigRecord,
     evaluate_fn: EvaluateFn | None,
     should_stop: ShouldStop | None,
     after_round: AfterRound | None = None,
-    before: Result | None = None,
-    averaged: AveragedModel | None = None,
-    **options: Any,
-) -> Result:
-    """Run the rounds ``done + 1 ... num_rounds`` of a strategy.
+) -> None:
+    """Run some rounds of a strategy, in the order of Flower's own ``Strategy.start``.
 
     Parameters
     ----------
-    strategy : Strategy
-        In the state after `done` rounds.
-    done : int
-        Rounds that have been run.
-    num_rounds : int
-        Rounds in all.
+    strategy : BaseStrategy
+        In the state before these rounds.
+    grid : Grid
+        Sends messages and waits for the replies.
+    arrays : ArrayRecord
+        What the first of these rounds begins with.
+    result : Result
+        What each round returned is added to it, under the round's number.
+    rounds : range
+        Numbers of the rounds, from 1.
     evaluate_fn : callable, optional
-        Is called first with `done` and the arrays that the strategy starts from.
+        Called with the arrays before the first of these rounds, and after each.
     should_stop : callable, optional
-        (round, Result so far) -> whether that round is the last one. Called after each evaluation
-        of these, the first one, too.
+        (round, result so far) -> whether that round is the last one; asked after each evaluation.
     after_round : callable, optional
-        Is given each round, its arrays and the Result so far once the round is evaluated, and
-        `done` first.
-    before : Result, optional
-        Of the rounds that have been run, to be added to.
-    averaged : AveragedModel, optional
-        Is given the weights of each round that changed them; its mean, not they, is what is
-        evaluated and returned. `after_round` is given the weights.
-    **options
-        Of ``Strategy.start``.
-
-    Returns
-    -------
-    Result
-        Of these rounds, under their own numbers, and of those in `before`.
+        Called when a round has been evaluated with its number, the newest arrays and the result.
+    timeout, train_config, evaluate_config
+        Flower's.
     """
-    own_class = type(type(strategy).__name__, (_Counted,), {})  # Flower logs its name
-    counted: _Counted = own_class(strategy, done, Result() if before is None else before)
-    counted.averaged, result = averaged, counted.result
-    if averaged is not None and averaged.count:
-        result.arrays = averaged.mean
+    started = time.monotonic()
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        number, metrics = server_round + done, None
+    def is_last(number: int) -> bool:
         if evaluate_fn is not None:
-            metrics = _evaluated(evaluate_fn, strategy, number, counted.judged(arrays))
-        if metrics is not None:
-            result.evaluate_metrics_serverapp[number] = metrics
+            metrics = _evaluate(evaluate_fn, strategy, number, strategy.judged(arrays))
+            logger.info("Evaluation on the server: %s", metrics)
+            if metrics is not None:
+                result.evaluate_metrics_serverapp[number] = metrics
         if after_round is not None:
             after_round(number, arrays, result)
-        flower_asks = FLOWER_STOPS and server_round > 0
-        if should_stop is not None and not flower_asks and should_stop(number, result):
-            raise _Stop
-        return metrics
+        return should_stop is not None and should_stop(number, result)
 
-    if should_stop is not None and FLOWER_STOPS:
-        options["should_stop"] = lambda number, _: should_stop(number + done, result)
-    called = (evaluate_fn, should_stop, after_round)
-    with contextlib.suppress(_Stop), _logged_from(done):
-        counted.start(
-            num_rounds=max(num_rounds - done, 0),
-            evaluate_fn=evaluate if any(called) else None,
-            **options,
-        )
-    if done:
-        logger.info("Final results of all rounds:")
-        for line in str(result).splitlines():
-            logger.info("\t%s", line)
-    return result
+    over = is_last(rounds.start - 1)
+    for number in () if over else rounds:
+        logger.info("[ROUND %s/%s]", number, rounds.stop - 1)
+        messages = strategy.configure_train(number, arrays, train_config, grid)
+        replies = grid.send_and_receive(messages=messages, timeout=timeout)
+        found, metrics = strategy.aggregate_train(number, replies)
+        if found is not None:
+            arrays = found
+            strategy.keep_mean(arrays)
+            result.arrays = strategy.judged(arrays)
+        if metrics is not None:
+            logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
+            result.train_metrics_clientapp[number] = metrics
+        judged = strategy.judged(arrays)
+        messages = strategy.configure_evaluate(number, judged, evaluate_config, grid)
+        replies = grid.send_and_receive(messages=messages, timeout=timeout)
+        metrics = strategy.aggregate_evaluate(number, replies)
+        if metrics is not None:
+            logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
+            result.evaluate_metrics_clientapp[number] = metrics
+        if is_last(number):
+            break
+    logger.info("Finished in %.2f s. Results:", time.monotonic() - started)
+    for line in str(result).splitlines():
+        logger.info("\t%s", line)
 
 
-def _evaluated(
+def _evaluate(
     evaluate_fn: EvaluateFn, strategy: Strategy, server_round: int, arrays: ArrayRecord
 ) -> MetricRecord | None:
-    """Call a user's function, and say what to do where it takes all arrays for a network's."""
+    """Call a user's function, and say what to do if it takes all arrays for a network's."""
     try:
         return evaluate_fn(server_round, arrays)
     except RuntimeError as error:
@@ -114,80 +114,3 @@ def _evaluated(
             "use strategy.predictor(arrays) in place of the network, an nn.Module that gives the "
             "scores in every round"
         ) from error
-
-
-@contextlib.contextmanager
-def _logged_from(done: int) -> Iterator[None]:
-    """Have Flower's log say the rounds' own numbers, and leave out its results of some of them."""
-    thread, ended = threading.get_ident(), False
-
-    def renumbered(record: logging.LogRecord) -> bool:
-        nonlocal ended
-        if record.thread != thread:
-            return True
-        if record.msg == "[ROUND %s/%s]" and isinstance(record.args, tuple):
-            record.args = tuple(int(str(number)) + done for number in record.args)
-        ended = ended or record.msg == "Final results:"
-        return not ended
-
-    if done:
-        logger.addFilter(renumbered)
-    try:
-        yield
-    finally:
-        logger.removeFilter(renumbered)
-
-
-class _Stop(Exception):  # noqa: N818
-    """Leaves Flower's loop, which before 1.43 has no other end than its last round."""
-
-
-class _Counted(Strategy):
-    """A strategy that hears of round `done` + r where Flower says r; it keeps the result."""
-
-    averaged: AveragedModel | None = None
-
-    def __init__(self, strategy: Strategy, done: int, result: Result) -> None:
-        self.strategy, self.done, self.result = strategy, done, result
-
-    def judged(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return what is evaluated: the mean, where there is one, else the newest arrays."""
-        if self.averaged is None or not self.averaged.count:
-            return arrays
-        return self.averaged.mean
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.strategy.configure_train(server_round + self.done, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        number = server_round + self.done
-        arrays, metrics = self.strategy.aggregate_train(number, replies)
-        if arrays is not None:
-            if self.averaged is not None:
-                self.averaged.add(arrays)
-            self.result.arrays = self.judged(arrays)
-        if metrics is not None:
-            self.result.train_metrics_clientapp[number] = metrics
-        return arrays, metrics
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        number = server_round + self.done
-        return self.strategy.configure_evaluate(number, self.judged(arrays), config, grid)
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        number = server_round + self.done
-        metrics = self.strategy.aggregate_evaluate(number, replies)
-        if metrics is not None:
-            self.result.evaluate_metrics_clientapp[number] = metrics
-        return metrics
-
-    def summary(self) -> None:
-        self.strategy.summary()

@@ -37,7 +37,8 @@ from fedntk.ntk.payloads import EnsembleArrays, screen_changes
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.base import BaseStrategy, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import logger
 from ..core.replies import checked_weights
 from .distillation import Distillation, distil, sharpened
 from .model_samples import (

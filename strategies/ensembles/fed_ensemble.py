@@ -37,7 +37,8 @@ from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_s
 
 from ..core.array_archive import under
 from ..core.averaging import named_arrays
-from ..core.base import BaseStrategy, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import logger
 from ..core.inner import CheckedStrategy, Shown
 from ..core.registry import Exchange
 from ..core.replies import checked_weights, kinds_of, read_arrays

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 
-from ..core.base import logger
+from ..core.exchange import logger
 from .relay import RelayStrategy
 from .topology import MixingMatrix
 

@@ -30,7 +30,7 @@ from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.payloads import UNQUANTISED, Agreement, EvolutionTask
 
 from ..core.averaging import named_arrays
-from ..core.base import logger
+from ..core.exchange import logger
 from .relay import FROM, RelayStrategy, Step
 
 __all__ = ["NTKDFL"]

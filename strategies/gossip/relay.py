@@ -29,7 +29,7 @@ from fedntk.ntk.averages import equal_mean
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.base import logger
+from ..core.exchange import logger
 from ..core.kept_rounds import KeepingStrategy
 from ..core.replies import Reply, checked_weights
 from ..core.trust_protocols import PublicKeys, VouchesForKeys

@@ -18,7 +18,8 @@ from flwr.serverapp import Grid
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
 from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_privacy
 
-from ..core.base import BaseStrategy, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import logger
 from ..core.replies import Reply
 from ..core.trust_protocols import Shuffles
 from .accounting import epsilon_after

@@ -46,7 +46,8 @@ from fedntk.ntk.evolution import (
 from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays
-from ..core.base import BaseStrategy, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import logger
 from ..core.replies import Reply
 
 __all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]

@@ -22,7 +22,7 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes, screen_sizes
 
 from ..core.averaging import named_arrays
-from ..core.base import Pairs
+from ..core.exchange import Pairs
 from ..core.replies import Reply
 from .personalised import PersonalisedStrategy
 

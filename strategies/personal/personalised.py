@@ -22,7 +22,7 @@ from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.base import Pairs
+from ..core.exchange import Pairs
 from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, checked_weights

@@ -28,7 +28,7 @@ from fedntk.ntk.payloads import Prototypes, screen_changes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
 
 from ..core.array_archive import under
-from ..core.base import Pairs, logger
+from ..core.exchange import Pairs, logger
 from ..core.replies import Reply, checked_weights
 from .client_models import Arrays, ClientModels
 from .personalised import PersonalisedStrategy

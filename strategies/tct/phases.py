@@ -29,7 +29,7 @@ from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
 
 from ..core.averaging import named_arrays
-from ..core.base import Pairs, logger
+from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes

@@ -50,7 +50,7 @@ from fedntk.trust.secure_sum import (
     exchange_of,
 )
 
-from ..core.base import Pairs, logger
+from ..core.exchange import Pairs, logger
 from ..core.replies import Reply
 from ..core.trust_protocols import VouchesForKeys
 from .statistics import PooledStatistics, Sums

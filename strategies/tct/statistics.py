@@ -31,7 +31,7 @@ from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_c
 from fedntk.ntk.predictors.network import load_arrays
 
 from ..core.averaging import named_arrays
-from ..core.base import logger
+from ..core.exchange import logger
 from ..core.replies import Reply, screen_own_sizes
 from .kept_sums import remaining
 from .phases import Arrays, StageTwo

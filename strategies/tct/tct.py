@@ -50,7 +50,8 @@ from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, Solve, check_compressio
 
 from ..core.array_archive import under
 from ..core.averaging import named_arrays
-from ..core.base import BaseStrategy, Pairs, logger
+from ..core.base import BaseStrategy
+from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.trust_protocols import VouchesForKeys

@@ -1,0 +1,400 @@
+"""Options and state of a method, each declared once, as fields of its class.
+
+From an option's one line come the constructor's keyword argument, its check, the row in the docs,
+the key of the simulations' settings, what travels to clients, and what a checkpoint compares. From
+a state's one line come its first value, what a checkpoint holds, and what a new run resets.
+
+A method's class declares both, and mixins such as the options of an evolution serve several::
+
+    class NTKFL(FlowOptions, BaseStrategy):
+        selection: Literal["clients", "linearised"] = option("how t is chosen", default="clients")
+        rounds_without_step: int = state(int)
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import operator
+import os
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, Union, dataclass_transform, get_args, get_origin
+
+import numpy as np
+
+__all__ = ["Declared", "Option", "argument", "key_of", "nearest", "option", "state"]
+
+OPTION, STATE = "option", "state"  # keys of a field's metadata
+PREFIX = "option-"  # begins the names under which options travel
+_LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "at_least": (operator.ge, "at least"),
+    "at_most": (operator.le, "at most"),
+    "above": (operator.gt, "more than"),
+    "below": (operator.lt, "less than"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a class: its name, type, default, meaning and limits.
+
+    Attributes
+    ----------
+    name : str
+        Name of the field.
+    kind : type
+        As annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or sequence of
+        one of these, or a union. Values of other types are not checked.
+    default : object
+        ``dataclasses.MISSING`` if the option must be given.
+    meaning : str
+        One line.
+    limits : dict
+        ``at_least``, ``at_most``, ``above`` and ``below`` of numbers, each alone or in a tuple.
+        Infinity is refused unless it is the value of ``at_most``.
+    to_clients : bool
+        Whether the value travels to clients.
+    compared : bool
+        Whether a checkpoint is refused if its value is another.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    limits: Mapping[str, float]
+    to_clients: bool
+    compared: bool
+
+    def check(self, value: Any, key: str = "") -> Any:
+        """Return a value as the option's type.
+
+        Parameters
+        ----------
+        value : object
+            NumPy's numbers, paths, lists and whole numbers for floats are converted.
+        key : str
+            Name for errors; the option's own by default.
+
+        Raises
+        ------
+        ValueError
+            If it is of another type, or out of range.
+        """
+        key = key or self.name
+        if value is self.default:
+            return value
+        found = _converted(self.kind, value)
+        if found is _UNFIT:
+            got = repr(value) if isinstance(value, str) else f"{type(value).__name__} {value!r}"
+            near = nearest(value, self.choices) if isinstance(value, str) else ""
+            raise ValueError(f"{key}: expected {_described(self.kind)}, got {got}{near}")
+        for number in found if isinstance(found, tuple) else (found,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                self._check_number(number, key)
+        return found
+
+    def _check_number(self, number: float, key: str) -> None:
+        if math.isnan(number) or (math.isinf(number) and self.limits.get("at_most") != math.inf):
+            raise ValueError(f"{key}: expected a finite number, got {number}")
+        for limit, bound in self.limits.items():
+            holds, words = _LIMITS[limit]
+            if not holds(number, bound):
+                raise ValueError(f"{key}: expected {words} {bound:g}, got {number}")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What the value may be, if it is one of several words."""
+        return tuple(arg for arg in _alternatives(self.kind) if isinstance(arg, str))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a text file can hold the value: numbers, words and truth values."""
+        return all(
+            isinstance(kind, str) or kind in (bool, int, float, str) or _item_of(kind) is not None
+            for kind in _alternatives(self.kind)
+        )
+
+    def from_text(self, text: str, key: str = "") -> Any:
+        """Read a value from text; numbers of a tuple have commas between them.
+
+        Raises
+        ------
+        ValueError
+            If the text is no such value.
+        """
+        for kind in _alternatives(self.kind):
+            value = _read(kind, text)
+            if value is not _UNFIT:
+                return self.check(value, key)
+        return self.check(text, key)
+
+    def plain(self, value: Any) -> bool | int | float | str:
+        """Return a value as a text file holds it: tuples as text."""
+        if isinstance(value, tuple):
+            return ",".join(f"{number:g}" for number in value)
+        plain: bool | int | float | str = value
+        return plain
+
+    def describe(self, key: str = "") -> str:
+        """Return one line: name, default, choices, meaning."""
+        default = "" if self.default is dataclasses.MISSING else f" = {self.plain(self.default)!r}"
+        among = f" ({', '.join(self.choices)})" if self.choices else ""
+        return f"{key or self.name}{default}{among}: {self.meaning}"
+
+
+def option(
+    meaning: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    kw_only: bool = True,
+    to_clients: bool = False,
+    compared: bool = True,
+    **limits: float,
+) -> Any:
+    """Declare an option of a :class:`Declared` class; see :class:`Option`."""
+    if not limits.keys() <= _LIMITS.keys():
+        raise TypeError(f"limits: expected some of {', '.join(_LIMITS)}, got {sorted(limits)}")
+    declared = (meaning, limits, to_clients, compared)
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={OPTION: declared})
+
+
+def argument(meaning: str, *, default: Any = dataclasses.MISSING, kw_only: bool = True) -> Any:
+    """Declare an argument that no text file holds and no checkpoint compares, such as a model."""
+    return option(meaning, default=default, kw_only=kw_only, compared=False)
+
+
+def state(factory: Callable[[], Any], *, init: Literal[False] = False, saved: bool = True) -> Any:
+    """Declare what an object keeps from round to round.
+
+    Parameters
+    ----------
+    factory : callable
+        Makes the first value.
+    init : bool
+        False: it is no argument of the constructor (type checkers read this).
+    saved : bool
+        Whether a checkpoint holds it; what is not saved is made anew when a run begins or goes on.
+    """
+    return dataclasses.field(init=init, default_factory=factory, metadata={STATE: saved})
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option, argument, state))
+class Declared:
+    """Base of classes with declared options and state; they become dataclasses.
+
+    Examples
+    --------
+    >>> class Rate(Declared):
+    ...     rate: float = option("learning rate", default=0.1, above=0, to_clients=True)
+    >>> Rate(rate=1).rate, Rate.from_config(Rate(rate=2).to_config()).rate
+    (1.0, 2.0)
+    >>> Rate(rate=0)
+    Traceback (most recent call last):
+    ValueError: rate: expected more than 0, got 0.0
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__()
+        by_hand = any(
+            "__init__" in vars(base) and base.__init__ is not base.__dict__.get("_made_init")
+            for base in cls.__mro__
+            if issubclass(base, Declared)
+        )  # a constructor written by hand is handed down
+        dataclasses.dataclass(kw_only=True, eq=False, repr=False, init=not by_hand, **keywords)(cls)
+        if not by_hand:
+            cls._made_init = cls.__init__  # type: ignore[attr-defined]
+        _list_parameters(cls)
+
+    def __post_init__(self) -> None:
+        for name, own in self.options().items():
+            object.__setattr__(self, name, own.check(getattr(self, name), self.key(name)))
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that do not fit together; reads options only."""
+
+    @classmethod
+    @functools.cache
+    def options(cls) -> Mapping[str, Option]:
+        """Return the options by name, those of base classes first."""
+        return {
+            field.name: Option(field.name, field.type, field.default, *field.metadata[OPTION])
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if OPTION in field.metadata
+        }
+
+    @classmethod
+    @functools.cache
+    def states(cls) -> Mapping[str, Any]:
+        """Return name -> type of the state that a checkpoint holds."""
+        every = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return {field.name: field.type for field in every if field.metadata.get(STATE)}
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """Return the name of an option in errors."""
+        return name
+
+    @classmethod
+    def check_together(cls, values: Mapping[str, Any]) -> None:
+        """Run :meth:`check` on some options, the others at their defaults, and make no object.
+
+        Raises
+        ------
+        ValueError
+            If they do not fit together.
+        """
+        bare = object.__new__(cls)
+        for name, own in cls.options().items():
+            object.__setattr__(bare, name, values.get(name, own.default))
+        bare.check()
+
+    def compared_options(self) -> dict[str, Any]:
+        """Return the values on which results depend, as JSON holds them."""
+        return {
+            name: list(value) if isinstance(value := getattr(self, name), tuple) else value
+            for name, own in self.options().items()
+            if own.compared
+        }
+
+    def reset_state(self, *, saved_too: bool = True) -> None:
+        """Give all state its first value; or only the state that no checkpoint holds."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if STATE in field.metadata and (saved_too or not field.metadata[STATE]):
+                make: Any = field.default_factory
+                setattr(self, field.name, make())
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the options that travel, as a message's configuration holds them."""
+        return {
+            PREFIX + key_of(name): list(value) if isinstance(value, tuple) else value
+            for name, own in self.options().items()
+            if own.to_clients and (value := getattr(self, name)) is not None
+        }
+
+    @staticmethod
+    def owns(key: str) -> bool:
+        """Whether a key of a configuration is of an option."""
+        return key.startswith(PREFIX)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_config` returned among other keys.
+
+        Raises
+        ------
+        ValueError
+            If an option is missing or out of range.
+        """
+        keys = {name: PREFIX + key_of(name) for name in cls.options()}
+        required = [n for n, o in cls.options().items() if o.to_clients and o.default is not None]
+        if missing := [keys[name] for name in required if keys[name] not in config]:
+            raise ValueError(f"configuration: expected {', '.join(missing)}, got {sorted(config)}")
+        return cls(**{name: config[key] for name, key in keys.items() if key in config})
+
+
+def key_of(name: str) -> str:
+    """Return a name in kebab-case."""
+    return name.replace("_", "-")
+
+
+def nearest(value: str, known: Iterable[str]) -> str:
+    """Say which of the known words is meant, if one is near; empty if none is."""
+    near = difflib.get_close_matches(value, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+_UNFIT: Any = object()
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the types and words of which a value may be one."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return tuple(each for member in get_args(kind) for each in _alternatives(member))
+    return (kind,)
+
+
+def _item_of(kind: Any) -> Any:
+    """Return the type of a tuple's or sequence's items; None if it is neither."""
+    is_sequence = get_origin(kind) in (tuple, Sequence)
+    return get_args(kind)[0] if is_sequence else None
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """Return a value as a type, or _UNFIT."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    kinds = _alternatives(kind)
+    for one in kinds:
+        if isinstance(one, str):
+            if value == one and isinstance(value, str):
+                return value
+        elif one in (bool, int, types.NoneType):
+            if type(value) is one:
+                return value
+        elif one is float:
+            if type(value) in (int, float):
+                return float(value)
+        elif one is str:
+            if isinstance(value, str | os.PathLike):
+                return os.fspath(value)
+        elif (item := _item_of(one)) is not None:
+            if isinstance(value, Sequence | np.ndarray | set | frozenset) and not isinstance(
+                value, str
+            ):
+                items = tuple(_converted(item, each) for each in value)
+                if not any(each is _UNFIT for each in items):
+                    return items
+        else:  # a type that is not checked
+            return value
+    return _UNFIT
+
+
+def _read(kind: Any, text: str) -> Any:
+    """Read one type from text; _UNFIT if it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), _UNFIT)
+    if isinstance(kind, str):
+        return text if text == kind else _UNFIT
+    item = _item_of(kind)
+    try:
+        if item is not None:
+            return tuple(item(part) for part in text.split(",") if part.strip())
+        return kind(text) if kind in (int, float, str) else _UNFIT
+    except ValueError:
+        return _UNFIT
+
+
+def _described(kind: Any) -> str:
+    """Say in words what a value may be."""
+    words, types_ = [], []
+    for one in _alternatives(kind):
+        if isinstance(one, str):
+            words.append(one)
+        elif (item := _item_of(one)) is not None:
+            types_.append(f"a sequence of {item.__name__}")
+        else:
+            types_.append("None" if one is types.NoneType else getattr(one, "__name__", str(one)))
+    if not types_:
+        return f"one of {', '.join(words)}"
+    return " or ".join([*types_, *map(repr, words)])
+
+
+def _list_parameters(cls: type[Declared]) -> None:
+    """Append the options that a class declares itself to its docstring."""
+    own = [o for n, o in cls.options().items() if n in vars(cls).get("__annotations__", {})]
+    text = inspect.cleandoc(cls.__doc__ or "")
+    if not own or "Parameters\n---" in text:
+        return
+    rows = "".join(
+        f"{o.name} : {_described(o.kind)}"
+        + ("" if o.default is dataclasses.MISSING else f", default {o.default!r}")
+        + f"\n    {o.meaning[0].upper()}{o.meaning[1:]}.\n"
+        for o in own
+    )
+    cls.__doc__ = f"{text}\n\nParameters\n----------\n{rows}"

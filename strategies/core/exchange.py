@@ -1,0 +1,383 @@
+"""Messages to clients, and their replies, checked whole before any is used.
+
+A reply counts if it answers a message of its stage, comes from the node that was asked, is the
+first to do so, and can be parsed. All others are dropped, logged and counted; none ends the run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from logging import WARNING, getLogger
+from typing import Any, ClassVar, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.options import Declared, argument, option
+from fedntk.ntk.payloads import OUTLIER_FACTOR, Agreement
+from fedntk.trust import SEALED_SEED
+
+from .registry import ClientRegistry, Exchange, SentParts
+from .replies import Reply, is_like
+from .trust_protocols import SealedSeeds, SealsSeeds
+
+__all__ = ["Exchanges", "Pairs"]
+
+logger = getLogger("flwr")
+T = TypeVar("T")
+Pairs = list[tuple[Reply, T]]
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class Exchanges(Declared, FedAvg):
+    """What a strategy sends its clients, and which replies it accepts."""
+
+    fraction_train: float = option(
+        "share of the available nodes that train in a round", default=1.0, at_least=0, at_most=1
+    )
+    fraction_evaluate: float = option(
+        "share of them that evaluate", default=1.0, at_least=0, at_most=1, compared=False
+    )
+    min_train_nodes: int = option("fewest nodes that train", default=2, at_least=0)
+    min_evaluate_nodes: int = option(
+        "fewest nodes that evaluate", default=2, at_least=0, compared=False
+    )
+    min_available_nodes: int = option(
+        "nodes to wait for before a round", default=2, at_least=0, compared=False
+    )
+    weighted_by_key: str = argument("metric that counts examples", default="num-examples")
+    arrayrecord_key: str = argument("name of the record of arrays", default="arrays")
+    configrecord_key: str = argument("name of the configuration's record", default="config")
+    train_metrics_aggr_fn: Any = argument(
+        "how metrics of training are aggregated: Flower's mean, weighted by examples, by default",
+        default=None,
+    )
+    evaluate_metrics_aggr_fn: Any = argument("the same, for evaluation", default=None)
+    min_completed: int = option(
+        "fewer valid replies leave the model unchanged in a round; at least as many clients are "
+        "sampled",
+        default=1,
+        at_least=1,
+    )
+    max_examples: int = option(
+        "examples that a client may hold: a reply that claims more is dropped, as examples are the "
+        "weight of a reply",
+        default=10_000_000,
+        at_least=1,
+        compared=False,
+    )
+    query_timeout: float = option(
+        "seconds to wait for answers to a method's questions between training and aggregation",
+        default=600,
+        above=0,
+        compared=False,
+    )
+    outlier_factor: float = option(
+        "with three clients or more, a reply so many times larger than the median client's is "
+        "dropped (its change of the weights, or what else a method compares); raise it if clients "
+        "take very different numbers of steps; infinity drops none",
+        default=OUTLIER_FACTOR,
+        above=1,
+        at_most=float("inf"),
+    )
+    key_server: SealsSeeds | None = argument(
+        "seals the seed of the random projection for each client, such as "
+        "fedntk.trust.KeyServer or RemoteKeyServer: the strategy never learns the seed; clients "
+        "have projection=SealedProjection(...)",
+        default=None,
+    )
+    run: str = option(
+        "name of the training run for the trusted third parties: a seed of one run opens in no "
+        "other; a run that goes on after a restart keeps its name",
+        default="",
+    )
+
+    client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
+    replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flowers = {name: getattr(self, name) for name in _FLOWERS}
+        FedAvg.__init__(self, **flowers)
+        self.registry = ClientRegistry()
+        self.sent = SentParts()
+        self.global_arrays = ArrayRecord()
+        self.server_round = 0
+        self.last_refusal = ""
+        self.last_failure = ""  # of a strategy that works within this one
+        self._seeds = None if self.key_server is None else SealedSeeds(self.key_server, self.run)
+        self._exchanges: dict[str, Exchange] = {}  # stage -> what its replies answer
+        self._configs: dict[str, ConfigRecord] = {}  # stage -> of its last messages
+        self._claimants: set[int] = set()  # nodes whose newest replies told their partitions
+        self._grid: Grid | None = None
+        self._owner: Exchanges | None = None  # the strategy within which this one works
+        self._timeout: float = 3600
+
+    def check(self) -> None:
+        """Refuse a key server without the name of a run."""
+        super().check()
+        if self.key_server is not None and not self.run:
+            raise ValueError("key_server: name the training run with run=..., as its clients do")
+
+    def agreement(self) -> Agreement:
+        """Return what clients must agree with; each message tells it."""
+        return Agreement(
+            strategy=type(self).__name__,
+            client=self.client,
+            replies=self.replies,
+            projected=self._seeds is not None,
+        )
+
+    # ----------------------------------------------------------------- sending
+
+    def content_for(
+        self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
+        """Return what one client is sent.
+
+        Parameters
+        ----------
+        client : int
+            Its id in the registry.
+        stage : str
+            Type of the message: ``"train"``, ``"evaluate"``, or what :meth:`exchange` is given.
+        arrays : ArrayRecord
+            The global arrays, or those of the exchange.
+        config : ConfigRecord
+            With ``"server-round"``. All clients share it: add to a copy.
+        """
+        return RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+
+    def messages(
+        self,
+        server_round: int,
+        nodes: Sequence[int],
+        stage: str,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+    ) -> list[Message]:
+        """Make a message for each node; the replies of this stage will have to answer these."""
+        self.prepare_config(config, server_round)
+        self._configs[stage] = config
+        contents = [
+            self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
+        ]
+        return self.addressed(nodes, contents, stage)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add what all messages of a round tell: its number, and what must agree."""
+        config["server-round"] = server_round
+        for key, value in self.agreement().to_config().items():
+            config[key] = value
+        for key, value in self.to_config().items():
+            config[key] = value
+
+    def addressed(
+        self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str
+    ) -> list[Message]:
+        """Address contents to nodes, with their sealed seeds where there is a key server."""
+        if self._seeds is not None:
+            self._seeds.fetch(nodes, self._public_keys)
+        messages: list[Message] = []
+        for node, content in zip(nodes, contents, strict=True):
+            sealed = None if self._seeds is None else self._seeds.of(node)
+            if sealed is not None:
+                own = dict(content.config_records.get(self.configrecord_key, {}))
+                config = ConfigRecord({**own, SEALED_SEED: sealed})
+                content = RecordDict({**content, self.configrecord_key: config})
+            messages += self._construct_messages(content, [node], stage)
+        self._exchanges[stage] = Exchange(messages)
+        return messages
+
+    def _public_keys(self, nodes: list[int]) -> Iterable[Message]:
+        return self._ask(nodes, "query.keys")
+
+    def _ask(self, nodes: Sequence[int], kind: str) -> list[Message]:
+        """Return the replies to a question without content that answer it."""
+        if self._grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        asked = list(self._construct_messages(RecordDict(), list(nodes), kind))
+        sent, answers = Exchange(asked), []
+        for reply in self._grid.send_and_receive(asked, timeout=self.query_timeout):
+            try:
+                sent.take(reply)
+                answers.append(reply)
+            except BadReply as error:
+                logger.log(WARNING, "dropped an answer to %s: %s", kind, error)
+        return answers
+
+    def exchange(
+        self,
+        nodes: Sequence[int],
+        stage: str,
+        arrays: ArrayRecord,
+        parse: Callable[[Reply], T],
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Make one more exchange within a round; parameters as above, result as :meth:`accepted`.
+
+        A stage that was sent before has its configuration again. In a deployment an exchange costs
+        seconds: prefer one a round.
+        """
+        if self._grid is None:
+            raise RuntimeError("exchange: call configure_train first, which sets the grid")
+        config = self._configs.get(stage, ConfigRecord())
+        messages = self.messages(self.server_round, nodes, stage, arrays, config)
+        asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
+        timeout = (self._owner or self)._timeout if asked_again else self.query_timeout
+        answers = self._grid.send_and_receive(messages, timeout=timeout)
+        return self.accepted(answers, parse, stage)
+
+    # --------------------------------------------------------------- receiving
+
+    def accepted(
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Parse the replies of a stage, dropping those that cannot be used.
+
+        Each message is answered once, by the node that was asked. A client whose reply is an error
+        is sent again all that it may have lost. Only replies that are used claim a partition.
+
+        Parameters
+        ----------
+        replies : iterable of Message
+            In any order.
+        parse : callable
+            Turns a reply into what the method needs of it, or raises BadReply. It must not change
+            anything: the reply may yet be dropped.
+        stage : str
+            As :meth:`content_for` was given.
+
+        Returns
+        -------
+        tuple of list of (Reply, T), Counter
+            What was parsed, sorted by client, and how many were rejected for which reason.
+        """
+        sent = self._exchanges.get(stage, Exchange())
+        is_train = not stage.startswith(MessageType.EVALUATE)
+        contents, errors = self._check_and_log_replies(replies, is_train, validate=False)
+        rejected: Counter[str] = Counter({"error": len(errors)} if errors else {})
+        self._identify(contents, sent)
+        for message in errors:
+            self.last_refusal = f"{message.error.reason}"
+            if (node := sent.node_asked(message)) is not None:
+                self.forget_sent(self.registry.client(node))
+                if self._seeds is not None:
+                    self._seeds.forget(node)
+        parsed: Pairs[T] = []
+        for message in contents:
+            try:
+                client = self.registry.client(sent.take(message))
+                reply = Reply(message, client, self.weighted_by_key, self.max_examples)
+                self._require_kind(message, stage)
+                parsed.append((reply, parse(reply)))
+            except Exception as error:  # a reply may hold anything; none may end the run
+                bad = error if isinstance(error, BadReply) else BadReply("malformed", str(error))
+                self.drop(message.metadata.src_node_id, bad, rejected)
+        used = {reply.node for reply, _ in parsed}
+        return self._remaining(parsed, self._claimants - used), rejected
+
+    def forget_sent(self, client: int) -> None:
+        """Have a client sent all parts again."""
+        self.sent.forget(client)
+
+    def _require_kind(self, message: Message, stage: str) -> None:
+        """Refuse weights where something else is taken, with what to do."""
+        if stage != MessageType.TRAIN or self.takes_weights:
+            return
+        if is_like(message, self.network_of(self.global_arrays)):
+            raise BadReply(
+                "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
+            )
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether clients reply to the round at work with weights."""
+        return self.replies == Exchanges.replies
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the network's own arrays among the global ones."""
+        return arrays
+
+    def drop(self, node: int, bad: BadReply, rejected: Counter[str]) -> None:
+        """Count a reply that is not used, and log why."""
+        rejected[bad.reason] += 1
+        self.last_refusal = f"node {node}: {bad}"
+        logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
+
+    def screened(
+        self,
+        pairs: Pairs[T],
+        rejected: Counter[str],
+        screen: Callable[[Sequence[T], float], Sequence[BadReply | None]],
+    ) -> Pairs[T]:
+        """Drop the replies that a rule over all of them refuses.
+
+        `screen` gives its verdicts on what was parsed, with the `outlier_factor`.
+        """
+        kept: Pairs[T] = []
+        verdicts = screen([parsed for _, parsed in pairs], self.outlier_factor)
+        for pair, bad in zip(pairs, verdicts, strict=True):
+            if bad is None:
+                kept.append(pair)
+            else:
+                self.drop(pair[0].node, bad, rejected)
+        used = {reply.node for reply, _ in kept}
+        return self._remaining(kept, {reply.node for reply, _ in pairs} - used)
+
+    def _identify(self, replies: Iterable[Message], sent: Exchange) -> None:
+        """Take the partitions from the first replies of nodes that were not asked beforehand.
+
+        Until the replies are accepted these are claims: see :meth:`_remaining`.
+        """
+        first: dict[int, Message] = {}
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if self.registry.unknown([node]) and sent.node_asked(reply) == node:
+                first.setdefault(node, reply)
+        reported = _reported_partitions(first.values())
+        self._claimants = set(reported)
+        if silent := [node for node in first if node not in reported]:  # such as a user's own reply
+            reported |= dict.fromkeys(silent) | self._ask_partitions(silent)
+        if reported:
+            self.registry.add(reported)
+
+    def _ask_partitions(self, nodes: Sequence[int]) -> dict[int, int | None]:
+        return _reported_partitions(self._ask(nodes, "query.partition"))
+
+    def _remaining(self, pairs: Pairs[T], dropped: Collection[int]) -> Pairs[T]:
+        """Sort replies by client, after the dropped nodes' claims to a partition are given up.
+
+        These nodes are asked for their partitions when clients are sampled next.
+        """
+        self.registry.expect(self._claimants & set(dropped))
+        for reply, _ in pairs:
+            reply.client = self.registry.client(reply.node)
+        return sorted(pairs, key=lambda pair: (pair[0].client, pair[0].node))
+
+    def enough(self, completed: int) -> bool:
+        """Whether so many valid replies may change the model; says so where they may not."""
+        if completed < self.min_completed:
+            logger.log(
+                WARNING,
+                "%d valid replies and at least %d are needed: the model stays as it was",
+                completed,
+                self.min_completed,
+            )
+        return completed >= self.min_completed
+
+
+def _reported_partitions(replies: Iterable[Message]) -> dict[int, int | None]:
+    """Return the partition that each node reports, None for one that says that it has none."""
+    reported: dict[int, int | None] = {}
+    for reply in replies:
+        if reply.has_error() or len(reply.content.metric_records) != 1:
+            continue
+        (record,) = reply.content.metric_records.values()
+        partition = record.get("partition-id")
+        if isinstance(partition, int) and -1 <= partition < 2**63:  # below 0: placeholders
+            reported[reply.metadata.src_node_id] = None if partition == -1 else partition
+    return reported
+
+
+_FLOWERS = FedAvg.__init__.__annotations__.keys() - {"return"}

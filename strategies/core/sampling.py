@@ -1,0 +1,103 @@
+"""Sampling by client: the same seed draws the same clients, whatever their node ids.
+
+Flower samples nodes, and their ids are random in every run. Here each node reports its partition,
+and clients are drawn by it, from a generator of (seed, round, stage).
+"""
+
+import time
+from collections.abc import Collection
+from logging import INFO
+
+import numpy as np
+from flwr.serverapp import Grid
+
+from fedntk.ntk.options import option
+
+from .exchange import Exchanges, logger
+
+__all__ = ["Sampling"]
+
+
+class Sampling(Exchanges):
+    """A strategy that samples its nodes by the partitions that they report."""
+
+    seed: int = option("seed of the sampling of clients", default=0, at_least=0)
+
+    def sample(
+        self,
+        grid: Grid,
+        server_round: int,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Collection[int] = (),
+    ) -> list[int]:
+        """Node ids of a sample drawn by client, in the order of the clients.
+
+        Parameters
+        ----------
+        grid : Grid
+            Waited on until ``min_available_nodes`` are there.
+        server_round, stage : int, str
+            Seed the draw, together with the strategy's seed.
+        fraction, minimum : float, int
+            ``max(int(fraction * available), minimum)`` nodes are drawn, or all if they are fewer.
+        excluded : collection of int
+            Partitions left out.
+        """
+        if self._owner is not None:
+            self._grid = grid
+            return sorted(grid.get_node_ids(), key=lambda node: (self.registry.client(node), node))
+        candidates, size = self._candidates(grid, stage, fraction, minimum, excluded)
+        generator = np.random.default_rng([self.seed, server_round, *stage.encode()])
+        chosen = np.sort(generator.choice(len(candidates), size=size, replace=False))
+        return [candidates[i][1] for i in chosen]
+
+    def _candidates(
+        self,
+        grid: Grid,
+        stage: str,
+        fraction: float,
+        minimum: int,
+        excluded: Collection[int],
+        *,
+        sent_alike: bool = True,
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return (client, node) of all that may be sampled, in order, and how many are to be.
+
+        `sent_alike`: in the first round it does not matter who is who, if all are sampled.
+        """
+        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
+        everyone = max(int(fraction * len(nodes)), minimum) >= len(nodes) and not excluded
+        told = everyone and sent_alike and self._is_first_sample
+        live = self._identified(nodes, with_reply=told)
+        candidates = sorted(
+            (self.registry.client(node), node)
+            for node in live
+            if self.registry.partitions[node] not in excluded
+        )
+        size = min(max(int(fraction * len(live)), minimum), len(candidates))
+        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(live))
+        return candidates, size
+
+    def _wait_for_nodes(self, grid: Grid, minimum: int) -> list[int]:
+        self._grid = grid
+        while len(nodes := sorted(grid.get_node_ids())) < minimum:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
+            time.sleep(1)
+        return nodes
+
+    @property
+    def _is_first_sample(self) -> bool:
+        """Whether no client has a past, so that what it is sent is the same whoever it is."""
+        return not self.registry.partitions and self.server_round <= 1
+
+    def _identified(self, nodes: list[int], *, with_reply: bool) -> list[int]:
+        """Have each node's partition: ask new ones, once, or have it with their first replies."""
+        if new := self.registry.unknown(nodes):
+            if with_reply:
+                self.registry.expect(new)
+            else:
+                self.registry.add(dict.fromkeys(new) | self._ask_partitions(new))
+        self.registry.set_present(nodes)
+        return nodes

@@ -1,0 +1,64 @@
+"""How declared state is written into a checkpoint, and read back."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+import numpy as np
+import torch
+
+from .array_archive import under
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(name: str, value: Any) -> dict[str, Any]:
+    """Return one field's value as arrays and what JSON holds, by name.
+
+    Parts of objects and of dictionaries of arrays have names with a dot, such as
+    ``controls.<client>``.
+    """
+    if hasattr(value, "state_dict"):
+        return {f"{name}.{part}": own for part, own in value.state_dict().items()}
+    if isinstance(value, torch.Tensor):
+        return {name: value.numpy()}
+    if isinstance(value, set | frozenset):
+        return {name: sorted(value)}
+    if isinstance(value, dict):
+        if any(isinstance(own, np.ndarray) for own in value.values()):
+            return {f"{name}.{key}": value[key] for key in sorted(value)}
+        return {name: {str(key): value[key] for key in sorted(value)}}
+    return {name: value}
+
+
+def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
+    """Return a field's value from what :func:`pack` returned.
+
+    Parameters
+    ----------
+    name : str
+        Name of the field.
+    kind : type
+        Its annotation: ``dict[int, int]`` gets its integer keys back.
+    fresh : object
+        Its first value; objects load their state into it.
+    state : mapping
+        All of the state.
+    """
+    parts = under(f"{name}.", state)
+    if hasattr(fresh, "load_state_dict"):
+        fresh.load_state_dict(parts)
+        return fresh
+    whole = get_origin(kind) or kind
+    if whole in (dict, Counter):
+        key_type = get_args(kind)[0]
+        values = {**parts, **state.get(name, {})}
+        return whole({key_type(key): _copied(own) for key, own in values.items()})
+    value = _copied(state[name])
+    if isinstance(fresh, torch.Tensor):
+        return torch.from_numpy(value)
+    return whole(value) if whole in (int, float, str, bool, list, set, tuple) else value
+
+
+def _copied(value: Any) -> Any:
+    return np.array(value) if isinstance(value, np.ndarray) else value
