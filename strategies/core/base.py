@@ -124,14 +124,13 @@ class BaseStrategy(Sampling):
             )
 
     def summary(self) -> None:
-        """Log the options that differ from their defaults, or have none."""
-        given = {
-            name: value
-            for name, value in self.compared_options().items()
-            if value != self.options()[name].default
-        }
-        told = ", ".join(f"{name} = {value}" for name, value in given.items())
-        logger.log(INFO, "\t└──> %s: %s", type(self).__name__, told or "all options at defaults")
+        """Log the options that differ from their defaults."""
+        given = [
+            f"{name} = {value}"
+            for name, own in self.options().items()
+            if own.compared and (value := getattr(self, name)) != own.default
+        ]
+        logger.log(INFO, "\t└──> Options: %s", ", ".join(given) or "all at their defaults")
 
     # ------------------------------------------------------------------- state
 
@@ -273,7 +272,7 @@ class BaseStrategy(Sampling):
                 self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
         loaded, self._rounds_loaded = self._rounds_loaded, None
         done = loaded or 0
-        logger.log(INFO, "Starting %s, rounds %d to %d", type(self).__name__, done + 1, num_rounds)
+        logger.log(INFO, "Starting %s strategy: rounds %d to %d", type(self).__name__, done + 1, num_rounds)
         self.summary()
         arrays = self.begin(arrays, num_rounds, done)
         if self.averaged is not None and self.averaged.count:
