@@ -272,7 +272,9 @@ class BaseStrategy(Sampling):
                 self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
         loaded, self._rounds_loaded = self._rounds_loaded, None
         done = loaded or 0
-        logger.log(INFO, "Starting %s strategy: rounds %d to %d", type(self).__name__, done + 1, num_rounds)
+        logger.log(
+            INFO, "Starting %s strategy: rounds %d to %d", type(self).__name__, done + 1, num_rounds
+        )
         self.summary()
         arrays = self.begin(arrays, num_rounds, done)
         if self.averaged is not None and self.averaged.count:
