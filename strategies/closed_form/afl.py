@@ -20,11 +20,11 @@ layer has no bias, as in the authors' program; one that the network has is set t
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedntk.ntk.options import option
 from fedntk.ntk.payloads import FeatureStatistics
 
 from .closed_form import GramStrategy
@@ -35,19 +35,6 @@ __all__ = ["AFL"]
 class AFL(GramStrategy):
     """AFL (He et al. 2025). Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
-    Parameters
-    ----------
-    ridge : float
-        Of the joint problem, over the examples' mean squared norm: see
-        :func:`fedntk.ntk.ridge_regression`. 0, the paper's: least squares of least norm.
-    **options
-        Of :class:`ClosedFormStrategy`: network, head, and those of all strategies.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-
     Examples
     --------
     >>> from torch import nn
@@ -55,10 +42,12 @@ class AFL(GramStrategy):
     (3, 8)
     """
 
-    def __init__(self, *, ridge: float = 0.0, **options: Any) -> None:
-        if not 0 <= ridge < np.inf:
-            raise ValueError(f"ridge: expected a finite number of at least 0, got {ridge}")
-        super().__init__(ridge=ridge, **options)
+    ridge: float = option(
+        "ridge of the joint problem, over the examples' mean squared norm; 0, the paper's: least "
+        "squares of least norm",
+        default=0.0,
+        at_least=0,
+    )
 
     def last_layer(
         self, sums: Sequence[FeatureStatistics]

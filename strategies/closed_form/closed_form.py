@@ -6,7 +6,7 @@ solve least squares, from the features' Gram matrix. The methods' files say how,
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from logging import WARNING
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from fedntk.ntk import FeatureMap, Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
 
 from ..core.base import BaseStrategy
@@ -39,43 +40,32 @@ class ClosedFormStrategy(BaseStrategy):
     100 times the median client's size are dropped. Other well-formed lies are not defended against:
     one client's can leave all rounds without a solution.
 
-    Parameters
-    ----------
-    network : nn.Module
-        Of the clients' architecture; its weights do not matter. Those of the initial arrays do:
-        they give the features.
-    head : str
-        Name of the last linear layer, which gives the logits; by default the last ``nn.Linear``.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg.
-
     Attributes
     ----------
     shape : tuple of int
         (C, p), of the last layer's weights.
     solved : bool
         Whether the last layer is computed.
-
-    Raises
-    ------
-    ValueError
-        If there is no such layer, or an argument is out of range.
     """
 
     client = "ClosedFormClient"
     replies = "sums of features"
     averages = False
 
-    def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        self.feature_map = FeatureMap("last-layer", head=head)
-        name, last = self.feature_map.last_layer(network)
+    network: nn.Module = argument(
+        "clients' architecture; the features are those of the initial arrays, not of its weights"
+    )
+    head: str = option("layer that is computed; the last linear one by default", default="")
+    solved: bool = state(bool)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.feature_map = FeatureMap("last-layer", head=self.head)
+        name, last = self.feature_map.last_layer(self.network)
         self.shape = (last.out_features, last.in_features)
         prefix = f"{name}." if name else ""
         self.weight = f"{prefix}weight"
         self.bias = f"{prefix}bias" if last.bias is not None else ""
-        self.solved = False
 
     @abstractmethod
     def last_layer(self, sums: Sequence[Any]) -> Layer:
@@ -99,27 +89,8 @@ class ClosedFormStrategy(BaseStrategy):
 
     # ------------------------------------------------------------------- state
 
-    def settings(self) -> dict[str, Any]:
-        """Add where features are taken."""
-        return {**super().settings(), **self.feature_map.to_config()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add whether the layer is computed."""
-        return {**super().state_dict(), "solved": self.solved}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.solved = bool(state["solved"])
-
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with the layer to be computed, unless a state was loaded.
-
-        Raises
-        ------
-        ValueError
-            If the arrays have not that layer.
-        """
+        """Refuse initial arrays that lack the layer."""
         found = initial_arrays.get(self.weight)
         if found is None or tuple(found.shape) != self.shape:
             raise ValueError(
@@ -127,8 +98,6 @@ class ClosedFormStrategy(BaseStrategy):
                 f"{'none' if found is None else tuple(found.shape)}; give the strategy the network "
                 "that they are of"
             )
-        if not done:
-            self.solved = False
         return super().begin(initial_arrays, num_rounds, done)
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
@@ -202,39 +171,16 @@ class ClosedFormStrategy(BaseStrategy):
 
 
 class GramStrategy(ClosedFormStrategy):
-    """Solve for the last layer by least squares, from the features' Gram matrix.
+    """Solve for the last layer by least squares, from the features' Gram matrix."""
 
-    Parameters
-    ----------
-    ridge : float
-        Of the joint problem, over the examples' mean squared norm: see
-        :func:`fedntk.ntk.ridge_regression`. 0, where a method has that: least squares of least
-        norm.
-    **options
-        Of :class:`ClosedFormStrategy`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-    """
-
-    def __init__(self, *, ridge: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.ridge = ridge
-
-    def settings(self) -> dict[str, Any]:
-        """Add the ridge."""
-        return {**super().settings(), "ridge": self.ridge}
+    ridge: float = option(
+        "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of least "
+        "norm",
+        at_least=0,
+    )
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin, if the server can solve for the layer.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If it could not.
-        """
+        """Refuse a layer that the server lacks the memory to solve for."""
         width = self.shape[1]
         require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
             (36 + 8 * self.min_available_nodes) * width**2,

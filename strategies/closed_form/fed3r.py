@@ -18,11 +18,11 @@ is not here. A run of another method may begin with the network that comes of it
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedntk.ntk.options import option
 from fedntk.ntk.payloads import FeatureStatistics
 
 from .closed_form import GramStrategy
@@ -33,19 +33,6 @@ __all__ = ["Fed3R"]
 class Fed3R(GramStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
-    Parameters
-    ----------
-    ridge : float
-        lambda over the examples' mean squared norm, the appended 1 among their features: see
-        :func:`fedntk.ntk.ridge_regression`.
-    **options
-        Of :class:`ClosedFormStrategy`: network, head, and those of all strategies.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-
     Examples
     --------
     >>> from torch import nn
@@ -53,10 +40,11 @@ class Fed3R(GramStrategy):
     0.01
     """
 
-    def __init__(self, *, ridge: float = 0.01, **options: Any) -> None:
-        if not 0 < ridge < np.inf:
-            raise ValueError(f"ridge: expected a finite number above 0, got {ridge}")
-        super().__init__(ridge=ridge, **options)
+    ridge: float = option(
+        "lambda over the examples' mean squared norm, the appended 1 among their features",
+        default=0.01,
+        above=0,
+    )
 
     def last_layer(
         self, sums: Sequence[FeatureStatistics]

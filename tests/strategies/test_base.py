@@ -533,8 +533,8 @@ def test_rounds_are_those_of_flower():
             )
 
         initial = ArrayRecord(dict(network().state_dict()))
-        options = {"min_train_nodes": CLIENTS, "min_evaluate_nodes": CLIENTS}
-        strategy = Recorded(min_available_nodes=CLIENTS, **options)
+        options = {"min_train_nodes": 6, "min_evaluate_nodes": 6}
+        strategy = Recorded(min_available_nodes=6, **options)
         result = run(
             strategy, grid=Grid(CLIENTS), initial_arrays=initial, num_rounds=3, evaluate_fn=evaluate
         )
