@@ -174,8 +174,8 @@ class GramStrategy(ClosedFormStrategy):
     """Solve for the last layer by least squares, from the features' Gram matrix."""
 
     ridge: float = option(
-        "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of least "
-        "norm",
+        "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of "
+        "least norm",
         at_least=0,
     )
 
