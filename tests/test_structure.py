@@ -19,6 +19,7 @@ import fedntk.strategies
 from fedntk.simulations.config.config import Config
 from fedntk.simulations.methods import own_methods
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.sampling import Sampling
 
 from .conftest import ROOT
 
