@@ -211,7 +211,7 @@ def test_no_solution_leaves_the_network(monkeypatch, caplog):
 
 def test_bad_arguments_are_refused_by_name():
     for ridge in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="ridge: expected (at least 0|a finite number)"):
+        with pytest.raises(ValueError, match=r"ridge: expected (at least 0|a finite number)"):
             strategy(ridge=ridge)
     with pytest.raises(ValueError, match=r"head: expected the name of .*; linear layers are 0, 3"):
         strategy(head="2")

@@ -77,5 +77,5 @@ def test_a_class_of_nobodys_has_weights_of_zero():
 
 def test_bad_ridges_are_refused():
     for ridge in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="ridge: expected (more than 0|a finite number)"):
+        with pytest.raises(ValueError, match=r"ridge: expected (more than 0|a finite number)"):
             strategy(ridge=ridge)
