@@ -1,4 +1,4 @@
-"""Class shares as an offset of the outputs, so that rare classes are learned as common ones are."""
+"""Class shares as an offset of the outputs, so that rare classes are learned like common ones."""
 
 import math
 from collections.abc import Mapping
@@ -13,25 +13,21 @@ OUTPUT_OFFSET = "output-offset"  # key of a message's configuration
 
 
 def log_class_prior(targets: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Offset log(pi_c / rho_c) that is added to the outputs where a cross-entropy loss is reduced.
+    """Offset log(pi_c / rho_c), shape (C,), added to the outputs while a cross-entropy is reduced.
 
     Source: Menon et al., *Long-Tail Learning via Logit Adjustment*, ICLR 2021, eq. (10), with
-    tau = 1. A network that fits the shares pi of some examples by way of the offset predicts,
+    tau = 1. A network that fits the shares pi of some examples with the offset predicts,
     without it, as if the shares were rho: by default as if all classes were equally common.
+
+    Shares are smoothed by one example that is spread over the classes, pi_c = (n_c + 1/C) / (n +
+    1), and rho likewise: that of a class without examples is not 0. For pi = rho they are zeros.
 
     Parameters
     ----------
     targets : Tensor, shape (n, C)
         One-hot labels of the examples that are learned from together; n at least 1.
     counts : Tensor, shape (C,), optional
-        Of each class, how many examples it has where rho comes from; None: rho_c = 1/C.
-
-    Returns
-    -------
-    Tensor, shape (C,)
-        In the targets' dtype and on their device. Shares are smoothed by one example that is
-        spread over the classes, pi_c = (n_c + 1/C) / (n + 1), and rho likewise: that of a class
-        without examples is not 0. Where pi is rho they are zeros.
+        Examples of each class from which rho comes; by default rho_c = 1/C.
 
     Examples
     --------
@@ -48,7 +44,7 @@ def _shares(counts: Tensor) -> Tensor:
 
 
 def offset_of(config: Mapping[str, Any], num_classes: int) -> Tensor:
-    """Return the offset of the outputs that a message's configuration brings; zeros without one."""
+    """Return the offset of the outputs in a message's configuration; zeros without one."""
     offset = config.get(OUTPUT_OFFSET, [0.0] * num_classes)
     numbers = isinstance(offset, list) and all(isinstance(v, float) for v in offset)
     if not numbers or len(offset) != num_classes or not all(map(math.isfinite, offset)):

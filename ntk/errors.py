@@ -6,13 +6,8 @@ __all__ = ["BadReply", "NotEnoughMemory"]
 class BadReply(ValueError):  # noqa: N818 - it names the thing refused, as StopIteration does
     """A client's reply that cannot be used; the server drops it and goes on.
 
-    Parameters
-    ----------
-    reason : str
-        Short kebab-case category (``"shape"``, ``"non-finite"``, ...): rounds count rejected
-        replies by it.
-    detail : str
-        What was expected and what came, for the log.
+    Rounds count rejected replies by `reason`, a short kebab-case category (``"shape"``,
+    ``"non-finite"``, ...); `detail` tells the log what was expected and what came.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights of one's own to begin with, for one of several models of an architecture."""
+"""First weights of one's own, for each of several models of an architecture."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,15 +20,6 @@ def drawn_weights(
     of variance 2 / fan_in. Glorot and Bengio, *Understanding the Difficulty of Training Deep
     Feedforward Neural Networks*, AISTATS 2010, eq. (16): a uniform one of variance
     2 / (fan_in + fan_out).
-
-    Parameters
-    ----------
-    arrays : dict of str to ndarray
-        Of a network, by name.
-    init : {"he", "xavier"}
-        Which of the two.
-    generator : numpy.random.Generator
-        Advanced by what is drawn.
     """
     return {name: _matrix(array, init, generator) for name, array in arrays.items()}
 

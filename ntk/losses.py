@@ -2,7 +2,8 @@
 
 ``"mse"`` is the halved mean-squared error of Yue et al. 2022, ``sum_ij (f_ij - y_ij)^2 / (2 n C)``;
 ``"cross-entropy"`` is ``-sum_ij y_ij log softmax(f_i)_j / n``. Either one's gradient with respect
-to the outputs is ``-output_scale(...) * residual(...)``.
+to the outputs is ``-output_scale(...) * residual(...)``. Outputs f (logits for cross-entropy) and
+one-hot or soft targets Y are (n, C).
 """
 
 from typing import Literal, get_args
@@ -31,17 +32,7 @@ def check_loss(loss: str) -> Loss:
 
 
 def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-    """Targets minus predictions, shape (n, C).
-
-    Parameters
-    ----------
-    outputs : Tensor, shape (n, C)
-        Network outputs f (logits for cross-entropy).
-    targets : Tensor, shape (n, C)
-        One-hot (or soft) targets Y.
-    loss : {"mse", "cross-entropy"}
-        ``Y - f`` for MSE, ``Y - softmax(f)`` for cross-entropy.
-    """
+    """Targets minus predictions (n, C): ``Y - f`` for MSE, ``Y - softmax(f)`` for cross-entropy."""
     return targets - (outputs if loss == "mse" else _softmax(outputs))
 
 
@@ -69,13 +60,6 @@ def output_scale(num_examples: int, num_outputs: int, loss: Loss) -> float:
 
 def loss_value(outputs: Tensor, targets: Tensor, loss: Loss) -> float:
     """Loss averaged over the n examples, summed in float64.
-
-    Parameters
-    ----------
-    outputs, targets : Tensor, shape (n, C)
-        As for :func:`residual`.
-    loss : {"mse", "cross-entropy"}
-        Which loss.
 
     Examples
     --------

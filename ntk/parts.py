@@ -1,4 +1,4 @@
-"""Which arrays of a network belong to its normalisation, its head, its feature extractor."""
+"""Arrays of a network's normalisation and of its head."""
 
 from torch import nn
 
@@ -11,17 +11,7 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
     """Return the names of all parameters and statistics of a network's BatchNorm layers.
 
     Source: Li et al., *FedBN: Federated Learning on Non-IID Features via Local Batch
-    Normalization*, ICLR 2021, section 3.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Any.
-
-    Returns
-    -------
-    tuple of str
-        In the order of ``network.state_dict()``; empty if there is no such layer.
+    Normalization*, ICLR 2021, section 3. They are in the order of ``network.state_dict()``.
 
     Examples
     --------
@@ -38,14 +28,7 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
 
 
 def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:
-    """Return the names of the arrays of a network's last linear layer.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Any.
-    head : str
-        Name of that layer; by default the last ``nn.Linear``.
+    """Return the names of the arrays of `head`, by default a network's last ``nn.Linear``.
 
     Examples
     --------

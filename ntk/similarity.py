@@ -28,24 +28,19 @@ def cosine_similarities(
     *,
     absent: Absent = "zero",
 ) -> Matrix:
-    """Cosine similarity of clients' prototypes.
+    """Cosine similarity (K, L) of clients' prototypes with those of others, by default themselves.
+
+    Cosines are rounded to 12 places: so equal prototypes are at 1 in whatever order a machine sums.
+    They are 0 if a client's features are all zero, or two clients have no class in common; a client
+    is at 1 from itself.
 
     Parameters
     ----------
-    prototypes : sequence of Prototypes
-        Of K clients, with the same classes and features.
-    others : sequence of Prototypes, optional
-        Of the L clients that they are compared with; the same K by default.
+    prototypes, others : sequence of Prototypes
+        Prototypes of K and L clients, with the same classes and features.
     absent : {"zero", "common"}
-        What becomes of a class that a client lacks: its part of the concatenation is zero, as in
+        Treatment of a class that a client lacks: its part of the concatenation is zero, as in
         the paper; or each pair of clients is compared over the classes that both have.
-
-    Returns
-    -------
-    ndarray of float64, shape (K, L)
-        In [-1, 1], rounded to 12 places: so equal prototypes are at 1 in whatever order a machine
-        sums. 0 where a client's features are all zero, or two have no class in common; a client is
-        at 1 from itself.
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
@@ -74,22 +69,17 @@ def _stacked(prototypes: Sequence[Prototypes]) -> tuple[Matrix, Matrix]:
 def similarity_weights(
     similarities: Matrix, *, temperature: float = 1.0, examples: Sequence[int] | None = None
 ) -> Matrix:
-    """Softmax of similarities, row by row.
+    """Softmax of similarities (K, L), row by row.
 
     Parameters
     ----------
     similarities : ndarray, shape (K, L)
-        Of :func:`cosine_similarities`.
+        Result of :func:`cosine_similarities`.
     temperature : float
         tau, above 0. The larger, the closer to equal weights; infinity gives these.
     examples : sequence of int, optional
-        The weight of each of the L clients besides its similarity. Without it all count alike, as
+        Weight of each of the L clients besides its similarity. Without it all count alike, as
         in the paper. With it and equal similarities, weights are FedAvg's.
-
-    Returns
-    -------
-    ndarray of float64, shape (K, L)
-        At least 0; each row sums to 1.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: expected more than 0, got {temperature}")

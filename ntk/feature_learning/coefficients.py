@@ -12,17 +12,17 @@ with one gamma for each *different* signal c. Eq. (6) has no factor j before gam
 each client and eq. (14) gives clients with one signal the same, so that the sum over clients would
 count that signal several times; here it counts once.
 
-A gradient step of client k changes its own coefficients alone. With l' = -1 / (1 + exp(y f)):
+A gradient step of client k changes only its own coefficients. With l' = -1 / (1 + exp(y f)):
 
     gamma_kc(k)jr -= eta / (n m) sum_i l'_ki relu'(<w_kjr, y_ki mu_k>) ||mu_k||^2         eq. (11)
     rho_kkijr     -= eta / (n m) l'_ki relu'(<w_kjr, xi_ki>) ||xi_ki||^2 j y_ki     eq. (12), (13)
 
-psi is rho where y_ki = j, and it grows; phi is rho where y_ki = -j, and it falls. Averaging weights
-averages coefficients, eq. (14). gamma of a signal that all share is kept, and what rho gained on
-one client is divided by the number of clients.
+psi is rho for y_ki = j, and it grows; phi is rho for y_ki = -j, and it falls. Averaging weights
+averages coefficients, eq. (14). gamma of a signal that all share is kept; gains of rho on
+one client are divided by the number of clients.
 
-Clients have the same number of examples n throughout. Shapes: K clients, C signals, 2 signs in the
-order j = -1, +1, m filters.
+All clients have n examples. Shapes: K clients, C signals, 2 signs in the order j = -1, +1, m
+filters; first weights (2, m, d).
 """
 
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ class Coefficients:
     Attributes
     ----------
     signal : Tensor, shape (K, C, 2, m)
-        gamma: of client k in signal c.
+        gamma of client k in signal c.
     noise : Tensor, shape (K, K, n, 2, m)
-        rho: of client k in the noise of client k' and its example i.
+        rho of client k in the noise of client k' and its example i.
     """
 
     signal: Tensor
@@ -70,28 +70,14 @@ class Coefficients:
         return self.noise.clamp(max=0)
 
     def weights(self, initial: Tensor, examples: TwoPatchExamples) -> Tensor:
-        """Return the weights that these are of, eq. (8): shape (K, 2, m, d).
-
-        Parameters
-        ----------
-        initial : Tensor, shape (2, m, d)
-            The first weights of all clients.
-        examples : TwoPatchExamples
-            Of all clients.
-        """
+        """Return the weights (K, 2, m, d) with these coefficients, eq. (8)."""
         mu, xi = examples.signals, examples.noise
         learned = torch.einsum("kcjr,cd->kjrd", self.signal, mu / squared_norms(mu))
         memorised = torch.einsum("klijr,lid->kjrd", self.noise, xi / squared_norms(xi))
         return initial + second_layer(mu)[:, None, None] * learned + memorised
 
     def mixed(self, mixing: Tensor) -> "Coefficients":
-        """Return those of averaged weights, eq. (14).
-
-        Parameters
-        ----------
-        mixing : Tensor, shape (K, K)
-            Row k has the weights of client k's average, such as of :func:`mixing_matrix`.
-        """
+        """Return those of averaged weights, eq. (14); row k of (K, K) has client k's shares."""
         mixing = mixing.to(self.signal)
         return Coefficients(*(torch.tensordot(mixing, c, 1) for c in (self.signal, self.noise)))
 
@@ -103,19 +89,7 @@ def coefficient_step(
     *,
     learning_rate: float,
 ) -> Coefficients:
-    """Take one gradient step of every client, by the rules (11) to (13).
-
-    Parameters
-    ----------
-    coefficients : Coefficients
-        Before the step.
-    initial : Tensor, shape (2, m, d)
-        The first weights of all clients.
-    examples : TwoPatchExamples
-        The clients' training examples.
-    learning_rate : float
-        eta.
-    """
+    """Take one gradient step of every client, by the rules (11) to (13)."""
     products = inner_products(coefficients.weights(initial, examples), examples)
     gamma, rho = increments(products, examples, learning_rate)
     signal, noise = coefficients.signal.clone(), coefficients.noise.clone()
@@ -126,17 +100,7 @@ def coefficient_step(
 
 
 def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> Coefficients:
-    """Find the coefficients of weights, by projection on signals and noise.
-
-    Parameters
-    ----------
-    weights : Tensor, shape (K, 2, m, d)
-        Of all clients; best in float64.
-    initial : Tensor, shape (2, m, d)
-        Their first weights.
-    examples : TwoPatchExamples
-        The clients' training examples.
-    """
+    """Find the coefficients of weights (K, 2, m, d), by projection; best in float64."""
     clients, n, d = examples.noise.shape
     room = d - len(examples.signals)
     if clients * n > room:
@@ -158,7 +122,7 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
 def increments(
     products: tuple[Tensor, Tensor], examples: TwoPatchExamples, learning_rate: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what one step adds to gamma (K, 2, m) and rho (K, n, 2, m) of the clients' own."""
+    """Return a step's increments of the clients' own gamma (K, 2, m) and rho (K, n, 2, m)."""
     signal, noise = products
     labels = examples.labels
     n, width = labels.shape[1], signal.shape[2]

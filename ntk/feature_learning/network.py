@@ -29,23 +29,14 @@ def initial_std(dimension: int) -> float:
 
     Assumption 4.2 (3) wants it between n / (sigma_p d) and the smaller of 1 / (sigma_p sqrt(d)) and
     1 / ||mu||, up to logarithms and constants. In the paper's experiments (n = 100, d = 1,000) the
-    lower bound is above the upper one, and the text does not state the value that was used. A
-    tenth of the upper bound at sigma_p = 1 keeps the first outputs near 0, as stage 1 of the proof
-    has it.
+    lower bound is above the upper one, and the text does not state the value that was used. A tenth
+    of the upper bound at sigma_p = 1 keeps the first outputs near 0, as in stage 1 of the proof.
     """
     return 0.1 / math.sqrt(dimension)
 
 
 class Evaluation(NamedTuple):
-    """How each client's weights do on its own examples.
-
-    Attributes
-    ----------
-    loss : Tensor, shape (K,)
-        Mean of log(1 + exp(-y f)).
-    error : Tensor, shape (K,)
-        Share with y f < 0.
-    """
+    """Mean of log(1 + exp(-y f)) and share with y f < 0 of each client's examples, (K,) each."""
 
     loss: Tensor
     error: Tensor
@@ -76,6 +67,6 @@ def margins(products: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return labels * (both[..., 1] - both[..., 0])
 
 
-def second_layer(like: Tensor) -> Tensor:
-    """Return the fixed weights j of the second layer, shape (2,), in a dtype."""
-    return like.new_tensor([-1.0, 1.0])
+def second_layer(dtype_of: Tensor) -> Tensor:
+    """Return the fixed weights j of the second layer, shape (2,), in the dtype of a tensor."""
+    return dtype_of.new_tensor([-1.0, 1.0])

@@ -1,8 +1,7 @@
-"""The signal-to-noise ratio of FedAvg: how well it does on each client, in theory.
+"""The signal-to-noise ratio of FedAvg, and its test error on each client in theory.
 
 Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
-Feature Learning Theory*, ICLR 2024, section 4.2, theorem 4.4. It follows from how many clients
-share a client's signal:
+Feature Learning Theory*, ICLR 2024, section 4.2, theorem 4.4:
 
     chi_k = sum_k' <mu_k, mu_k'> / ||mu_k||^2
     SNR_k = sqrt(chi_k) ||mu_k|| / (sigma_p sqrt(d))
@@ -11,7 +10,7 @@ share a client's signal:
 where n is the number of examples *of one client*. The paper's text has the same letter for that of
 all clients together. Only with the first reading are K clients with one signal (chi_k = K) as good
 as one client that has all their examples. Appendix D.2 has chi_k in SNR_k without the root; the
-exponent is n d SNR_k^4 / K with it.
+exponent is n d SNR_k^4 / K with it. Signals are (K, d), one mu_k a client, none of them zero.
 """
 
 import math
@@ -22,18 +21,9 @@ __all__ = ["effective_snr", "generalisation_exponent", "signal_similarity"]
 
 
 def signal_similarity(signals: Tensor) -> Tensor:
-    """Return chi_k, shape (K,): how many clients' signals client k's own is worth.
+    """Return chi_k, shape (K,): the number of clients' signals that client k's own is worth.
 
     K if all signals are the same, 1 if all are orthogonal.
-
-    Parameters
-    ----------
-    signals : Tensor, shape (K, d)
-        mu_k of each client, none of them zero.
-
-    Notes
-    -----
-    Source: Huang et al. 2024, section 4.2.
     """
     products = signals @ signals.T
     if bool((products.diagonal() == 0).any()):
@@ -44,12 +34,8 @@ def signal_similarity(signals: Tensor) -> Tensor:
 def effective_snr(signals: Tensor, *, noise_std: float) -> Tensor:
     """Return SNR_k = sqrt(chi_k) ||mu_k|| / (sigma_p sqrt(d)) of FedAvg, shape (K,).
 
-    Parameters
-    ----------
-    signals : Tensor, shape (K, d)
-        mu_k of each client that takes part; of one client alone it is the SNR of local training.
-    noise_std : float
-        sigma_p.
+    `signals` are those of the clients that take part; of one client it is the SNR of local
+    training.
     """
     similarity = signal_similarity(signals)
     if bool((similarity < 0).any()):
@@ -66,16 +52,8 @@ def generalisation_exponent(signals: Tensor, *, num_examples: int, noise_std: fl
 
     The test error on client k is at most exp(-c times it), for a constant c that the paper does not
     state. For local training give one client's signal, for averages within a group that group's:
-    then it is n ||mu||^4 / (sigma_p^4 d), times the number of clients in the group.
-
-    Parameters
-    ----------
-    signals : Tensor, shape (K, d)
-        mu_k of each client whose weights are averaged.
-    num_examples : int
-        n of one client.
-    noise_std : float
-        sigma_p.
+    then it is n ||mu||^4 / (sigma_p^4 d), times the number of clients in the group. n is the number
+    of examples of one client.
 
     Examples
     --------

@@ -17,15 +17,10 @@ __all__ = ["mixing_matrix", "train"]
 
 
 def mixing_matrix(groups: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return who averages with whom, shape (K, K): all clients of one group, with equal weight.
+    """Return the shares of averages, shape (K, K): all clients of one group, with equal weight.
 
-    Parameters
-    ----------
-    groups : Tensor of integers, shape (K,)
-        All the same: FedAvg. All different: local training. Those of the signals: the weighted
-        FedAvg of appendix C.4.
-    dtype : torch.dtype
-        Of the matrix.
+    Groups (K,) that are all the same give FedAvg, all different local training, those of the
+    signals the weighted FedAvg of appendix C.4.
 
     Examples
     --------
@@ -49,8 +44,8 @@ def train(
 ) -> Iterator[Tensor]:
     """Yield all clients' weights after each round, shape (K, 2, m, d): full-batch FedAvg.
 
-    Gradient steps of a round stay in the span of the client's own n patches, so that they need the
-    products of these alone, (n, n) in place of (n, d). The weights are those of plain gradient
+    Gradient steps of a round stay in the span of the client's own n patches, so that they need only
+    the products of these, (n, n) instead of (n, d). The weights are those of plain gradient
     descent, up to rounding.
 
     Parameters
@@ -58,9 +53,9 @@ def train(
     examples : TwoPatchExamples
         The clients' training examples.
     initial : Tensor, shape (2, m, d)
-        The first weights of all clients.
+        First weights of all clients.
     mixing : Tensor, shape (K, K)
-        Of :func:`mixing_matrix`: says whether it is FedAvg, local training or averages in groups.
+        Result of :func:`mixing_matrix`.
     rounds, local_steps : int
         R and E.
     learning_rate : float

@@ -45,7 +45,6 @@ class TwoPatchExamples:
     labels: Tensor
 
     def __post_init__(self) -> None:
-        """Check shapes, groups and labels."""
         d = self.signals.shape[-1]
         if self.noise.ndim != 3 or self.noise.shape[2] != d or self.signals.ndim != 2:
             raise ValueError(
@@ -81,7 +80,7 @@ class TwoPatchExamples:
 
 @dataclass(frozen=True)
 class TwoPatchDistribution:
-    """The distribution of all clients' examples; what is drawn follows from the seed alone.
+    """The distribution of all clients' examples; draws depend only on the seed.
 
     A client's examples do not depend on how many others there are, nor on theirs.
 
@@ -97,7 +96,7 @@ class TwoPatchDistribution:
     noise_std : float
         sigma_p.
     seed : int
-        Of the signals and all examples.
+        Seed of the signals and all examples.
 
     Examples
     --------
@@ -116,7 +115,6 @@ class TwoPatchDistribution:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if not self.group_sizes or min(self.group_sizes) < 1:
             raise ValueError(
                 "group_sizes: expected at least one client in each group, "
@@ -169,11 +167,11 @@ class TwoPatchDistribution:
         num_examples : int
             n of each client, at least 1.
         part : {"train", "test"}
-            Which of two independent sets.
+            One of two independent sets.
         clients : sequence of int, optional
-            Only these, in this order; all by default.
+            Clients to draw, in this order; all by default.
         dtype : torch.dtype
-            Of what is returned; drawn and projected in float64.
+            Dtype of the result; draws and projections are in float64.
         """
         if num_examples < 1:
             raise ValueError(f"num_examples: expected at least 1, got {num_examples}")

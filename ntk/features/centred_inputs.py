@@ -1,4 +1,4 @@
-"""A network whose inputs are centred by a mean that is among its arrays."""
+"""A network with centred inputs; their mean is among its arrays."""
 
 from collections.abc import Sequence
 
@@ -14,16 +14,9 @@ INPUT_SUMS = "input-sums"  # name of the sum of a client's inputs, as an array
 class CentredInputs(nn.Module):
     """A network of the inputs less their mean.
 
-    The mean is a buffer: it travels with the weights, is never trained, and whoever evaluates the
-    network has it. It begins as zeros; a strategy with ``centre_inputs=True`` fills in the mean
-    over all clients.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Of the centred inputs.
-    input_shape : sequence of int
-        Of one example.
+    The mean is a buffer: it travels with the weights, is never trained, and is there at every
+    evaluation. It begins as zeros; a strategy with ``centre_inputs=True`` fills in the mean
+    over all clients. `input_shape` is that of one example.
 
     Examples
     --------

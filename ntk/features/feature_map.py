@@ -32,19 +32,19 @@ REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's in
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """What turns examples into features; parties with the same network and map share them.
+    """A map from examples to features; all with the same network and map get the same features.
 
     Attributes
     ----------
     kind : {"entk", "entk-sketch", "last-layer", "fourier"}
-        Coordinates of the gradient; a sketch of all of it, in p numbers (:mod:`.sketch`); what the
-        last linear layer is given (appendix B.7, Table 12); or random Fourier features of that
-        (:mod:`.fourier`).
+        Coordinates of the gradient; a sketch of all of it, in p numbers (:mod:`.sketch`); the
+        inputs of the last linear layer (appendix B.7, Table 12); or random Fourier features of
+        these (:mod:`.fourier`).
     num_features : int
         p of the tangent features; 0, or more than there are coordinates, means all of them. Of a
         sketch and of Fourier features p itself, at least 1.
     seed : int
-        Of the last layer's new weights, and of the chosen coordinates, sketch or frequencies.
+        Seed of the last layer's new weights, and of the chosen coordinates, sketch or frequencies.
     head : str
         Name of the last linear layer; empty: the network's last ``nn.Linear``.
 
@@ -116,11 +116,7 @@ class FeatureMap:
         return head
 
     def convexified(self, network: nn.Module) -> nn.Module:
-        """Return a copy of the network with a new last layer of one output.
-
-        Weights and bias are drawn as ``nn.Linear`` draws them, on the CPU and so the same on any
-        device.
-        """
+        """Return a copy of the network with a new last layer of one output, drawn on the CPU."""
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
         return _with_layer(network, name, _drawn_layer(old, old.in_features, 1, self.seed))
@@ -130,23 +126,20 @@ class FeatureMap:
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x (n, ...) -> z (n, p), float32 on the CPU.
 
-        Parameters
-        ----------
-        network : nn.Module
-            With the bootstrapped weights; it is copied, and used in evaluation mode.
-        chunk_size : int, optional
-            Examples differentiated at a time: see :func:`~fedntk.ntk.entk_features`.
+        The network has the bootstrapped weights; it is copied, and used in evaluation mode.
+        `chunk_size` is that of :func:`~fedntk.ntk.entk_features`.
         """
         if self.kind in REPRESENTATIONS:
             both = self.extractor_with_outputs(network)
             return lambda x: both(x)[0]
         width, convexified = self.width(network), self.convexified(network)
         device = next(convexified.parameters()).device
-        method: Literal["sketch", "subsample"] = (
-            "sketch" if self.kind == "entk-sketch" else "subsample"
-        )
         extract = TangentFeatures(
-            convexified, width, self.seed, method=method, chunk_size=chunk_size
+            convexified,
+            width,
+            self.seed,
+            method="sketch" if self.kind == "entk-sketch" else "subsample",
+            chunk_size=chunk_size,
         )
 
         def features(x: Tensor) -> Tensor:
@@ -171,14 +164,10 @@ class FeatureMap:
     def extractor_with_outputs(
         self, network: nn.Module
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return the function x (n, ...) -> z (n, p) and f(x) (n, C), by one pass forward.
+        """Return the function x (n, ...) -> z (n, p) and f(x) (n, C), by one forward pass.
 
-        Both are on the CPU, z in float32. Tangent features would need two passes.
-
-        Parameters
-        ----------
-        network : nn.Module
-            It is copied, and used in evaluation mode.
+        Both are on the CPU, z in float32. Not for tangent features, which would need two passes.
+        The network is copied, and used in evaluation mode.
         """
         if self.kind not in REPRESENTATIONS:
             raise ValueError(
@@ -188,7 +177,7 @@ class FeatureMap:
         return _representations(self, network)
 
     def to_config(self) -> dict[str, str | int]:
-        """Return what a message's configuration holds of it."""
+        """Return its entries in a message's configuration."""
         return {
             "feature-kind": self.kind,
             "num-features": self.num_features,
@@ -210,19 +199,19 @@ class FeatureMap:
 def with_fourier_features(
     network: nn.Module, num_features: int, seed: int, head: str = ""
 ) -> nn.Module:
-    """Return a copy of a network whose last layer takes random Fourier features of its inputs.
+    """Return a copy of a network with a new last layer, of random Fourier features of its inputs.
 
     Methods that compute the last layer of a frozen network can so have any number of features, as
-    in Fani et al., ICML 2024 (Fed3R-RF). The new layer's weights are drawn from the seed, too.
+    in Fani et al., ICML 2024 (Fed3R-RF). The seed also gives the new layer's weights.
 
     Parameters
     ----------
     network : nn.Module
-        With a last linear layer of d inputs and C outputs.
+        Network with a last linear layer of d inputs and C outputs.
     num_features : int
         p, at least 1.
     seed : int
-        Of the features, and of the new layer's first weights.
+        Seed of the features, and of the new layer's first weights.
     head : str
         Name of the last linear layer; empty: the network's last ``nn.Linear``.
 
@@ -239,23 +228,23 @@ def with_fourier_features(
     return _with_layer(network, name, nn.Sequential(cosines, layer))
 
 
-def _drawn_layer(like: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
+def _drawn_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
     """Return a linear layer drawn as ``nn.Linear`` draws its own, from a seed, on the CPU."""
     # not by its own initialisation, which would advance torch's global generator
-    bias = like.bias is not None
+    bias = old.bias is not None
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, size, num_outputs, bias=bias)
     generator = torch.Generator().manual_seed(seed)
     bound = 1 / math.sqrt(size)
     with torch.no_grad():
-        for new, parameter in ((layer.weight, like.weight), (layer.bias, like.bias)):
+        for new, parameter in ((layer.weight, old.weight), (layer.bias, old.bias)):
             if parameter is not None:
                 new.uniform_(-bound, bound, generator=generator)
                 new.requires_grad_(parameter.requires_grad)
-    return layer.to(like.weight)
+    return layer.to(old.weight)
 
 
 def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Put a layer in the place of that name; the network is that layer where the name is empty."""
+    """Put a layer in the place of that name; an empty name is the network itself."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -264,7 +253,7 @@ def _with_layer(network: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
-    """Put network and images in the order of memory in which a CPU pools and convolves faster."""
+    """Move network and images to the memory order in which a CPU pools and convolves faster."""
     if x.ndim != 4 or x.device.type != "cpu":
         return x
     moved = x.contiguous(memory_format=torch.channels_last)

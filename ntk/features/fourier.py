@@ -25,17 +25,8 @@ BANDWIDTH = 0.3
 class FourierFeatures(nn.Module):
     """h (n, d) -> z (n, p), float32: of h scaled to length 1.
 
-    It has nothing to train, and its frequencies and phases are in no state dict: the seed says
-    which they are.
-
-    Parameters
-    ----------
-    size : int
-        d.
-    num_features : int
-        p.
-    seed : int
-        Of w and b, which are made on the CPU and so the same for any device.
+    It has nothing to train and no state dict: the seed gives its frequencies and phases, which are
+    made on the CPU and so the same for any device.
 
     Examples
     --------

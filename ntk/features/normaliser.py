@@ -35,10 +35,8 @@ class Moments:
     ----------
     count : int
         Examples n in the group.
-    mean : float64, shape (p,)
-        Of each feature.
-    sum_sq_dev : float64, shape (p,)
-        sum over the examples of (z - mean)^2.
+    mean, sum_sq_dev : float64, shape (p,)
+        Mean of each feature, and the sum over the examples of (z - mean)^2.
     """
 
     count: int
@@ -78,14 +76,7 @@ class Moments:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[NDArray[Any]], count: int, width: int) -> Self:
-        """Check what a client sent.
-
-        Raises
-        ------
-        BadReply
-            If it is not two float64 arrays of `width` numbers, finite, of float32's range, and
-            deviations are not negative.
-        """
+        """Check what a client sent: float64 in float32's range, deviations at least 0."""
         if len(arrays) != 2:
             raise BadReply("arrays", f"expected means and deviations, got {len(arrays)} arrays")
         mean, sum_sq_dev = arrays
@@ -103,10 +94,9 @@ class Normaliser:
     Attributes
     ----------
     mean, inv_std : float32, shape (p,)
-        `inv_std` is 1 over the standard deviation, and 0 for a feature that is constant: it carries
-        nothing, whatever it is for other examples. One that varies in few of the n examples has a
-        small standard deviation, and another example may be sqrt(n) of it away: as in the paper,
-        nothing is clipped.
+        `inv_std` is 1 over the standard deviation, and 0 for a constant feature. A feature that
+        varies in few of the n examples has a small standard deviation, and another example may be
+        sqrt(n) of it away: as in the paper, nothing is clipped.
     """
 
     mean: NDArray[np.float32]

@@ -2,9 +2,9 @@
 
 Source of the Gaussian one: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML
 2022, section 4.2; the usual alternative (Johnson and Lindenstrauss) to the coordinates of Yu et
-al., NeurIPS 2022. The other is this package's: the lowest frequencies of images, in which most of
-what tells them apart is (Ahmed, Natarajan and Rao, *Discrete Cosine Transform*, IEEE Transactions
-on Computers C-23, 1974), turned by a rotation that only the seed tells.
+al., NeurIPS 2022. The other is this package's: the lowest frequencies of images, which hold most of
+their differences (Ahmed, Natarajan and Rao, *Discrete Cosine Transform*, IEEE Transactions
+on Computers C-23, 1974), turned by a rotation from a secret seed.
 """
 
 import math
@@ -24,29 +24,16 @@ ROWS = 4096  # of it that share a generator
 
 @full_float32()
 def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
-    """``x P`` with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
+    """``x P`` (n, p) with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
 
     Inner products are kept on average: x P is the paper's Z = X P, with its standard Gaussian
     entries, over sqrt(p) (Yue et al. 2022, section 4.2). P is made in blocks of rows from the seed,
-    on the CPU and so the same for any device, and is never stored as a whole.
+    on the CPU and so the same for any device, and is never stored as a whole. The result has the
+    dtype and device of x (n, d).
 
     The seed may have any size, and 128 bits of it count: P cannot be found by trying seeds, as it
     could with torch's generator, which keeps 32 bits of a seed on the CPU. Parties that share a
     seed share P if their NumPy makes the same normal numbers from it.
-
-    Parameters
-    ----------
-    x : Tensor, shape (n, d)
-        Rows to project.
-    num_features : int
-        p.
-    seed : int
-        Of P, at least 0.
-
-    Returns
-    -------
-    Tensor, shape (n, p)
-        In the dtype and on the device of `x`.
 
     Examples
     --------
@@ -73,14 +60,9 @@ def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     Parameters
     ----------
     images : Tensor, shape (n, H, W) or (n, channels, H, W)
-        Of floating-point numbers.
+        Images in floating point.
     num_features : int
-        How many; at most the numbers in an image.
-
-    Returns
-    -------
-    Tensor, shape (n, num_features)
-        In the dtype and on the device of `images`. With all coefficients norms are kept.
+        Number of coefficients, at most the numbers in an image; with all of them norms are kept.
 
     Examples
     --------
@@ -123,16 +105,9 @@ def rotated_low_frequencies(images: Tensor, num_features: int, seed: int) -> Ten
     """:func:`low_frequencies` times a random rotation: inner products are those of these images.
 
     The rotation is uniform over all orthogonal matrices (QR of a Gaussian matrix; Mezzadri, *How to
-    Generate Random Matrices from the Classical Compact Groups*, Notices of the AMS 54, 2007). Who
-    does not have the seed knows which frequencies are kept, and not which feature is what: lengths
-    and angles between examples are given away.
-
-    Parameters
-    ----------
-    images, num_features
-        Of :func:`low_frequencies`.
-    seed : int
-        Of the rotation, at least 0, of any size.
+    Generate Random Matrices from the Classical Compact Groups*, Notices of the AMS 54, 2007).
+    Anyone without the seed knows which frequencies are kept, but not which feature is which;
+    lengths and angles between examples are visible. The seed is at least 0, of any size.
     """
     found = low_frequencies(images, num_features)
     drawn = np.random.default_rng([seed, *b"rotation"]).standard_normal((num_features,) * 2)

@@ -25,16 +25,11 @@ class FeatureRows:
     read : callable
         (start, stop) -> rows of shape (stop - start, p), float32 on the CPU.
     shape : tuple of int
-        (n, p).
+        (n, p); the attribute counts the bias.
     device : torch.device or str
-        Where products are formed.
+        Device on which products are formed.
     bias : bool
-        Append a feature that is 1: p + 1 columns.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        (n, p), with the bias.
+        Whether a feature that is 1 is appended: p + 1 columns.
     """
 
     def __init__(
@@ -100,13 +95,7 @@ class FeatureRows:
 
     @full_float32()
     def gram(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Z Z^T (n, n) on the CPU, formed in float32 or float64.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If it, two blocks of rows and their inner products would not fit.
-        """
+        """Z Z^T (n, n) on the CPU, formed in float32 or float64."""
         n, width = self.shape
         itemsize = dtype.itemsize
         size = max(1, min(n, BLOCK_BYTES // (2 * itemsize * width), math.isqrt(BLOCK_BYTES // 4)))

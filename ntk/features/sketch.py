@@ -1,4 +1,4 @@
-"""Sketches of gradients: few numbers whose inner products estimate those of the gradients.
+"""Sketches of gradients: few numbers with inner products that estimate those of the gradients.
 
 Source: the count sketch of Charikar, Chen and Farach-Colton, *Finding Frequent Items in Data
 Streams*, ICALP 2002: each coordinate is added, with a random sign, to one of p random buckets. Of
@@ -19,17 +19,7 @@ __all__ = ["CountSketch", "GradientSketch"]
 
 
 class CountSketch:
-    """The linear map x (n, d) -> (n, p) that adds each coordinate to a bucket, with a sign.
-
-    Parameters
-    ----------
-    size : int
-        d.
-    width : int
-        p.
-    seeds : tuple of int
-        Of buckets and signs.
-    """
+    """The linear map x (n, d) -> (n, p) that adds each coordinate to a bucket, with a sign."""
 
     def __init__(self, size: int, width: int, seeds: tuple[int, ...]) -> None:
         generator = np.random.default_rng(seeds)
@@ -44,8 +34,8 @@ class CountSketch:
 class GradientSketch:
     """The sketch of one logit's gradients, from a Jacobian's blocks, one after another.
 
-    A linear layer called once for an example has an outer product for its gradient, whose factors
-    are sketched; of other layers, each for itself, the gradient is. The whole gradient is never in
+    A linear layer called once for an example has an outer product for its gradient: its factors are
+    sketched; other layers' gradients are sketched themselves. The whole gradient is never in
     memory.
 
     Parameters

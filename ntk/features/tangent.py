@@ -34,15 +34,15 @@ def entk_features(
     dtype: torch.dtype = torch.float32,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Tangent features of one logit, in fewer dimensions than parameters.
+    """Tangent features (n, p) of one logit, in fewer dimensions than parameters; on the CPU.
 
     With ``"subsample"`` they are p of the P coordinates of d f_output(x) / d w, drawn without
     replacement and unscaled, as in the paper: (P/p) times their inner products estimates the kernel
     of that logit. With ``"projection"`` they are the whole gradient times a (P, p) matrix of
     independent Gaussian entries of variance 1/p: their inner products estimate the kernel itself,
     for about P p operations an example. The matrix is made in blocks from the seed and never
-    stored. With ``"sketch"`` they are a count sketch of the gradient, whose inner products estimate
-    the kernel, too, with more variance, for about P + p log p operations: see :mod:`.sketch`.
+    stored. With ``"sketch"`` they are a count sketch of the gradient, with inner products that also
+    estimate the kernel, with more variance, for about P + p log p operations: see :mod:`.sketch`.
 
     Peak memory is n p numbers for the result, and for a chunk of b examples b times an example's
     factors, its features in float32, and with ``"projection"`` or ``"sketch"`` its largest
@@ -57,26 +57,16 @@ def entk_features(
     num_features : int
         p.
     seed : int
-        Of the coordinates, the matrix or the sketch; clients that share it share them.
+        Seed of the coordinates, the matrix or the sketch; clients that share it share them.
     output : int
-        Which logit.
+        Index of the logit.
     method : {"subsample", "projection", "sketch"}
         See above.
     dtype : torch.dtype
-        Of the result: float16, float32 or float64.
+        Dtype of the result: float16, float32 or float64.
     chunk_size : int, optional
-        Examples b at a time; by default as :func:`jacobian` chooses them, or, with
-        ``"projection"``, as many as make 512 MiB of the largest parameter's gradients.
-
-    Returns
-    -------
-    Tensor, shape (n, p)
-        On the CPU.
-
-    Raises
-    ------
-    NotEnoughMemory
-        If the result or a chunk would not fit.
+        Examples b at a time; by default as in :func:`jacobian`, or, with ``"projection"``, as many
+        as make 512 MiB of the largest parameter's gradients.
 
     Examples
     --------
@@ -93,8 +83,8 @@ def entk_features(
 class TangentFeatures:
     """The function x -> features of :func:`entk_features`; the arguments are those.
 
-    What does not depend on the examples is found once, so that many small calls cost little more
-    than a large one. The model may be given other weights, but no other form, between calls.
+    Results that do not depend on the examples are kept, so that many small calls cost little more
+    than a large one. The model may get other weights, but no other form, between calls.
     """
 
     def __init__(

@@ -6,22 +6,22 @@ Gentle Introduction to Conformal Prediction*, 2021, section 1 (score 1 - p_y) an
 Coverage*, NeurIPS 2020, section 2 (adaptive sets).
 
 With n calibration examples of scores s_1 ... s_n and the coverage 1 - alpha, the threshold q is the
-k-th smallest score, k = ceil((n + 1)(1 - alpha)). The set of a new example holds each class whose
-score is at most q.
+k-th smallest score, k = ceil((n + 1)(1 - alpha)). The set of a new example holds each class with a
+score of at most q.
 
 **What the guarantee needs.** The calibration examples and the new one are exchangeable: drawn
-independently from one distribution, say, and none of them had a part in training or in choosing the
-model. Then the set holds the true class with probability at least 1 - alpha, for any model, and at
-most 1 - alpha + 1 / (n + 1) where no two scores are the same. The probability is over the
-calibration examples *and* the new example. It is neither a coverage for each class nor one for each
-client. Clients whose data differ are not exchangeable with each other: the examples of a client
-that is new, or that has another mix of classes than the calibration examples, can be covered less
-often than stated, and no setting here mends that.
+independently from one distribution, say, and not used in training or in choosing the model. Then
+the set holds the true class with probability at least 1 - alpha, for any model, and at most
+1 - alpha + 1 / (n + 1) if no two scores are the same. The probability is over the calibration
+examples *and* the new example, not a coverage for each class or each client. Clients with
+different data are not exchangeable with each other: the examples of a client that is new, or that
+has another mix of classes than the calibration examples, can be covered less often than stated,
+and no setting here mends that.
 
-**Given the calibration examples**, the coverage of new ones is a number of its own. Where no two
-scores are the same it follows Beta(k, n + 1 - k): with the scores' distribution function F, it is
-F(q), and F(s_i) are n uniform numbers, of which F(q) is the k-th smallest. Of m new examples the
-number that is covered then follows BetaBinomial(m, k, n + 1 - k).
+**Given the calibration examples**, new ones have a coverage of F(q), with the scores' distribution
+function F. If no two scores are the same it follows Beta(k, n + 1 - k): F(s_i) are n uniform
+numbers, and F(q) is the k-th smallest. Of m new examples the number that is covered then follows
+BetaBinomial(m, k, n + 1 - k).
 """
 
 import math
@@ -52,9 +52,7 @@ def rank(num_examples: int, coverage: float) -> int:
 
 
 def examples_needed(coverage: float) -> int:
-    """Return the fewest calibration examples with which a coverage can be had.
-
-    It is the smallest n with ceil((n + 1) coverage) <= n, or coverage / (1 - coverage) rounded up.
+    """Return the smallest n with ceil((n + 1) coverage) <= n: the fewest calibration examples.
 
     Examples
     --------
@@ -69,21 +67,20 @@ def examples_needed(coverage: float) -> int:
 def conformal_scores(
     probabilities: Tensor, *, score: Score = "threshold", draws: Tensor | None = None
 ) -> Tensor:
-    """Say how badly each class fits each example: shape (n, C), float64, in 0 ... 1.
+    """Score how badly each class fits each example: shape (n, C), float64, in 0 ... 1.
 
     Parameters
     ----------
     probabilities : Tensor, shape (n, C)
-        Of the classes; each row adds up to 1.
+        Probabilities of the classes; each row adds up to 1.
     score : {"threshold", "adaptive"}
-        ``"threshold"``: 1 - p_y. Its sets are the smallest on average. ``"adaptive"``: the
-        probability of all classes that are more probable than y, and `draws` times p_y. Its sets
-        are larger where the model is uncertain, and their coverage differs less from one kind of
-        example to another. Of classes of one probability the first counts as the more probable.
+        ``"threshold"``: 1 - p_y, with the smallest sets on average. ``"adaptive"``: the probability
+        of all classes that are more probable than y, and `draws` times p_y; sets are larger if the
+        model is uncertain, and their coverage differs less from one kind of example to another. Of
+        equally probable classes the first counts as the more probable.
     draws : Tensor, shape (n,), optional
-        Of the adaptive score: a number of its own for each example, drawn uniformly from 0 ... 1.
-        By default all are 1, and a model that is nearly certain of an example may then give an
-        empty set.
+        Uniform draws from 0 ... 1 for the adaptive score, one an example. By default all are 1, and
+        a model that is nearly certain of an example may then give an empty set.
     """
     p = _checked(probabilities)
     if score not in get_args(Score):
@@ -117,13 +114,13 @@ def calibrate(
     Parameters
     ----------
     probabilities : Tensor, shape (n, C)
-        Of examples that had no part in training.
+        Probabilities of examples that were not used in training.
     labels : Tensor of integers, shape (n,)
         Their classes.
     coverage : float
         1 - alpha, between 0 and 1.
     score, draws
-        As of :func:`conformal_scores`.
+        As in :func:`conformal_scores`.
 
     Examples
     --------
@@ -163,18 +160,10 @@ def prediction_sets(
     score: Score = "threshold",
     draws: Tensor | None = None,
 ) -> Tensor:
-    """Return which classes are in the set of each example: bool, shape (n, C).
+    """Return the set of classes of each new example: bool, shape (n, C).
 
     A set can be empty: no class fits the example as well as the calibration examples' own did.
-
-    Parameters
-    ----------
-    probabilities : Tensor, shape (n, C)
-        Of new examples.
-    threshold : float
-        Of :func:`calibrate`, with the same score.
-    score, draws
-        As of :func:`conformal_scores`.
+    `threshold` is the result of :func:`calibrate` with the same score.
     """
     return conformal_scores(probabilities, score=score, draws=draws) <= threshold
 

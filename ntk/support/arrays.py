@@ -1,4 +1,4 @@
-"""The one check of an array that came from someone else."""
+"""The one check of received arrays."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,15 @@ def require_array(
 ) -> None:
     """Raise BadReply unless an array is what was expected.
 
+    The reason is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (over `limit`) or
+    ``"range"`` (outside `low` ... `high`).
+
     Parameters
     ----------
     name : str
-        Of the array; it starts the error's sentence.
+        Name of the array; it starts the error's sentence.
     array : ndarray
-        As received.
+        Array as received.
     shape : sequence of int, optional
         Expected shape; -1 stands for any size from 1.
     dtype : dtype, or tuple of them, or ``"unsigned"``, optional
@@ -36,12 +39,6 @@ def require_array(
         Largest magnitude. Numbers are finite in any case.
     low, high : float, optional
         Smallest and largest number.
-
-    Raises
-    ------
-    BadReply
-        With the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (over `limit`) or
-        ``"range"`` (outside `low` ... `high`).
 
     Examples
     --------

@@ -38,13 +38,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def claimed(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes from working in a folder under the same name.
-
-    Raises
-    ------
-    BlockingIOError
-        If one is at work there.
-    """
+    """Keep others from working in a folder under a name: BlockingIOError if one does."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / f".{name}.lock", blocking=False):

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -14,16 +15,8 @@ __all__ = ["available_memory", "require_disk", "require_memory"]
 def available_memory(device: torch.device | str = "cpu") -> int:
     """Bytes that can still be allocated on `device`.
 
-    Parameters
-    ----------
-    device : torch.device or str
-        On a CPU this is the kernel's estimate of available memory, cache that it can give back
-        included; on a GPU the free memory that the driver reports.
-
-    Returns
-    -------
-    int
-        Number of bytes.
+    On a CPU this is the kernel's estimate of available memory, reclaimable cache included; on
+    a GPU the free memory that the driver reports.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -41,42 +34,33 @@ def available_memory(device: torch.device | str = "cpu") -> int:
 def require_memory(
     needed: int, what: str, *, device: torch.device | str = "cpu", cure: str = ""
 ) -> None:
-    """Raise unless `needed` bytes are available on `device`.
+    """Raise NotEnoughMemory unless `needed` bytes are available on `device`.
 
     Parameters
     ----------
     needed : int
-        Number of bytes about to be allocated.
+        Bytes about to be allocated.
     what : str
-        What they are for; it starts the error's sentence.
+        Their purpose; it starts the error's sentence.
     device : torch.device or str
-        Where they are to be allocated.
+        Device on which they are to be allocated.
     cure : str
-        What to do instead; it ends the error's sentence.
-
-    Raises
-    ------
-    NotEnoughMemory
-        With the needed and the available size in GB.
+        Advice; it ends the error's sentence.
     """
     available = available_memory(device)
     if needed > available:
-        message = f"{what} needs {needed / 1e9:.1f} GB and {device} has {available / 1e9:.1f} GB"
-        raise NotEnoughMemory(f"{message}; {cure}" if cure else message)
+        _refuse(f"{what} needs {needed / 1e9:.1f} GB and {device}", available, cure)
 
 
 def require_disk(needed: int, what: str, folder: str | os.PathLike[str], *, cure: str = "") -> None:
-    """Raise unless `needed` bytes are free on the disk of `folder`, which need not be there yet.
-
-    Raises
-    ------
-    NotEnoughMemory
-        With the needed and the available size in GB; `what` and `cure` as in
-        :func:`require_memory`.
-    """
+    """Raise NotEnoughMemory unless a folder, which may not exist, has room on its disk."""
     folder = Path(folder).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
-        message = f"{what} need {needed / 1e9:.1f} GB on disk and {folder} has {free / 1e9:.1f} GB"
-        raise NotEnoughMemory(f"{message}; {cure}" if cure else message)
+        _refuse(f"{what} need {needed / 1e9:.1f} GB on disk and {folder}", free, cure)
+
+
+def _refuse(sentence: str, available: int, cure: str) -> NoReturn:
+    message = f"{sentence} has {available / 1e9:.1f} GB"
+    raise NotEnoughMemory(f"{message}; {cure}" if cure else message)
