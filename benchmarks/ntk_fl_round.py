@@ -38,7 +38,7 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
     """Measure one round."""
     use_checkout()
     from fedntk.ntk import Jacobian, JacobianUpload, evolve, jacobian, loss_value, one_hot
-    from fedntk.ntk.evolution import stack_candidates
+    from fedntk.ntk.evolution.candidates import stack_candidates
 
     x, labels, sizes = fashion_mnist(data_dir, clients)
     torch.manual_seed(0)

@@ -209,7 +209,7 @@ def received(model: nn.Module, sent: Any, sparsity: float, bits: int) -> list[tu
     if zeros came, too.
     """
     from fedntk.ntk import CompressedUpload, UploadLimits
-    from fedntk.ntk.payloads import num_kept
+    from fedntk.ntk.payloads.compression import num_kept
 
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     arrays = CompressedUpload.compress(sent, sparsity=sparsity, bits=bits).to_arrays()

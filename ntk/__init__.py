@@ -1,29 +1,30 @@
 """The mathematics: Jacobians, tangent kernels and their evolution, on torch and numpy alone.
 
-The names that most programs need are here; each room (``jacobian``, ``evolution``, ``features``,
-``convex``, ``payloads``) has all of its own.
+The names that most programs need are here; the folders' modules have the others.
 """
 
 from . import support  # noqa: F401 - before torch: it sets how torch's threads wait
-from .convex import TCTModel, ridge_regression
+from .convex.ridge import ridge_regression
 from .errors import BadReply, NotEnoughMemory
-from .evolution import Evolution, evolve
-from .features import (
-    CentredInputs,
-    FeatureMap,
-    Moments,
-    Normaliser,
-    entk_features,
-    random_projection,
-    with_fourier_features,
-)
-from .jacobian import Jacobian, jacobian
+from .evolution.gradient_flow import Evolution, evolve
+from .features.centred_inputs import CentredInputs
+from .features.feature_map import FeatureMap, with_fourier_features
+from .features.normaliser import Moments, Normaliser
+from .features.projection import random_projection
+from .features.tangent import entk_features
+from .jacobian.differentiate import jacobian
+from .jacobian.operator import Jacobian
 from .losses import Loss, loss_value, one_hot, residual
-from .payloads import CompressedUpload, JacobianUpload, UploadLimits, compress, privatise
+from .payloads.compressed_upload import CompressedUpload
+from .payloads.compression import compress
+from .payloads.jacobian_upload import JacobianUpload
+from .payloads.limits import UploadLimits
+from .payloads.privacy import privatise
 from .predictors.conformal import calibrate, conformal_scores, examples_needed, prediction_sets
 from .predictors.ensemble import EnsemblePredictor, Uncertainty, entropy, uncertainty_of
 from .predictors.network import NetworkPredictor, Predictor
 from .predictors.prototypes import PrototypePredictor
+from .predictors.tct_model import TCTModel
 from .support.memory import available_memory, require_disk, require_memory
 
 __all__ = [

@@ -14,8 +14,7 @@ from torch import nn
 
 from fedntk import clients as halves
 from fedntk.clients import TCTClient, client_app
-from fedntk.ntk import JacobianUpload, jacobian, one_hot
-from fedntk.ntk.payloads import compress
+from fedntk.ntk import JacobianUpload, compress, jacobian, one_hot
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import (
     AFL,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
-from fedntk.ntk.jacobian import Plans
+from fedntk.ntk.jacobian.differentiate import Plans
 from fedntk.ntk.payloads import (
     EvolutionTask,
     JacobianParcel,

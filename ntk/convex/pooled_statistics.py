@@ -35,24 +35,12 @@ def normaliser_of(statistics: FeatureStatistics) -> Normaliser:
 
 @dataclass(frozen=True, eq=False)
 class NormalEquations:
-    """Z^T Z W = Z^T Y of normalised features and of labels one-hot, minus 1/C where centred.
+    """Z^T Z W = Z^T Y of normalised features and of labels one-hot, minus 1/C if centred."""
 
-    Attributes
-    ----------
-    gram : Tensor of float64, shape (q, q)
-        Z^T Z, with q = p, or p + 1 with a bias.
-    cross : Tensor of float64, shape (q, C)
-        Z^T Y.
-    squared_targets : float
-        ||Y||^2.
-    total : float
-        Weight of all examples; their number where they count alike.
-    """
-
-    gram: Tensor
-    cross: Tensor
-    squared_targets: float
-    total: float
+    gram: Tensor  # Z^T Z, float64 (q, q) with q = p, or p + 1 with a bias
+    cross: Tensor  # Z^T Y, float64 (q, C)
+    squared_targets: float  # ||Y||^2
+    total: float  # weight of all examples; their number if they count alike
 
     @classmethod
     def of(
@@ -63,18 +51,9 @@ class NormalEquations:
         bias: bool = False,
         centred: bool = True,
     ) -> Self:
-        """Normalise, centre and append a feature that is 1, all by the sums.
+        """Normalise, centre labels (one-hot minus 1/C) and append a feature that is 1, by the sums.
 
-        Parameters
-        ----------
-        statistics : FeatureStatistics
-            Sums over all examples.
-        normaliser : Normaliser
-            Normaliser of the features.
-        bias : bool
-            Whether a feature that is 1 is appended.
-        centred : bool
-            Whether labels are one-hot minus 1/C, or one-hot: moves all classes' scores alike.
+        Centring moves all classes' scores alike.
         """
         width, num_classes = statistics.width, len(statistics.counts)
         require_memory(16 * width**2, f"normal equations of {width} features", cure=FEWER)

@@ -28,21 +28,11 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Weights that follow a linearised network at several numbers of steps.
+    """Weights that follow a linearised network at several numbers of steps."""
 
-    Attributes
-    ----------
-    weights : dict of str to ndarray of shape (T, *array shape)
-        w^(k,t), stacked over t, in the weights' order and dtypes.
-    linearised_losses : tuple of float, length T
-        Losses of f^(k,t), the outputs of the linearised network.
-    evolution : Evolution
-        Evolution that they come from.
-    """
-
-    weights: dict[str, NDArray[Any]]
-    linearised_losses: tuple[float, ...]
-    evolution: Evolution
+    weights: dict[str, NDArray[Any]]  # w^(k,t), stacked over t: (T, *array shape)
+    linearised_losses: tuple[float, ...]  # of f^(k,t), the linearised network's outputs
+    evolution: Evolution  # that they come from
 
     @classmethod
     def of(

@@ -39,18 +39,10 @@ __all__ = ["Coefficients", "coefficient_step", "decompose", "increments", "squar
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """Coefficients of all clients' weights in signals and noise.
+    """Coefficients of all clients' weights in signals and noise."""
 
-    Attributes
-    ----------
-    signal : Tensor, shape (K, C, 2, m)
-        gamma of client k in signal c.
-    noise : Tensor, shape (K, K, n, 2, m)
-        rho of client k in the noise of client k' and its example i.
-    """
-
-    signal: Tensor
-    noise: Tensor
+    signal: Tensor  # gamma of client k in signal c: (K, C, 2, m)
+    noise: Tensor  # rho of client k in the noise of client k' and its example i: (K, K, n, 2, m)
 
     @classmethod
     def zeros(cls, examples: TwoPatchExamples, width: int) -> Self:

@@ -25,24 +25,12 @@ Part = Literal["train", "test"]
 
 @dataclass(frozen=True, eq=False)
 class TwoPatchExamples:
-    """Examples of K clients, n each; all floating point in one dtype.
+    """Examples of K clients, n each; all floating point in one dtype."""
 
-    Attributes
-    ----------
-    signals : Tensor, shape (C, d)
-        The signals mu_c, orthogonal to each other.
-    groups : Tensor of int64, shape (K,)
-        c of each client's own signal.
-    noise : Tensor, shape (K, n, d)
-        The patches xi_ki.
-    labels : Tensor, shape (K, n)
-        y_ki, -1 or +1.
-    """
-
-    signals: Tensor
-    groups: Tensor
-    noise: Tensor
-    labels: Tensor
+    signals: Tensor  # mu_c, orthogonal to each other: (C, d)
+    groups: Tensor  # c of each client's own signal: int64 (K,)
+    noise: Tensor  # the patches xi_ki: (K, n, d)
+    labels: Tensor  # y_ki, -1 or +1: (K, n)
 
     def __post_init__(self) -> None:
         d = self.signals.shape[-1]
@@ -82,21 +70,8 @@ class TwoPatchExamples:
 class TwoPatchDistribution:
     """The distribution of all clients' examples; draws depend only on the seed.
 
-    A client's examples do not depend on how many others there are, nor on theirs.
-
-    Attributes
-    ----------
-    group_sizes : tuple of int
-        Clients that share each signal; (20,) is IID, (1, 3, 6, 10) the paper's figure 4. Clients
-        are numbered by their groups.
-    dimension : int
-        d of one patch; more than there are signals.
-    signal_norm : float
-        ||mu||_2 of all signals.
-    noise_std : float
-        sigma_p.
-    seed : int
-        Seed of the signals and all examples.
+    A client's examples do not depend on how many others there are, nor on theirs. Clients are
+    numbered by their groups; ``group_sizes=(1, 3, 6, 10)`` is the paper's figure 4.
 
     Examples
     --------
@@ -108,10 +83,10 @@ class TwoPatchDistribution:
     tensor([0, 1, 1, 1])
     """
 
-    group_sizes: tuple[int, ...] = (20,)
-    dimension: int = 1000
-    signal_norm: float = 2.0
-    noise_std: float = 1.0
+    group_sizes: tuple[int, ...] = (20,)  # clients that share each signal; (20,) is IID
+    dimension: int = 1000  # d of one patch; more than there are signals
+    signal_norm: float = 2.0  # ||mu||_2 of all signals
+    noise_std: float = 1.0  # sigma_p
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -160,19 +135,7 @@ class TwoPatchDistribution:
         clients: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> TwoPatchExamples:
-        """Draw examples of eq. (1).
-
-        Parameters
-        ----------
-        num_examples : int
-            n of each client, at least 1.
-        part : {"train", "test"}
-            One of two independent sets.
-        clients : sequence of int, optional
-            Clients to draw, in this order; all by default.
-        dtype : torch.dtype
-            Dtype of the result; draws and projections are in float64.
-        """
+        """Draw n examples of eq. (1) for each of some clients, by default all, in float64."""
         if num_examples < 1:
             raise ValueError(f"num_examples: expected at least 1, got {num_examples}")
         if part not in get_args(Part):

@@ -20,13 +20,6 @@ MOST_BITS = 8  # a product of two numbers then has 14 bits, and 1,000 of them ad
 class FixedPoint:
     """z -> round(z / step), clipped to b bits with a sign: fixed-point numbers.
 
-    Attributes
-    ----------
-    step : float32, shape (p,)
-        Step of each feature; a power of two, so that dividing and multiplying by it are exact.
-    bits : int
-        b, 2 ... 8.
-
     Examples
     --------
     >>> fixed = FixedPoint.of(torch.tensor([[1.0, -30.0], [0.5, 10.0]]), bits=8)
@@ -36,8 +29,8 @@ class FixedPoint:
     tensor([[ 35., 127.]])
     """
 
-    step: NDArray[np.float32]
-    bits: int
+    step: NDArray[np.float32]  # of each feature (p,): powers of two, so that divisions are exact
+    bits: int  # b, 2 ... 8
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= MOST_BITS:

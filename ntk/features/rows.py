@@ -20,16 +20,8 @@ BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of thei
 class FeatureRows:
     """Features Z of n examples, read or computed when they are needed.
 
-    Parameters
-    ----------
-    read : callable
-        (start, stop) -> rows of shape (stop - start, p), float32 on the CPU.
-    shape : tuple of int
-        (n, p); the attribute counts the bias.
-    device : torch.device or str
-        Device on which products are formed.
-    bias : bool
-        Whether a feature that is 1 is appended: p + 1 columns.
+    `read` maps (start, stop) to rows (stop - start, p), float32 on the CPU; products are formed on
+    `device`. With `bias` a feature that is 1 is appended, and `shape` is (n, p + 1).
     """
 
     def __init__(

@@ -16,18 +16,10 @@ WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 
 class Block(ABC):
-    """Columns of a Jacobian that belong to one layer or parameter.
+    """Columns of a Jacobian that belong to one layer or parameter."""
 
-    Attributes
-    ----------
-    kind : str
-        Name of the form, also in what travels.
-    integers : int
-        Number of leading `arrays` that hold integers.
-    """
-
-    kind: str
-    integers: int = 0
+    kind: str  # name of the form, also in what travels
+    integers: int = 0  # number of leading `arrays` that hold integers
 
     @property
     @abstractmethod
@@ -107,21 +99,11 @@ class Block(ABC):
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(Block):
-    """Jacobian with respect to one parameter.
+    """Jacobian with respect to one parameter."""
 
-    Attributes
-    ----------
-    name : str
-        The parameter's name in ``model.named_parameters()``.
-    values : Tensor, shape (n, C, *parameter shape)
-        d f_c(x_i) / d w.
-    path : str
-        Where it comes from; stays behind when the block travels.
-    """
-
-    name: str
-    values: Tensor
-    path: str = "dense"
+    name: str  # of the parameter
+    values: Tensor  # d f_c(x_i) / d w, (n, C, *parameter shape)
+    path: str = "dense"  # not sent
     kind = "dense"
 
     @property

@@ -43,22 +43,12 @@ WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class FactoredBlock(Block):
-    """Jacobian of a layer's weight, and of its bias if it has one, in factors.
+    """Jacobian of a layer's weight, and of its bias if it has one, in factors."""
 
-    Attributes
-    ----------
-    weight, bias : str, str or None
-        Names of the layer's trainable parameters.
-    inputs : Tensor, n rows
-        Inputs of the layer.
-    gradients : Tensor, shape (n, C, S, d_out)
-        Gradients g of each network output with respect to the layer's outputs.
-    """
-
-    weight: str
+    weight: str  # name of the trainable parameter
     bias: str | None
-    inputs: Tensor
-    gradients: Tensor
+    inputs: Tensor  # of the layer, n rows
+    gradients: Tensor  # g of each output f_c with respect to the layer's outputs: (n, C, S, d_out)
 
     @property
     def layout(self) -> dict[str, Any]:  # noqa: D102

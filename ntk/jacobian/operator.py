@@ -1,7 +1,7 @@
 """Per-example Jacobians of a network, as a small linear operator.
 
 A :class:`Jacobian` of n examples and C outputs over the trainable parameters is a row of blocks,
-one for each layer or parameter: :class:`~fedntk.ntk.jacobian.DenseBlock` holds the definition,
+one for each layer or parameter: :class:`~.blocks.DenseBlock` holds the definition,
 ``d f_c(x_i) / d w``, of shape (n, C, *w); the others hold a layer's inputs ``a`` and output
 gradients ``g``, whose products the Jacobian is, and never build anything of size n C d_in d_out.
 

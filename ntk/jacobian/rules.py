@@ -22,30 +22,16 @@ Calls = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the network that a rule serves.
+    """A layer of the network that a rule serves."""
 
-    Attributes
-    ----------
-    name : str
-        Name in ``model.named_modules()``.
-    weight, bias : str or None
-        Names of its trainable parameters; None if it lacks one or that is frozen.
-    calls : tuple of int
-        Positions of its calls that reach the network's outputs.
-    batch_axis : int
-        Axis of its inputs and outputs that counts the examples.
-    copied : bool
-        Whether the network writes over its inputs or outputs, so that they have to be copied.
-    """
-
-    name: str
+    name: str  # in ``model.named_modules()``
     module: nn.Module
     rule: "Rule"
-    weight: str | None
+    weight: str | None  # name of the parameter; None if the layer lacks it or it is frozen
     bias: str | None
-    calls: tuple[int, ...]
-    batch_axis: int
-    copied: bool
+    calls: tuple[int, ...]  # those that reach the network's outputs
+    batch_axis: int  # of its inputs and outputs
+    copied: bool  # whether the network writes over its inputs or outputs
 
     def blocks(self, calls: Calls) -> list[Block]:
         """Columns of the Jacobian, factored if that takes less than half the memory.

@@ -11,25 +11,13 @@ PREFIX = "fedntk-"
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a strategy expects of its clients; travels in a message's configuration.
+    """What a strategy expects of its clients; travels in a message's configuration."""
 
-    Attributes
-    ----------
-    strategy, client : str
-        Class names of the strategy, and of the clients that go with it.
-    replies : str
-        Kind of the clients' replies, such as ``"weights"`` or ``"Jacobians"``.
-    loss : str
-        The clients' loss; empty if any will do.
-    projected : bool
-        Whether inputs are projected by a key server's seed.
-    """
-
-    strategy: str
-    client: str
-    replies: str
-    loss: str = ""
-    projected: bool = False
+    strategy: str  # its class name
+    client: str  # class name of the clients that go with it
+    replies: str  # such as "weights" or "Jacobians"
+    loss: str = ""  # the clients' loss; empty if any will do
+    projected: bool = False  # whether inputs are projected by a key server's seed
 
     def to_config(self) -> dict[str, str | bool]:
         """Return keys that begin with ``fedntk-`` and their values."""

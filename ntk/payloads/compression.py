@@ -87,11 +87,11 @@ def _largest(groups: Floats, sparsity: float) -> NDArray[np.bool_]:
 def compress(
     values: Floats, *, sparsity: float = 0.0, bits: int = UNQUANTISED, by_row: bool = False
 ) -> NDArray[np.uint8]:
-    """Encode a tensor: its largest numbers, in so many bits each.
+    """Encode a tensor of float32 or float64: its largest numbers, in so many bits each.
 
     Parameters
     ----------
-    values : ndarray of float32 or float64
+    values : ndarray
         Any shape, all finite.
     sparsity : float
         Share of the numbers that is dropped, in [0, 1).
@@ -138,25 +138,14 @@ def compress(
 class Encoded:
     """A compressed tensor with a size in bytes that fits its head; not decoded yet.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the tensor. Nothing of that size exists before :meth:`decode`: check it first.
-    count : int
-        Numbers that stayed.
-    bits : int
-        Bits of each; 32 are the numbers themselves.
-    dtype : dtype
-        Dtype of the tensor.
-    groups : int
-        Groups of numbers that were compressed as one: 1, or as many as there are rows.
+    Nothing of the size of `shape` exists before :meth:`decode`: check it first.
     """
 
-    shape: tuple[int, ...]
-    count: int
-    bits: int
+    shape: tuple[int, ...]  # of the tensor
+    count: int  # numbers that stayed
+    bits: int  # of each; 32 are the numbers themselves
     dtype: np.dtype[Any]
-    groups: int
+    groups: int  # of numbers that were compressed as one: 1, or as many as there are rows
     _form: int
     _ranges: NDArray[np.float32]
     _positions: NDArray[np.uint8]

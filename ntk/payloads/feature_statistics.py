@@ -45,17 +45,7 @@ FEWER = "lower num_features"
 class FeatureStatistics:
     """Sums over examples with features z (p,), classes c and weights w_c of the classes.
 
-    Attributes
-    ----------
-    gram : ndarray, shape (p (p + 1) / 2,)
-        Upper triangle of the sum of w z z^T, row by row: float64, or integers for fixed-point
-        features.
-    class_sums : ndarray, shape (C, p)
-        Sum of w z over the examples of each class; of the same dtype.
-    counts : int64, shape (C,)
-        Examples of each class.
-    weights : float64, shape (C,)
-        w_c; all 1 if examples count alike.
+    Gram matrix and class sums are float64, or integers for fixed-point features.
 
     Examples
     --------
@@ -67,10 +57,10 @@ class FeatureStatistics:
     array([0., 0., 9.])
     """
 
-    gram: NDArray[Any]
-    class_sums: NDArray[Any]
-    counts: NDArray[np.int64]
-    weights: NDArray[np.float64]
+    gram: NDArray[Any]  # upper triangle of the sum of w z z^T, row by row: (p (p + 1) / 2,)
+    class_sums: NDArray[Any]  # sum of w z over the examples of each class: (C, p)
+    counts: NDArray[np.int64]  # examples of each class: (C,)
+    weights: NDArray[np.float64]  # w_c, all 1 if examples count alike: (C,)
 
     @classmethod
     @full_float32()
@@ -83,23 +73,11 @@ class FeatureStatistics:
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
-        """Add up features, some examples at a time.
+        """Add up features, some examples at a time; `fixed_point` rounds them, sums are then int64.
 
-        Products are formed in float64, and of fixed-point numbers in float32, in which these sums
-        of whole numbers are exact.
-
-        Parameters
-        ----------
-        chunks : iterable of Tensor, shapes (m, p)
-            Features of all examples, in order; on the CPU.
-        labels : Tensor of int64, shape (n,)
-            Classes 0 ... C - 1.
-        num_classes : int
-            C.
-        weights : ndarray of float64, shape (C,), optional
-            w_c; all 1 by default.
-        fixed_point : FixedPoint, optional
-            Rounding of the features: sums are then int64.
+        Chunks (m, p) are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products are formed in
+        float64, and of fixed-point numbers in float32, in which these sums of whole numbers are
+        exact.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")

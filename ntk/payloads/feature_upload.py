@@ -23,22 +23,11 @@ LARGEST = 1e38  # scale: features up to it, and a little over, are float32
 
 @dataclass(frozen=True, eq=False)
 class FeatureUpload:
-    """A client's features and labels, for the server to solve the convex problem itself.
+    """A client's features and labels, for the server to solve the convex problem itself."""
 
-    Attributes
-    ----------
-    features : float16 or float32, shape (n, p)
-        z over `scale`: numbers in [-1, 1].
-    scale : float32, shape (p,)
-        Largest magnitude of each feature among the client's examples, so that small features
-        are not lost in float16.
-    labels : unsigned int, shape (n,)
-        Classes 0 ... C - 1.
-    """
-
-    features: NDArray[Any]
-    scale: NDArray[np.float32]
-    labels: NDArray[Any]
+    features: NDArray[Any]  # z / scale, in [-1, 1]: float16 or float32 (n, p)
+    scale: NDArray[np.float32]  # largest magnitudes (p,): small features are not lost in float16
+    labels: NDArray[Any]  # 0 ... C - 1: unsigned (n,)
 
     @classmethod
     def of(cls, features: Tensor, targets: Tensor) -> Self:

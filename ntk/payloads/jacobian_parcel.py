@@ -25,18 +25,10 @@ COMPRESSED_HEAD = ("outputs", "labels", "layout")
 
 @dataclass(frozen=True, eq=False)
 class JacobianParcel:
-    """Rows of one client's examples at a neighbour's weights.
+    """Rows of one client's examples at a neighbour's weights."""
 
-    Attributes
-    ----------
-    upload : JacobianUpload
-        J_{i,j}, f(X_i; w_j) and Y_i.
-    inputs : Tensor, shape (n, ...), or None
-        X_i, if the receiver compares losses of the network itself.
-    """
-
-    upload: JacobianUpload
-    inputs: Tensor | None = None
+    upload: JacobianUpload  # J_{i,j}, f(X_i; w_j) and Y_i
+    inputs: Tensor | None = None  # X_i (n, ...), if the receiver compares the network's own losses
 
     def to_arrays(
         self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
@@ -57,15 +49,8 @@ class JacobianParcel:
     ) -> Self:
         """Check what :meth:`to_arrays` made, in a message of a neighbour.
 
-        Parameters
-        ----------
-        arrays : mapping of str to ndarray
-            Arrays as received.
-        limits : UploadLimits
-            The network's shapes, the most rows, and the compression that was asked for.
-        own : JacobianParcel
-            The receiver's: rows must have the form of its rows, and inputs, if it has some, the
-            shape and dtype of its inputs.
+        Rows must have the form of the receiver's `own` rows, and inputs, if it has some, the shape
+        and dtype of its inputs.
         """
         head = COMPRESSED_HEAD if _compresses(limits.sparsity, limits.bits) else HEAD
         blocks = [f"block-{k:03}" for k in range(len(arrays.keys() - {INPUTS, *head}))]

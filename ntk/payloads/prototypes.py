@@ -27,32 +27,18 @@ class Prototypes:
     Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning
     through Feature Learning Theory*, ICLR 2024, section 6.2: p_k^j, the mean of g_k(x) over client
     k's examples of class j.
-
-    Attributes
-    ----------
-    means : float32, shape (C, p)
-        p_k^j; zeros for a class that the client lacks.
-    counts : int64, shape (C,)
-        Examples of each class.
     """
 
-    means: NDArray[np.float32]
-    counts: NDArray[np.int64]
+    means: NDArray[np.float32]  # p_k^j, zeros for a class that the client lacks: (C, p)
+    counts: NDArray[np.int64]  # examples of each class: (C,)
 
     @classmethod
     def of(
         cls, extract: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, num_classes: int
     ) -> Self:
-        """Form them, a chunk of examples at a time.
+        """Form them from at least one example (n, ...) with labels (n,), a chunk at a time.
 
-        Parameters
-        ----------
-        extract : callable
-            Map of x (m, ...) to features (m, p).
-        x, labels : Tensor, shapes (n, ...) and (n,)
-            The client's examples, at least one, and their classes 0 ... C - 1.
-        num_classes : int
-            C.
+        `extract` maps x (m, ...) to features (m, p).
         """
         sums: Tensor | None = None
         for start in range(0, len(x), CHUNK):

@@ -27,7 +27,7 @@ from fedntk.clients import (
 )
 from fedntk.clients.gossip.relay import WeightsParcel
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTModel
-from fedntk.ntk.evolution import stack_candidates
+from fedntk.ntk.evolution.candidates import stack_candidates
 from fedntk.ntk.payloads import ConvexTask, EvolutionTask
 from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
 

@@ -11,8 +11,8 @@ from torch import nn
 from fedntk.clients import NamedArrays, NTKDFLClient
 from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
 from fedntk.clients.gossip.relay import WeightsParcel, mean_weights
-from fedntk.ntk import BadReply, jacobian
-from fedntk.ntk.payloads import EvolutionTask, JacobianUpload
+from fedntk.ntk import BadReply, JacobianUpload, jacobian
+from fedntk.ntk.payloads import EvolutionTask
 
 X = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(9) % 3

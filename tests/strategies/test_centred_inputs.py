@@ -16,8 +16,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
-from fedntk.ntk import jacobian
-from fedntk.ntk.features import CENTRE, CentredInputs
+from fedntk.ntk import CentredInputs, jacobian
+from fedntk.ntk.features import CENTRE
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
 from fedntk.simulations.deploy.simulated_trust import projected

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import Normaliser, NotEnoughMemory, one_hot
+from fedntk.ntk import Moments, Normaliser, NotEnoughMemory, one_hot, ridge_regression
 from fedntk.ntk.convex import (
     NormalEquations,
     best_ridge,
@@ -12,9 +12,8 @@ from fedntk.ntk.convex import (
     normaliser_of,
     pooled_ridge,
     pooled_statistics,
-    ridge_regression,
 )
-from fedntk.ntk.features import FixedPoint, Moments
+from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import FeatureStatistics, FeatureUpload, feature_statistics
 
 N, P, C = 60, 9, 4

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedntk.ntk import BadReply, Jacobian, NotEnoughMemory, jacobian
-from fedntk.ntk.jacobian import FactoredBlock, blocks, factors
-from fedntk.ntk.payloads import jacobian_from_arrays, jacobian_to_arrays
+from fedntk.ntk.jacobian import blocks, factors
+from fedntk.ntk.jacobian.factors import FactoredBlock
+from fedntk.ntk.payloads.jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 from fedntk.ntk.support import memory as ntk_memory
 
 from ..cases import CASES, make

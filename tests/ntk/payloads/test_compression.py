@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedntk.ntk import BadReply, compress
-from fedntk.ntk.payloads import Encoded, num_kept, top_k
-from fedntk.ntk.payloads.compression import _pack, _unpack
+from fedntk.ntk.payloads.compression import Encoded, _pack, _unpack, num_kept, top_k
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 33), (0, 3), (64,)]
 HEAD = "<BBBBQQ"

@@ -9,7 +9,8 @@ import torch
 from flwr.app import ConfigRecord
 
 from fedntk.ntk import BadReply, FeatureMap, NotEnoughMemory, UploadLimits, compress, one_hot
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, from_npy, num_kept, to_npy
+from fedntk.ntk.payloads import ConvexTask, FeatureUpload, from_npy, to_npy
+from fedntk.ntk.payloads.compression import num_kept
 from fedntk.ntk.support import memory as ntk_memory
 
 from ..arithmetic import normal

@@ -19,7 +19,9 @@ from fedntk.ntk import (
     one_hot,
 )
 from fedntk.ntk.payloads import compressed_upload as module
-from fedntk.ntk.payloads import jacobian_to_arrays, screen_uploads, top_k
+from fedntk.ntk.payloads import screen_uploads
+from fedntk.ntk.payloads.compression import top_k
+from fedntk.ntk.payloads.jacobian_format import jacobian_to_arrays
 
 
 def network(seed=0):
