@@ -15,7 +15,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help install demo test slow federation gpu lint types docs check format clean
+.PHONY: help install demo test slow federation gpu lint types docs pages check format clean
 
 help: ## show the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +63,9 @@ types: links ## mypy, strict
 docs: links ## the site, in build/site; any warning or dead link fails
 	@# without --quiet, which would keep warnings from --strict, too
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pages: install ## write results and costs into the tables of the pages
+	$(BIN)/python docs/tables.py
 
 check: lint types docs test slow federation ## all that CI runs
 

@@ -56,7 +56,10 @@ def percent(share: float) -> str:
 
 def joined(values: Iterable[Any], form: str = "g", none: str = "-") -> str:
     """Return the values of several seeds, the missing ones as `none`."""
-    return ", ".join(none if pd.isna(v) else f"{v + 1e-9:{form}}" for v in values)
+    return ", ".join(
+        none if pd.isna(v) else f"{v + 1e-9:{form}}" if "." in form else f"{v:{form}}"
+        for v in values
+    )
 
 
 # ---------------------------------------------------------------------- NTK-FL, CP-NTK-FL
@@ -201,16 +204,18 @@ PAPER = {
 SPLITS = ("IID", "Dirichlet 0.5", "Dirichlet 0.1")
 
 
-def ntk_dfl(*methods: str) -> str:
-    """Return the rows of these methods, or of all, one a method and split."""
+def ntk_dfl(only: str = "") -> str:
+    """Return a row a method and split, of all methods, or on Fashion-MNIST of `only` these."""
     summary = pd.DataFrame(read("ntk_dfl_fmnist")["rows"])
     table = rounds_of("ntk_dfl_fmnist").query("metric == 'accuracy'")
     mean = table.groupby(["method", "split", "seed", "round"]).value.mean()
     names = ["NTK-DFL", *(m for m in summary.method.unique() if m.startswith("NTK-DFL, "))]
     names += ["NTK-FL, as busy clients", "DFedAvg", "D-PSGD", "DFedAvgM", "DFedSAM", "DisPFL"]
     rows = []
-    for method in methods or names:
+    for method in only.split("; ") if only else names:
         own = summary[summary.method == method]
+        if only:
+            own = own[own.split.isin(SPLITS)]
         for split in sorted(own.split.unique(), key=lambda s: (*SPLITS, s).index(s)):
             seeds = own[own.split == split].sort_values("seed")
             after = []
@@ -269,6 +274,29 @@ def hostile_neighbours() -> str:
             for row in read("hostile_neighbours")["rows"]
         ),
     )
+
+
+def decentralised() -> str:
+    """Return all rivals after 20 rounds, with Dirichlet 0.1."""
+    metrics = {
+        "accuracy": percent,
+        "averaged-accuracy-mean": percent,
+        "trained-accuracy-mean": percent,
+        "inter-client-deviation": lambda value: number(value, 3),
+    }
+    table = rounds_of("ntk_dfl_fmnist").query("split == 'Dirichlet 0.1' and seed == 0")
+    sent = table[table["round"] > 0].groupby(["method", "metric"]).value.median() / 300 / 1e3
+    last = table[table["round"] == 20].set_index(["method", "metric"]).value
+    return markdown(
+        "| mean model (%) | clients' models, after the average (%) | after their training (%)"
+        " | deviation of the models | kB up, a client | kB down",
+        (
+            [method,
+             *(form(last.get((method, metric), np.nan)) for metric, form in metrics.items()),
+             *(f"{sent[method, f'bytes-{way}']:,.0f}" for way in ("up", "down"))]
+            for method in ("DFedAvg", "DFedAvgM", "DFedSAM", "D-PSGD", "DisPFL", "NTK-DFL")
+        ),
+    )  # fmt: skip
 
 
 def ntk_dfl_round() -> str:
@@ -463,7 +491,7 @@ def personalised(data: str) -> str:
         return f"{100 * row['gain']:.0f} / {100 * row['lose']:.0f}" if row else "-"
 
     rows = []
-    for row in found["summary"]:
+    for row in sorted(found["summary"], key=lambda row: -row["mean"]):
         rate, *own = found["chosen"][row["run"]].values()
         if row["run"] == "weighted, tau = 1":
             own = [1]
@@ -477,6 +505,23 @@ def personalised(data: str) -> str:
         " | gain / lose against local training | against FedAvg",
         rows,
     )
+
+
+def personalised_on(method: str) -> str:
+    """Return a method's accuracies on all data sets, beside those of the two baselines."""
+    names = {
+        "fashion-mnist": "Fashion-MNIST, two classes a client",
+        "mnist": "MNIST, two classes a client",
+        "cifar10-pathological": "CIFAR-10 (JPEG subset), eight classes a client",
+        "cifar10-dirichlet": "CIFAR-10 (JPEG subset), Dirichlet(0.8)",
+        "digit-domains": "digit domains",
+    }
+    runs = dict.fromkeys([method, "local training", "FedAvg"])
+    rows = []
+    for data, name in names.items():
+        found = {row["run"]: row for row in read(f"personalised_{data}")["summary"]}
+        rows.append([name, *(spread(found[run], "mean") for run in runs)])
+    return markdown("| " + " | ".join(runs), rows)
 
 
 def personalised_variants() -> str:
@@ -606,10 +651,11 @@ TABLES: dict[str, Callable[..., str]] = {
     f.__name__: f
     for f in (
         ntk_fl, learning_rate, cp_ntk_fl, cp_ntk_fl_fast, centred_inputs, ntk_dfl,
-        kernel_overshoot, hostile_neighbours, ntk_dfl_round, ntk_dfl_tolerance, tct, tct_variants,
-        tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy, fed_ensemble_limit,
-        fed_be, personalised, personalised_variants, closed_form, uncertainty, uncertainty_sets,
-        feature_learning_groups, feature_learning_iid, sums_privacy,
+        kernel_overshoot, hostile_neighbours, decentralised, ntk_dfl_round, ntk_dfl_tolerance,
+        tct, tct_variants, tct_statistics, fed_ensemble, fed_ensemble_models, fed_ensemble_toy,
+        fed_ensemble_limit, fed_be, personalised, personalised_on, personalised_variants,
+        closed_form, uncertainty, uncertainty_sets, feature_learning_groups, feature_learning_iid,
+        sums_privacy,
     )
 } | {"costs": costs.table}  # fmt: skip
 
@@ -618,7 +664,7 @@ def filled(text: str) -> str:
     """Return a page's text with its tables as the files have them."""
 
     def block(found: re.Match[str]) -> str:
-        name, *arguments = (part.strip() for part in found[1].split(":"))
+        name, *arguments = found[1].split(": ")
         table = TABLES[name](*arguments)
         return f"<!-- table: {found[1]} -->\n\n{table}\n\n<!-- end of table -->"
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
 import tomllib
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -16,6 +17,11 @@ import yaml
 import fedntk
 
 from .conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import tables
+
+sys.path.remove(str(ROOT / "docs"))
 
 ROOMS = ("ntk", "trust", "clients", "strategies", "simulations")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -113,6 +119,14 @@ def test_the_repositorys_address_stands_in_one_file():
     others = [*PAGES, *(ROOT / name for name in ("README.md", "mkdocs.yml", "CITATION.cff"))]
     for path in [*others, *(ROOT / "docs").glob("*.py"), *(ROOT / "simulations").glob("*.toml")]:
         assert HOST not in text_of(path), path
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- table:" in text_of(page)], ids=str
+)
+def test_tables_of_a_page_are_those_of_the_result_files(page):
+    """`make pages` writes them."""
+    assert tables.filled(text_of(page)) == text_of(page)
 
 
 def test_the_readme_is_short():

@@ -97,9 +97,10 @@ def test_the_page_of_a_method_has_all_sections(method):
     sections = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert sections == [
         "What it does", "When to use it", "Use it", "Options", "What it costs", "Results",
-        "What it gives away",
+        "Limits",
     ]  # fmt: skip
     assert f"<!-- settings: {method} -->" in text
+    assert f"<!-- table: costs: {stem(method)} -->" in text
     assert "**Exchanges.**" in text
 
 
