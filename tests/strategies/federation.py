@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shutil
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 
-from fedntk.clients import client_app
+from fedntk.clients import cache_dir, client_app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.strategies import BaseStrategy, NoUsableReply
 
@@ -61,7 +62,8 @@ class Grid(LocalGrid):
     """A local grid with other node ids, whose replies of one kind pass through changes.
 
     `changes` maps a partition to what becomes of its replies; `order` permutes all replies.
-    `damaged` counts the replies that were changed.
+    `damaged` counts the replies that were changed, and `seen` keeps what was sent ("down") and
+    answered ("up"). `on_send` is called with each exchange's messages before they are answered.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Grid(LocalGrid):
         changes: dict[int, Change] | None = None,
         changed_kind: str = "train",
         num_clients: int = NUM_CLIENTS,
+        on_send: Callable[[list[Message]], object] | None = None,
     ) -> None:
         super().__init__(app, num_clients, {})
         contexts = list(self.contexts.values())
@@ -81,9 +84,10 @@ class Grid(LocalGrid):
         for node_id, context in self.contexts.items():
             context.node_id = node_id
         self.order, self.changes, self.changed_kind = order, changes or {}, changed_kind
-        self.damaged = 0
+        self.damaged, self.on_send = 0, on_send
         self.trained: list[int] = []
         self.exchanges: list[tuple[str, int]] = []
+        self.seen: list[tuple[str, Message]] = []
 
     def get_node_ids(self) -> Iterable[int]:
         ids = list(self.contexts)
@@ -99,9 +103,13 @@ class Grid(LocalGrid):
         messages = list(messages)
         if messages:
             self.exchanges.append((messages[0].metadata.message_type, len(messages)))
-        replies = []
+        if self.on_send is not None:
+            self.on_send(messages)
+        self.seen += [("down", message) for message in messages]
+        replies: list[Message] = []
         for message in messages:
-            partition = self.contexts[message.metadata.dst_node_id].node_config["partition-id"]
+            node = message.metadata.dst_node_id
+            partition = self.contexts[node].node_config.get("partition-id", node)
             (reply,) = super().send_and_receive([message])
             if message.metadata.message_type == "train":
                 self.trained.append(int(partition))
@@ -114,7 +122,13 @@ class Grid(LocalGrid):
             replies = [
                 replies[i] for i in np.random.default_rng(self.order).permutation(len(replies))
             ]
+        self.seen += [("up", reply) for reply in replies]
         return replies
+
+    def records(self, way: str) -> list[dict[str, list[str]]]:
+        """Names of the arrays that each message held, by record."""
+        found = [m.content.array_records for w, m in self.seen if w == way and m.has_content()]
+        return [{name: list(record) for name, record in records.items()} for records in found]
 
 
 def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
@@ -132,7 +146,7 @@ def start(
     """Weights after some rounds, from those of the network or of another model."""
     initial = ArrayRecord(dict((model or network()).state_dict()))
     result = strategy.start(grid, initial, num_rounds=rounds, **options)
-    return {name: array.numpy() for name, array in result.arrays.items()}
+    return arrays_of(result.arrays)
 
 
 def asked_first(strategy: T, grid: Grid) -> T:
@@ -145,7 +159,56 @@ def start_in_vain(strategy: BaseStrategy, grid: Grid, rounds: int = 1) -> dict[s
     """Weights after rounds in which no reply could be used: the run says so in the end."""
     with pytest.raises(NoUsableReply, match=f"in {rounds} rounds no client's reply could be used"):
         start(strategy, grid, rounds)
-    return {name: array.numpy() for name, array in strategy.global_arrays.items()}
+    return arrays_of(strategy.global_arrays)
+
+
+def run_as_if_lost(
+    make: Callable[[], T], clients: ClientApp, change: Change, reason: str, rounds: int = 1
+) -> tuple[T, T]:
+    """Show that a changed reply has the result of a lost one; return the strategies of both runs.
+
+    It is client 2's, in each round.
+    """
+    attacked, without = make(), make()
+    weights = start(attacked, Grid(clients, changes={2: change}), rounds)
+    assert bits(weights) == bits(start(without, Grid(clients, changes={2: lost}), rounds))
+    metrics = attacked.train_metrics[rounds]
+    assert (metrics["replies-rejected"], metrics[f"rejected-{reason}"]) == (1, 1)
+    return attacked, without
+
+
+def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def initial_bits(model: nn.Module | None = None) -> dict[str, bytes]:
+    """What a run that changes nothing returns."""
+    return bits(arrays_of(ArrayRecord(dict((model or network()).state_dict()))))
+
+
+def kept_by(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
+    """What a client keeps to itself of a round."""
+    folder = cache_dir() / "personal" / f"run-{strategy.run_key}-client-{client}"
+    with np.load(folder / f"round-{server_round:08}.npz") as kept:
+        return {name.removeprefix("array "): kept[name] for name in kept.files}
+
+
+def forgetting(strategy: Any, until: int = 1_000) -> Change:
+    """Reply as usual, and lose what all clients keep to themselves, in the rounds before one."""
+
+    def forget(reply: Message) -> Message:
+        if strategy.server_round < until:
+            for folder in (cache_dir() / "personal").glob(f"run-{strategy.run_key}-*"):
+                shutil.rmtree(folder)
+        return reply
+
+    return forget
+
+
+def loaded(weights: dict[str, np.ndarray]) -> nn.Module:
+    model = network()
+    model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in weights.items()})
+    return model.eval()
 
 
 def as_record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
@@ -163,8 +226,7 @@ def with_arrays(
     change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], record: str = "arrays"
 ) -> Change:
     def apply(reply: Message) -> Message:
-        arrays = {k: a.numpy() for k, a in reply.content[record].items()}
-        reply.content[record] = as_record(change(arrays))
+        reply.content[record] = as_record(change(arrays_of(reply.content[record])))
         return reply
 
     return apply

@@ -1,32 +1,36 @@
 """Ditto: the global model is FedAvg's, and a client's own lies between local training and it."""
 
-import shutil
 from logging import WARNING
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import Message
 from torch import nn
 
-from fedntk.clients import DittoClient, NamedArrays, PersonalisedClient, SGDClient, cache_dir
+from fedntk.clients import DittoClient, NamedArrays, PersonalisedClient, SGDClient
 from fedntk.strategies import Ditto, LocalTraining, NoUsableReply, SeededFedAvg
 
-from .federation import Contract, Grid, app, bits, examples, failed, lost, network, start
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    bits,
+    examples,
+    failed,
+    forgetting,
+    kept_by,
+    loaded,
+    lost,
+    network,
+    start,
+)
 
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
 SGD = {"learning_rate": 0.1, "batch_size": 4}
 CLIENTS = app(DittoClient, **SGD)
 CONTRACT = {"Ditto": Contract(Ditto, CLIENTS, personal=True)}
-
-
-def own_of(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
-    """What a client keeps of a round."""
-    folder = cache_dir() / "personal" / f"run-{strategy.run_key}-client-{client}"
-    with np.load(folder / f"round-{server_round:08}.npz") as kept:
-        return {name.removeprefix("array "): kept[name] for name in kept.files}
 
 
 @pytest.mark.parametrize("pull", [0.0, 1.0])
@@ -42,20 +46,15 @@ def test_without_a_pull_it_is_local_training_bit_for_bit():
     start(ditto, Grid(app(DittoClient, pull=0.0, **SGD)), rounds=3)
     start(alone, Grid(app(PersonalisedClient, **SGD)), rounds=3)
     for client in range(6):
-        assert bits(own_of(ditto, client, 3)) == bits(own_of(alone, client, 3))
+        assert bits(kept_by(ditto, client, 3)) == bits(kept_by(alone, client, 3))
 
 
 def test_a_clients_own_model_does_not_change_what_is_sent():
     """A client that lost it sends what it would have sent."""
     whole, damaged = Ditto(**OPTIONS), Ditto(**OPTIONS)
 
-    def forget(reply: Message) -> Message:
-        for folder in (cache_dir() / "personal").glob(f"run-{damaged.run_key}-*"):
-            shutil.rmtree(folder)
-        return reply
-
     expected = start(whole, Grid(CLIENTS), rounds=3)
-    after = start(damaged, Grid(CLIENTS, changes={5: forget}), rounds=3)
+    after = start(damaged, Grid(CLIENTS, changes={5: forgetting(damaged)}), rounds=3)
     assert bits(after) == bits(expected)
     assert whole.train_metrics[3]["restarted"] == 0
     assert damaged.train_metrics[3]["restarted"] == 1
@@ -64,24 +63,17 @@ def test_a_clients_own_model_does_not_change_what_is_sent():
 
 def test_one_that_lost_its_model_begins_again_with_the_global_one_and_says_so(caplog):
     """All lose it in each round: v is then what one round makes of the received weights."""
-    forgetful, single = Ditto(**OPTIONS), Ditto(**OPTIONS)
-
-    def forget(reply: Message) -> Message:
-        if forgetful.server_round < 3:
-            for folder in (cache_dir() / "personal").glob(f"run-{forgetful.run_key}-*"):
-                shutil.rmtree(folder)
-        return reply
+    forgetful = Ditto(**OPTIONS)
 
     with caplog.at_level(WARNING, "flwr"):
-        start(forgetful, Grid(CLIENTS, changes={5: forget}), rounds=3)
+        start(forgetful, Grid(CLIENTS, changes={5: forgetting(forgetful, 3)}), rounds=3)
     said = "the personal model is lost: it begins again with the global weights"
     assert [record.getMessage() for record in caplog.records].count(said) == 12  # rounds 2 and 3
     two = start(SeededFedAvg(**OPTIONS), Grid(app(SGDClient, **SGD)), rounds=2)
     own = DittoClient(network(), *examples(4), seed=(0, 4), **SGD)
     config = {"server-round": 3, "personal-run": "single", "client-id": "4"}
     own.fit(NamedArrays({"arrays": two}), config)
-    assert bits(own.kept(config | {"personal-round": 3})) == bits(own_of(forgetful, 4, 3))
-    assert single.trained == {}
+    assert bits(own.kept(config | {"personal-round": 3})) == bits(kept_by(forgetful, 4, 3))
 
 
 def test_clients_evaluate_their_own_model_and_the_global_one_before_they_have_one():
@@ -92,11 +84,9 @@ def test_clients_evaluate_their_own_model_and_the_global_one_before_they_have_on
     assert len(trained) == 3
     for client in range(6):
         x, y = examples(client)
-        weights = own_of(strategy, client, 1) if client in trained else arrays
-        model = network()
-        model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in weights.items()})
+        weights = kept_by(strategy, client, 1) if client in trained else arrays
         with torch.no_grad():
-            loss = float(nn.functional.cross_entropy(model.eval()(x), y))
+            loss = float(nn.functional.cross_entropy(loaded(weights)(x), y))
         assert strategy.client_evaluations[client]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -109,11 +99,11 @@ def test_a_reply_that_did_not_count_leaves_the_clients_own_model_as_it_was():
             return change(reply) if each.server_round == 2 else reply
 
         start(each, Grid(CLIENTS, changes={2: changed}), rounds=3)
-    assert bits(own_of(strategy, 2, 3)) == bits(own_of(without, 2, 3))
+    assert bits(kept_by(strategy, 2, 3)) == bits(kept_by(without, 2, 3))
     assert strategy.trained == dict.fromkeys(range(6), 3)
     whole = Ditto(**OPTIONS)
     start(whole, Grid(CLIENTS), rounds=3)
-    assert bits(own_of(strategy, 2, 3)) != bits(own_of(whole, 2, 3))
+    assert bits(kept_by(strategy, 2, 3)) != bits(kept_by(whole, 2, 3))
 
 
 @pytest.mark.parametrize("kind", [SGDClient, PersonalisedClient])

@@ -8,7 +8,7 @@ import torch
 from flwr.app import Message
 from torch import nn
 
-from fedntk.clients import FedProtoClient, PersonalisedClient, SGDClient, cache_dir
+from fedntk.clients import FedProtoClient, PersonalisedClient, SGDClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.strategies import FedProto, LocalTraining, NoUsableReply
@@ -21,8 +21,12 @@ from .federation import (
     damaged,
     examples,
     failed,
+    initial_bits,
+    kept_by,
+    loaded,
     lost,
     network,
+    run_as_if_lost,
     start,
     with_arrays,
 )
@@ -46,19 +50,6 @@ def strategy(**options: Any) -> FedProto:
     return FedProto(network=network(), **{**OPTIONS, **options})
 
 
-def own_of(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
-    """What a client keeps of a round."""
-    folder = cache_dir() / "personal" / f"run-{strategy.run_key}-client-{client}"
-    with np.load(folder / f"round-{server_round:08}.npz") as kept:
-        return {name.removeprefix("array "): kept[name] for name in kept.files}
-
-
-def loaded(weights: dict[str, np.ndarray]) -> nn.Module:
-    model = network()
-    model.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in weights.items()})
-    return model.eval()
-
-
 def features(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model[:3](x)
@@ -71,7 +62,7 @@ def test_a_prototype_is_the_mean_over_all_examples_of_the_class_by_the_clients_n
     sums, counts = np.zeros((3, 8)), np.zeros(3, int)
     for client in range(6):
         x, y = examples(client)
-        z = features(loaded(own_of(own, client, 1)), x).double().numpy()
+        z = features(loaded(kept_by(own, client, 1)), x).double().numpy()
         np.add.at(sums, y.numpy(), z)
         np.add.at(counts, y.numpy(), 1)
     assert after[COUNTS].tolist() == counts.tolist()
@@ -83,13 +74,13 @@ def test_one_client_alone_gives_its_own_prototypes_and_none_for_the_class_it_lac
     own = strategy(min_available_nodes=1, min_train_nodes=1)
     after = start(own, Grid(CLIENTS, num_clients=1))
     x, y = examples(0)
-    model = loaded(own_of(own, 0, 1))
+    model = loaded(kept_by(own, 0, 1))
     alone = Prototypes.of(FeatureMap("last-layer").extractor(model), x, y, 3)
     assert after[MEANS].tobytes() == alone.means.tobytes()
     assert after[COUNTS].tolist() == [3, 2, 0]
     assert not after[MEANS][2].any()
     first = {name: array for name, array in after.items() if name not in GLOBAL_PROTOTYPES}
-    assert bits(first) == bits({k: v.numpy() for k, v in network().state_dict().items()})
+    assert bits(first) == initial_bits()
 
 
 def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype():
@@ -112,7 +103,7 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
     start(free, Grid(app(FedProtoClient, pull=0.0, predict="head", **SGD)), rounds=3)
     start(alone, Grid(app(PersonalisedClient, **SGD)), rounds=3)
     for client in range(6):
-        assert bits(own_of(free, client, 3)) == bits(own_of(alone, client, 3))
+        assert bits(kept_by(free, client, 3)) == bits(kept_by(alone, client, 3))
     assert free.client_evaluations == alone.client_evaluations
     assert free.train_metrics[3]["train-loss"] == alone.train_metrics[3]["train-loss"]
 
@@ -131,74 +122,52 @@ def test_clients_evaluate_by_the_nearest_prototype():
     start(head, Grid(app(FedProtoClient, predict="head", **SGD)), rounds=2)
     for client in range(6):
         x, y = examples(client)
-        z = features(loaded(own_of(own, client, 2)), x)
+        z = features(loaded(kept_by(own, client, 2)), x)
         distances = (z[:, None] - torch.from_numpy(after[MEANS])).square().sum(2)
         accuracy = float((distances.argmin(1) == y).double().mean())
         assert own.client_evaluations[client]["accuracy"] == pytest.approx(accuracy)
         expected = float(nn.functional.cross_entropy(-distances, y))
         assert own.client_evaluations[client]["loss"] == pytest.approx(expected, rel=1e-5)
         with torch.no_grad():
-            outputs = loaded(own_of(head, client, 2))(x)
+            outputs = loaded(kept_by(head, client, 2))(x)
         accuracy = float((outputs.argmax(1) == y).double().mean())
         assert head.client_evaluations[client]["accuracy"] == pytest.approx(accuracy)
 
 
 def test_no_weights_travel_up_and_the_first_ones_once_down():
-    seen: list[tuple[str, list[str]]] = []
-
-    class Listening(Grid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            messages = list(messages)
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            for way, several in (("down", messages), ("up", replies)):
-                for each in several:
-                    records = each.content.array_records.items()
-                    seen.append((way, [f"{n}/{a}" for n, record in records for a in record]))
-            return replies
-
-    start(strategy(), Listening(CLIENTS), rounds=2)
-    prototypes = [f"arrays/{name}" for name in GLOBAL_PROTOTYPES]
-    first = [f"personal/{name}" for name in network().state_dict()]
-    down = [found for way, found in seen if way == "down"]
-    up = [found for way, found in seen if way == "up"]
-    assert down == [prototypes + first] * 6 + [prototypes] * 6
-    assert up == [["arrays/means", "arrays/counts"]] * 12
+    grid = Grid(CLIENTS)
+    start(strategy(), grid, rounds=2)
+    prototypes, first = (
+        {"arrays": list(GLOBAL_PROTOTYPES)},
+        {"personal": list(network().state_dict())},
+    )
+    assert grid.records("down") == [prototypes | first] * 6 + [prototypes] * 6
+    assert grid.records("up") == [{"arrays": ["means", "counts"]}] * 12
 
 
-def test_counts_must_be_those_of_the_examples_that_are_reported():
-    """A client that claims more of a class would outweigh the others."""
-    own = strategy()
-    boast = with_arrays(lambda a: a | {"counts": a["counts"] * 1000})
-    attacked = start(own, Grid(CLIENTS, changes={2: boast}))
-    assert own.train_metrics[1]["rejected-range"] == 1
-    assert bits(attacked) == bits(start(strategy(), Grid(CLIENTS, changes={2: lost})))
-
-
-def test_prototypes_far_larger_than_others_are_dropped():
-    own = strategy()
-    attacked = start(own, Grid(CLIENTS, changes={2: damaged(0, lambda a: a * 1e4)}))
-    assert own.train_metrics[1]["rejected-scale"] == 1
-    assert bits(attacked) == bits(start(strategy(), Grid(CLIENTS, changes={2: lost})))
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        # a client that claims more of a class would outweigh the others
+        (with_arrays(lambda a: a | {"counts": a["counts"] * 1000}), "range"),
+        (damaged(0, lambda a: a * 1e4), "scale"),
+    ],
+)
+def test_false_counts_and_prototypes_far_larger_than_others_are_dropped(change, reason):
+    run_as_if_lost(strategy, CLIENTS, change, reason)
 
 
 def test_a_reply_that_did_not_count_leaves_the_clients_network_as_it_was():
     """Client 2's reply of round 2 is lost: in round 3 its network goes on from that of round 1."""
-    asked = []
-
-    class Noting(Grid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            messages = list(messages)
-            if messages:
-                asked.append([m.content["config"].get("personal-round") for m in messages])
-            return super().send_and_receive(messages, timeout=timeout)
-
     own = strategy()
 
     def change(reply: Message) -> Message:
         return failed(reply) if own.server_round == 2 else reply
 
-    start(own, Noting(CLIENTS, changes={2: change}), rounds=3)
-    assert asked == [[None] * 6, [1] * 6, [2, 2, 1, 2, 2, 2]]
+    grid = Grid(CLIENTS, changes={2: change})
+    start(own, grid, rounds=3)
+    asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
+    assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("kind", [SGDClient, PersonalisedClient])

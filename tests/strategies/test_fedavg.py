@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from fedntk.clients import SGDClient, client_app
+from fedntk.clients import SGDClient
 from fedntk.strategies import SeededFedAvg
 
 from .federation import (
@@ -18,9 +18,10 @@ from .federation import (
     bits,
     damaged,
     examples,
-    lost,
     network,
+    run_as_if_lost,
     start,
+    with_arrays,
 )
 
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
@@ -61,20 +62,20 @@ def test_result_is_that_of_flowers_own_class():
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name
 
 
-def test_a_model_with_a_boolean_buffer_is_averaged():
-    """Such as a mask, which no client changes."""
-
-    def masked() -> torch.nn.Module:
-        model = torch.nn.Linear(4, 3)
-        model.register_buffer("mask", torch.tensor([True, False]))
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([True, False]), torch.full((3,), torch.finfo(torch.float32).min)]
+)
+def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything(mask):
+    def masked() -> nn.Module:
+        model = nn.Linear(4, 3)
+        model.register_buffer("mask", mask)
         return model
 
     clients = app(lambda _, x, y, **options: SGDClient(masked(), x, y, **options))
     strategy = SeededFedAvg(fraction_evaluate=0.0)
-    result = strategy.start(Grid(clients), ArrayRecord(dict(masked().state_dict())), num_rounds=2)
+    after = start(strategy, Grid(clients), 2, masked())
     assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
-    mask = result.arrays["mask"].numpy()
-    assert (mask.dtype, mask.tolist()) == (np.dtype(bool), [True, False])
+    assert bits({"mask": after["mask"]}) == bits({"mask": mask.numpy()})
 
 
 def test_torch_generator_is_left_alone():
@@ -104,12 +105,15 @@ VARIANCE, COUNTER = NAMES.index("1.running_var"), NAMES.index("1.num_batches_tra
 )
 def test_one_reply_that_would_stop_all_learning_is_dropped(change, reason):
     """Averaged, each of these made all later rounds fail, or a counter negative."""
-    attacked, without = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
-    grid = Grid(CLIENTS, changes={2: change})
-    after = start(attacked, grid, rounds=2)
-    assert grid.damaged == 2
-    assert attacked.train_metrics[1][f"rejected-{reason}"] == 1
-    assert bits(after) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
+    run_as_if_lost(lambda: SeededFedAvg(**ALL), CLIENTS, change, reason, rounds=2)
+
+
+@pytest.mark.parametrize("factor", [1e9, float("inf")])
+def test_the_limit_can_be_raised_or_lifted(factor):
+    """For clients that take very different numbers of steps."""
+    strategy = SeededFedAvg(outlier_factor=factor, **ALL)
+    start(strategy, Grid(CLIENTS, changes={2: damaged(0, lambda a: a + 1e4)}))
+    assert strategy.train_metrics[1]["replies-accepted"] == 6
 
 
 def test_a_client_that_took_many_more_steps_is_no_outlier_by_its_counter():
@@ -122,49 +126,19 @@ def test_a_client_that_took_many_more_steps_is_no_outlier_by_its_counter():
 def test_weights_that_moved_within_the_limit_are_used(factor):
     """Of two clients neither is the outlier, whatever the factor."""
 
-    def moved(reply: Message) -> Message:
-        first = network().state_dict()
-        arrays = {k: a.numpy() for k, a in reply.content["arrays"].items()}
+    def moved(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name in ("0.weight", "3.weight"):
-            start_ = first[name].numpy()
-            arrays[name] = start_ + np.float32(factor) * (arrays[name] - start_)
-        reply.content["arrays"] = ArrayRecord({k: Array(a) for k, a in arrays.items()})
-        return reply
+            first = network().state_dict()[name].numpy()
+            arrays[name] = first + np.float32(factor) * (arrays[name] - first)
+        return arrays
 
     strategy = SeededFedAvg(**ALL)
-    start(strategy, Grid(CLIENTS, changes={2: moved}))
+    start(strategy, Grid(CLIENTS, changes={2: with_arrays(moved)}))
     assert strategy.train_metrics[1]["replies-accepted"] == 6
     few = SeededFedAvg(**ALL)
     far = damaged(0, lambda a: a + 1e4)
     start(few, Grid(CLIENTS, changes={1: far}, num_clients=2))
     assert few.train_metrics[1]["replies-accepted"] == 2
-
-
-def test_the_limit_can_be_raised_or_lifted():
-    """For clients that take very different numbers of steps."""
-    far = {2: damaged(0, lambda a: a + 1e4)}
-    for factor, accepted in ((100.0, 5), (1e9, 6), (float("inf"), 6)):
-        strategy = SeededFedAvg(outlier_factor=factor, **ALL)
-        start(strategy, Grid(CLIENTS, changes=far))
-        assert strategy.train_metrics[1]["replies-accepted"] == accepted
-
-
-def test_an_array_that_did_not_change_may_hold_anything():
-    """Such as a mask of the largest numbers, which is a buffer and is never trained."""
-
-    def masked(seed: int = 0) -> nn.Module:
-        model = network(seed)
-        model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
-        return model
-
-    def client_fn(context: Context) -> SGDClient:
-        partition = int(context.node_config["partition-id"])
-        return SGDClient(masked(), *examples(partition), learning_rate=0.1, batch_size=4)
-
-    strategy = SeededFedAvg(**ALL)
-    initial = ArrayRecord(dict(masked().state_dict()))
-    strategy.start(Grid(client_app(client_fn)), initial, num_rounds=1)
-    assert strategy.train_metrics[1]["replies-accepted"] == 6
 
 
 def test_counters_near_the_limit_stay_there():

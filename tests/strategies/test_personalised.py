@@ -2,12 +2,10 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 
 from fedntk.clients import (
     DittoClient,
@@ -17,6 +15,7 @@ from fedntk.clients import (
     WeightedFedAvgClient,
     cache_dir,
 )
+from fedntk.clients.core.adapter import unpacked
 from fedntk.strategies import (
     DPSGD,
     NTKDFL,
@@ -33,7 +32,19 @@ from fedntk.strategies import (
     WeightedFedAvg,
 )
 
-from .federation import Contract, Grid, app, bits, damaged, failed, network, start
+from .federation import (
+    Contract,
+    Grid,
+    app,
+    as_record,
+    bits,
+    damaged,
+    examples,
+    failed,
+    kept_by,
+    network,
+    start,
+)
 
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
 CLIENTS = app(PersonalisedClient, learning_rate=0.1, batch_size=4)
@@ -44,25 +55,6 @@ CONTRACT = {
 }
 OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "fraction_evaluate": 0.0}
-
-
-class Listening(Grid):
-    """Notes the records of all messages and replies, by round."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: list[tuple[str, dict[str, list[str]]]] = []
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        messages = list(messages)
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        for way, several in (("down", messages), ("up", replies)):
-            self.seen += [(way, records(each)) for each in several if each.has_content()]
-        return replies
-
-
-def records(message: Message) -> dict[str, list[str]]:
-    return {name: list(record) for name, record in message.content.array_records.items()}
 
 
 def folders(strategy: PersonalisedStrategy) -> list[Path]:
@@ -78,10 +70,9 @@ def test_with_nothing_personal_it_is_fedavg_bit_for_bit():
 
 def test_personal_arrays_travel_once_down_and_never_up():
     shared = [name for name in network().state_dict() if name not in NORM]
-    grid = Listening(CLIENTS)
+    grid = Grid(CLIENTS)
     start(PersonalisedStrategy(personal=NORM, **OPTIONS), grid, rounds=3)
-    down = [found for way, found in grid.seen if way == "down"]
-    up = [found for way, found in grid.seen if way == "up"]
+    down, up = map(grid.records, ("down", "up"))
     assert down == [{"arrays": shared, "personal": list(NORM)}] * 6 + [{"arrays": shared}] * 12
     assert up == [{"arrays": shared}] * 18
 
@@ -95,9 +86,7 @@ def test_a_clients_own_arrays_are_those_it_trained_and_the_result_holds_the_firs
         Grid(app(SGDClient, learning_rate=0.1, batch_size=4), num_clients=1),
         rounds=2,
     )
-    (folder,) = folders(strategy)
-    with np.load(folder / "round-00000002.npz") as kept:
-        own = {name.removeprefix("array "): kept[name] for name in kept.files}
+    own = kept_by(strategy, 0, 2)
     assert own.keys() == set(NORM)
     first = network().state_dict()
     for name, array in plain.items():
@@ -116,42 +105,33 @@ def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_sam
         personal=NORM, min_available_nodes=6, fraction_evaluate=1.0, min_evaluate_nodes=6
     )
 
-    class Forgetful(Listening):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            messages = list(messages)
-            kind = messages[0].metadata.message_type if messages else ""
-            if kind == stage and strategy.server_round == 3 and not self.trained.count(-1):
-                self.trained.append(-1)  # once
-                for folder in folders(strategy):
-                    shutil.rmtree(folder)
-            return super().send_and_receive(messages, timeout=timeout)
+    def lose(messages: list[Message]) -> None:
+        kind = messages[0].metadata.message_type if messages else ""
+        if kind == stage and strategy.server_round == 3 and not lost:
+            lost.extend(folders(strategy))  # once
+            for folder in lost:
+                shutil.rmtree(folder)
 
-    grid = Forgetful(CLIENTS)
+    lost: list[Path] = []
+    grid = Grid(CLIENTS, on_send=lose)
     start(strategy, grid, rounds=3)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
     assert strategy.evaluate_metrics[3]["replies-accepted"] == 6
-    again = [found for way, found in grid.seen if way == "down" and "personal" in found]
-    assert len(again) == 12
+    assert sum("personal" in found for found in grid.records("down")) == 12
     assert grid.exchanges[-2:] == [(stage, 6), ("evaluate", 6)]
 
 
 def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were():
     """Client 2's reply of round 2 is lost: in round 3 its own arrays are those of round 1."""
     strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
-    asked = []
 
     def change(reply: Message) -> Message | None:
         return failed(reply) if strategy.server_round == 2 else reply
 
-    class Noting(Grid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            messages = list(messages)
-            if messages:
-                asked.append([m.content["config"].get("personal-round") for m in messages])
-            return super().send_and_receive(messages, timeout=timeout)
-
-    start(strategy, Noting(CLIENTS, changes={2: change}), rounds=3)
-    assert asked == [[None] * 6, [1] * 6, [2, 2, 1, 2, 2, 2]]
+    grid = Grid(CLIENTS, changes={2: change})
+    start(strategy, grid, rounds=3)
+    asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
+    assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
     assert strategy.trained == dict.fromkeys(range(6), 3)
 
 
@@ -163,10 +143,10 @@ def test_a_client_whose_replies_are_refused_for_long_goes_on_from_the_last_one_t
     def change(reply: Message) -> Message | None:
         return failed(reply) if 2 <= strategy.server_round <= 5 else reply
 
-    grid = Listening(CLIENTS, changes={2: change})
+    grid = Grid(CLIENTS, changes={2: change})
     start(strategy, grid, rounds=6)
     assert strategy.train_metrics[6]["replies-accepted"] == 6
-    assert sum("personal" in found for way, found in grid.seen if way == "down") == 6
+    assert sum("personal" in found for found in grid.records("down")) == 6
 
 
 def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
@@ -208,15 +188,6 @@ def test_placeholders_end_with_their_nodes():
     strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
     strategy.trained = {-10: 3, 2: 3}
     assert strategy.state_dict()["trained"] == {"2": 3}
-
-
-def test_a_second_run_of_an_object_begins_without_what_clients_kept_for_the_first():
-    """They are sent first values with the first messages, and none has to say that it has none."""
-    strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
-    first = start(strategy, Grid(CLIENTS), rounds=2)
-    grid = Grid(CLIENTS)
-    assert bits(start(strategy, grid, rounds=2)) == bits(first)
-    assert [kind for kind, _ in grid.exchanges].count("train") == 2
 
 
 def test_a_change_of_the_shared_arrays_that_is_far_from_the_others_is_dropped():
@@ -265,15 +236,9 @@ def test_predictor_of_a_client_is_its_own_network():
     )
     grid = Grid(CLIENTS)
     arrays = start(strategy, grid, rounds=2)
-    from flwr.app import Array, ArrayRecord, ConfigRecord
-
-    from fedntk.clients.core.adapter import unpacked
-
-    from .federation import examples
-
     config = ConfigRecord()
     strategy.prepare_config(config, 2)
-    record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    record = as_record(arrays)
     for client in range(6):
         x, y = examples(client)
         own = PersonalisedClient(network(1), x, y)

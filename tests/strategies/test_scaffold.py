@@ -15,7 +15,21 @@ from torch import nn
 from fedntk.clients import SCAFFOLDClient, SGDClient, client_app
 from fedntk.strategies import SCAFFOLD, SeededFedAvg
 
-from .federation import Change, Contract, Grid, app, bits, damaged, examples, lost, network, start
+from .federation import (
+    Change,
+    Contract,
+    Grid,
+    app,
+    arrays_of,
+    bits,
+    damaged,
+    examples,
+    initial_bits,
+    lost,
+    network,
+    run_as_if_lost,
+    start,
+)
 
 ALL = {"fraction_evaluate": 0.0}
 OPTIONS = pytest.mark.parametrize("option", ["I", "II"])
@@ -48,9 +62,7 @@ def descend(
 ) -> float:
     """Weight after some rounds of the first `count` clients."""
     initial = ArrayRecord({"weight": Array(np.array([[first]]))})
-    result = strategy.start(
-        grid=Grid(clients, num_clients=count), initial_arrays=initial, num_rounds=rounds
-    )
+    result = strategy.start(Grid(clients, num_clients=count), initial, num_rounds=rounds)
     return float(result.arrays["weight"].numpy()[0, 0])
 
 
@@ -116,7 +128,8 @@ def test_algorithm_1_by_hand(option):
     x, c, own = 0.3, 0.0, [0.0, 0.0]
     strategy = SCAFFOLD(server_learning_rate=global_rate, **ALL)
     clients = scalar(SCAFFOLDClient, option=option, learning_rate=local_rate, local_epochs=steps)
-    grid = Losing(clients, num_clients=2)
+    changes = {1: lambda reply: reply if strategy.server_round % 2 else None}
+    grid = Grid(clients, num_clients=2, changes=changes)
     initial = ArrayRecord({"weight": Array(np.array([[x]]))})
     result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=5)
     for number in range(1, 6):
@@ -139,19 +152,6 @@ def test_algorithm_1_by_hand(option):
     assert strategy.control() == pytest.approx([c], rel=1e-12)
     for i in range(2):
         assert strategy.controls[i] == pytest.approx([own[i]], rel=1e-12)
-
-
-class Losing(Grid):
-    """Loses the second client's reply in every second round."""
-
-    rounds = 0
-
-    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
-        messages = list(messages)
-        if messages and messages[0].metadata.message_type == "train":
-            self.rounds += 1
-            self.changes = {1: lost} if self.rounds % 2 == 0 else {}
-        return super().send_and_receive(messages, timeout=timeout)
 
 
 def test_clients_not_heard_of_count_with_controls_of_zero():
@@ -243,22 +243,20 @@ def test_each_client_is_sent_the_model_and_its_own_correction():
     strategy = SCAFFOLD(**ALL)
     seen: dict[int, dict[str, NDArray[Any]]] = {}
 
-    class Watching(Grid):
-        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
-            messages = list(messages)
-            if strategy.server_round == 2 and messages:
-                for message in messages:
-                    records = message.content.array_records
-                    client = strategy.registry.client(message.metadata.dst_node_id)
-                    assert list(records) == ["arrays", "corrections"]
-                    assert list(records["arrays"]) == names
-                    seen[client] = {n: a.numpy() for n, a in records["corrections"].items()}
-                    kept[client] = strategy.controls[client].copy()
-            return super().send_and_receive(messages, timeout=timeout)
+    def note(messages: list[Message]) -> None:
+        if strategy.server_round < 2:
+            return
+        for message in messages:
+            records = message.content.array_records
+            client = strategy.registry.client(message.metadata.dst_node_id)
+            assert list(records) == ["arrays", "corrections"]
+            assert list(records["arrays"]) == names
+            seen[client] = arrays_of(records["corrections"])
+            kept[client] = strategy.controls[client].copy()
 
     kept: dict[int, NDArray[Any]] = {}
     names = list(network().state_dict())
-    start(strategy, Watching(CLIENTS, order=3), rounds=2)
+    start(strategy, Grid(CLIENTS, order=3, on_send=note), rounds=2)
     floating = {n: v.numpy() for n, v in network().state_dict().items() if v.is_floating_point()}
     sizes = np.array([len(examples(p)[1]) for p in range(6)])
     control = np.average([kept[p].astype(np.float64) for p in range(6)], axis=0, weights=sizes)
@@ -269,12 +267,6 @@ def test_each_client_is_sent_the_model_and_its_own_correction():
         np.testing.assert_allclose(flat, control - kept[partition], rtol=1e-5, atol=1e-7)
         for name, array in floating.items():
             assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype)
-
-
-def test_evaluation_is_of_the_model_alone():
-    strategy = SCAFFOLD(min_evaluate_nodes=6)
-    start(strategy, Grid(CLIENTS), rounds=2)
-    assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
 
 
 # ------------------------------------------------------------------ hostile controls
@@ -291,28 +283,16 @@ BAD = {
     "far beyond the others'": (bad_control(0, lambda a: np.full_like(a, 1e5)), "scale"),
     "shape": (bad_control(0, lambda a: a.T), "shape"),
     "dtype": (bad_control(0, lambda a: a.astype(np.float64)), "dtype"),
+    "beside weights far beyond the others'": (damaged(0, lambda a: a + 1e4), "scale"),
 }
-
-
-def test_weights_far_beyond_the_others_take_their_control_with_them():
-    attacked, without = SCAFFOLD(**ALL), SCAFFOLD(**ALL)
-    far = damaged(0, lambda a: a + 1e4)
-    first = start(attacked, Grid(CLIENTS, changes={2: far}), rounds=2)
-    assert bits(first) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
-    assert sorted(attacked.controls) == [0, 1, 3, 4, 5]
-    assert attacked.train_metrics[2]["rejected-scale"] == 1
 
 
 @pytest.mark.parametrize("kind", sorted(BAD))
 def test_a_reply_with_a_bad_control_is_as_if_it_were_lost(kind):
-    change, reason = BAD[kind]
-    attacked, without = SCAFFOLD(**ALL), SCAFFOLD(**ALL)
-    first = start(attacked, Grid(CLIENTS, changes={2: change}), rounds=2)
-    assert bits(first) == bits(start(without, Grid(CLIENTS, changes={2: lost}), rounds=2))
+    attacked, without = run_as_if_lost(lambda: SCAFFOLD(**ALL), CLIENTS, *BAD[kind], rounds=2)
     assert sorted(attacked.controls) == [0, 1, 3, 4, 5]
     for partition, control in attacked.controls.items():
         assert control.tobytes() == without.controls[partition].tobytes()
-    assert attacked.train_metrics[2][f"rejected-{reason}"] == 1
 
 
 def test_the_largest_controls_that_pass_overflow_nothing(recwarn):
@@ -331,9 +311,8 @@ def test_the_largest_controls_that_pass_overflow_nothing(recwarn):
 def test_weights_that_overflow_in_the_step_leave_the_model():
     strategy = SCAFFOLD(server_learning_rate=1e30, **ALL)
     change = damaged(0, lambda a: np.full_like(a, 9e11))
-    before = {name: v.numpy() for name, v in network().state_dict().items()}
     after = start(strategy, Grid(CLIENTS, changes=dict.fromkeys(range(6), change)))
-    assert bits(after) == bits(before)
+    assert bits(after) == initial_bits()
     assert not strategy.controls
 
 
@@ -358,12 +337,6 @@ def test_a_lost_reply_leaves_the_clients_control_as_it_was():
 
 
 # ------------------------------------------------------------------ arguments and state
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
-def test_bad_arguments_are_refused(rate):
-    with pytest.raises(ValueError, match="server_learning_rate: expected a finite number of more"):
-        SCAFFOLD(server_learning_rate=rate)
 
 
 def test_controls_of_mixed_precision_keep_their_bits():

@@ -1,0 +1,81 @@
+"""Arguments that do not go together, or that no limit of an option states, are refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, SeededFedAvg
+from fedntk.trust import KeyServer, ShufflingServer
+
+SERVER = ShufflingServer()
+KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
+NAN = float("nan")
+NOISE = {"noise_multiplier": 1.0}
+BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
+
+
+def ntk_fl(**options: Any) -> NTKFL:
+    return NTKFL(**{"learning_rate": 0.1, "steps": [5, 20, 50]} | options)
+
+
+def cp_ntk_fl(**options: Any) -> CPNTKFL:
+    return CPNTKFL(**{"learning_rate": 0.1, "steps": [5, 20, 50]} | options)
+
+
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (SeededFedAvg, {"min_completed": 0}, "min_completed: expected at least 1, got 0"),
+    (SeededFedAvg, {"seed": -1}, "seed: expected at least 0, got -1"),
+    (SeededFedAvg, {"outlier_factor": 1.0}, "outlier_factor: expected more than 1, got 1.0"),
+    (SeededFedAvg, {"outlier_factor": NAN}, "outlier_factor: expected more than 1, got nan"),
+    *[
+        (SCAFFOLD, {"server_learning_rate": rate}, "expected a finite number of more")
+        for rate in (0.0, -1.0, float("inf"), NAN)
+    ],
+    (ntk_fl, {"learning_rate": -1.0}, "learning_rate: expected a positive number"),
+    (ntk_fl, {"steps": ()}, "steps: expected increasing times"),
+    (ntk_fl, {"steps": (2, 1)}, "steps: expected increasing times"),
+    (ntk_fl, {"steps": [0]}, "steps: expected at least one t above 0, got [0]"),
+    (ntk_fl, {"loss": "hinge"}, "loss: expected one of"),
+    (ntk_fl, {"kernel": "wide"}, "kernel: expected"),
+    (ntk_fl, {"residuals": "all"}, "residuals: expected"),
+    (ntk_fl, {"tolerance": 2.0}, "tolerance: expected"),
+    (ntk_fl, {"class_prior": True, "loss": "mse"}, "expected the loss cross-entropy"),
+    (ntk_fl, {"class_target": "all"}, "expected 'uniform' or 'seen', got 'all'"),
+    (ntk_fl, {"class_target": "seen"}, "'seen' goes with class_prior=True, got False"),
+    (ntk_fl, {"selection": "server"}, "expected one of clients, linearised, validation"),
+    (ntk_fl, {"selection": "validation"}, "goes with validation_loss or validation_partitions"),
+    (ntk_fl, {"validation_partitions": (1,)}, "goes with validation_loss or validation_partiti"),
+    (ntk_fl, {"selection": "validation"} | BOTH, "not both"),
+    (cp_ntk_fl, {"sparsity": 1.0}, "sparsity: expected 0 <= sparsity < 1, got 1.0"),
+    (cp_ntk_fl, {"bits": 0}, "bits: expected 1 ... 16, or 32"),
+    (cp_ntk_fl, {"delta": 0.0}, "delta: expected 0 < delta < 1, got 0.0"),
+    (cp_ntk_fl, {"noise_multiplier": -1.0}, "noise_multiplier: expected a number of at least 0"),
+    (cp_ntk_fl, NOISE, "use selection='linearised'"),
+    (
+        cp_ntk_fl,
+        NOISE | {"selection": "validation", "validation_partitions": [1]},
+        "or validation_loss",
+    ),
+    (
+        cp_ntk_fl,
+        NOISE | {"selection": "linearised", "centre_inputs": True},
+        "centre_inputs asks each client for a sum",
+    ),
+    (
+        cp_ntk_fl,
+        {"shuffling_server": SERVER, "run": "a run", "centre_inputs": True},
+        "by which shuffled rows can be told apart",
+    ),
+    (cp_ntk_fl, {"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
+    (cp_ntk_fl, {"shuffling_server": SERVER}, "shuffling_server: name the training run"),
+    (cp_ntk_fl, {"key_server": KEYS}, "key_server: name the training run"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+def test_arguments_are_refused_by_name(make, options, message):
+    with pytest.raises(ValueError) as caught:
+        make(**options)
+    assert message in str(caught.value)
