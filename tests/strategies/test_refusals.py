@@ -1,13 +1,18 @@
-"""Arguments that do not go together, or that no limit of an option states, are refused by name."""
+"""Bad arguments are refused by name: beyond an option's limits, and what does not go together."""
 
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, SeededFedAvg
+from fedntk.ntk.options import Option
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD
 from fedntk.trust import KeyServer, ShufflingServer
+
+from .test_contract import CONTRACTS
 
 SERVER = ShufflingServer()
 KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
@@ -25,10 +30,6 @@ def cp_ntk_fl(**options: Any) -> CPNTKFL:
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (SeededFedAvg, {"min_completed": 0}, "min_completed: expected at least 1, got 0"),
-    (SeededFedAvg, {"seed": -1}, "seed: expected at least 0, got -1"),
-    (SeededFedAvg, {"outlier_factor": 1.0}, "outlier_factor: expected more than 1, got 1.0"),
-    (SeededFedAvg, {"outlier_factor": NAN}, "outlier_factor: expected more than 1, got nan"),
     *[
         (SCAFFOLD, {"server_learning_rate": rate}, "expected a finite number of more")
         for rate in (0.0, -1.0, float("inf"), NAN)
@@ -72,6 +73,39 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (cp_ntk_fl, {"shuffling_server": SERVER}, "shuffling_server: name the training run"),
     (cp_ntk_fl, {"key_server": KEYS}, "key_server: name the training run"),
 ]
+
+
+def outside(own: Option) -> list[Any]:
+    """Values that an option's limits exclude, at each of them, and one of another type."""
+    past = {"at_least": -1, "at_most": 1, "above": 0, "below": 0}
+    numbers = [bound + past[limit] for limit, bound in own.limits.items() if math.isfinite(bound)]
+    if own.limits and isinstance(own.default, float):
+        numbers.append(math.nan)
+    if isinstance(own.default, tuple):
+        return [(number,) for number in numbers]
+    words = ["nonsense"] if own.choices or isinstance(own.default, int | float) else []
+    return numbers + words
+
+
+KINDS = {type(case.strategy()): case.strategy() for case in CONTRACTS.values()}
+# what several methods inherit is tried with one of them
+DECLARED = {own.name + str(own): (kind, own) for kind in KINDS for own in kind.options().values()}
+LIMITS = [
+    pytest.param(kind, own, value, id=f"{kind.__name__}-{own.name}-{value}")
+    for kind, own in DECLARED.values()
+    for value in outside(own)
+]
+
+
+@pytest.mark.parametrize(("kind", "own", "value"), LIMITS)
+def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
+    required = {
+        name: getattr(KINDS[kind], name, 0.1)
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
+    }
+    with pytest.raises(ValueError, match=rf"^{own.name}: expected .*, got"):
+        kind(**required | {own.name: value})
 
 
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
