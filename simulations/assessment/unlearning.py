@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.support.files import whole
+from fedntk.strategies.core.array_archive import save_tensors
 
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_setup, make_strategy
 from ..engine.checkpoints import Checkpoints
-from ..engine.tensors import save_tensors
 from ..methods.method import Setup
 from ..report.results import Run, read_run
 

@@ -12,6 +12,7 @@ from fedntk.clients.core.adapter import unpacked
 from fedntk.ntk import NotEnoughMemory, require_disk, require_memory
 from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
+from fedntk.strategies.core.array_archive import load_tensors
 
 from ..config.config import Config
 from ..config.settings import ConfigError
@@ -23,7 +24,6 @@ from ..methods.method import Method, Need, Setup
 from ..models import build_model
 from ._flower import log_from
 from .checkpoints import Checkpoints
-from .tensors import load_tensors
 
 __all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
 

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from logging import INFO, WARNING, getLogger
 from typing import Any
 
@@ -17,7 +16,7 @@ from fedntk.ntk.predictors.network import Evaluation
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
-from .checkpoints import Best, Checkpoint, Checkpoints
+from .checkpoints import Best, Checkpoint, Checkpoints, Round
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
 
@@ -145,7 +144,7 @@ class Recorder:
         self._of_evaluation = AdmittedMetrics(of_clients, _of_the_statistics, "evaluation")
         self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
         self._checkpoints = checkpoints
-        self.checkpoint = Checkpoint(weights={}, strategy={}, source=source)
+        self.checkpoint = Checkpoint({}, strategy.learned, {}, source)
         reset_peak_memory()
 
     def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
@@ -155,7 +154,7 @@ class Recorder:
         self._of_training.remember(name for name in names if not _of_the_recorder(name))
         own = (n.removeprefix("client-") for n in names if n.startswith("client-"))
         self._of_evaluation.remember(name for name in own if not _of_the_statistics(name))
-        self._of_clients.remember(checkpoint.evaluations.names)
+        self._of_clients.remember(name for own in checkpoint.rounds for _, name, _ in own.clients)
         self._append(*checkpoint.records)
 
     def save(self) -> None:
@@ -163,7 +162,6 @@ class Recorder:
         if self.checkpoint.round > self._saved:
             self._checkpoints.save(self.checkpoint)
             self._saved = self.checkpoint.round
-            self.checkpoint = replace(self.checkpoint, best_weights={})  # a file has them
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate and record a round, unless a run goes on from it: Flower's ``evaluate_fn``.
@@ -175,7 +173,7 @@ class Recorder:
             self._record(server_round, arrays, seconds)
         else:
             self._arrays = arrays  # as the strategy hands them on, from which a run goes on
-        last = self.checkpoint.records[-1]
+        last = self.checkpoint.rounds[-1].metrics
         self._start = time.perf_counter()
         reset_peak_memory()
         if "accuracy" not in last:
@@ -220,17 +218,18 @@ class Recorder:
         record["peak-memory"] = peak_memory()
 
         before = self.checkpoint
-        best = _better(before.best, record, self._config.monitor, strategy.learned)
+        best = before.best
+        if _is_better(record, self._config.monitor, best):
+            value = float(record[self._config.monitor])
+            best = Best(server_round, value, strategy.learned, weights)
         self._arrays = arrays
         self.checkpoint = Checkpoint(
-            weights=weights,
-            strategy=strategy.state_dict(),
-            source=before.source,
-            records=[*before.records, record],
-            evaluations=before.evaluations.with_round(server_round, own),
-            best=best,
-            best_weights=before.best_weights if best is before.best else weights,
-            learned=strategy.learned,
+            weights,
+            strategy.learned,
+            strategy.state_dict(),
+            before.source,
+            [*before.rounds, Round.of(record, own)],
+            best,
         )
         details = self._folder / "details"
         self._config.chosen_method.after_round(strategy, server_round, details)
@@ -259,14 +258,9 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return statistics
 
 
-def _better(
-    best: Best | None, record: Mapping[str, Any], monitor: str, learned: str
-) -> Best | None:
-    """Return the best so far; the earliest of equals."""
+def _is_better(record: Mapping[str, Any], monitor: str, best: Best | None) -> bool:
     value = record.get(monitor)
     if value is None or math.isnan(value):
-        return best
+        return False
     sign = -1 if "loss" in monitor else 1
-    if best is not None and sign * value <= sign * best.value:
-        return best
-    return Best(int(record["round"]), float(value), learned)
+    return best is None or sign * value > sign * best.value

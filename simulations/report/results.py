@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk.support.files import whole
+from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
 from ..config.config import Config
 from ..config.settings import ConfigError
-from ..engine.checkpoints import Checkpoint, Checkpoints, Evaluations
-from ..engine.tensors import load_tensors, save_tensors
+from ..engine.checkpoints import Checkpoint, Checkpoints
 from ..errors import RunFailed
 
 __all__ = [
@@ -151,15 +151,14 @@ def write_run(
     whose = {"run": name, "method": config.method, "seed": config.seed}
     records = checkpoint.records
     _tidy(whose, records).to_parquet(folder / "rounds.parquet", index=False)
-    clients = _tidy_clients(whose, checkpoint.evaluations)
-    clients.to_parquet(folder / "clients.parquet", index=False)
+    _tidy_clients(whose, checkpoint).to_parquet(folder / "clients.parquet", index=False)
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
     save_tensors(folder / "model.safetensors", checkpoint.weights, described)
     last, best = records[-1], checkpoint.best
     measured = next(record for record in reversed(records) if "accuracy" in record)
     if best is not None:
         described = {"round": best.round, "learned": best.learned}
-        save_tensors(folder / "best.safetensors", checkpoints.best_weights(), described)
+        save_tensors(folder / "best.safetensors", best.weights, described)
     content = {
         "status": "finished",
         **whose,
@@ -195,18 +194,21 @@ def _tidy(whose: dict[str, Any], records: Sequence[dict[str, Any]]) -> pd.DataFr
     return pd.DataFrame(rows, columns=[*whose, "round", "metric", "value"])
 
 
-def _tidy_clients(whose: dict[str, Any], evaluations: Evaluations) -> pd.DataFrame:
-    rounds, partitions, names = evaluations.keys.T
-    columns = {
-        "round": rounds,
-        "partition": partitions,
-        "metric": np.array(evaluations.names, object)[names],
-        "value": evaluations.values,
+def _tidy_clients(whose: dict[str, Any], checkpoint: Checkpoint) -> pd.DataFrame:
+    rows = [
+        (*whose.values(), int(own.metrics["round"]), *row)
+        for own in checkpoint.rounds
+        for row in own.clients
+    ]
+    columns = [*whose, "round", "partition", "metric", "value"]
+    types = {
+        "seed": np.int64,
+        "round": np.int64,
+        "partition": np.int64,
+        "metric": str,
+        "value": np.float64,
     }
-    tidy = pd.DataFrame(columns).astype({"metric": str})
-    for position, (name, value) in enumerate(whose.items()):
-        tidy.insert(position, name, value)
-    return tidy
+    return pd.DataFrame(rows, columns=columns).astype(types)
 
 
 def write_summary(folder: Path, content: dict[str, Any]) -> None:

@@ -1,19 +1,18 @@
-"""Versions of a set of named arrays on disk; each file holds what changed since the one before.
+"""Arrays in safetensors files that tell when they are damaged, and versions of a run's state.
 
-A version is a safetensors file with the arrays that no file before it holds, and with a list of all
-its arrays: for each its checksum and the file it is in. So what no longer changes is written once.
-When less than half of what the files hold is needed, a version is written whole, and the others are
-removed.
+A version's file holds the arrays that no file before it holds, and the state, in which each array
+stands as its checksum. So what no longer changes is written once. When less than half of what the
+files hold is needed, a version is written whole, and the others are removed.
 """
 
 import hashlib
 import json
 import mmap
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,15 @@ from safetensors.numpy import save
 
 from fedntk.ntk.support.files import PARTIAL, DamagedFile, whole
 
-__all__ = ["ArrayArchive", "OldFormat", "Version", "checksum", "split_arrays", "under"]
+__all__ = ["ArrayArchive", "OldFormat", "checksum", "load_tensors", "save_tensors", "under"]
 
 logger = getLogger("flwr")
-FORMAT = 3
+FORMAT = 4
 KEPT = 2  # versions
+ARRAY = "array of checksum"  # the only key of what stands for an array in a state
 Arrays = dict[str, NDArray[Any]]
+Places = dict[str, tuple[str, int]]  # checksum -> file and bytes
+State = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -35,15 +37,8 @@ class OldFormat(ValueError):  # noqa: N818
     """A file that another version of fedntk wrote."""
 
 
-class Version(NamedTuple):
-    """What one file of an archive stands for: its arrays, and what was saved beside them."""
-
-    arrays: Arrays
-    content: dict[str, Any]
-
-
 class ArrayArchive:
-    """Numbered versions of named arrays in a folder; one process at a time writes them.
+    """Numbered versions of a state in a folder; one process at a time writes them.
 
     Parameters
     ----------
@@ -53,94 +48,32 @@ class ArrayArchive:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[str, _Place] = {}  # by checksum, of what the newest version needs
-        self._names: dict[str, str] = {}  # name -> checksum, of the newest version
+        self._places: Places = {}  # of the newest version
         self._checksums = Checksums()
 
-    def save(
-        self,
-        number: int,
-        arrays: Mapping[str, NDArray[Any]],
-        content: Mapping[str, Any],
-        *,
-        unchanged: Collection[str] = (),
-    ) -> None:
-        """Write what changed since the last version; that one is kept, older ones are removed.
+    def save(self, number: int, state: Mapping[str, Any]) -> None:
+        """Write what changed since the last version; keep that one, and remove older ones.
 
         Parameters
         ----------
         number : int
-            Of the version, larger than those before.
-        arrays : mapping of str to ndarray
-            All, but for those that are `unchanged`.
-        content : mapping
-            What JSON holds, to be kept with them.
-        unchanged : collection of str
-            Names of the last version whose arrays this version has, too.
+            Number of the version, larger than those before.
+        state : mapping
+            Values of JSON, and arrays, in dictionaries and lists.
         """
-        arrays = _contiguous(arrays)
-        names = {name: self._checksums.of(array) for name, array in arrays.items()}
-        names |= {name: self._names[name] for name in unchanged}
-        there = {path for path in {place.path for place in self._places.values()} if path.exists()}
-        known = {digest: place for digest, place in self._places.items() if place.path in there}
-        needed = {digest: known[digest] for digest in names.values() if digest in known}
-        stored = sum(path.stat().st_size for path in {place.path for place in needed.values()})
-        if stored > 2 * sum(place.nbytes for place in needed.values()) + 2**16:
-            for name in unchanged:  # what only files hold
-                arrays[name] = _read(needed[names[name]].path, [names[name]])[names[name]]
-            needed = {}
-        self._write(number, names, arrays, content, needed)
-        self._remove_all_but(KEPT)
+        text, arrays = self._encode(state)
+        known = {d: place for d, place in self._places.items() if d in arrays}
+        sizes = {name: self._size(name) for name in {name for name, _ in known.values()}}
+        known = {d: place for d, place in known.items() if sizes[place[0]]}
+        if sum(sizes.values()) > 2 * sum(nbytes for _, nbytes in known.values()) + 2**16:
+            known = {}
+        self._write(number, text, arrays, known, kept=KEPT)
 
-    def save_whole(
-        self, number: int, arrays: Mapping[str, NDArray[Any]], content: Mapping[str, Any]
-    ) -> None:
+    def save_whole(self, number: int, state: Mapping[str, Any]) -> None:
         """Write a version with all its arrays in one file, and remove all others."""
-        arrays = _contiguous(arrays)
-        names = {name: self._checksums.of(array) for name, array in arrays.items()}
-        self._write(number, names, arrays, content, {})
-        self._remove_all_but(1)
+        self._write(number, *self._encode(state), {}, kept=1)
 
-    def _write(
-        self,
-        number: int,
-        names: Mapping[str, str],
-        arrays: Arrays,
-        content: Mapping[str, Any],
-        needed: Mapping[str, "_Place"],
-    ) -> None:
-        manifest = {
-            "format": FORMAT,
-            "names": dict(names),
-            "files": {digest: [place.path.name, place.nbytes] for digest, place in needed.items()},
-            "content": dict(content),
-        }
-        text = json.dumps(manifest)
-        described = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": manifest}
-        new = {names[name]: array for name, array in arrays.items() if names[name] not in needed}
-        path = self.folder / f"round-{number:06}.safetensors"
-        with whole(path) as file:
-            file.write(save(new, {"fedntk": json.dumps(described)}))
-        own = {digest: _Place(path, array.nbytes) for digest, array in new.items()}
-        self._places, self._names = {**needed, **own}, dict(names)
-
-    def read(self, names: Collection[str]) -> Arrays:
-        """Read some arrays of the newest version.
-
-        Raises
-        ------
-        DamagedFile
-            If a file is not as it was written.
-        """
-        digests = {name: self._names[name] for name in names}
-        return {name: _read(self._places[d].path, [d])[d] for name, d in digests.items()}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the arrays of the newest version."""
-        return tuple(self._names)
-
-    def newest(self) -> Version | None:
+    def newest(self) -> State | None:
         """Read the newest version that is whole, with a warning for each that is not.
 
         Raises
@@ -155,26 +88,60 @@ class ArrayArchive:
                 logger.log(WARNING, "%s; going back to what was saved before it", error)
         return None
 
-    def _load(self, path: Path) -> Version:
-        manifest = _manifest(path)
-        names: dict[str, str] = manifest["names"]
-        elsewhere = {
-            digest: _Place(self.folder / name, nbytes)
-            for digest, (name, nbytes) in manifest["files"].items()
-        }
-        by_file: dict[Path, list[str]] = {}
-        for digest in dict.fromkeys(names.values()):
-            place = elsewhere.get(digest)
-            by_file.setdefault(place.path if place else path, []).append(digest)
+    def remove_partial(self) -> None:
+        """Remove what killed processes left half written."""
+        for path in self.folder.glob(f"*{PARTIAL}"):
+            path.unlink(missing_ok=True)
+
+    def _encode(self, state: Mapping[str, Any]) -> tuple[str, Arrays]:
+        arrays: Arrays = {}
+
+        def reference(value: object) -> dict[str, str]:
+            if not isinstance(value, np.ndarray):
+                raise TypeError(f"expected what JSON holds, or an array, got {value!r}")
+            array = np.asarray(value, order="C")
+            digest = self._checksums.of(array)
+            arrays[digest] = array
+            return {ARRAY: digest}
+
+        return json.dumps(state, default=reference), arrays
+
+    def _write(
+        self,
+        number: int,
+        text: str,
+        arrays: Arrays,
+        known: Places,
+        *,
+        kept: int,
+    ) -> None:
+        path = self.folder / f"round-{number:06}.safetensors"
+        new = {digest: array for digest, array in arrays.items() if digest not in known}
+        self._places = known | {digest: (path.name, array.nbytes) for digest, array in new.items()}
+        _write_described(path, new, {"places": self._places, "state": text})
+        self._remove_all_but(kept)
+
+    def _load(self, path: Path) -> State:
+        described = _read_described(path)
+        places: Places = described["places"]
+        by_file: dict[str, dict[str, str]] = {}
+        for digest, (name, _) in places.items():
+            by_file.setdefault(name, {})[digest] = digest
         found: Arrays = {}
-        for file, digests in by_file.items():
-            found |= _read(file, digests)
-        self._names = names
-        self._places = {
-            digest: elsewhere.get(digest, _Place(path, array.nbytes))
-            for digest, array in found.items()
-        }
-        return Version({name: found[d] for name, d in names.items()}, manifest["content"])
+        for name, digests in by_file.items():
+            found |= _read_arrays(self.folder / name, digests)
+        self._places = places
+
+        def decode(value: State) -> Any:
+            return found[value[ARRAY]] if value.keys() == {ARRAY} else value
+
+        state: State = json.loads(described["state"], object_hook=decode)
+        return state
+
+    def _size(self, name: str) -> int:
+        """Bytes of a file; 0 if it is gone."""
+        path = self.folder / name
+        return path.stat().st_size if path.exists() else 0
 
     def _files(self) -> list[Path]:
         """All versions, newest first."""
@@ -186,24 +153,12 @@ class ArrayArchive:
         kept = {path.name for path in files[:count]}
         for path in files[:count]:
             try:
-                kept |= {name for name, _ in _manifest(path)["files"].values()}
+                kept |= {name for name, _ in _read_described(path)["places"].values()}
             except (DamagedFile, OldFormat):
-                continue  # it will not be gone on from
+                continue  # no run will go on from it
         for path in files[count:]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
-
-    def remove_partial(self) -> None:
-        """Remove what killed processes left half written."""
-        for path in self.folder.glob(f"*{PARTIAL}"):
-            path.unlink(missing_ok=True)
-
-
-class _Place(NamedTuple):
-    """Where an array is, and how large it is."""
-
-    path: Path
-    nbytes: int
 
 
 def checksum(array: NDArray[Any]) -> str:
@@ -214,9 +169,9 @@ def checksum(array: NDArray[Any]) -> str:
 
 
 class Checksums:
-    """Checksums of arrays, formed once for each object that nobody can change.
+    """Checksums of arrays, computed once for each object that cannot be written to.
 
-    So what a server holds for each client, and did not change in a round, is not read again.
+    So a server does not read again what it holds for each client and did not change in a round.
     """
 
     def __init__(self) -> None:
@@ -248,45 +203,62 @@ def under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
     return {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
 
 
-def split_arrays(prefix: str, values: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays among some values, a prefix before their names, and the others."""
-    arrays = {prefix + n: v for n, v in values.items() if isinstance(v, np.ndarray)}
-    return arrays, {n: v for n, v in values.items() if not isinstance(v, np.ndarray)}
+def save_tensors(
+    path: Path, tensors: Mapping[str, NDArray[Any]], content: Mapping[str, Any] | None = None
+) -> None:
+    """Write arrays in their order, and a `content` of JSON, whole or not at all, with checksums."""
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    checksums = {name: checksum(array) for name, array in arrays.items()}
+    _write_described(path, arrays, {"checksums": checksums, "content": content or {}})
 
 
-def _contiguous(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
-    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
+def load_tensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """Read what :func:`save_tensors` wrote: the arrays in their order, and the content.
+
+    Raises
+    ------
+    DamagedFile
+        If the file is not as it was written.
+    FileNotFoundError
+        If there is none.
+    """
+    described = _read_described(path)
+    return _read_arrays(path, described["checksums"]), described["content"]
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """Read what a file says of its version, and check that it is as it was written."""
+def _write_described(path: Path, arrays: Arrays, description: Mapping[str, Any]) -> None:
+    text = json.dumps(description)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    described = {"format": FORMAT, "sha256": digest, "text": text}
+    with whole(path) as file:  # one entry of metadata: safetensors puts several in any order
+        file.write(save(arrays, {"fedntk": json.dumps(described)}))
+
+
+def _read_described(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="numpy") as file:
-            described = json.loads((file.metadata() or {})["fedntk"])
-        if described.get("manifest", {}).get("format") != FORMAT:
-            raise OldFormat(
-                f"{path} is a checkpoint of another version of fedntk, which this one cannot go on "
-                "from"
-            )
-        manifest: dict[str, Any] = described["manifest"]
-        expected = described["sha256"]
-    except OldFormat:
+            found = json.loads((file.metadata() or {})["fedntk"])
+        version, digest, text = (found.get(key) for key in ("format", "sha256", "text"))
+        if version != FORMAT:
+            raise OldFormat(f"{path} is of another version of fedntk, which this one cannot read")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
+    except (OldFormat, DamagedFile):
         raise
     except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
         raise DamagedFile(f"{path} cannot be read: {error}") from error
-    if hashlib.sha256(json.dumps(manifest).encode()).hexdigest() != expected:
-        raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
-    return manifest
+    description: dict[str, Any] = json.loads(text)
+    return description
 
 
-def _read(path: Path, checksums: list[str]) -> Arrays:
-    """Read arrays by their checksums, and check these."""
+def _read_arrays(path: Path, checksums: Mapping[str, str]) -> Arrays:
+    """Read arrays by their names, and check them."""
     try:
         with safe_open(path, framework="numpy") as file:
-            arrays = {digest: file.get_tensor(digest) for digest in checksums}
+            arrays = {name: file.get_tensor(name) for name in checksums}
     except (SafetensorError, ValueError, TypeError) as error:
         raise DamagedFile(f"{path} cannot be read: {error}") from error
-    for digest, array in arrays.items():
-        if checksum(array) != digest:
+    for name, array in arrays.items():
+        if checksum(array) != checksums[name]:
             raise DamagedFile(f"{path} is damaged: its checksum is not that of its content")
     return arrays

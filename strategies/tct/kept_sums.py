@@ -47,8 +47,8 @@ class KeptSums:
         self, run: str, server_round: int, client: int, arrays: Sequence[NDArray[Any]]
     ) -> None:
         """Keep the arrays of a client's reply, in place of those of an earlier round."""
-        named = {str(i): array for i, array in enumerate(arrays)}
-        self._archive(run, f"client-{client}").save_whole(server_round, named, {})
+        archive = self._archive(run, f"client-{client}")
+        archive.save_whole(server_round, {"arrays": list(arrays)})
 
     def read(self, run: str, clients: Sequence[int]) -> Iterator[list[NDArray[Any]]]:
         """Yield the arrays of each client's reply, one client's in memory at a time.
@@ -65,11 +65,11 @@ class KeptSums:
                     f"sums: those of client {client} are not in {self.folder} any more, or are "
                     "damaged; the model cannot be solved with them: take that client out, too"
                 )
-            yield list(found.arrays.values())
+            yield found["arrays"]
 
     def write_steps(self, run: str, server_round: int, step: NDArray[Any]) -> None:
         """Keep the steps of the fixed-point numbers that were summed up."""
-        self._archive(run, STEPS).save_whole(server_round, {"step": step}, {})
+        self._archive(run, STEPS).save_whole(server_round, {"step": step})
 
     def steps(self, run: str) -> NDArray[Any]:
         """Return these steps.
@@ -82,7 +82,8 @@ class KeptSums:
         found = self._archive(run, STEPS).newest()
         if found is None:
             raise ValueError(f"steps: not in {self.folder} any more, or damaged")
-        return found.arrays["step"]
+        step: NDArray[Any] = found["step"]
+        return step
 
     def remove(self, run: str, client: int) -> None:
         """Remove the sums of a client, if they are there."""

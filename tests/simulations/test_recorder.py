@@ -8,7 +8,6 @@ from flwr.app import MetricRecord
 
 from fedntk.clients import SGDClient
 from fedntk.simulations import Config, load_model, run, write_report
-from fedntk.simulations.engine.checkpoints import Evaluations
 from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.recorder import LONGEST, OTHERS, AdmittedMetrics
@@ -191,14 +190,6 @@ def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path, failing):
     # 2^64 - 3 and 2^64 - 4 are -3 and -4 in 64 bits with a sign; -1 - (2^64 - n) is n - 1
     expected = {0, 1, 4, 5, -3, -4} if failing else {0, 1, 2, 3, 4}
     assert set(found.partition) == expected
-
-
-def test_evaluations_are_entries_in_the_order_of_rounds_clients_and_first_names():
-    table = Evaluations().with_round(1, {5: {"b": 1.0, "a": 2.0}, 7: {"c": 3.0, "a": np.nan}})
-    table = table.with_round(2, {5: {"a": 4.0, "b": 5.0}}).with_round(3, {})
-    assert table.names == ("b", "a", "c")
-    assert table.keys.tolist() == [[1, 5, 0], [1, 5, 1], [1, 7, 2], [2, 5, 0], [2, 5, 1]]
-    assert table.values.tolist() == [1.0, 2.0, 3.0, 5.0, 4.0]
 
 
 def test_statistics_over_the_clients_count_each_once_and_the_worst_is_the_worst(tmp_path):

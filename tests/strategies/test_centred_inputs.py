@@ -22,7 +22,6 @@ from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
 from fedntk.simulations.deploy.simulated_trust import projected
 from fedntk.simulations.engine.building import load_setup
-from fedntk.simulations.engine.tensors import load_tensors
 from fedntk.strategies import (
     NTKDFL,
     NTKFL,
@@ -32,6 +31,7 @@ from fedntk.strategies import (
     NoUsableReply,
     SeededFedAvg,
 )
+from fedntk.strategies.core.array_archive import load_tensors
 
 from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_arrays, with_metrics
 

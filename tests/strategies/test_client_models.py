@@ -125,7 +125,7 @@ def test_checkpoints_read_and_write_only_the_models_that_changed(budget, tmp_pat
     def save(number: int) -> int:
         read.clear()
         named = {f"{k}.{name}": a for k, own in models.items() for name, a in own.items()}
-        archive.save(number, named, {})
+        archive.save(number, named)
         return (tmp_path / f"round-{number:06}.safetensors").stat().st_size
 
     large = {"weight": np.zeros((1000, 100), np.float32)}
@@ -143,7 +143,7 @@ def test_checkpoints_read_and_write_only_the_models_that_changed(budget, tmp_pat
     assert newest is not None
     for client in range(10):
         expected = client + 0.5 * (client in (3, 7))
-        np.testing.assert_array_equal(newest.arrays[f"{client}.weight"], large["weight"] + expected)
+        np.testing.assert_array_equal(newest[f"{client}.weight"], large["weight"] + expected)
 
 
 def test_a_checksum_is_formed_anew_for_what_can_change():
