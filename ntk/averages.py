@@ -116,14 +116,7 @@ def moving_mean(mean: Arrays | None, newest: Arrays, share: float) -> NewArrays:
 def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
     """Form K weighted sums of L models, in float64 and cast to the models' dtypes.
 
-    A few are formed at a time, which bounds the memory that they take.
-
-    Parameters
-    ----------
-    weights : ndarray of float64, shape (K, L)
-        A row for each sum.
-    models : sequence of mapping of str to ndarray
-        L models of the same dtypes.
+    Row k of the weights (K, L) is for sum k. A few are formed at a time, to bound their memory.
     """
     for row in range(0, len(weights), ROWS):
         yield from _mixed(weights[row : row + ROWS], models)

@@ -17,17 +17,11 @@ def log_class_prior(targets: Tensor, counts: Tensor | None = None) -> Tensor:
 
     Source: Menon et al., *Long-Tail Learning via Logit Adjustment*, ICLR 2021, eq. (10), with
     tau = 1. A network that fits the shares pi of some examples with the offset predicts,
-    without it, as if the shares were rho: by default as if all classes were equally common.
+    without it, as if the shares were rho: by default 1/C, otherwise those of `counts` (C,).
 
-    Shares are smoothed by one example that is spread over the classes, pi_c = (n_c + 1/C) / (n +
-    1), and rho likewise: that of a class without examples is not 0. For pi = rho they are zeros.
-
-    Parameters
-    ----------
-    targets : Tensor, shape (n, C)
-        One-hot labels of the examples that are learned from together; n at least 1.
-    counts : Tensor, shape (C,), optional
-        Examples of each class from which rho comes; by default rho_c = 1/C.
+    The shares of examples with one-hot targets (n, C), n at least 1, are smoothed by one example
+    that is spread over the classes, pi_c = (n_c + 1/C) / (n + 1), and rho likewise: that of a class
+    without examples is not 0. For pi = rho they are zeros.
 
     Examples
     --------

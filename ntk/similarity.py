@@ -32,15 +32,8 @@ def cosine_similarities(
 
     Cosines are rounded to 12 places: so equal prototypes are at 1 in whatever order a machine sums.
     They are 0 if a client's features are all zero, or two clients have no class in common; a client
-    is at 1 from itself.
-
-    Parameters
-    ----------
-    prototypes, others : sequence of Prototypes
-        Prototypes of K and L clients, with the same classes and features.
-    absent : {"zero", "common"}
-        Treatment of a class that a client lacks: its part of the concatenation is zero, as in
-        the paper; or each pair of clients is compared over the classes that both have.
+    is at 1 from itself. A class that a client lacks is zero in the concatenation, as in the paper;
+    with ``absent="common"`` each pair of clients is compared over the classes that both have.
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
@@ -69,17 +62,11 @@ def _stacked(prototypes: Sequence[Prototypes]) -> tuple[Matrix, Matrix]:
 def similarity_weights(
     similarities: Matrix, *, temperature: float = 1.0, examples: Sequence[int] | None = None
 ) -> Matrix:
-    """Softmax of similarities (K, L), row by row.
+    """Softmax of cosine similarities (K, L), row by row.
 
-    Parameters
-    ----------
-    similarities : ndarray, shape (K, L)
-        Result of :func:`cosine_similarities`.
-    temperature : float
-        tau, above 0. The larger, the closer to equal weights; infinity gives these.
-    examples : sequence of int, optional
-        Weight of each of the L clients besides its similarity. Without it all count alike, as
-        in the paper. With it and equal similarities, weights are FedAvg's.
+    The larger the temperature tau, the closer to equal weights; infinity gives these. `examples`
+    are weights of the L clients besides their similarity. Without them all count alike, as in the
+    paper; with them and equal similarities, weights are FedAvg's.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: expected more than 0, got {temperature}")

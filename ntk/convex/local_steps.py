@@ -112,18 +112,9 @@ def residual_sum(
 ) -> Tensor:
     """S, the sum of the residuals R_0 ... R_{M-1} along M corrected steps: shape (n, C), float64.
 
-    It is not finite if the steps diverge that far.
-
-    Parameters
-    ----------
-    kernel : Spectrum or Tensor, shape (n, n)
-        K = Z Z^T: its spectrum for least squares, itself for cross-entropy. Unused for one step.
-    outputs, targets, drift : Tensor, shape (n, C)
-        Z W_0, Y and Z h.
-    learning_rate, local_steps : float, int
-        eta and M.
-    loss : {"mse", "cross-entropy"}
-        Loss of the module's docstring.
+    It is not finite if the steps diverge that far. `kernel` is K = Z Z^T (n, n), for least squares
+    its spectrum; it is unused for one step. Outputs, targets and drift are Z W_0, Y and Z h, (n,
+    C).
     """
     n, first = len(outputs), residual(outputs.double(), targets.double(), check_loss(loss))
     if local_steps == 1:
@@ -160,17 +151,7 @@ def looped_steps(
 ) -> tuple[Tensor, Tensor]:
     """Take the M steps one after another on W, as eq. (3) says: the closed form's oracle.
 
-    Parameters
-    ----------
-    features, weights, targets, correction : Tensor, shapes (n, p), (p, C), (n, C), (p, C)
-        Z, W_0, Y and h, of one dtype.
-    learning_rate, local_steps, loss
-        As in :func:`residual_sum`.
-
-    Returns
-    -------
-    tuple of Tensor, Tensor
-        W_M (p, C) and S (n, C).
+    From Z (n, p), W_0 (p, C), Y (n, C) and h (p, C), of one dtype, come W_M (p, C) and S (n, C).
     """
     check_loss(loss)
     w, total = weights.clone(), torch.zeros_like(targets)

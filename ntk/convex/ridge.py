@@ -22,16 +22,9 @@ __all__ = ["pooled_ridge", "ridge_regression"]
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.
 
-    A = (K + rho I)^{-1} Y, float64, with rho = `ridge` times the mean of K's diagonal, so that its
-    meaning depends neither on n nor on the features' scale. Full-batch steps from zero approach the
-    limit rho -> 0.
-
-    Parameters
-    ----------
-    kernel, targets : Tensor, shapes (n, n) and (n, C)
-        K = Z Z^T and Y.
-    ridge : float
-        Above 0.
+    A = (K + rho I)^{-1} Y, float64, with K = Z Z^T (n, n), targets Y (n, C) and rho = `ridge` times
+    the mean of K's diagonal, so that its meaning depends neither on n nor on the features' scale.
+    Full-batch steps from zero approach the limit rho -> 0.
     """
     if not ridge > 0:  # NaN, too
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
@@ -56,25 +49,9 @@ def pooled_ridge(
 ) -> tuple[NDArray[np.float32], Normaliser]:
     """Normalise the pooled features and solve the ridge regression on centred labels, in the dual.
 
-    Parameters
-    ----------
-    uploads : sequence of FeatureUpload
-        Those of n examples in all, p features each.
-    num_outputs : int
-        C.
-    ridge : float
-        See :func:`ridge_regression`.
-    normalise : bool
-        Whether features get mean 0 and variance 1 over the n examples.
-    bias : bool
-        Whether a feature that is 1 is appended.
-    device : torch.device or str
-        Device on which products are formed.
-
-    Returns
-    -------
-    tuple of ndarray of float32 (p, C), or (p + 1, C) with a bias, and Normaliser
-        The linear model, and its features' normaliser.
+    Without `normalise` features are used as they are; with `bias` a feature that is 1 is appended.
+    Products are formed on `device`. The linear model is float32, (p, C) or (p + 1, C); its
+    features' normaliser comes with it.
 
     Raises
     ------

@@ -17,13 +17,7 @@ from ..losses import loss_value
 from .gradient_flow import Evolution, GradientFlow
 from .solver import OnStep
 
-__all__ = [
-    "Candidates",
-    "lowest_loss",
-    "mean_losses",
-    "stack_candidates",
-    "unstack_candidates",
-]
+__all__ = ["Candidates", "lowest_loss", "mean_losses", "stack_candidates", "unstack_candidates"]
 
 
 @dataclass(frozen=True, eq=False)

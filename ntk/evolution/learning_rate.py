@@ -27,15 +27,8 @@ def largest_eigenvalue(
 ) -> float:
     """Largest eigenvalue of a positive semi-definite operator, by power iteration from below.
 
-    Parameters
-    ----------
-    product : callable
-        Product of the operator with a tensor of the shape of `example`.
-    example : Tensor
-        Gives shape, dtype and device; its numbers do not matter.
-    tolerance : float
-        The iteration stops once the estimate grows by less than this share in a product, or after
-        100 products.
+    `product` is the operator's product with a tensor like `example` (shape, dtype, device). The
+    iteration stops once the estimate grows by less than `tolerance` in a product, or after 100.
     """
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example)

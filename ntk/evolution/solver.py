@@ -59,20 +59,9 @@ class RungeKuttaChebyshev:
     All matrices (n, C) are kept column by column in memory: with few columns, products with H and
     the softmax are several times faster so than row by row.
 
-    Parameters
-    ----------
-    apply : callable
-        Product with H, (n, C) -> (n, C), in the outputs' dtype.
-    rate : callable
-        G, (n, C) -> (n, C), in float64.
-    slope : callable
-        (f, v) -> -(dG/df) v, in float64; positive semi-definite in v.
-    outputs : Tensor, shape (n, C)
-        f(0).
-    tolerance : float
-        Error allowed per step, relative to the norm of the outputs (of logits of at least 1).
-    on_step : callable, optional
-        Gets the :class:`SolverStep` at t = 0 and after each step.
+    The solver takes the product with H (in the outputs' dtype), G and (f, v) -> -(dG/df) v (in
+    float64; positive semi-definite in v), f(0), and the error allowed per step, relative to the
+    norm of the outputs (of logits of at least 1). `on_step` is called at t = 0 and after each step.
     """
 
     def __init__(

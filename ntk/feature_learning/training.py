@@ -46,20 +46,8 @@ def train(
 
     Gradient steps of a round stay in the span of the client's own n patches, so that they need only
     the products of these, (n, n) instead of (n, d). The weights are those of plain gradient
-    descent, up to rounding.
-
-    Parameters
-    ----------
-    examples : TwoPatchExamples
-        The clients' training examples.
-    initial : Tensor, shape (2, m, d)
-        First weights of all clients.
-    mixing : Tensor, shape (K, K)
-        Result of :func:`mixing_matrix`.
-    rounds, local_steps : int
-        R and E.
-    learning_rate : float
-        eta.
+    descent, up to rounding. First weights (2, m, d) are those of all clients; :func:`mixing_matrix`
+    gives (K, K).
     """
     clients = len(examples.noise)
     if mixing.shape != (clients, clients) or bool(((mixing.sum(1) - 1).abs() > 1e-5).any()):
@@ -67,17 +55,6 @@ def train(
             f"mixing: expected shape {(clients, clients)} with rows that add up to 1, got shape "
             f"{tuple(mixing.shape)}; mixing_matrix makes one"
         )
-    return _rounds(examples, initial, mixing, rounds, local_steps, learning_rate)
-
-
-def _rounds(
-    examples: TwoPatchExamples,
-    initial: Tensor,
-    mixing: Tensor,
-    rounds: int,
-    local_steps: int,
-    learning_rate: float,
-) -> Iterator[Tensor]:
     mu, xi = examples.client_signals, examples.noise
     unit_noise = xi / squared_norms(xi)
     within = xi @ unit_noise.transpose(1, 2)  # <xi_i, xi_i'> / ||xi_i'||^2, (K, n, n)

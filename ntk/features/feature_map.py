@@ -199,21 +199,11 @@ class FeatureMap:
 def with_fourier_features(
     network: nn.Module, num_features: int, seed: int, head: str = ""
 ) -> nn.Module:
-    """Return a copy of a network with a new last layer, of random Fourier features of its inputs.
+    """Return a copy of a network with a new last layer, of p random Fourier features of its inputs.
 
     Methods that compute the last layer of a frozen network can so have any number of features, as
-    in Fani et al., ICML 2024 (Fed3R-RF). The seed also gives the new layer's weights.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Network with a last linear layer of d inputs and C outputs.
-    num_features : int
-        p, at least 1.
-    seed : int
-        Seed of the features, and of the new layer's first weights.
-    head : str
-        Name of the last linear layer; empty: the network's last ``nn.Linear``.
+    in Fani et al., ICML 2024 (Fed3R-RF). The seed gives the features, and the new layer's first
+    weights. `head` names the last linear layer, by default the last ``nn.Linear``.
 
     Examples
     --------

@@ -54,15 +54,9 @@ def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
 def low_frequencies(images: Tensor, num_features: int) -> Tensor:
     """Return the coefficients of the lowest frequencies of a two-dimensional cosine transform.
 
-    The transform (DCT-II, orthonormal) is taken of each channel. Coefficients are sorted by
-    (u / H)^2 + (v / W)^2 of their frequencies u and v, and of one frequency by channel.
-
-    Parameters
-    ----------
-    images : Tensor, shape (n, H, W) or (n, channels, H, W)
-        Images in floating point.
-    num_features : int
-        Number of coefficients, at most the numbers in an image; with all of them norms are kept.
+    The transform (DCT-II, orthonormal) is taken of each channel of images (n, H, W) or (n,
+    channels, H, W). Coefficients are sorted by (u / H)^2 + (v / W)^2 of their frequencies u and v,
+    and of one frequency by channel; with all of them norms are kept.
 
     Examples
     --------

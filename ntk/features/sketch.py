@@ -36,14 +36,7 @@ class GradientSketch:
 
     A linear layer called once for an example has an outer product for its gradient: its factors are
     sketched; other layers' gradients are sketched themselves. The whole gradient is never in
-    memory.
-
-    Parameters
-    ----------
-    names : list of str
-        Parameters of the network, in order: the position of one is in its seeds.
-    width, seed : int
-        p and the seed of all sketches.
+    memory. The position of a parameter among the network's `names` is in the seed of its sketches.
     """
 
     def __init__(self, names: list[str], width: int, seed: int) -> None:

@@ -3,7 +3,7 @@
 A :class:`Jacobian` of n examples and C outputs over the trainable parameters is a row of blocks,
 one for each layer or parameter: :class:`~.blocks.DenseBlock` holds the definition,
 ``d f_c(x_i) / d w``, of shape (n, C, *w); the others hold a layer's inputs ``a`` and output
-gradients ``g``, whose products the Jacobian is, and never build anything of size n C d_in d_out.
+gradients ``g``, of which the Jacobian is products, and never build anything of size n C d_in d_out.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 3.2,
 eq. (4) and (6), and section 4.1, eq. (8). The factored form is exact, and therefore exactly as

@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import BadReply
+from ..jacobian.operator import Jacobian
 from ..losses import one_hot
 from ..support.arrays import require_array
 from ..support.memory import require_memory
 from .compression import UNQUANTISED, Encoded, compress
-from .jacobian_format import count_arrays, jacobian_to_arrays, require_form
+from .jacobian_format import jacobian_of, jacobian_to_arrays
 from .jacobian_upload import JacobianUpload
-from .limits import UploadLimits
+from .limits import UploadLimits, require_labels
 
 __all__ = ["DECODING_BYTES", "CompressedUpload"]
 
@@ -91,14 +92,8 @@ class CompressedUpload:
         outputs, labels, layout, *tensors = arrays
         require_array("outputs", outputs, shape=(-1, -1), dtype=(np.float32, np.float64))
         n, num_outputs = outputs.shape
-        if n > limits.max_examples:
-            raise BadReply("shape", f"expected at most {limits.max_examples} examples, got {n}")
-        require_array("labels", labels, shape=(n,), dtype="unsigned")
-        if labels.max() >= num_outputs:
-            raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")
-        expected = count_arrays(layout, limits.parameters)
-        if len(tensors) != expected:
-            raise BadReply("shape", f"expected {expected} tensors, got {len(tensors)}")
+        limits.require_examples(n)
+        require_labels(labels, n, num_outputs)
         codes = [t if t.dtype == np.int64 else Encoded.parse(t) for t in tensors]
         for code in codes:
             if isinstance(code, Encoded):
@@ -107,7 +102,7 @@ class CompressedUpload:
             code.meta_tensor() if isinstance(code, Encoded) else torch.from_numpy(code.copy())
             for code in codes
         ]
-        size = require_form(layout, meta, limits.parameters, num_outputs)
+        size = _checked_size(jacobian_of(layout, meta, limits.parameters), num_outputs)
         numbers = sum(code.count for code in codes if isinstance(code, Encoded))
         require_memory(
             2 * size + DECODING_BYTES * numbers, f"a client's Jacobian of {n} examples, decoded,"
@@ -118,3 +113,13 @@ class CompressedUpload:
             [outputs, targets.astype(outputs.dtype), layout, *decoded],
             parameters=limits.parameters,
         )
+
+
+def _checked_size(jacobian: Jacobian, num_outputs: int) -> int:
+    """Return the bytes of a Jacobian with C outputs, and no factors larger than dense blocks."""
+    if jacobian.num_outputs != num_outputs:
+        raise BadReply("shape", f"expected {num_outputs} outputs, got {jacobian.num_outputs}")
+    for block in jacobian.blocks:
+        if sum(array[0].numel() for array in block.arrays) > block.dense_size:
+            raise BadReply("shape", f"{block.layout}: factors larger than what they make")
+    return jacobian.nbytes

@@ -58,19 +58,8 @@ def num_kept(size: int, sparsity: float) -> int:
     return size - math.floor(sparsity * size)
 
 
-def top_k(values: Floats, sparsity: float) -> NDArray[np.bool_]:
-    """Mask of the k largest in magnitude, in the shape of `values`; of equal ones, the first.
-
-    Examples
-    --------
-    >>> top_k(np.array([3.0, -5.0, 1.0, 3.0]), 0.5)
-    array([ True,  True, False, False])
-    """
-    return _largest(values.reshape(1, -1), sparsity).reshape(values.shape)
-
-
-def _largest(groups: Floats, sparsity: float) -> NDArray[np.bool_]:
-    """Mask of the k largest of each row of a matrix."""
+def top_k(groups: Floats, sparsity: float) -> NDArray[np.bool_]:
+    """Mask of the k largest in magnitude of each row of a matrix; of equal ones, the first."""
     size = groups.shape[1]
     count = num_kept(size, sparsity)
     if count == size:
@@ -119,7 +108,7 @@ def compress(
         raise ValueError("compress: expected finite numbers, got NaN or infinity")
     rows = len(values) if by_row and values.ndim and values.size else 1
     groups = values.reshape(rows, -1)
-    mask = _largest(groups, sparsity)
+    mask = top_k(groups, sparsity)
     numbers = (groups if mask.all() else groups[mask]).reshape(rows, -1)
     ranges = np.zeros((0, 2), np.float32)
     if bits == UNQUANTISED:

@@ -14,7 +14,7 @@ from ..support.arrays import require_array
 from ..support.memory import require_memory
 from .compressed_upload import DECODING_BYTES
 from .compression import UNQUANTISED, Encoded, compress
-from .limits import UploadLimits
+from .limits import UploadLimits, require_labels
 
 __all__ = ["FeatureUpload"]
 
@@ -65,13 +65,8 @@ class FeatureUpload:
         compressed = (limits.sparsity, limits.bits) != (0.0, UNQUANTISED)
         if features.dtype != (np.uint8 if compressed else np.float16):
             raise BadReply("dtype", f"features: got {features.dtype}")
-        require_array("labels", labels, shape=(-1,), dtype="unsigned")
-        if len(labels) > limits.max_examples:
-            raise BadReply(
-                "shape", f"expected at most {limits.max_examples} examples, got {len(labels)}"
-            )
-        if labels.max() >= num_outputs:
-            raise BadReply("labels", f"expected 0 ... {num_outputs - 1}, got {labels.max()}")
+        require_labels(labels, -1, num_outputs)
+        limits.require_examples(len(labels))
         require_array("scale", scale, shape=(width,), dtype=np.float32, low=0, high=LARGEST)
         shape = (len(labels), width)
         if compressed:

@@ -7,7 +7,7 @@ nothing is built of a size that the global model does not justify.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,11 @@ from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
 from ..jacobian.operator import Jacobian
 from ..support.arrays import require_array
 
-__all__ = ["count_arrays", "jacobian_from_arrays", "jacobian_to_arrays", "require_form"]
+__all__ = ["jacobian_from_arrays", "jacobian_of", "jacobian_to_arrays"]
 
 MAX_LAYOUT_BYTES = 1_000_000
 LARGEST = 1e12  # of a Jacobian's numbers: products of its factors must stay within float32
 LARGEST_STRIDE = 2**16
-A = TypeVar("A")
 
 
 def jacobian_to_arrays(jacobian: Jacobian) -> list[NDArray[Any]]:
@@ -45,55 +44,27 @@ def jacobian_from_arrays(
     """
     if not arrays:
         raise BadReply("shape", "expected a layout and the blocks' arrays, got no array")
-    blocks: list[Block] = []
-    for empty, own in _by_block(arrays[0], arrays[1:], parameters):
-        tensors = [_tensor(a, integers=k < empty.integers) for k, a in enumerate(own)]
-        blocks.append(empty.with_arrays(tensors))
-    _check_shapes(blocks, parameters)
-    return Jacobian(tuple(blocks))
+    return jacobian_of(arrays[0], [_tensor(array) for array in arrays[1:]], parameters)
 
 
-def count_arrays(layout: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> int:
-    """Return how many arrays follow a layout."""
-    return sum(len(empty.arrays) for empty in _parse_layout(layout, parameters))
+def jacobian_of(
+    layout: NDArray[Any], tensors: Sequence[Tensor], parameters: Mapping[str, Sequence[int]]
+) -> Jacobian:
+    """Build a Jacobian of received tensors, which may be on the device "meta", except tokens.
 
-
-def require_form(
-    layout: NDArray[Any],
-    tensors: Sequence[Tensor],
-    parameters: Mapping[str, Sequence[int]],
-    num_outputs: int,
-) -> int:
-    """Check shapes and dtypes of a Jacobian's tensors, and return the bytes that the numbers take.
-
-    The tensors may be on the device "meta", except tokens. Factors larger than the dense block that
-    they make are refused.
+    Shapes and dtypes are checked, numbers are not.
     """
-    blocks = [empty.with_arrays(own) for empty, own in _by_block(layout, tensors, parameters)]
-    _check_shapes(blocks, parameters)
-    if blocks[0].arrays[-1].shape[1] != num_outputs:
-        raise BadReply("shape", f"expected {num_outputs} outputs in {blocks[0].layout}")
-    for block in blocks:
-        if sum(array[0].numel() for array in block.arrays) > block.dense_size:
-            raise BadReply("shape", f"{block.layout}: factors larger than what they make")
-    return Jacobian(tuple(blocks)).nbytes
-
-
-def _by_block(
-    layout: NDArray[Any], arrays: Sequence[A], parameters: Mapping[str, Sequence[int]]
-) -> list[tuple[Block, Sequence[A]]]:
-    """Pair each block of the layout, without content, with its arrays."""
-    pairs = []
-    start = 0
+    blocks, start = [], 0
     for empty in _parse_layout(layout, parameters):
-        own = arrays[start : start + len(empty.arrays)]
+        own = tensors[start : start + len(empty.arrays)]
         start += len(empty.arrays)
         if len(own) < len(empty.arrays):
             raise BadReply("shape", f"expected {len(empty.arrays)} arrays for {empty.layout}")
-        pairs.append((empty, own))
-    if start < len(arrays):
-        raise BadReply("shape", f"expected {start} arrays after the layout, got {len(arrays)}")
-    return pairs
+        blocks.append(empty.with_arrays(own))
+    if start < len(tensors):
+        raise BadReply("shape", f"expected {start} arrays after the layout, got {len(tensors)}")
+    _check_shapes(blocks, parameters)
+    return Jacobian(tuple(blocks))
 
 
 def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> list[Block]:
@@ -123,51 +94,36 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
 def _parse_block(entry: Any, parameters: Mapping[str, Sequence[int]]) -> Block:
     """One block without content."""
     none = torch.empty(0)
-    shape = parameters.get(entry.get("weight", ""), ()) if isinstance(entry, dict) else ()
     match entry:
         case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:
             return DenseBlock(name, none)
-        case {"kind": LinearBlock.kind, "weight": str(weight), "bias": bias, **extra} if (
-            not extra and isinstance(bias, str | None)
-        ):
-            return LinearBlock(weight, bias, none, none)
-        case {
-            "kind": ConvBlock.kind,
-            "weight": str(weight),
-            "bias": bias,
-            "stride": [*stride],
-            "dilation": [*dilation],
-            **extra,
-        } if not extra and isinstance(bias, str | None):
-            if not all(
-                type(number) is int and 0 < number <= LARGEST_STRIDE
-                for number in (*stride, *dilation)
-            ):
-                raise BadReply(
-                    "layout",
-                    f"stride and dilation of {weight[:200]!r}: expected 1 ... {LARGEST_STRIDE}",
-                )
-            if len(shape) < 3 or 0 in shape:
-                raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
-            return ConvBlock(
-                weight, bias, none, none, tuple(shape[2:]), tuple(stride), tuple(dilation), shape[1]
-            )
-        case {"kind": EmbeddingBlock.kind, "weight": str(weight), "bias": None, **extra} if (
-            not extra
-        ):
-            if len(shape) != 2:
-                raise BadReply("layout", f"{weight[:200]!r} is no table of an embedding")
-            return EmbeddingBlock(weight, None, none, none, shape[0])
+        case {"kind": kind, "weight": str(weight), "bias": (str() | None) as bias, **extra}:
+            shape = parameters.get(weight, ())
+            if kind == LinearBlock.kind and not extra:
+                return LinearBlock(weight, bias, none, none)
+            if kind == EmbeddingBlock.kind and bias is None and not extra:
+                if len(shape) != 2:
+                    raise BadReply("layout", f"{weight[:200]!r} is no table of an embedding")
+                return EmbeddingBlock(weight, None, none, none, shape[0])
+            if kind == ConvBlock.kind and extra.keys() == {"stride", "dilation"}:
+                steps: Any = extra
+                stride, dilation = tuple(steps["stride"]), tuple(steps["dilation"])
+                if not all(type(n) is int and 0 < n <= LARGEST_STRIDE for n in stride + dilation):
+                    raise BadReply(
+                        "layout",
+                        f"stride and dilation of {weight[:200]!r}: expected 1 ... {LARGEST_STRIDE}",
+                    )
+                if len(shape) < 3 or 0 in shape:
+                    raise BadReply("layout", f"{weight[:200]!r} is no weight of a convolution")
+                kernel_size = tuple(shape[2:])
+                return ConvBlock(weight, bias, none, none, kernel_size, stride, dilation, shape[1])
     raise BadReply("layout", f"unknown block {str(entry)[:200]}")
 
 
-def _tensor(array: NDArray[Any], *, integers: bool) -> Tensor:
-    require_array(
-        "the Jacobian",
-        array,
-        dtype=np.int64 if integers else (np.float32, np.float64),
-        limit=np.inf if integers else LARGEST,
-    )
+def _tensor(array: NDArray[Any]) -> Tensor:
+    whole = array.dtype == np.int64  # tokens
+    dtype = np.int64 if whole else (np.float32, np.float64)
+    require_array("the Jacobian", array, dtype=dtype, limit=np.inf if whole else LARGEST)
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
@@ -175,8 +131,10 @@ def _check_shapes(blocks: Sequence[Block], parameters: Mapping[str, Sequence[int
     rows = {array.shape[0] if array.ndim else -1 for block in blocks for array in block.arrays}
     if len(rows) != 1 or rows & {0, -1}:
         raise BadReply("shape", f"expected one number of examples, at least 1, got {sorted(rows)}")
-    if len({array.dtype for block in blocks for array in block.arrays[block.integers :]}) != 1:
-        raise BadReply("dtype", "expected one dtype in all blocks")
+    dtypes = {array.dtype for block in blocks for array in block.arrays[block.integers :]}
+    tokens = {array.dtype for block in blocks for array in block.arrays[: block.integers]}
+    if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point or tokens - {torch.int64}:
+        raise BadReply("dtype", "expected tokens as int64, and one floating-point dtype")
     last = blocks[0].arrays[-1]
     num_outputs = last.shape[1] if last.ndim > 1 else 0
     for block in blocks:

@@ -64,8 +64,7 @@ class JacobianParcel:
             if head is COMPRESSED_HEAD
             else JacobianUpload.from_arrays(listed, parameters=limits.parameters)
         )
-        if (n := upload.jacobian.num_examples) > limits.max_examples:
-            raise BadReply("shape", f"expected at most {limits.max_examples} examples, got {n}")
+        limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != own.upload.jacobian.form:
             raise BadReply("layout", "its Jacobian has another form than one's own")
         if own.inputs is None:

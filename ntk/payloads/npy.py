@@ -66,12 +66,7 @@ def _header(version: tuple[int, int], data: bytes) -> Header:
 @functools.lru_cache(maxsize=1024)
 def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        buffer,
-        {
-            "descr": np.lib.format.dtype_to_descr(dtype),
-            "fortran_order": False,
-            "shape": shape,
-        },
-    )
+    described = np.lib.format.dtype_to_descr(dtype)
+    head = {"descr": described, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, head)
     return buffer.getvalue()

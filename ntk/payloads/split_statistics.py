@@ -97,21 +97,12 @@ class SplitStatistics:
 
 
 def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:
-    """Draw which of a client's examples are held out, a share of each class: bool, shape (n,).
+    """Draw which of a client's examples are held out: a share, at most 0.5, of each class; (n,).
 
     Examples are put in an order by class, and by chance within a class; every (1/share)-th of them
     is held out, from a place drawn at random. So each class has its share to within one example.
     round(share n) examples are held out, but at least one; a client's only example is held out with
     probability `share`.
-
-    Parameters
-    ----------
-    labels : Tensor of int64, shape (n,)
-        Classes of the examples.
-    share : float
-        Above 0, at most 0.5.
-    seed : sequence of int
-        Seed of the draw.
     """
     generator = np.random.default_rng(seed)
     n, place = len(labels), generator.random()

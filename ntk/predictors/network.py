@@ -78,16 +78,7 @@ class Predictor(nn.Module, ABC):
 
 
 class NetworkPredictor(Predictor):
-    """A network as it stands.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Maps (n, ...) to (n, C). It is copied.
-    loss : {"cross-entropy", "mse"}
-        Loss of :meth:`evaluate`; MSE is against one-hot targets.
-    device : torch.device or str
-        Device on which the network runs.
+    """A network as it stands, copied: x (n, ...) -> (n, C). MSE is against one-hot targets.
 
     Examples
     --------

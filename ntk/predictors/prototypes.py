@@ -21,21 +21,11 @@ __all__ = ["PrototypePredictor"]
 
 
 class PrototypePredictor(NetworkPredictor):
-    """Scores -||f(x) - C^j||^2 of the classes j, for features f(x).
+    """Scores -||f(x) - C^j||^2 of the classes j, for features f(x), the inputs of the layer `head`.
 
-    A class without a prototype is scored below all others. The loss is the cross-entropy of the
-    scores, as in Snell et al., *Prototypical Networks for Few-shot Learning*, NeurIPS 2017.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Network that gives the features; it is copied.
-    prototypes : Prototypes
-        C^j, of at least one class.
-    head : str
-        Name of the last linear layer, which takes the features; by default the last ``nn.Linear``.
-    device : torch.device or str
-        Device on which the network runs.
+    A class without a prototype is scored below all others; at least one has one. The loss is the
+    cross-entropy of the scores, as in Snell et al., *Prototypical Networks for Few-shot Learning*,
+    NeurIPS 2017. The network is copied; `head` is by default its last ``nn.Linear``.
 
     Examples
     --------

@@ -36,19 +36,9 @@ CHUNK_BYTES = 256 * 2**20  # of the features of a chunk of examples
 class TCTModel(Predictor):
     """Scores W^T z + b of the classes, for normalised features z of a bootstrapped network.
 
-    Parameters
-    ----------
-    network : nn.Module
-        Network with the bootstrapped weights; it is copied.
-    feature_map : FeatureMap
-        Kind of features, and their seed.
-    normaliser : Normaliser
-        Normaliser of the p features.
-    linear : float32, shape (p, C) or (p + 1, C)
-        W, with a last row b if the model has a bias.
-    loss : {"mse", "cross-entropy"}
-        Loss of :meth:`evaluate`, normalised as in stage 2: ``||z W - y||^2 / 2`` averaged over
-        the examples, y one-hot minus 1/C; or the cross-entropy.
+    The network has the bootstrapped weights; it is copied. `linear` is W, float32 (p, C), or
+    (p + 1, C) with a last row b if the model has a bias. The loss is normalised as in stage 2:
+    ``||z W - y||^2 / 2`` averaged over the examples, y one-hot minus 1/C; or the cross-entropy.
 
     Examples
     --------

@@ -22,23 +22,9 @@ def require_array(
 ) -> None:
     """Raise BadReply unless an array is what was expected.
 
-    The reason is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (over `limit`) or
-    ``"range"`` (outside `low` ... `high`).
-
-    Parameters
-    ----------
-    name : str
-        Name of the array; it starts the error's sentence.
-    array : ndarray
-        Array as received.
-    shape : sequence of int, optional
-        Expected shape; -1 stands for any size from 1.
-    dtype : dtype, or tuple of them, or ``"unsigned"``, optional
-        Expected dtype.
-    limit : float
-        Largest magnitude. Numbers are finite in any case.
-    low, high : float, optional
-        Smallest and largest number.
+    Numbers are finite in any case. In `shape` -1 stands for any size from 1; `dtype` may be a
+    tuple, or ``"unsigned"``. The reason is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``
+    (magnitudes over `limit`) or ``"range"`` (outside `low` ... `high`).
 
     Examples
     --------

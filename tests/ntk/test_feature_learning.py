@@ -339,7 +339,7 @@ def test_coefficients_that_are_not_unique_are_refused():
 def test_a_mixing_matrix_of_others_is_refused(examples):
     for mixing in (torch.eye(3), torch.ones(4, 4)):
         with pytest.raises(ValueError, match=r"mixing: expected shape \(4, 4\) with rows"):
-            train(examples, first(), mixing, rounds=1, local_steps=1, learning_rate=1.0)
+            next(train(examples, first(), mixing, rounds=1, local_steps=1, learning_rate=1.0))
 
 
 def test_signals_without_a_ratio_are_refused():
