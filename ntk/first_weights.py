@@ -12,16 +12,26 @@ Initialisation = Literal["he", "xavier"]
 
 
 def drawn_weights(
-    arrays: Mapping[str, NDArray[Any]], init: Initialisation, generator: np.random.Generator
+    arrays: Mapping[str, NDArray[Any]],
+    init: Initialisation,
+    generator: np.random.Generator,
+    *,
+    zero_biases: bool = False,
 ) -> dict[str, NDArray[Any]]:
-    """Draw matrices and kernels anew, and keep all other arrays, such as biases.
+    """Draw matrices and kernels anew, and keep all other arrays, such as those of BatchNorm.
 
     Sources: He et al., *Delving Deep into Rectifiers*, ICCV 2015, eq. (10): a normal distribution
     of variance 2 / fan_in. Glorot and Bengio, *Understanding the Difficulty of Training Deep
     Feedforward Neural Networks*, AISTATS 2010, eq. (16): a uniform one of variance
     2 / (fan_in + fan_out).
+
+    With `zero_biases`, vectors become 0 if the last part of their name has "bias" in it.
     """
-    return {name: _matrix(array, init, generator) for name, array in arrays.items()}
+    drawn = {name: _matrix(array, init, generator) for name, array in arrays.items()}
+    for name, array in drawn.items():
+        if zero_biases and array.ndim == 1 and "bias" in name.rpartition(".")[2]:
+            drawn[name] = np.zeros_like(array)
+    return drawn
 
 
 def _matrix(array: NDArray[Any], init: Initialisation, generator: np.random.Generator) -> Any:

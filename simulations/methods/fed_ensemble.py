@@ -42,8 +42,8 @@ class FedEnsembleSettings(Settings):
     )
     init: Literal["he", "xavier", "network"] = setting(
         "he",
-        "first weights of models 1 ... K - 1: he or xavier; or network, drawn as model 0's, which "
-        "are the network's",
+        "first weights of all K models: he or xavier, with biases of 0; or network, drawn as the "
+        "network's layers draw them",
     )
 
     @property
@@ -82,13 +82,18 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
                 f"{settings.strata} strata, got {config.clients_per_round}; sample more, or set "
                 f"{settings.key('num-strata')}"
             )
+        if config.weights:
+            raise ConfigError(
+                f"weights = {config.weights}: expected none with {self.name}, which draws the "
+                f"first weights of all models ({settings.key('init')})"
+            )
         self.inner(config).check(config, config.settings_of(settings.inner))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own, inner = self.own(setup.config), self.inner(setup.config)
 
         def drawn(k: int) -> nn.Module:
-            config = setup.config.replace(seed=setup.config.seed + k * FAR, weights="")
+            config = setup.config.replace(seed=setup.config.seed + k * FAR)
             return build_model(config, setup.data.input_shape, setup.data.num_classes)
 
         seeds = itertools.count(setup.config.seed, step=FAR)

@@ -84,11 +84,12 @@ class FedEnsemble(BaseStrategy):
         are drawn together, so that in each round the models have the same number of strata, or one
         more.
     init : {"he", "xavier"} or callable
-        Model 0 begins with the weights that :meth:`start` is given. The others draw all arrays of
-        floating point with two axes or more anew, (outputs, inputs, ...) (He et al. 2015, eq. (10);
-        Glorot and Bengio 2010, eq. (16)), and share the others, such as biases. Or a function that
-        makes the module of model k, for k = 1 ... K - 1: for networks with other matrices, such as
-        buffers, frozen layers or transposed convolutions.
+        First weights of all K models. All arrays of floating point with two axes or more are drawn,
+        (outputs, inputs, ...) (He et al. 2015, eq. (10); Glorot and Bengio 2010, eq. (16)), and
+        biases are 0; other arrays, such as BatchNorm's, are those that :meth:`start` is given. Or a
+        function that makes the module of model k, for k = 0 ... K - 1: for networks with other
+        matrices, such as buffers, frozen layers or transposed convolutions. To begin with weights
+        of your own, give :meth:`start` those of all K models, as ``EnsembleArrays``.
     **options
         Of :class:`~fedntk.strategies.BaseStrategy` and of Flower's FedAvg: seed (of strata,
         permutations, sampling and first weights), fraction_train, ...
@@ -278,8 +279,7 @@ class FedEnsemble(BaseStrategy):
         if EnsembleArrays.are_in(initial_arrays):
             models = list(EnsembleArrays.from_arrays(initial_arrays).models)
         else:
-            first = dict(initial_arrays)
-            models = [first, *(self._drawn(first, k) for k in range(1, self.num_models))]
+            models = [self._drawn(initial_arrays, k) for k in range(self.num_models)]
         if len(models) != self.num_models:
             raise ValueError(
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
@@ -288,20 +288,20 @@ class FedEnsemble(BaseStrategy):
             models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
         return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
 
-    def _drawn(self, first: Mapping[str, Array], k: int) -> dict[str, Array]:
-        """Return the first weights of model k > 0."""
+    def _drawn(self, given: Mapping[str, Array], k: int) -> dict[str, Array]:
+        """Return the first weights of model k, for the given network."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
-            own, given = ({n: a.shape for n, a in arrays.items()} for arrays in (made, first))
-            if odd := [n for n in {**own, **given} if own.get(n) != given.get(n)]:
+            own, shapes = ({n: a.shape for n, a in arrays.items()} for arrays in (made, given))
+            if odd := [n for n in {**own, **shapes} if own.get(n) != shapes.get(n)]:
                 raise ValueError(
-                    f"init: the module of model {k} has other names or shapes than model 0: "
+                    f"init: the module of model {k} has other names or shapes than initial_arrays: "
                     f"{odd[:5]}"
                 )
             return made
         generator = np.random.default_rng([self.seed, k, *b"weights"])
-        named = {name: array.numpy() for name, array in first.items()}
-        return {n: Array(a) for n, a in drawn_weights(named, self.init, generator).items()}
+        drawn = drawn_weights(named_arrays(given), self.init, generator, zero_biases=True)
+        return {name: Array(array) for name, array in drawn.items()}
 
     # ----------------------------------------------------------------- sending
 

@@ -17,7 +17,7 @@ def test_models_can_be_drawn_as_the_networks_layers_draw_them():
     strategy = make_strategy(setup)
     assert isinstance(strategy, FedEnsemble)
     assert callable(strategy.init)
-    first, *others = (setup.network, *map(strategy.init, range(1, 5)))
+    first, *others = map(strategy.init, range(5))
     drawn = [model.state_dict() for model in (first, *others)]
     for name, array in first.state_dict().items():
         if array.ndim < 2:
@@ -37,3 +37,8 @@ def test_methods_whose_models_stay_with_the_clients_are_refused(inner, tmp_path)
     config = Config(method="fed-ensemble", fed_ensemble=own, rounds=1, out=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="cannot work within a FedEnsemble"):
         run(config, progress=False)
+
+
+def test_weights_that_only_one_model_would_begin_with_are_refused():
+    with pytest.raises(ConfigError, match="expected none with fed-ensemble"):
+        Config(method="fed-ensemble", weights="model.safetensors")
