@@ -288,7 +288,7 @@ class FedEnsemble(BaseStrategy):
             models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
         return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
 
-    def _drawn(self, given: Mapping[str, Array], k: int) -> dict[str, Array]:
+    def _drawn(self, given: ArrayRecord, k: int) -> dict[str, Array]:
         """Return the first weights of model k, for the given network."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
