@@ -1,6 +1,6 @@
 """Rounds of another strategy within a strategy: with its nodes, and replies that are good."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import WARNING
 from typing import Any
@@ -269,16 +269,18 @@ class CheckedStrategy(BaseStrategy):
             self.inner.reset()
         return super().begin(initial_arrays, num_rounds, done)
 
-    def instruct(
+    def messages(
         self,
         server_round: int,
-        nodes: list[int],
+        nodes: Sequence[int],
+        stage: str,
         arrays: ArrayRecord,
         config: ConfigRecord,
-        grid: Grid,
-    ) -> Iterable[Message]:
-        """Have the strategy instruct the nodes that were sampled."""
-        return self.inner.messages(server_round, arrays, config, grid, nodes)
+    ) -> list[Message]:
+        """Have the strategy instruct the nodes that were sampled for training."""
+        if stage != MessageType.TRAIN or self._grid is None:
+            return super().messages(server_round, nodes, stage, arrays, config)
+        return self.inner.messages(server_round, arrays, config, self._grid, list(nodes))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

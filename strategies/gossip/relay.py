@@ -191,15 +191,8 @@ class RelayStrategy(KeepingStrategy):
 
     # ----------------------------------------------------------------- sending
 
-    def instruct(
-        self,
-        server_round: int,
-        nodes: list[int],
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> Iterable[Message]:
-        """Draw the graph, and make the messages of the round's first step."""
+    def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
+        """Draw the graph, and plan the steps."""
         clients = [self.registry.client(node) for node in nodes]
         if self.seal:
             self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
@@ -208,7 +201,6 @@ class RelayStrategy(KeepingStrategy):
         first = self.seal or any(client not in held for client in clients)
         self._planned, self._position = list(self.steps(first=first)), 0
         self._parcels = {} if first else self._addressed(held)
-        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return who exchanges parcels with whom in a round.
