@@ -1,4 +1,4 @@
-"""The mathematics: Jacobians, tangent kernels and their evolution, on torch and numpy alone.
+"""The mathematics: Jacobians, tangent kernels and their evolution, on only torch and numpy.
 
 The names that most programs need are here; the folders' modules have the others.
 """

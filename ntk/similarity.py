@@ -1,4 +1,4 @@
-"""How similar clients are by their prototypes, and the weights that follow from it.
+"""Similarity of clients by their prototypes, and the weights that follow from it.
 
 Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
 Feature Learning Theory*, ICLR 2024, section 6.2:

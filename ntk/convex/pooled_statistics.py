@@ -1,7 +1,7 @@
-"""The convex problem of TCT solved in one place, from sums over the clients' features alone.
+"""The convex problem of TCT solved in one place, from nothing but sums over the clients' features.
 
 Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.convex.pooled_ridge` in the
-primal, whose p x p matrix is a sum over examples. So it takes one exchange of sums, which are the
+primal. Its p x p matrix is a sum over examples, so it takes one exchange of sums, which are the
 same however examples are split among clients: He et al., *AFL*, CVPR 2025, and Fani et al.,
 *Fed3R*, ICML 2024, on a network's last features.
 """
@@ -82,7 +82,7 @@ class NormalEquations:
         rho is `ridge` times the examples' mean squared norm, the mean of the diagonal of Z Z^T, as
         in :func:`~fedntk.ntk.ridge_regression`.
         """
-        if not ridge > 0:  # NaN, too
+        if not ridge > 0:  # also NaN
             raise ValueError(f"ridge: expected more than 0, got {ridge}")
         size = len(self.gram)
         require_memory(16 * size**2, f"solving for {size} features", cure=FEWER)
@@ -119,7 +119,7 @@ class NormalEquations:
 def best_ridge(
     training: NormalEquations, validation: NormalEquations, ridges: Sequence[float] = RIDGES
 ) -> float:
-    """Return the ridge whose solution has the least squared error on validation examples.
+    """Return the ridge of the solution with the least squared error on validation examples.
 
     Both equations have one normaliser. Ridges too small for a Cholesky factor are skipped.
     """

@@ -26,7 +26,7 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     the mean of K's diagonal, so that its meaning depends neither on n nor on the features' scale.
     Full-batch steps from zero approach the limit rho -> 0.
     """
-    if not ridge > 0:  # NaN, too
+    if not ridge > 0:  # also NaN
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
     system = kernel.double()
     scale = float(system.diagonal().mean()) or 1.0

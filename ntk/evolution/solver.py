@@ -199,7 +199,7 @@ class RungeKuttaChebyshev:
         self._radius = max(SAFETY * radius, 0.9 * self._radius)
 
     def _first_step(self, start: _Point, longest: float) -> float:
-        """Choose a step whose linear change of the outputs is of the tolerance's order."""
+        """Choose a step that changes the outputs, to first order, by about the tolerance."""
         size = max(self._floor, float(start.outputs.norm()))
         curvature = self._radius * float(start.slope.norm())
         return min(longest, math.sqrt(self._tolerance * size / curvature) if curvature else longest)

@@ -1,4 +1,4 @@
-"""Random Fourier features: cosines whose inner products estimate a Gaussian kernel.
+"""Random Fourier features: cosines with inner products that estimate a Gaussian kernel.
 
 Source: Rahimi and Recht, *Random Features for Large-Scale Kernel Machines*, NeurIPS 2007,
 section 3.

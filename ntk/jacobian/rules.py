@@ -1,7 +1,7 @@
 """One rule for each kind of layer: its Jacobian from what went in and the gradients that come back.
 
-A rule serves a layer whose forward is PyTorch's own and whose parameters enter the network's
-outputs through calls of that layer alone; :mod:`.differentiate` makes sure of it.
+A rule serves a layer with PyTorch's own forward, if its parameters enter the network's outputs only
+through calls of that layer; :mod:`.differentiate` makes sure of it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What travels between clients and server: checked dataclasses, compression, array format."""
+"""Messages between clients and server: checked dataclasses, compression, array format."""
 
 from .agreement import Agreement
 from .compression import UNQUANTISED, check_compression

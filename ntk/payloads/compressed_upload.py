@@ -1,4 +1,4 @@
-"""What a client of CP-NTK-FL sends: Yue et al. 2022, section 4.2."""
+"""Uploads of CP-NTK-FL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

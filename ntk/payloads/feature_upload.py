@@ -1,4 +1,4 @@
-"""What a client of TCT sends if the server solves the convex problem itself."""
+"""Uploads of TCT for a server that solves the convex problem itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

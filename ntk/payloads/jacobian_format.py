@@ -68,7 +68,7 @@ def jacobian_of(
 
 
 def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) -> list[Block]:
-    """Blocks without content, for a layout whose names all belong to the model."""
+    """Blocks without content, for a layout of names that all belong to the model."""
     if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > MAX_LAYOUT_BYTES:
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:

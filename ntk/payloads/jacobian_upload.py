@@ -1,4 +1,4 @@
-"""What a client of NTK-FL sends: Yue et al. 2022, section 4.1."""
+"""Uploads of NTK-FL."""
 
 import hashlib
 from collections import Counter

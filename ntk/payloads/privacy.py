@@ -79,7 +79,7 @@ def privatise(
     label_noise : float
         Probability that a label is drawn anew, all C alike; 0 leaves the labels exact.
     generator : numpy.random.Generator, optional
-        Source of repeatable noise, for simulations: whoever can draw the same numbers can remove
+        Source of repeatable noise, for simulations: anyone who draws the same numbers can remove
         it. By default all random numbers come from the operating system's cryptographic source;
         NumPy's generators could be found out from what they drew for other rows.
     """

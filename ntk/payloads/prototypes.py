@@ -62,11 +62,10 @@ class Prototypes:
     @classmethod
     def pooled(cls, clients: Sequence[Self]) -> Self:
         """Return each class's mean over all clients' examples of it, summed in float64."""
-        counts = sum((own.counts for own in clients), start=np.zeros_like(clients[0].counts))
-        sums = sum(
-            (own.counts[:, None] * own.means.astype(np.float64) for own in clients),
-            start=np.zeros(clients[0].means.shape),
-        )
+        counts, sums = np.zeros_like(clients[0].counts), np.zeros(clients[0].means.shape)
+        for own in clients:
+            counts = counts + own.counts
+            sums = sums + own.counts[:, None] * own.means.astype(np.float64)
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
     def replaced_by(self, newer: Self) -> Self:
@@ -117,22 +116,16 @@ class Prototypes:
         if arrays.keys() != {"means", "counts"}:
             raise BadReply("arrays", f"expected means and counts, got {sorted(arrays)[:5]}")
         counts = arrays["counts"]
-        require_array(
-            "counts", counts, shape=(num_classes,), dtype=np.int64, low=0, high=max_examples
-        )
+        shape = (num_classes,)
+        require_array("counts", counts, shape=shape, dtype=np.int64, low=0, high=max_examples)
         if not counts.any():
             raise BadReply("range", "counts: expected at least one example, got none")
         total = sum(counts.tolist())
         if num_examples not in (None, total):
             raise BadReply("range", f"counts: expected {num_examples} examples in all, got {total}")
         present = counts > 0
-        require_array(
-            "means",
-            arrays["means"],
-            shape=(int(present.sum()), width),
-            dtype=np.float32,
-            limit=LARGEST,
-        )
+        own = (int(present.sum()), width)
+        require_array("means", arrays["means"], shape=own, dtype=np.float32, limit=LARGEST)
         means = np.zeros((num_classes, width), np.float32)
         means[present] = arrays["means"]
         return cls(means, counts)

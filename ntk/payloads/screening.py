@@ -1,4 +1,4 @@
-"""Which clients' uploads can be used together: of one form, of one order of size.
+"""Choice of clients' uploads that can be used together: of one form, of one order of size.
 
 With three clients or more, what is over `factor` times (100 by default) as large as the median
 client's is dropped: one upload would otherwise decide the result, or its cost, for all. Of two
@@ -46,8 +46,7 @@ def _too_large(reason: str, factor: float) -> BadReply:
 class MemoryBudget:
     """Counts the memory that the uploads of a round take together; each one might fit.
 
-    A tensor most of whose numbers were dropped takes memory when it is first touched, not when it
-    is decoded.
+    A sparse tensor takes memory when it is first touched, not when it is decoded.
     """
 
     def __init__(self) -> None:
@@ -106,9 +105,8 @@ def screen_losses(
     """
     if not losses:
         return []
-    limits = np.array(
-        [_limit(column, factor, floor=1.0) for column in np.stack(losses, 1).tolist()]
-    )
+    columns = np.stack(losses, 1).tolist()
+    limits = np.array([_limit(column, factor, floor=1.0) for column in columns])
     return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
 
 
@@ -122,23 +120,21 @@ def screen_uploads(
     the kernel's largest eigenvalue or the solver's measure of error, and so the cost and precision
     of all. Outputs up to `factor` pass in any case.
     """
-    verdicts: list[BadReply | None] = []
-    sizes: list[tuple[float, float]] = []
-    for upload in uploads:
-        row = math.sqrt(float(upload.jacobian.squared_norms().mean()))
-        output = math.sqrt(float(upload.outputs.double().square().mean()))
-        finite = math.isfinite(row + output)
-        sizes.append((row, output))
-        verdicts.append(
-            None if finite else BadReply("scale", "its Jacobian or its outputs have no finite norm")
+    verdicts: list[BadReply | None] = [None] * len(uploads)
+    sizes = [
+        (
+            math.sqrt(float(upload.jacobian.squared_norms().mean())),
+            math.sqrt(float(upload.outputs.double().square().mean())),
         )
-    forms = [
-        upload.jacobian.form if verdict is None else None
-        for upload, verdict in zip(uploads, verdicts, strict=True)
+        for upload in uploads
     ]
-    common = Counter(form for form in forms if form is not None).most_common(1)
-    for i, form in enumerate(forms):
-        if form is not None and form != common[0][0]:
+    for i, size in enumerate(sizes):
+        if not math.isfinite(sum(size)):
+            verdicts[i] = BadReply("scale", "its Jacobian or its outputs have no finite norm")
+    forms = {i: own.jacobian.form for i, own in enumerate(uploads) if verdicts[i] is None}
+    common = Counter(forms.values()).most_common(1)
+    for i, form in forms.items():
+        if form != common[0][0]:
             verdicts[i] = BadReply("layout", "its Jacobian lacks the form of most replies'")
     left = [i for i, verdict in enumerate(verdicts) if verdict is None]
     row_limit = _limit([sizes[i][0] for i in left], factor)

@@ -71,9 +71,7 @@ class SplitStatistics:
         num_examples: int,
         width: int,
         num_classes: int,
-        *,
-        weights: NDArray[np.float64] | None = None,
-        fixed_point: FixedPoint | None = None,
+        **options: Any,
     ) -> Self:
         """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics."""
         if len(arrays) != 6:
@@ -87,9 +85,7 @@ class SplitStatistics:
             raise BadReply("num-examples", f"claims {num_examples}, counts {sum(sizes)}")
         parts = []
         for part, size in zip(both, sizes, strict=True):
-            found = FeatureStatistics.from_arrays(
-                part, size, width, num_classes, weights=weights, fixed_point=fixed_point
-            )
+            found = FeatureStatistics.from_arrays(part, size, width, num_classes, **options)
             if not size and found.diagonal.any():
                 raise BadReply("range", "gram: expected zeros of no example, got others")
             parts.append(found)

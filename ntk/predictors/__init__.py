@@ -1,1 +1,1 @@
-"""What was learned: networks, linear models, ensembles, prototypes; conformal sets."""
+"""Learned models: networks, linear models, ensembles, prototypes; conformal sets."""

@@ -19,7 +19,7 @@ class DamagedFile(ValueError):  # noqa: N818
 
 @contextlib.contextmanager
 def whole_path(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that appears whole or not at all, whoever else writes it."""
+    """Yield a path for a file that appears whole or not at all, even with several writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
@@ -31,7 +31,7 @@ def whole_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears whole or not at all, whoever else writes it."""
+    """Write a file that appears whole or not at all, even with several writers."""
     with whole_path(path) as partial, partial.open("wb") as file:
         yield file
 

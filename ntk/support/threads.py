@@ -1,6 +1,6 @@
 """OpenMP threads that sleep while they wait, so that a busy machine slows torch down less.
 
-Torch's wheels for Linux bring GNU's OpenMP, whose threads spin for some milliseconds at the end of
+Torch's wheels for Linux bring GNU's OpenMP. Its threads spin for some milliseconds at the end of
 each parallel loop before they sleep. If other processes want the cores, a thread that is due to
 work waits for one that spins: ``benchmarks/threads.py`` has the figures. The number of threads, and
 so each bit of the results, stays as it is.
