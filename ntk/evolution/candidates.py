@@ -45,7 +45,6 @@ class Candidates:
         return cls(stack_candidates(weights, updates), losses, evolution)
 
     def __len__(self) -> int:
-        """Return T."""
         return len(self.linearised_losses)
 
     def weights_at(self, index: int) -> dict[str, NDArray[Any]]:

@@ -1,8 +1,8 @@
-"""Signal and noise coefficients of FedAvg's weights.
+"""Full-batch FedAvg on two-patch data, and the signal and noise coefficients of its weights.
 
 Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning through
-Feature Learning Theory*, ICLR 2024, section 4.1, lemma 4.1. All clients start from the same weights
-w^0. From then on, eq. (6),
+Feature Learning Theory*, ICLR 2024, eq. (4) and (5), section 4.1, lemma 4.1, and appendix C.4. All
+clients start from the same weights w^0. From then on, eq. (6),
 
     w_kjr = w^0_jr + sum_c j gamma_kcjr mu_c / ||mu_c||^2
                    + sum_k'i rho_kk'ijr xi_k'i / ||xi_k'i||^2
@@ -25,6 +25,7 @@ All clients have n examples. Shapes: K clients, C signals, 2 signs in the order 
 filters; first weights (2, m, d).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -34,7 +35,7 @@ from torch import Tensor
 from .network import inner_products, margins, second_layer
 from .two_patch import TwoPatchExamples
 
-__all__ = ["Coefficients", "coefficient_step", "decompose", "increments", "squared_norms"]
+__all__ = ["Coefficients", "coefficient_step", "decompose", "mixing_matrix", "train"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +65,8 @@ class Coefficients:
     def weights(self, initial: Tensor, examples: TwoPatchExamples) -> Tensor:
         """Return the weights (K, 2, m, d) with these coefficients, eq. (8)."""
         mu, xi = examples.signals, examples.noise
-        learned = torch.einsum("kcjr,cd->kjrd", self.signal, mu / squared_norms(mu))
-        memorised = torch.einsum("klijr,lid->kjrd", self.noise, xi / squared_norms(xi))
+        learned = torch.einsum("kcjr,cd->kjrd", self.signal, mu / _squared_norms(mu))
+        memorised = torch.einsum("klijr,lid->kjrd", self.noise, xi / _squared_norms(xi))
         return initial + second_layer(mu)[:, None, None] * learned + memorised
 
     def mixed(self, mixing: Tensor) -> "Coefficients":
@@ -83,7 +84,7 @@ def coefficient_step(
 ) -> Coefficients:
     """Take one gradient step of every client, by the rules (11) to (13)."""
     products = inner_products(coefficients.weights(initial, examples), examples)
-    gamma, rho = increments(products, examples, learning_rate)
+    gamma, rho = _increments(products, examples, learning_rate)
     signal, noise = coefficients.signal.clone(), coefficients.noise.clone()
     own = torch.arange(len(signal))
     signal[own, examples.groups] += gamma
@@ -106,12 +107,71 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
     signal = signal * second_layer(change)[:, None]
     noise = examples.noise.reshape(-1, d)
     targets = noise @ change.reshape(-1, d).T
-    solved = torch.linalg.solve(noise @ noise.T, targets) * squared_norms(noise)
+    solved = torch.linalg.solve(noise @ noise.T, targets) * _squared_norms(noise)
     shape = (clients, n, *change.shape[:3])
     return Coefficients(signal, solved.reshape(shape).permute(2, 0, 1, 3, 4))
 
 
-def increments(
+def mixing_matrix(groups: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the shares of averages, shape (K, K): all clients of one group, with equal weight.
+
+    Groups (K,) that are all the same give FedAvg, all different local training, those of the
+    signals the weighted FedAvg of appendix C.4.
+
+    Examples
+    --------
+    >>> mixing_matrix(torch.tensor([0, 1, 1]))
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.0000, 0.5000, 0.5000],
+            [0.0000, 0.5000, 0.5000]], dtype=torch.float64)
+    """
+    same = (groups[:, None] == groups).to(dtype)
+    return same / same.sum(1, keepdim=True)
+
+
+def train(
+    examples: TwoPatchExamples,
+    initial: Tensor,
+    mixing: Tensor,
+    *,
+    rounds: int,
+    local_steps: int,
+    learning_rate: float,
+) -> Iterator[Tensor]:
+    """Yield all clients' weights after each round, shape (K, 2, m, d): full-batch FedAvg.
+
+    Gradient steps of a round stay in the span of the client's own n patches, so that they need only
+    the products of these, (n, n) instead of (n, d). The weights are those of plain gradient
+    descent, up to rounding. First weights (2, m, d) are those of all clients; :func:`mixing_matrix`
+    gives (K, K).
+    """
+    clients = len(examples.noise)
+    if mixing.shape != (clients, clients) or bool(((mixing.sum(1) - 1).abs() > 1e-5).any()):
+        raise ValueError(
+            f"mixing: expected shape {(clients, clients)} with rows that add up to 1, got shape "
+            f"{tuple(mixing.shape)}; mixing_matrix makes one"
+        )
+    mu, xi = examples.client_signals, examples.noise
+    unit_noise = xi / _squared_norms(xi)
+    within = xi @ unit_noise.transpose(1, 2)  # <xi_i, xi_i'> / ||xi_i'||^2, (K, n, n)
+    signs = second_layer(mu)[:, None]
+    weights = initial.expand(len(xi), *initial.shape)
+    for _ in range(rounds):
+        signal, noise = inner_products(weights, examples)
+        gammas, rhos = torch.zeros_like(signal), torch.zeros_like(noise)
+        for _ in range(local_steps):
+            gamma, rho = _increments((signal, noise), examples, learning_rate)
+            signal = signal + signs * gamma
+            noise = noise + (within @ rho.flatten(2)).view_as(noise)
+            gammas, rhos = gammas + gamma, rhos + rho
+        learned = (signs * gammas)[..., None] * (mu / _squared_norms(mu))[:, None, None]
+        memorised = rhos.flatten(2).transpose(1, 2) @ unit_noise
+        weights = weights + learned + memorised.view_as(weights)
+        weights = torch.tensordot(mixing.to(weights), weights, 1)
+        yield weights
+
+
+def _increments(
     products: tuple[Tensor, Tensor], examples: TwoPatchExamples, learning_rate: float
 ) -> tuple[Tensor, Tensor]:
     """Return a step's increments of the clients' own gamma (K, 2, m) and rho (K, n, 2, m)."""
@@ -121,12 +181,12 @@ def increments(
     slopes = learning_rate / (n * width) * torch.sigmoid(-margins(products, labels))  # -l' > 0
     right, left = (slopes * (labels == sign) for sign in (1, -1))
     active = (signal > 0) * right.sum(1)[:, None, None] + (signal < 0) * left.sum(1)[:, None, None]
-    gamma = active * squared_norms(examples.client_signals)[..., None]
-    scale = slopes * labels * squared_norms(examples.noise)[..., 0]
+    gamma = active * _squared_norms(examples.client_signals)[..., None]
+    scale = slopes * labels * _squared_norms(examples.noise)[..., 0]
     rho = (noise > 0) * (scale[..., None] * second_layer(noise))[..., None]
     return gamma, rho
 
 
-def squared_norms(vectors: Tensor) -> Tensor:
+def _squared_norms(vectors: Tensor) -> Tensor:
     """Return ||v||^2 of vectors (..., d), shape (..., 1)."""
     return vectors.square().sum(-1, keepdim=True)

@@ -51,7 +51,6 @@ class Moments:
         return cls(len(z), mean.numpy(), (z - mean).square_().sum(0).numpy())
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Join two groups."""
         count = self.count + other.count
         delta = other.mean - self.mean
         return Moments(

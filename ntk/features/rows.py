@@ -59,7 +59,6 @@ class FeatureRows:
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Return consecutive rows."""
         start, stop, _ = rows.indices(self.shape[0])
         features = self._read(start, stop).to(self.device)
         return (

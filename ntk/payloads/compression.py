@@ -234,10 +234,7 @@ def _quantised(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], NDArray[
         means = magnitudes.mean(axis=1) if numbers.size else np.zeros(len(numbers))
         ranges = np.stack([means, means], axis=1).astype(np.float32)
     else:
-        lows, highs = (
-            f(axis=1, initial=start)
-            for f, start in ((magnitudes.min, np.inf), (magnitudes.max, 0.0))
-        )
+        lows, highs = magnitudes.min(1, initial=np.inf), magnitudes.max(1, initial=0.0)
         ranges = np.stack([np.minimum(lows, highs), highs], axis=1).astype(np.float32)
     low, space = _spaces(ranges, bits)
     steps = np.rint((magnitudes - low) / np.where(space > 0, space, np.inf))

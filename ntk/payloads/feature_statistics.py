@@ -156,7 +156,6 @@ class FeatureStatistics:
         return math.sqrt(float(self.diagonal.astype(np.float64).sum()) / self.num_examples)
 
     def __add__(self, other: "FeatureStatistics") -> "FeatureStatistics":
-        """Return the sums over both groups."""
         return self._with(other, np.add)
 
     def __sub__(self, other: "FeatureStatistics") -> "FeatureStatistics":

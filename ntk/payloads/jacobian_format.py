@@ -92,7 +92,6 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
 
 
 def _parse_block(entry: Any, parameters: Mapping[str, Sequence[int]]) -> Block:
-    """One block without content."""
     none = torch.empty(0)
     match entry:
         case {"kind": DenseBlock.kind, "name": str(name), **extra} if not extra:

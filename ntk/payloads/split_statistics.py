@@ -53,7 +53,6 @@ class SplitStatistics:
         return max(part.size for part in (self.fitting, self.held_out) if part.num_examples)
 
     def __add__(self, other: "SplitStatistics") -> "SplitStatistics":
-        """Add up the sums of both groups, part by part."""
         return SplitStatistics(self.fitting + other.fitting, self.held_out + other.held_out)
 
     def scaled(self, fixed_point: FixedPoint) -> "SplitStatistics":

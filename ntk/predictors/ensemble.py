@@ -92,7 +92,6 @@ class EnsemblePredictor(Predictor):
         self.loss = losses.pop() if len(losses) == 1 else "cross-entropy"
 
     def __len__(self) -> int:
-        """K."""
         return len(self.members)
 
     @property
