@@ -85,10 +85,8 @@ class Roster:
     ----------
     exchange : bytes
         Name of the sum, 16 bytes; see :func:`exchange_of`.
-    clients : tuple of int
-        Ids, at least three, ascending.
-    keys : tuple of bytes
-        Their public keys, 32 raw bytes each.
+    clients, keys : tuple of int, tuple of bytes
+        At least three ids, ascending, and the clients' public keys, 32 raw bytes each.
     threshold : int
         Number of clients who must be in the sum and give shares to open it: more than half of
         them, and at least three.
@@ -165,10 +163,8 @@ class Masker:
 
     Attributes
     ----------
-    roster : Roster
-        Clients that take part.
-    client : int
-        Id of this one.
+    roster, client : Roster, int
+        Clients that take part, and the id of this one.
     seed, own : bytes
         Seed of the mask key, and b_u: 16 bytes each.
     received : dict of int to bytes
@@ -261,12 +257,8 @@ class Masker:
     def masked(self, words: Words, about: bytes = b"") -> Words:
         """Return the client's words with its masks, modulo 2^32 or 2^64.
 
-        Parameters
-        ----------
-        words : ndarray of uint32 or uint64, shape (m,)
-            Whole numbers, negative ones modulo the same.
-        about : bytes
-            Subject of the words. The masks of two clients with different subjects do not cancel.
+        `words` are uint32 or uint64 of shape (m,), negative numbers modulo the same; `about` is
+        their subject. The masks of two clients with different subjects do not cancel.
         """
         result = words.copy()
         self.roster.add_own_mask(result, self.own, 1)
@@ -362,11 +354,9 @@ class MaskedSum:
     Parameters
     ----------
     roster : Roster
-        Clients that take part.
+        Clients that take part; `about` is the subject of the words, as in :meth:`Masker.masked`.
     promises : mapping of int to Promise
         Client -> its promise, for those with parcels that were handed on.
-    about : bytes
-        Subject of the words, the same as in :meth:`Masker.masked`.
     """
 
     roster: Roster
@@ -415,7 +405,7 @@ class MaskedSum:
     def _combine(
         self, shares: Mapping[int, bytes], client: int, in_sum: bool, reliable: list[int]
     ) -> tuple[bytes, list[int]]:
-        """Return a client's secret, and whose shares made it; some of the shares may be wrong.
+        """Return a client's secret, and who gave the shares for it; some shares may be wrong.
 
         It tries the `reliable` first: their shares of another secret were right.
         """

@@ -1,6 +1,7 @@
 """The key server and the shuffling server as small web applications."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
@@ -31,16 +32,10 @@ logger = getLogger("uvicorn.error")
 def key_server_app(
     server: KeyServer, enrolled: Path, *, body_timeout: float = SMALL_BODY_TIMEOUT
 ) -> FastAPI:
-    """Serve sealed seeds and vouchers; the file of enrolled keys is read anew for each.
+    """Serve sealed seeds and vouchers.
 
-    Parameters
-    ----------
-    server : KeyServer
-        Server that seals.
-    enrolled : Path
-        File for :func:`read_enrolled`. While it cannot be read, the keys read last stay enrolled.
-    body_timeout : float
-        Seconds for the whole body of a request, however it comes in; status 408 after that.
+    The file of `enrolled` keys is read anew for each. While it cannot be read, the keys read last
+    stay enrolled. `body_timeout` is in seconds, for the whole body of a request.
     """
 
     def enrol() -> None:
@@ -63,17 +58,7 @@ def key_server_app(
 def shuffling_server_app(
     server: ShufflingServer, *, body_limit: int = BODY_LIMIT, body_timeout: float = BODY_TIMEOUT
 ) -> FastAPI:
-    """Serve shuffled uploads.
-
-    Parameters
-    ----------
-    server : ShufflingServer
-        Server that shuffles.
-    body_limit : int
-        Most bytes of a round's sealed uploads together.
-    body_timeout : float
-        Seconds for the whole body of a request, however it comes in; status 408 after that.
-    """
+    """Serve shuffled uploads: `body_limit` bytes at most, within `body_timeout` seconds."""
 
     def shuffle(
         *sealed: bytes,
@@ -90,31 +75,19 @@ def shuffling_server_app(
 
 
 def read_enrolled(path: Path) -> list[bytes]:
-    """Read public keys from a file: one a line in hexadecimal, then a name; # begins a comment.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    SealError
-        If a line does not begin with a key.
-    """
+    """Read public keys from a file: one a line in hexadecimal, then a name; # begins a comment."""
     keys = []
     text = path.read_bytes().decode(errors="replace")  # names may be in any encoding
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        try:
-            key = bytes.fromhex(words[0])
-        except ValueError:
-            key = b""
-        if len(key) != KEY_BYTES:
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}", words[0]):
             raise SealError(
                 f"{path}, line {number}: expected {2 * KEY_BYTES} hexadecimal digits, got "
                 f"{words[0][:80]!r}; new-key prints a client's public key"
             )
-        keys.append(key)
+        keys.append(bytes.fromhex(words[0]))
     return keys
 
 

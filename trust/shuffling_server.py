@@ -127,13 +127,9 @@ class ShufflingServer:
         Parameters
         ----------
         sealed : sequence of bytes
-            One upload of each client, from :func:`seal_upload`.
+            One upload of each client, from :func:`seal_upload` for this `run` and `server_round`.
         limits : UploadLimits
             Limits on what a client may send.
-        run : str
-            Name of the run.
-        server_round : int
-            Number of the round.
         num_examples : sequence of int, optional
             Number of examples that each client claims; uploads with another number are dropped.
 

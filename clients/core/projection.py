@@ -1,8 +1,8 @@
-"""The projection of a client's inputs, whose seed only clients and key server know.
+"""The projection of a client's inputs; only clients and key server know its seed.
 
 Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 4.2:
 Z = X P with P of shape (d_1, d_1'), made from a seed that the key server encrypts for each client.
-P is Gaussian there; here it may, for images, be a rotation of their lowest frequencies, too.
+P is Gaussian there; for images it may be a rotation of their lowest frequencies instead.
 """
 
 import math
@@ -25,16 +25,16 @@ ProjectionKind = Literal["gaussian", "low-frequency"]
 
 @dataclass(frozen=True)
 class SealedProjection:
-    """Projects examples with the seed that came, sealed, with a message: see :func:`project`.
+    """Projects examples with the sealed seed of a message: see :func:`project`.
 
     Attributes
     ----------
     num_features : int
-        d_1': what the model takes.
+        d_1', the model's inputs.
     keys : ClientKeys
-        This client's keys, which open the seed.
+        Client's keys, which open the seed.
     kind : {"gaussian", "low-frequency"}
-        Which projection. All clients and who evaluates must have the same.
+        Kind of projection, the same for all clients and for whoever evaluates.
     """
 
     num_features: int
@@ -47,13 +47,7 @@ class SealedProjection:
             raise ValueError(f"projection: expected the kind {known}, got {self.kind!r}")
 
     def probe(self, x: Tensor) -> Tensor:
-        """Return one projected example of zeros.
-
-        Raises
-        ------
-        ValueError
-            If there are more features than inputs, or examples are no images for low frequencies.
-        """
+        """Return one projected example of zeros; refuse examples that cannot be projected."""
         inputs = math.prod(x.shape[1:])
         if not 1 <= self.num_features <= inputs:
             raise ValueError(
@@ -65,13 +59,7 @@ class SealedProjection:
         return torch.zeros(1, self.num_features, dtype=x.dtype)
 
     def __call__(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
-        """Project examples (n, ...) to (n, d_1').
-
-        Raises
-        ------
-        SealError
-            If no seed came, or none that these keys can open.
-        """
+        """Project examples (n, ...) to (n, d_1'); SealError if no seed came that the keys open."""
         sealed = config.get(SEALED_SEED)
         if not isinstance(sealed, bytes):
             raise SealError(
@@ -82,29 +70,15 @@ class SealedProjection:
 
 
 def project(x: Tensor, num_features: int, seed: bytes, kind: ProjectionKind = "gaussian") -> Tensor:
-    """Z = X P, with independent Gaussian entries of variance 1/d_1 in P, or low frequencies.
+    """Return Z = X P of shape (n, d_1') for n examples of d_1 numbers each.
 
-    The paper's entries have variance 1. With 1/d_1 the features of inputs of mean 0 and variance 1
-    have variance 1 again, on average, which is what a network's first weights are drawn for.
+    Gaussian: independent entries of P with variance 1/d_1. The paper's entries have variance 1.
+    With 1/d_1 the features of inputs of mean 0 and variance 1 have variance 1 again, on average;
+    a network's first weights are drawn for that.
 
-    Low frequencies are :func:`~fedntk.ntk.features.rotated_low_frequencies` of images, times
-    sqrt(d_1' / d_1): of one size with the others. They keep far more of an image, and its public
-    part: which frequencies are kept. See the page on privacy for what that gives away.
-
-    Parameters
-    ----------
-    x : Tensor, shape (n, ...)
-        Examples of d_1 numbers each.
-    num_features : int
-        d_1'.
-    seed : bytes
-        Of P, or of the rotation.
-    kind : {"gaussian", "low-frequency"}
-        Which projection.
-
-    Returns
-    -------
-    Tensor, shape (n, d_1')
+    Low frequencies: :func:`~fedntk.ntk.features.rotated_low_frequencies` of images, times
+    sqrt(d_1' / d_1), for the same size. They keep far more of an image, and the kept frequencies
+    are public; the page on privacy says what that gives away. `seed` is of P, or of the rotation.
     """
     rows, number = x.flatten(1), int.from_bytes(seed, "big")
     scale = math.sqrt(num_features / rows.shape[1])

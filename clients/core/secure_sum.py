@@ -1,13 +1,13 @@
-"""A client's part in a sum of which the server learns the sum alone: see fedntk.trust.secure_sum.
+"""A client's part in a sum with only the total in the clear: see fedntk.trust.secure_sum.
 
-Four exchanges after the public keys are known: shares of the client's secrets for the others; its
-words, masked; whose words it was told to have arrived; and its shares of the others' secrets, by
-which the sum is opened. Between them it keeps its secrets in a file that its owner alone can read,
-which goes with the last one. It answers one message of a sum at a time.
+Four exchanges follow that of the public keys: shares of the client's secrets for the others; its
+masked words; which clients' words it was told have arrived; and its shares of the others' secrets,
+which open the sum. Between them its secrets are in a file that only the client's user can read; it
+goes with the last exchange. A client works on one message of a sum at a time: BlockingIOError.
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,26 @@ from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exc
 
 __all__ = ["SecureSum"]
 
-NONCE = "sum-nonce"  # file of what is drawn for the next sum
+NONCE = "sum-nonce"  # file of the nonce for the next sum
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class SecureSum:
-    """What a client answers in the exchanges of a secure sum.
+    """What a client answers in the exchanges of a secure sum; SealError if it refuses.
 
     Parameters
     ----------
     folder : Path
-        Where it keeps its secrets from one exchange to the next; there already.
+        Existing folder that keeps its secrets between exchanges.
     keys : ParcelKeys
-        Its key pair, and who is to vouch for the others' public keys.
+        Its key pair, and the key server that vouches for the others' public keys.
     """
 
     def __init__(self, folder: Path, keys: ParcelKeys) -> None:
         self._folder, self._keys = folder, keys
 
     def public_key(self) -> dict[str, NDArray[np.uint8]]:
-        """Return the public key (32,) and a nonce (16,), with which it takes part in one sum.
-
-        A nonce that was drawn before, and not used, serves no more.
-        """
+        """Return the public key (32,) and a nonce (16,) for one sum; earlier nonces are void."""
         nonce = secrets.token_bytes(EXCHANGE_BYTES)
         with whole_path(self._folder / NONCE) as partial:
             write_secret(partial, nonce)
@@ -53,13 +50,7 @@ class SecureSum:
     def shares(self, roster: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return the promise (2, 32) and the parcels for the roster's clients (K, 92).
 
-        Raises
-        ------
-        SealError
-            If it is no roster of a secure sum with this client, or a key is not vouched for; or if
-            it is not with the nonce that this client drew last, or that was for another sum.
-        BlockingIOError
-            As the others: if the client is at work on another message of a sum.
+        The roster has to hold vouched keys, and this client's newest nonce, unused.
         """
         with claimed(self._folder, "sum"):
             keys = tuple(row.tobytes() for row in roster["keys"])
@@ -67,89 +58,77 @@ class SecureSum:
                 self._keys.require_vouched(key, voucher.tobytes())
             clients = tuple(roster["clients"].tolist())
             nonces = tuple(row.tobytes() for row in roster["nonces"])
-            own = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
+            agreed = Roster(exchange_of(nonces), clients, keys, int(roster["threshold"]))
             if self._keys.public_key not in keys:
                 raise SealError("the server has another public key of this client")
             place, path = keys.index(self._keys.public_key), self._folder / NONCE
             if not path.exists() or path.read_bytes() != nonces[place]:
                 raise SealError("this client drew another nonce; ask for its public key once more")
-            masker = Masker(own, clients[place])
+            masker = Masker(agreed, clients[place])
             parcels = masker.parcels(self._keys.private_key)
-            rows = np.zeros((len(clients), PARCEL_BYTES), np.uint8)
-            for position, client in enumerate(clients):
-                if client in parcels:
-                    rows[position] = np.frombuffer(parcels[client], np.uint8)
             path.unlink()  # so that it takes part once with it
             for left in self._folder.glob("sum-*"):
                 left.unlink(missing_ok=True)
-            self._keep(masker)
-            told = masker.promise
-            promise = np.frombuffer(told.mask_key + told.commitment, np.uint8)
-            return {"promise": promise.reshape(2, -1), "parcels": rows}
+            self._save(masker)
+            promise = masker.promise
+            return {
+                "promise": _as_rows([promise.mask_key, promise.commitment]),
+                "parcels": _as_rows([parcels.get(k, bytes(PARCEL_BYTES)) for k in clients]),
+            }
 
     def masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
-        """Return words (m,), uint32 or uint64, with masks against the clients whose parcels came.
+        """Return words (m,), uint32 or uint64, with masks shared with the senders of `parcels`.
 
-        `about` says what the words are of: the sum opens if all clients were asked the same alone.
-
-        Raises
-        ------
-        SealError
-            If this client does not know of the sum, or a parcel does not open, or too few came.
+        `about` is the subject of the words; the sum opens only if all clients have the same.
         """
         with claimed(self._folder, "sum"):
-            masker = self._kept(parcels)
+            masker = self._load(parcels)
             if len(masker.received) > 1:
                 raise SealError("this client has masked its numbers for this sum already")
-            senders = parcels["clients"].tolist()
-            came = {k: row.tobytes() for k, row in zip(senders, parcels["parcels"], strict=True)}
+            came = _by_client(parcels, "parcels")
             came.pop(masker.client, None)
             masker.receive(self._keys.private_key, came)
-            self._keep(masker)
+            self._save(masker)
             return masker.masked(words, about)
 
     def confirmed(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
-        """Return tags for the roster's clients (K, 16), by which they see what this one was told.
-
-        Raises
-        ------
-        SealError
-            If this client does not know of the sum, or too few words arrived, or it has confirmed
-            others before.
-        """
+        """Return tags for the roster's clients (K, 16): they show what this one was told."""
         with claimed(self._folder, "sum"):
-            masker = self._kept(arrived)
+            masker = self._load(arrived)
             tags = masker.confirm(self._keys.private_key, arrived["clients"].tolist())
-            self._keep(masker)
-        rows = [tags.get(client, bytes(TAG_BYTES)) for client in masker.roster.clients]
-        return {"tags": np.frombuffer(b"".join(rows), np.uint8).reshape(-1, TAG_BYTES)}
+            self._save(masker)
+        none = bytes(TAG_BYTES)
+        return {"tags": _as_rows([tags.get(client, none) for client in masker.roster.clients])}
 
     def revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
-        """Return this client's shares (m, 16), and of whose secrets they are (m,); only once.
-
-        Raises
-        ------
-        SealError
-            If this client does not know of the sum, or was asked before, or too few clients were
-            told the same as this one.
-        """
+        """Return this client's shares (m, 16), and which clients' secrets they share (m,); once."""
         with claimed(self._folder, "sum"):
-            masker, senders = self._kept(confirmed), confirmed["clients"].tolist()
-            tags = {k: row.tobytes() for k, row in zip(senders, confirmed["tags"], strict=True)}
-            shares = masker.reveal(self._keys.private_key, tags)
+            masker = self._load(confirmed)
+            shares = masker.reveal(self._keys.private_key, _by_client(confirmed, "tags"))
             self._path(masker.roster.exchange).unlink()  # with other clients it gives none
-            rows = np.frombuffer(b"".join(shares.values()), np.uint8)
-            return {"clients": np.array(list(shares), np.int64), "shares": rows.reshape(-1, 16)}
+            return {
+                "clients": np.array(list(shares), np.int64),
+                "shares": _as_rows(shares.values()),
+            }
 
     def _path(self, exchange: bytes) -> Path:
         return self._folder / f"sum-{exchange.hex()}"
 
-    def _keep(self, masker: Masker) -> None:
+    def _save(self, masker: Masker) -> None:
         with whole_path(self._path(masker.roster.exchange)) as partial:
             write_secret(partial, masker.to_bytes())
 
-    def _kept(self, message: Arrays) -> Masker:
+    def _load(self, message: Arrays) -> Masker:
         path = self._path(message["exchange"].tobytes())
         if not path.exists():
             raise SealError("this client does not know of the sum, or has given its shares before")
         return Masker.from_bytes(path.read_bytes())
+
+
+def _by_client(message: Arrays, name: str) -> dict[int, bytes]:
+    rows = zip(message["clients"].tolist(), message[name], strict=True)
+    return {client: row.tobytes() for client, row in rows}
+
+
+def _as_rows(parts: Collection[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)

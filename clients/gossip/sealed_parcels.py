@@ -23,12 +23,12 @@ from ..core.disk_store import remove_stale
 
 __all__ = ["OF_SEALING", "SealedParcels", "kept_key"]
 
-# in a message's configuration: all of them where parcels are sealed, else none
+# in a message's configuration: all of them if parcels are sealed, else none
 OF_SEALING = frozenset(
     f"parcel-{name}"
     for name in ("run", "exchange", "sender", "own-key", "receivers", "keys", "vouchers")
 )
-TO, ALL = "to-", "to-neighbours"  # begin the names of records, or are one
+TO, ALL = "to-", "to-neighbours"  # start of a record's name, or all of it
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -36,45 +36,27 @@ Arrays = Mapping[str, NDArray[Any]]
 class SealedParcels:
     """Opens the parcels of one message, and seals those of the reply to it.
 
-    A parcel is bound to run, round, exchange and sender: it opens as what it was sent as alone.
-
-    Parameters
-    ----------
-    keys : ParcelKeys
-        The client's.
-    config : mapping
-        The message's configuration.
-
-    Raises
-    ------
-    ValueError
-        If the relay knows this client by another key: the client's was lost.
+    A parcel is bound to run, round, exchange and sender. Raises ValueError if the relay, by the
+    message's configuration, knows this client by another key: the client's was lost.
     """
 
     def __init__(self, keys: ParcelKeys, config: Mapping[str, Any]) -> None:
         self._keys, self._config = keys, config
         if config["parcel-own-key"] != keys.public_key:
             raise ValueError(
-                "the relay has another public key of this client, whose own was lost or replaced; "
+                "the relay has another public key of this client, which lost or replaced its own; "
                 "it is asked again before the next round"
             )
 
     def opened(self, sender: int, parcel: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the arrays of a parcel that was sent in the exchange before.
-
-        Raises
-        ------
-        SealError
-            If it does not open.
-        """
+        """Open a parcel of the exchange before; SealError if it is something else."""
         info = self._binding(sender, int(self._config["parcel-exchange"]) - 1)
         return open_parcel(parcel, self._keys.private_key, info)
 
     def sealed(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
-        """Seal the records of a reply, each for its receivers; those without any are left out."""
-        info = self._binding(
-            int(self._config["parcel-sender"]), int(self._config["parcel-exchange"])
-        )
+        """Seal the records of a reply, each for its receivers; omit those without any."""
+        exchange = int(self._config["parcel-exchange"])
+        info = self._binding(int(self._config["parcel-sender"]), exchange)
         receivers = self._receivers()
         sealed: dict[str, Arrays] = {}
         for name, arrays in outgoing.items():
@@ -84,7 +66,7 @@ class SealedParcels:
         return sealed
 
     def _receivers(self) -> dict[int, bytes]:
-        """Return the public keys of those who are to get something, but for doubtful ones."""
+        """Return the receivers' public keys, without those that nobody vouches for."""
         trusted = {}
         given = (self._config[f"parcel-{name}"] for name in ("receivers", "keys", "vouchers"))
         for neighbour, key, voucher in zip(*given, strict=True):
@@ -96,18 +78,17 @@ class SealedParcels:
         return trusted
 
     def _binding(self, sender: int, exchange: int) -> bytes:
-        """Return what a parcel is for: it opens as nothing else."""
         number = int(self._config.get("server-round", 0))
         run = self._config["parcel-run"]
         return f"fedntk parcel 1\0{run}\0{number}\0{exchange}\0{sender}".encode()
 
 
 def kept_key(folder: Path) -> X25519PrivateKey:
-    """Return the private key in a client's folder, drawn when it is first asked for."""
+    """Return the private key in a client's folder; the first call draws it."""
     path = folder / "key.pem"
     if not path.exists():
         remove_stale(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_key(new_key(), path)
-    os.utime(folder)  # when it was last used
+    os.utime(folder)  # the time of its last use
     return load_key(path)

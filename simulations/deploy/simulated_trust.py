@@ -1,9 +1,8 @@
 """The trusted third parties of a simulation, and its clients' keys.
 
-The cryptography is the real one; the keys are derived from the run's seed, so that any process of
-the simulation can make its own part and a run is repeatable. They are no secrets: a simulation has
-one owner. In a deployment keys are drawn, and the third parties are processes of their own
-(``python -m fedntk.trust``).
+The cryptography is real. The keys are derived from the run's seed: any process of the simulation
+can make its own part, and a run is repeatable. So they are no secrets; a simulation has one owner.
+In a deployment keys are drawn, and the third parties are processes (``python -m fedntk.trust``).
 """
 
 from collections.abc import MutableMapping
@@ -24,7 +23,7 @@ __all__ = ["key_server", "projected", "run_name", "sealed_projection", "shufflin
 
 
 def run_name(config: Config) -> str:
-    """Name of the training run: runs of one seed share the projection, and can be compared."""
+    """Return the run's name: runs of one seed share the projection, and can be compared."""
     return f"simulation of seed {config.seed}"
 
 
@@ -42,7 +41,7 @@ def shuffling_server(config: Config) -> ShufflingServer:
 def sealed_projection(
     config: Config, partition: int, state: MutableMapping[str, Any]
 ) -> SealedProjection:
-    """Make a client's projection, whose seed comes sealed; `state` outlasts a message."""
+    """Make a client's projection, with a sealed seed; `state` is kept between messages."""
     keys = ClientKeys(
         _client_key(config, partition),
         run=run_name(config),
@@ -53,9 +52,9 @@ def sealed_projection(
 
 
 def projected(config: Config, x: Tensor) -> Tensor:
-    """Project examples (n, ...) as the clients do, if they do.
+    """Project examples (n, ...) as the clients do, if they do, to evaluate the model.
 
-    For whoever judges the model: like a client, and unlike the strategy, it holds the seed.
+    This takes the seed, as clients do; the strategy lacks it.
     """
     if not config.projection:
         return x

@@ -1,4 +1,4 @@
-"""What strategies ask of clients' keys and of the trusted third parties, here or elsewhere.
+"""Key servers and shuffling servers as strategies see them, and what is known of clients' keys.
 
 Source of sealed seeds and of shuffling: Yue et al., *Neural Tangent Kernel Empowered Federated
 Learning*, ICML 2022, section 4.2 and figure 2. :mod:`fedntk.trust` has both servers, in this
@@ -16,26 +16,26 @@ from fedntk.trust import Shuffled, check_public_key
 
 __all__ = ["PublicKey", "PublicKeys", "SealedSeeds", "SealsSeeds", "Shuffles", "VouchesForKeys"]
 
-LONGEST = 1000  # bytes that are relayed to the key server
+LONGEST = 1000  # bytes of a value that is relayed to the key server
 logger = getLogger("flwr")
 
 
 class SealsSeeds(Protocol):
-    """A key server, as strategies see it: :class:`fedntk.trust.KeyServer`, or a remote one."""
+    """A key server that seals seeds: :class:`fedntk.trust.KeyServer`, or a remote one."""
 
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
         """Return the projection's seed, sealed for one client."""
 
 
 class VouchesForKeys(Protocol):
-    """A key server that vouches for clients' keys: :class:`fedntk.trust.KeyServer`."""
+    """A key server that vouches for clients' keys: :class:`fedntk.trust.KeyServer`, or remote."""
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
         """Return a signature that says that a key is an enrolled client's."""
 
 
 class Shuffles(Protocol):
-    """A shuffling server, as strategies see it: :class:`fedntk.trust.ShufflingServer`."""
+    """A shuffling server: :class:`fedntk.trust.ShufflingServer`, or a remote one."""
 
     def shuffle(
         self,
@@ -50,19 +50,10 @@ class Shuffles(Protocol):
 
 
 class SealedSeeds:
-    """Each node's sealed seed, fetched once.
-
-    Parameters
-    ----------
-    key_server : SealsSeeds
-        Seals them.
-    run : str
-        Name of the training run.
-    """
+    """Each node's sealed seed of a run, fetched once from the key server."""
 
     def __init__(self, key_server: SealsSeeds, run: str) -> None:
-        self._key_server = key_server
-        self._run = run
+        self._key_server, self._run = key_server, run
         self._sealed: dict[int, bytes] = {}
         self._doubtful: set[int] = set()
 
@@ -71,27 +62,14 @@ class SealedSeeds:
         return self._sealed.get(node)
 
     def forget(self, node: int) -> None:
-        """Have a node's seed fetched anew: a client that was started again has lost its own.
-
-        Until another one comes, the node keeps the old one.
-        """
+        """Fetch a node's seed anew, as a restarted client lost it; until then the old one stays."""
         self._doubtful.add(node)
 
     def fetch(self, nodes: Iterable[int], ask: Callable[[list[int]], Iterable[Message]]) -> None:
-        """Fetch the seeds of the nodes that have none yet; those that get none are logged.
+        """Fetch the seeds of the nodes that have none yet; log those that get none.
 
-        Parameters
-        ----------
-        nodes : iterable of int
-            Ids.
-        ask : callable
-            Queries nodes for their properties and returns the replies.
-
-        Raises
-        ------
-        ConnectionError
-            If the key server cannot be reached and no node ever had a seed: nothing could be
-            trained.
+        `ask` queries nodes for their properties. Raises ConnectionError if the key server does not
+        answer and no node ever had a seed: nothing could be trained.
         """
         new = [node for node in nodes if node not in self._sealed or node in self._doubtful]
         failure: Exception | None = None
@@ -130,15 +108,7 @@ class PublicKey(NamedTuple):
 
 
 class PublicKeys:
-    """Each client's public key, asked for once.
-
-    Parameters
-    ----------
-    key_server : VouchesForKeys or None
-        Vouches for them.
-    run : str
-        Name of the training run, for the key server.
-    """
+    """Each client's public key in a run, asked for once, with the key server's voucher if any."""
 
     def __init__(self, key_server: VouchesForKeys | None, run: str) -> None:
         self._key_server, self._run = key_server, run
@@ -149,15 +119,15 @@ class PublicKeys:
         return self._known.get(client)
 
     def unknown(self, clients: Iterable[int]) -> list[int]:
-        """Return those of some clients whose keys are not known."""
+        """Return the clients without a known key."""
         return [client for client in clients if client not in self._known]
 
     def forget(self, client: int) -> None:
-        """Have a client asked again: one that was started again may have another key."""
+        """Ask a client again: after a restart it may have another key."""
         self._known.pop(client, None)
 
     def forget_all(self) -> None:
-        """Have all clients asked again."""
+        """Ask all clients again."""
         self._known = {}
 
     def state_dict(self) -> dict[str, list[str]]:
@@ -166,7 +136,7 @@ class PublicKeys:
         return {str(k): [own.key.hex(), own.voucher.hex()] for k, own in known if k >= 0}
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._known = {
             int(client): PublicKey(*map(bytes.fromhex, own)) for client, own in state.items()
         }
@@ -174,12 +144,8 @@ class PublicKeys:
     def add(self, client: int, reply: Message) -> None:
         """Take a client's key from its reply.
 
-        Raises
-        ------
-        ValueError
-            If the reply is an error or holds no public key, or the key server refuses it.
-        ConnectionError
-            If the key server cannot be reached.
+        Raises ValueError if it has none or the key server refuses it, ConnectionError if the key
+        server does not answer.
         """
         if reply.has_error():
             raise ValueError(reply.error.reason)

@@ -1,4 +1,4 @@
-"""What is sealed opens for its recipient and purpose alone; key files are kept safe."""
+"""What is sealed opens only for its recipient and purpose; key files are kept safe."""
 
 import re
 import stat
@@ -41,7 +41,7 @@ def test_what_is_no_public_key_is_refused(public_key):
         seal(b"rho", public_key, b"purpose")
 
 
-def test_key_file_is_its_owners_alone_and_never_replaced(tmp_path):
+def test_only_its_owner_reads_a_key_file_which_is_never_replaced(tmp_path):
     key, path = new_key(), tmp_path / "client.pem"
     save_key(key, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -81,8 +81,8 @@ def test_the_sum_is_exact_whoever_drops_out_at_whatever_step(dtype):
     assert ways == 16 + 5 + 1
 
 
-def test_masks_of_pairs_are_known_to_the_pair_alone():
-    """Without its own mask a client's words are still masked, and not the same way twice."""
+def test_masks_of_pairs_are_known_only_to_the_pair():
+    """Without its own mask a client's words are still masked, differently each time."""
     found = []
     for _ in range(2):
         masker, zeros = agreed()[5], np.zeros(SIZE, np.uint32)
@@ -94,45 +94,34 @@ def test_masks_of_pairs_are_known_to_the_pair_alone():
     assert not (found[0] == found[1]).any()
 
 
-def test_masked_words_are_spread_over_all_of_their_range_and_never_the_same_twice():
-    """Mean and variance of uniform words, to four standard errors; no word is as it was."""
+def test_masked_words_are_spread_over_all_of_their_range():
+    """Mean and variance of uniform words, to four standard errors."""
     words = agreed()[5].masked(np.zeros(100_000, np.uint32)).astype(np.float64) / 2**32
     assert abs(words.mean() - 1 / 2) < 4 * (1 / 12 / 100_000) ** 0.5
     assert abs(words.var() - 1 / 12) < 4 * (1 / 180 / 100_000) ** 0.5
-    first, second = (agreed()[5].masked(np.zeros(SIZE, np.uint32)) for _ in range(2))
-    assert not (first == second).any()
 
 
-def test_the_masks_of_a_subset_do_not_cancel():
-    """Words of some who arrived stay closed: all those of the sum are needed, and no others."""
+def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
+    """Words of some who arrived stay closed, as do those of clients with different subjects."""
     maskers = agreed()
     promises = {k: masker.promise for k, masker in maskers.items()}
     shares = given(maskers, IDS, IDS)
     words = {k: masker.masked(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
     server = MaskedSum(roster(), promises)
-    for some in ([2], [2, 3], [2, 3, 5, 8]):
+
+    def share_opened(server: MaskedSum, some: Sequence[int]) -> float:
         total = np.sum([words[k] for k in some], axis=0, dtype=np.uint32)
         expected = np.sum([numbers(k) for k in some], axis=0).astype(np.uint32)
-        found = server.opened(total, IDS, shares)  # with all shares that were given
-        assert not (found == expected).any()
+        return (server.opened(total, IDS, shares) == expected).mean()  # with all shares
+
+    assert share_opened(server, IDS) == 1
+    for some in ([2], [2, 3], [2, 3, 5, 8]):
+        assert share_opened(server, some) == 0
         with pytest.raises(SealError, match="not of what it promised"):
-            server.opened(total, some, shares)  # as if the others' words had not arrived
-
-
-def test_masks_of_words_about_different_things_do_not_cancel():
-    """One client was asked about something else than the others: nobody's sum opens."""
-    maskers = agreed()
-    words = [
-        maskers[k].masked(numbers(k).astype(np.uint32), b"network 2" if k == 5 else b"network 1")
-        for k in IDS
-    ]
-    promises = {k: masker.promise for k, masker in maskers.items()}
-    shares = given(maskers, IDS, IDS)
-    expected = np.sum([numbers(k) for k in IDS], axis=0).astype(np.uint32)
-    for about in (b"network 1", b"network 2", b""):
-        server = MaskedSum(roster(), promises, about)
-        total = np.sum(words, axis=0, dtype=np.uint32)
-        assert not (server.opened(total, IDS, shares) == expected).any()
+            server.opened(words[2], some, shares)  # as if the others' words had not arrived
+    words[5] = maskers[5].masked(numbers(5).astype(np.uint32), b"network 2")
+    for about in (b"network 2", b""):
+        assert share_opened(MaskedSum(roster(), promises, about), IDS) == 0
 
 
 def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
@@ -142,9 +131,7 @@ def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
     assert first.seed not in told
     assert first.own not in told
     parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
-    assert (
-        len({parcel[:12] for parcel in parcels}) == 8
-    )  # nonces: the second time with the same key
+    assert len({parcel[:12] for parcel in parcels}) == 8  # nonces: twice with the same key
 
 
 def test_fewer_shares_than_the_threshold_open_nothing():
@@ -158,7 +145,7 @@ def test_fewer_shares_than_the_threshold_open_nothing():
 
 
 def test_clients_who_were_told_different_things_give_no_shares():
-    """Else six of whom each leaves out two of 3, 4 and 5 would open the sum of 0, 1 and 2."""
+    """Else six clients that each leave out two of 3, 4 and 5 would open the sum of 0, 1 and 2."""
     keys = [new_key() for _ in range(6)]
     own = Roster(bytes(16), tuple(range(6)), tuple(map(public_bytes, keys)), 4)
     maskers = [Masker(own, k) for k in range(6)]
@@ -173,7 +160,7 @@ def test_clients_who_were_told_different_things_give_no_shares():
 
 
 def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
-    """Four must agree, of whom it is one itself."""
+    """Four must agree, itself included."""
     maskers = agreed(threshold=4)
     with pytest.raises(SealError, match="0 clients were told the same"):
         maskers[2].reveal(KEYS[2], {})
@@ -196,7 +183,7 @@ def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
             maskers[2].reveal(KEYS[2], bad)
 
 
-def test_a_client_gives_shares_for_its_sum_alone():
+def test_a_client_gives_shares_only_for_its_sum():
     masker = agreed()[2]
     for arrived, words in (
         ([3, 5, 8], "this one among them"),
@@ -231,9 +218,11 @@ def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(mo
         server.opened(total.astype(np.uint32), IDS[:4], shares)
 
 
-def test_parcels_open_for_their_receiver_in_their_sum_alone():
+def test_parcels_open_for_their_receiver_only_in_their_sum():
     sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
     parcels = sender.parcels(KEYS[2])
+    with pytest.raises(SealError, match="2 clients are left, fewer than the 3"):
+        receiver.receive(KEYS[3], {2: parcels[3]})
     assert {len(parcel) for parcel in parcels.values()} == {PARCEL_BYTES}
     assert parcels[3] != Masker(roster(), 2, sender.seed, sender.own).parcels(KEYS[2])[3]
     others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
@@ -258,38 +247,23 @@ def test_parcels_open_for_their_receiver_in_their_sum_alone():
         sender.parcels(KEYS[3])
 
 
-def test_too_few_parcels_leave_the_numbers_unmasked_and_unsent():
-    sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
-    with pytest.raises(SealError, match="2 clients are left, fewer than the 3"):
-        receiver.receive(KEYS[3], {2: sender.parcels(KEYS[2])[3]})
+def first(count: int, threshold: int) -> dict[str, Any]:
+    keys = tuple(public_bytes(KEYS[k]) for k in IDS[:count])
+    return {"clients": IDS[:count], "keys": keys, "threshold": threshold}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"threshold": 2}, "more than half of 5 clients"),
-        ({"threshold": 6}, "more than half of 5 clients"),
-        (
-            {
-                "clients": IDS[:4],
-                "keys": tuple(public_bytes(KEYS[k]) for k in IDS[:4]),
-                "threshold": 2,
-            },
-            "more than half of 4 clients",
-        ),
-        (
-            {
-                "clients": IDS[:3],
-                "keys": tuple(public_bytes(KEYS[k]) for k in IDS[:3]),
-                "threshold": 2,
-            },
-            "at least 3 and at most all, got 2",
-        ),
+        (first(5, 2), "more than half of 5 clients"),
+        (first(5, 6), "more than half of 5 clients"),
+        (first(4, 2), "more than half of 4 clients"),
+        (first(3, 2), "at least 3 and at most all, got 2"),
+        (first(2, 2), "at least 3 clients"),
         ({"clients": IDS[::-1]}, "clients in order"),
         ({"clients": (2, 3, 5, 8, 8)}, "each once"),
         ({"keys": (bytes(32),) * 5}, "keys of their own"),
         ({"keys": (bytes(31),) * 5}, "5 public keys of 32 bytes"),
-        ({"clients": (2, 3), "keys": (b"a" * 32, b"b" * 32), "threshold": 2}, "at least 3 clients"),
     ],
 )
 def test_a_roster_under_which_numbers_would_not_be_safe_is_refused(changes, words):

@@ -3,9 +3,6 @@
 import json
 import re
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -17,17 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 import uvicorn
 from fastapi import FastAPI
-from flwr.app import ArrayRecord, ConfigRecord, Context
-from torch import nn
 from typer.testing import CliRunner
 
-from fedntk.clients import CPNTKFLClient, SealedProjection, client_app
 from fedntk.ntk import JacobianUpload, UploadLimits
 from fedntk.simulations.deploy.certificates import make_certificates
-from fedntk.strategies import CPNTKFL
 from fedntk.trust import (
     ClientKeys,
     KeyServer,
@@ -46,7 +38,6 @@ from fedntk.trust.key_server import load_secret
 from fedntk.trust.service import read_enrolled
 from fedntk.trust.wire import frame, pack
 
-from ..strategies.federation import NUM_CLIENTS, Grid, examples
 from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
 
 BODY_LIMIT = 100_000
@@ -57,34 +48,12 @@ def command(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output.strip()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def process(log: Path, *arguments: object) -> Iterator[int]:
-    """Start a server and give its port when it listens; it is ended by its own id."""
-    port = free_port()
-    line = [sys.executable, "-m", "fedntk.trust", *map(str, arguments), "--port", str(port)]
-    with log.open("wb") as output:
-        server = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
-    try:
-        for _ in range(600):
-            with suppress(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            time.sleep(0.1)
-        yield port
-    finally:
-        server.terminate()
-        server.wait(20)
-
-
 @contextmanager
 def thread(*arguments: object) -> Iterator[int]:
-    """Start a server in a thread of this process and give its port; at the end its log is whole."""
+    """Start a server in a thread and give its port; at the end its log is whole.
+
+    The federation's tests start both servers as processes.
+    """
     made: list[uvicorn.Server] = []
 
     def run(service: FastAPI, **settings: Any) -> None:
@@ -133,16 +102,15 @@ def send_head(client: socket.socket, path: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """The key server, a process behind TLS, and the shuffling server with a small limit."""
+    """The key server behind TLS, and the shuffling server with a small limit."""
     folder = tmp_path_factory.mktemp("trust")
     secret, enrolled, key = folder / "secret", folder / "enrolled", folder / "key.pem"
     assert command("new-key-server", secret)[0] == command("new-key", key)[0] == 0
     enrolled.write_text("# nobody yet\n")
-    tls, log = make_certificates(folder), folder / "key-server.log"
+    tls = make_certificates(folder)
     with (
         pytest.MonkeyPatch.context() as patch,
-        process(
-            log,
+        thread(
             *("key-server", "--secret", secret, "--enrolled", enrolled),
             *("--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key),
         ) as key_port,
@@ -154,11 +122,15 @@ def servers(tmp_path_factory):
             enrolled=enrolled,
             authority=tls.authority,
             key=key,
-            log=log,
-            verify_key=bytes.fromhex(log.read_text().splitlines()[0]),
             key_url=f"https://127.0.0.1:{key_port}",
             shuffling_url=f"http://127.0.0.1:{shuffling_port}",
         )
+
+
+@pytest.fixture(autouse=True)
+def log(caplog):
+    caplog.set_level("INFO")
+    return caplog
 
 
 @pytest.fixture
@@ -191,23 +163,24 @@ def enrol(servers, key) -> bytes:
     return public_bytes(key)
 
 
-def test_seeds_and_vouchers_come_from_another_process_and_secrets_stay_there(servers, key_server):
+def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, key_server, log):
     master, signing_key = load_secret(servers.secret)
-    key = new_key()
-    client = ClientKeys(key, run=RUN, verify_key=servers.verify_key, state={})
+    here, key = KeyServer(master, [], signing_key), new_key()
+    client = ClientKeys(key, run=RUN, verify_key=here.verify_key, state={})
     request = client.request()
     public_key = enrol(servers, key)
     data = key_server.sealed_seed(public_key, RUN, request["challenge"])
     seed = client.open(data)
-    assert seed == KeyServer(master, [], signing_key).projection_seed(RUN)
+    assert seed == here.projection_seed(RUN)
     assert seed not in data
-    check_voucher(key_server.voucher(public_key, RUN), public_key, RUN, servers.verify_key)
+    check_voucher(key_server.voucher(public_key, RUN), public_key, RUN, here.verify_key)
+    assert '"POST /sealed-seed HTTP/1.1" 200' in log.text
     for secret in (seed, master):
-        assert secret.hex() not in servers.log.read_text()
-        assert repr(secret) not in servers.log.read_text()
+        assert secret.hex() not in log.text
+        assert repr(secret) not in log.text
 
 
-def test_enrolled_keys_may_change_while_it_runs(servers, key_server):
+def test_enrolled_keys_may_change_while_it_runs(servers, key_server, log):
     key = new_key()
     public_key = public_bytes(key)
     here = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
@@ -225,7 +198,7 @@ def test_enrolled_keys_may_change_while_it_runs(servers, key_server):
     servers.enrolled.write_text(before + "half a li")
     key_server.sealed_seed(public_key, RUN, bytes(16))
     line = len(before.splitlines()) + 1
-    assert f"line {line}: expected 64 hexadecimal digits" in servers.log.read_text()
+    assert f"line {line}: expected 64 hexadecimal digits" in log.text
     servers.enrolled.write_text("")
     with pytest.raises(NotEnrolled):
         key_server.sealed_seed(public_key, RUN, bytes(16))
@@ -246,15 +219,16 @@ def test_refusals_are_the_servers_own(servers, key_server, shuffling_server):
         shuffling_server.shuffle([], limits=LIMITS, run=RUN, server_round=1, num_examples=[1])
     with pytest.raises(SealError, match=r"malformed request: 'limits\.max_examples'"):
         shuffle(shuffling_server, [], UploadLimits(LIMITS.parameters, max_examples="many"))
-    message = f"expected a request of at most {BODY_LIMIT} bytes, got 50000"
+    message = f"expected a request of at most {BODY_LIMIT} bytes, got 500"
     with pytest.raises(SealError, match=message):
-        shuffle(shuffling_server, [bytes(50_000_000)])
+        shuffle(shuffling_server, [bytes(5_000_000)])
 
 
 def test_wrong_address_is_named(servers, monkeypatch):
     with pytest.raises(SealError, match=r"answered with status 404.*check the address"):
         RemoteKeyServer(servers.shuffling_url).sealed_seed(bytes(32), RUN, bytes(16))
-    nobody = f"http://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust key-server"):
         RemoteKeyServer(nobody).sealed_seed(bytes(32), RUN, bytes(16))
     with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust shuffling-server"):
@@ -335,22 +309,21 @@ def test_hostile_head_is_refused_in_one_line(servers, content):
     "body",
     [b"", b"rubbish!", b"\xff" * 8, frame([b"", b"\xff", b""]), pack({"run": RUN}, [b""] * 9)],
 )
-def test_rubbish_is_refused_without_a_traceback(servers, body):
+def test_rubbish_is_refused_without_a_traceback(servers, log, body):
     context = httpx.create_ssl_context(verify=False)
     for url in (servers.key_url + "/sealed-seed", servers.shuffling_url + "/shuffle"):
         answer = httpx.post(url, content=body, verify=context)
         assert answer.status_code == 400
         assert answer.json()["error"] == "SealError"
         assert "Traceback" not in answer.text
-    assert "Traceback" not in servers.log.read_text()
+    assert "Traceback" not in log.text
 
 
-def test_client_that_breaks_off_is_one_line_of_the_log(caplog, arguments, path):
-    caplog.set_level("INFO")
+def test_client_that_breaks_off_is_one_line_of_the_log(log, arguments, path):
     with thread(*arguments) as port, connect(port) as client:
         assert send_head(client, path) == CONTINUE
         client.sendall(b"half")
-    lines = [record for record in caplog.records if record.name == "uvicorn.error"]
+    lines = [record for record in log.records if record.name == "uvicorn.error"]
     assert [line.getMessage() for line in lines].count(f"a request to {path} broke off") == 1
     assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
 
@@ -460,51 +433,3 @@ def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch, ar
     assert re.search(message, output)
     assert output.startswith("fedntk.trust: ")
     assert len(output.splitlines()) == 1
-
-
-def test_federated_rounds_with_both_servers_elsewhere(servers, key_server, shuffling_server):
-    """What docs/privacy.md shows: the same weights as with both in the strategy's process."""
-    private = {p: new_key() for p in range(NUM_CLIENTS)}
-    public = [public_bytes(key) for key in private.values()]
-    before = servers.enrolled.read_text()
-    servers.enrolled.write_text("\n".join(key.hex() for key in public))
-    master, signing_key = load_secret(servers.secret)
-    here = KeyServer(master, public, signing_key), ShufflingServer(load_key(servers.key))
-
-    def client_fn(context: Context) -> CPNTKFLClient:
-        if "keys" not in context.state:
-            context.state["keys"] = ConfigRecord()
-        partition = int(context.node_config["partition-id"])
-        state = context.state.config_records["keys"]
-        keys = ClientKeys(private[partition], run=RUN, verify_key=here[0].verify_key, state=state)
-        return CPNTKFLClient(
-            narrow(),
-            *examples(partition),
-            projection=SealedProjection(3, keys),
-            shuffling_key=here[1].public_key,
-            run=RUN,
-            sampling_rate=0.6,
-            sparsity=0.5,
-            bits=6,
-        )
-
-    weights = []
-    try:
-        for keys, shuffling in (here, (key_server, shuffling_server)):
-            strategy = CPNTKFL(
-                learning_rate=0.1, steps=[5, 20], sparsity=0.5, bits=6, run=RUN, key_server=keys,
-                shuffling_server=shuffling, min_available_nodes=NUM_CLIENTS, fraction_evaluate=0.0,
-            )  # fmt: skip
-            initial = ArrayRecord(dict(narrow().state_dict()))
-            result = strategy.start(Grid(client_app(client_fn)), initial, num_rounds=2)
-            assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
-            weights.append({k: a.numpy().tobytes() for k, a in result.arrays.items()})
-    finally:
-        servers.enrolled.write_text(before)
-    assert weights[0] == weights[1]
-
-
-def narrow() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))

@@ -1,4 +1,4 @@
-"""Rows come back whole, in an order that tells nothing, and bad uploads are dropped alone."""
+"""Rows come back whole, in an order that tells nothing; only bad uploads are dropped."""
 
 import dataclasses
 import io
@@ -39,7 +39,7 @@ def test_rows_stay_whole_and_none_is_lost(server, structure):
 
 
 def test_order_is_neither_the_clients_nor_the_same_twice():
-    """Of 100! orders one comes twice, or leaves a client's 50 rows together, once in 10^28."""
+    """That one of 100! orders repeats, or keeps a client's rows together, has probability 1e-28."""
     parts = [upload(seed, 50) for seed in range(2)]
     orders = []
     for _ in range(2):
@@ -91,94 +91,65 @@ def test_update_of_the_weights_is_that_of_the_unshuffled_rows(server):
         assert ((update[name] - tensor).abs() <= bound).all()
 
 
-def hostile(kind: str, server: ShufflingServer, good: list[bytes]) -> bytes:
+def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
+    """Sealed bytes that cannot be used, and the reason for each."""
     part = upload(9, 10)
-    arrays = CompressedUpload.compress(part).to_arrays()
-    key, place = server.public_key, {"run": RUN, "server_round": ROUND}
+    compressed = CompressedUpload.compress(part)
+    arrays = compressed.to_arrays()
+    key, info = server.public_key, b'["fedntk upload 1", "run-7", 3]'
+
+    def sealed_arrays(own):
+        return seal_upload(own, key, run=RUN, server_round=ROUND).tobytes()
 
     def replaced(**fields):
-        changed = dataclasses.replace(CompressedUpload.compress(part), **fields)
-        return seal_upload(changed.to_arrays(), key, **place).tobytes()
+        return sealed_arrays(dataclasses.replace(compressed, **fields).to_arrays())
 
-    match kind:
-        case "rubbish":
-            return b"rubbish" * 100
-        case "empty":
-            return b""
-        case "changed":
-            return sealed(part, server)[:-1] + b"\0\0"
-        case "for another key":
-            return sealed(part, ShufflingServer())
-        case "of another run":
-            return sealed(part, server, run="run-8")
-        case "of another round":
-            return sealed(part, server, server_round=ROUND + 1)
-        case "for another purpose":
-            return seal(b"", key, b"purpose")
-        case "replayed":
-            return good[0]
-        case "no arrays":
-            return seal_upload([], key, **place).tobytes()
-        case "too few arrays":
-            return seal_upload(arrays[:-1], key, **place).tobytes()
-        case "not finite":
-            return replaced(outputs=np.full_like(arrays[0], np.nan))
-        case "labels":
-            return replaced(labels=np.full(10, 3, np.uint8))
-        case "too many examples":
-            return sealed(upload(9, LIMITS.max_examples + 1), server)
-        case "another form":
-            return sealed(upload(9, 10, structure="dense"), server)
-        case "outlier":
-            return sealed(scaled(part, 1e4), server)
-    raise AssertionError(kind)
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([None]), allow_pickle=True)
+    no_arrays = [b"abc", to_npy(np.zeros(9))[:-1], pickled.getvalue()]
+    twice = sealed(upload(8, 10), server, run="run-8")
+    return [
+        (b"rubbish" * 100, "sealed"),
+        (b"", "sealed"),
+        (sealed(part, server)[:-1] + b"\0\0", "sealed"),
+        (sealed(part, ShufflingServer()), "sealed"),
+        (twice, "sealed"),
+        (twice, "replayed"),
+        (sealed(part, server, server_round=ROUND + 1), "sealed"),
+        (seal(b"", key, b"purpose"), "sealed"),
+        (seal(b"\xff" * 8, key, info), "arrays"),  # a frame that is cut off
+        *((seal(frame([data]), key, info), "arrays") for data in no_arrays),
+        (sealed_arrays([]), "shape"),
+        (sealed_arrays(arrays[:-1]), "shape"),
+        (replaced(outputs=np.full_like(arrays[0], np.nan)), "non-finite"),
+        (replaced(labels=np.full(10, 3, np.uint8)), "labels"),
+        (sealed(upload(9, LIMITS.max_examples + 1), server), "shape"),
+        (sealed(upload(9, 10, structure="dense"), server), "layout"),
+        (sealed(scaled(part, 1e4), server), "scale"),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("rubbish", "sealed"),
-        ("empty", "sealed"),
-        ("changed", "sealed"),
-        ("for another key", "sealed"),
-        ("of another run", "sealed"),
-        ("of another round", "sealed"),
-        ("for another purpose", "sealed"),
-        ("replayed", "replayed"),
-        ("no arrays", "shape"),
-        ("too few arrays", "shape"),
-        ("not finite", "non-finite"),
-        ("labels", "labels"),
-        ("too many examples", "shape"),
-        ("another form", "layout"),
-        ("outlier", "scale"),
-    ],
-)
 @pytest.mark.parametrize("first", [True, False])
-def test_bad_upload_is_dropped_alone(server, kind, reason, first):
-    parts = [upload(seed, 10) for seed in range(3)]
+def test_only_bad_uploads_are_dropped(server, first):
+    parts = [upload(seed, 10) for seed in range(5)]
     good = [sealed(part, server) for part in parts]
-    bad = hostile(kind, server, good)
-    shuffled = shuffle(server, [bad, *good] if first else [*good, bad])
-    # of the same bytes twice, the later ones are the replay
-    index = 1 if first and kind == "replayed" else 0 if first else 3
-    assert {i: error.reason for i, error in shuffled.rejected.items()} == {index: reason}
-    assert shuffled.accepted == 3
+    bad, reasons = zip(*hostile_uploads(server), strict=True)
+    shuffled = shuffle(server, [*bad, *good, good[0]] if first else [*good, *bad, good[0]])
+    start = 0 if first else len(good)
+    expected = {start + i: reason for i, reason in enumerate(reasons)}
+    expected[len(bad) + len(good)] = "replayed"
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == expected
+    assert shuffled.accepted == 5
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
 
 
-def test_sealed_bytes_that_hold_no_arrays_are_dropped(server):
-    """Frames that are cut off, no array, one of fewer numbers than it declares, pickled objects."""
-    good = [sealed(upload(seed, 10), server) for seed in range(2)]
-    info = b'["fedntk upload 1", "run-7", 3]'
-    pickled = io.BytesIO()
-    np.save(pickled, np.array([None]), allow_pickle=True)
-    arrays = [b"abc", to_npy(np.zeros(9))[:-1], pickled.getvalue()]
-    bodies = [b"\xff" * 8, *(frame([array]) for array in arrays)]
-    bad = [seal(data, server.public_key, info) for data in bodies]
-    shuffled = shuffle(server, [*bad, *good])
-    reasons = {i: error.reason for i, error in shuffled.rejected.items()}
-    assert reasons == dict.fromkeys(range(4), "arrays")
+def test_claims_of_another_number_of_examples_are_dropped(server):
+    data = [sealed(upload(seed, 10), server) for seed in range(3)]
+    place = {"limits": LIMITS, "run": RUN, "server_round": ROUND}
+    with pytest.raises(SealError, match="expected one for each of 3 uploads, got 2"):
+        server.shuffle(data, num_examples=[10, 10], **place)
+    shuffled = server.shuffle(data, num_examples=[10, 11, 10], **place)
+    assert {i: error.reason for i, error in shuffled.rejected.items()} == {1: "num-examples"}
     assert shuffled.accepted == 2
 
 
@@ -204,35 +175,17 @@ def test_upload_that_does_not_fit_in_memory_is_dropped(server, monkeypatch):
     assert {error.reason for error in shuffled.rejected.values()} == {"memory"}
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_one_client_alone_is_not_given_out(server, count):
-    data = [sealed(upload(seed, 10), server) for seed in range(count)]
-    shuffled = shuffle(server, [*data, b"rubbish"])
-    assert shuffled.upload is None
-    assert shuffled.accepted == count
-    assert list(shuffled.rejected) == [count]
-    assert f"expected the good uploads of 2 clients or more, got {count}" in shuffled.message
+def test_too_few_clients_get_nothing_and_may_come_again(server, monkeypatch):
+    """As may a round that could not be pooled; what was given out may not, even if sealed anew.
 
-
-def test_what_was_not_given_out_may_come_again(server):
-    one, other = (sealed(upload(seed, 10), server) for seed in range(2))
-    assert shuffle(server, [one]).upload is None
-    assert shuffle(server, [one, other]).accepted == 2
-
-
-def test_asking_again_without_one_client_reveals_nothing(server):
-    """The rows missing the second time would be that client's, even if the others seal anew."""
+    The rows missing the second time would be those of the client that is missing.
+    """
     data = [sealed(upload(seed, 10), server) for seed in range(3)]
-    assert shuffle(server, data).accepted == 3
-    anew = [sealed(upload(seed, 10), server) for seed in range(1, 3)]
-    for others in (data[1:], anew):
-        again = shuffle(server, others)
-        assert (again.upload, again.accepted) == (None, 0)
-        assert "was given out before" in again.message
-
-
-def test_a_round_that_could_not_be_pooled_may_come_again(server, monkeypatch):
-    data = [sealed(upload(seed, 10), server) for seed in range(3)]
+    for count in (0, 1):
+        shuffled = shuffle(server, [*data[:count], b"rubbish"])
+        assert (shuffled.upload, shuffled.accepted) == (None, count)
+        assert list(shuffled.rejected) == [count]
+        assert f"expected the good uploads of 2 clients or more, got {count}" in shuffled.message
 
     def fail(_):
         raise RuntimeError("can't allocate memory")
@@ -242,6 +195,10 @@ def test_a_round_that_could_not_be_pooled_may_come_again(server, monkeypatch):
         with pytest.raises(RuntimeError, match="can't allocate"):
             shuffle(server, data)
     assert shuffle(server, data).accepted == 3
+    for others in (data[1:], [sealed(upload(seed, 10), server) for seed in range(1, 3)]):
+        again = shuffle(server, others)
+        assert (again.upload, again.accepted) == (None, 0)
+        assert "was given out before" in again.message
 
 
 def test_rows_compressed_by_themselves_share_no_scale_with_their_clients_others(server):
@@ -267,21 +224,15 @@ def test_rows_compressed_by_themselves_share_no_scale_with_their_clients_others(
     assert shared[True] == 0
 
 
-def test_more_clients_can_be_required():
-    server = ShufflingServer(min_clients=4)
-    data = [sealed(upload(seed, 10), server) for seed in range(4)]
+def test_more_clients_can_be_required_and_a_key_be_kept():
+    key = new_key()
+    data = [sealed(upload(seed, 10), ShufflingServer(key)) for seed in range(4)]
+    server = ShufflingServer(key, min_clients=4)
+    assert server.public_key == public_bytes(key)
     assert shuffle(server, data[:3]).upload is None
     assert shuffle(server, data).accepted == 4
     with pytest.raises(ValueError, match="min_clients: expected at least 2, got 1"):
         ShufflingServer(min_clients=1)
-
-
-def test_kept_key_opens_what_was_sealed_before():
-    key = new_key()
-    data = [sealed(upload(seed, 10), ShufflingServer(key)) for seed in range(2)]
-    again = ShufflingServer(key)
-    assert again.public_key == public_bytes(key)
-    assert shuffle(again, data).accepted == 2
 
 
 def test_malformed_key_or_run_is_refused(server):
