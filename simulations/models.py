@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,7 @@ InputShape = tuple[int, ...]
 class MLP(nn.Sequential):
     """Two-layer perceptron: Kaiming-normal weights, zero biases (Yue et al. 2022, section 6).
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        Of one example; flattened.
-    num_classes : int
-        C.
-    width : int
-        Hidden units.
+    Examples of any `input_shape` are flattened; `width` is the number of hidden units.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
@@ -64,12 +58,7 @@ class MLP(nn.Sequential):
 class SimpleCNN(nn.Sequential):
     """Two convolutions with max-pooling, two linear layers (Yu et al. 2022, for FMNIST).
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (channels, height, width), at least 8 x 8.
-    num_classes : int
-        C.
+    `input_shape` is (channels, height, width), at least 8 x 8.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int) -> None:
@@ -91,14 +80,8 @@ class SimpleCNN(nn.Sequential):
 class LeNet(nn.Sequential):
     """LeNet-5 with ReLU and max-pooling (LeCun et al., *Gradient-based learning*, 1998).
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (channels, height, width), at least 16 x 16.
-    num_classes : int
-        C.
-    batch_norm : bool
-        BatchNorm after each convolution, for methods that keep it on the clients.
+    `input_shape` is (channels, height, width), at least 16 x 16. `batch_norm` adds BatchNorm after
+    each convolution, for methods that keep it on the clients.
     """
 
     def __init__(
@@ -135,16 +118,10 @@ class DigitsCNN(nn.Sequential):
     After Li et al., *FedBN: Federated Learning on Non-IID Features via Local Batch Normalization*,
     ICLR 2021, appendix: 5 x 5 convolutions, max-pooling after the first and the second, BatchNorm
     after each layer but the last. That network has three convolutions, of 64, 64 and 128 filters;
-    this one has a fourth, of as many as the third. With width 512 its layers are as wide.
+    this one has a fourth, as wide as the third. With width 512 its layers are as wide.
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (channels, height, width), at least 8 x 8.
-    num_classes : int
-        C.
-    width : int
-        W, at least 8: W/8, W/8, W/4 and W/4 filters, then 4 W and W hidden units.
+    `input_shape` is (channels, height, width), at least 8 x 8. Width W, at least 8, gives W/8, W/8,
+    W/4 and W/4 filters, then 4 W and W hidden units.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
@@ -167,14 +144,8 @@ class DigitsCNN(nn.Sequential):
 class CharLSTM(nn.Module):
     """Two LSTM layers on characters; the last state gives the next one (LEAF's Shakespeare).
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (length,): positions in the alphabet, as integers or whole floats.
-    num_classes : int
-        Characters.
-    width : int
-        Units of each layer; 256 in LEAF and in Shi et al. 2021.
+    Examples of `input_shape` (length,) are positions in the alphabet, as integers or whole floats;
+    each layer has `width` units, 256 in LEAF and in Shi et al. 2021.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 256) -> None:
@@ -200,16 +171,7 @@ class TwoPatchCNN(nn.Module):
     Output j is 1/m times the sum of relu(<w, patch>) over its m filters w and both patches. The
     paper's f is the second output minus the first, and its logistic loss their cross-entropy: class
     1 is y = +1. Weights are Gaussian with the standard deviation 0.1 / sqrt(d): see
-    :func:`~fedntk.ntk.feature_learning.initial_std`.
-
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (2, d).
-    num_classes : int
-        2.
-    width : int
-        m: filters of each class.
+    :func:`~fedntk.ntk.feature_learning.initial_std`. `input_shape` is (2, d), and `width` is m.
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 50) -> None:
@@ -233,14 +195,8 @@ class TwoPatchCNN(nn.Module):
 def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> nn.Module:
     """Torchvision's ResNet-18 with a stem for small images: 3 x 3, stride 1, no pooling.
 
-    Parameters
-    ----------
-    input_shape : tuple of int
-        (channels, height, width), at least 8 x 8.
-    num_classes : int
-        C.
-    norm : {"batch", "group"}
-        BatchNorm, or GroupNorm with 32 groups.
+    `input_shape` is (channels, height, width), at least 8 x 8; `norm` is "batch", or "group" for
+    GroupNorm with 32 groups.
     """
     from torchvision.models import resnet18 as torchvision_resnet18
 
@@ -269,15 +225,8 @@ def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
 def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
     """Make the network that `config` names, its weights drawn from the configured seed.
 
-    It takes the features of the random projection where there is one. Weights from a file are of
-    the network before its last layer is given random features. Torch's global generator is
-    left as it was.
-
-    Raises
-    ------
-    ConfigError
-        If the name is unknown, the network does not take the examples, or its outputs are not one
-        number for each class.
+    With a random projection it takes the projected features. Weights from a file are of the network
+    before its last layer is given random features. Torch's global generator is not changed.
     """
     if config.projection > math.prod(input_shape):
         raise ConfigError(
@@ -316,7 +265,6 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
 
 
 def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
-    """Wrap a network, unless its inputs are such that they have no mean."""
     try:
         with torch.no_grad():
             model(torch.full((1, *input_shape), -1.5))
@@ -329,7 +277,6 @@ def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
 
 
 def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
-    """Draw the trained matrices and filters anew, by a rule that does not depend on the layers."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     arrays = {name: p.detach().numpy() for name, p in trained.items()}
     generator = np.random.default_rng([seed, *b"first weights"])
@@ -339,10 +286,7 @@ def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
 
 
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
-    """Load a network's weights, which a file may hold among others.
-
-    Those of a run with ``centre-inputs`` serve only a network that will be `centred`.
-    """
+    """Load a network's weights from a file that may hold others; `centred`: it will be wrapped."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -361,30 +305,23 @@ def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
 
 
 def _by_name(config: Config, input_shape: InputShape, num_classes: int) -> nn.Module:
-    match config.model:
-        case "mlp":
-            return MLP(input_shape, num_classes, config.width)
-        case "simple-cnn":
-            return SimpleCNN(input_shape, num_classes)
-        case "lenet" | "lenet-bn":
-            return LeNet(input_shape, num_classes, batch_norm=config.model == "lenet-bn")
-        case "digits-cnn":
-            return DigitsCNN(input_shape, num_classes, config.width)
-        case "char-lstm":
-            return CharLSTM(input_shape, num_classes, config.width)
-        case "resnet18":
-            return resnet18(input_shape, num_classes, config.norm)
-        case "two-patch-cnn":
-            return TwoPatchCNN(input_shape, num_classes, config.width)
+    known: dict[str, Callable[..., nn.Module]] = {
+        "mlp": partial(MLP, width=config.width),
+        "simple-cnn": SimpleCNN,
+        "lenet": LeNet,
+        "lenet-bn": partial(LeNet, batch_norm=True),
+        "digits-cnn": partial(DigitsCNN, width=config.width),
+        "resnet18": partial(resnet18, norm=config.norm),
+        "char-lstm": partial(CharLSTM, width=config.width),
+        "two-patch-cnn": partial(TwoPatchCNN, width=config.width),
+    }
+    if config.model in known:
+        return known[config.model](input_shape, num_classes)
     module, _, factory = config.model.partition(":")
-    names = (
-        *("mlp", "simple-cnn", "lenet", "lenet-bn", "digits-cnn", "resnet18", "char-lstm"),
-        "two-patch-cnn",
-    )
     if not factory:
         raise ConfigError(
-            f"model: expected {', '.join(names)} or <module>:<factory>, "
-            f"got {config.model!r}{nearest(config.model, names)}"
+            f"model: expected {', '.join(known)} or <module>:<factory>, "
+            f"got {config.model!r}{nearest(config.model, known)}"
         )
     try:
         make = getattr(importlib.import_module(module), factory)

@@ -1,9 +1,9 @@
 """Labelled examples in the forms in which people have them.
 
-A client is given tensors, NumPy arrays, a ``Dataset`` (torch's, or one of Hugging Face with a torch
-format or transform) or a ``DataLoader`` of either. What comes out is the same for all: every
-example once, in the order of the dataset, as two tensors. A loader's shuffling and its last,
-dropped batch mean nothing to methods that need a quantity for each example.
+A client takes tensors, NumPy arrays, a ``Dataset`` (torch's, or one of Hugging Face with a torch
+format or transform) or a ``DataLoader`` of either. The result is the same for all: every example
+once, in the order of the dataset, as two tensors. A loader's shuffling and its last, dropped batch
+are ignored, since methods need a quantity for each example.
 """
 
 from abc import ABC, abstractmethod
@@ -14,15 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader
 
 from .model_probe import dtype_name, one_line
 from .randomness import seeded_generators
@@ -46,7 +39,7 @@ class LabelledExamples(ABC):
     Attributes
     ----------
     name : str
-        Of the argument that held the labels, for errors.
+        Name of the argument that held the labels, for errors.
     may_change : bool
         Whether another seed may give other examples, such as newly augmented ones.
     """
@@ -60,19 +53,9 @@ class LabelledExamples(ABC):
 
     @abstractmethod
     def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return examples (m, ...) and their labels, as they came.
+        """Return the `chosen` examples (m, ...), by default all n in order, and their labels.
 
-        Parameters
-        ----------
-        seed : sequence of int
-            Of torch's, NumPy's and Python's global generators while the examples are read.
-        chosen : Tensor of int64, shape (m,), optional
-            Positions of those that are wanted; all n in order by default.
-
-        Raises
-        ------
-        ValueError
-            If examples have different shapes, are not finite, or cannot be put into a batch.
+        `seed` is for torch's, NumPy's and Python's global generators while they are read.
         """
 
 
@@ -170,19 +153,11 @@ def labelled_examples(
         Examples, or examples with labels. A DataLoader is read through its ``collate_fn`` in this
         process, whatever its ``num_workers``.
     y : Tensor, ndarray or list, optional
-        Labels, where `x` does not hold them.
+        Labels, if `x` does not hold them.
     columns : pair of str or of int, optional
         Names, in dicts, or positions, in tuples, of an example and its label.
     name : str
-        Of the argument, for errors.
-
-    Raises
-    ------
-    ValueError
-        If labels are missing or come twice, or there is no example, or not every example can be
-        read once and in order.
-    TypeError
-        If `x` is something else.
+        Name of the argument, for errors.
     """
     labels = name.replace("x", "y")
     if isinstance(x, tuple) and len(x) == 2 and y is None and all(map(_is_array, x)):
@@ -219,11 +194,11 @@ def labelled_examples(
     if isinstance(x, DataLoader):
         return _from_loader(name, x, columns)
     _require_map_style(name, x)
-    return _FromDataset(name, x, range(len(x)), default_collate, BATCH_SIZE, columns)
+    return _FromDataset(name, x, range(len(x)), torch_data.default_collate, BATCH_SIZE, columns)
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array of examples or labels, not a single number."""
+    """Whether a value is an array, not a single number."""
     return hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
 
 
@@ -236,32 +211,28 @@ def _from_loader(name: str, loader: DataLoader[Any], columns: Columns | None) ->
             "or give the dataset itself"
         )
     size = len(dataset)  # type: ignore[arg-type]
-    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    sampler = batches.sampler if type(batches) is torch_data.BatchSampler else batches
     positions: Sequence[int] = range(size)
-    if type(sampler) is SubsetRandomSampler:
+    if type(sampler) is torch_data.SubsetRandomSampler:
         positions = sorted({int(i) for i in sampler.indices})
     elif not _reads_each_once(sampler, size):
         raise ValueError(
             f"{name}: expected a DataLoader that reads each example once, got one with "
             f"{_a(sampler)}; give the dataset itself, or a Subset of it"
         )
-    batch_size = batches.batch_size if type(batches) is BatchSampler else BATCH_SIZE
+    batch_size = batches.batch_size if type(batches) is torch_data.BatchSampler else BATCH_SIZE
     return _FromDataset(name, dataset, positions, loader.collate_fn, batch_size, columns)
 
 
 def _reads_each_once(sampler: object, size: int) -> bool:
-    """Whether it goes through all of a dataset's examples, in their order or shuffled."""
-    if type(sampler) is RandomSampler:
-        if sampler.replacement or sampler.num_samples != size:
-            return False
-    elif type(sampler) is not SequentialSampler:
-        return False
-    return len(sampler.data_source) == size
+    if type(sampler) is torch_data.RandomSampler:
+        all_once = not sampler.replacement and sampler.num_samples == size
+        return all_once and len(sampler.data_source) == size
+    return type(sampler) is torch_data.SequentialSampler and len(sampler.data_source) == size
 
 
 def _require_map_style(name: str, dataset: Any) -> None:
-    """Refuse what has no length, or no example for each position."""
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, torch_data.IterableDataset):
         raise ValueError(
             f"{name}: expected a dataset with a length and an example for each position, got the "
             f"IterableDataset {type(dataset).__name__}; give a list of its examples, such as "
@@ -276,7 +247,6 @@ def _require_map_style(name: str, dataset: Any) -> None:
 
 
 def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
-    """Return the examples and the labels of a batch."""
     if isinstance(batch, Mapping):
         chosen = columns or _guessed(name, batch)
         if missing := [str(key) for key in chosen if key not in batch]:
@@ -306,7 +276,6 @@ def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
 
 
 def _guessed(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
-    """Return the keys of examples and labels, where there is one possible choice."""
     labels = [key for key in batch if key in LABEL_NAMES]
     inputs = [key for key in batch if key in IMAGE_NAMES]
     if len(labels) == 1 and len(batch) == 2:
@@ -368,19 +337,8 @@ def _finite(name: str, x: Tensor) -> Tensor:
 def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tensor:
     """Return labels as class numbers: int64, shape (n,).
 
-    Parameters
-    ----------
-    labels : Tensor
-        Integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C) of any dtype.
-    num_classes : int
-        C, at least 2.
-    name : str
-        Of the argument that held them, for errors.
-
-    Raises
-    ------
-    ValueError
-        If they are neither, or a class lies outside 0 ... C - 1.
+    Labels are integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C); `name` is the
+    argument that held them, for errors.
 
     Examples
     --------

@@ -9,20 +9,7 @@ __all__ = ["cast_examples", "check_dtypes", "dtype_name", "num_outputs", "one_li
 
 
 def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
-    """Refuse a model in a floating-point dtype that cannot travel.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Its parameters and buffers count.
-    allowed : collection of torch.dtype
-        Floating-point dtypes that can.
-
-    Raises
-    ------
-    ValueError
-        If one of its arrays has another.
-    """
+    """Refuse a model with parameters or buffers of a floating-point dtype that cannot travel."""
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: expected an nn.Module as the first argument, got {got}")
@@ -46,35 +33,22 @@ def cast_examples(x: Tensor, model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
-    """Return the number of classes C that a model scores; the model is in evaluation mode then.
+    """Return the number of classes C, at least `fewest`; leave the model in evaluation mode.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Maps (n, ...) to (n, C).
-    example : Tensor, shape (1, ...)
-        On the model's device. The model is given it twice, as a single one can be mistaken for
-        an example without a batch.
-    fewest : int
-        Least C.
-
-    Raises
-    ------
-    ValueError
-        If the model fails, or returns something else than so many scores or more.
+    `example` (1, ...) is on the model's device. The model is given it twice, as a single one can be
+    mistaken for an example without a batch.
     """
     shape = f"shape {tuple(example.shape[1:])} and dtype {dtype_name(example.dtype)}"
     model.eval()
     try:
         outputs = model(torch.cat([example, example]))
     except Exception as error:
-        said = one_line(error)
         raise ValueError(
-            f"model: expected it to take examples of {shape}, got its error: {said}; "
+            f"model: expected it to take examples of {shape}, got its error: {one_line(error)}; "
             f"{_cure(example)}"
         ) from error
     if not isinstance(outputs, Tensor):
-        part = "output.logits" if hasattr(outputs, "logits") else "the scores alone"
+        part = "output.logits" if hasattr(outputs, "logits") else "only the scores"
         raise ValueError(
             f"model: expected one tensor of scores (n, C), got a {type(outputs).__name__}; wrap "
             f"the model in one whose forward returns {part}"
@@ -95,7 +69,6 @@ def num_outputs(model: nn.Module, example: Tensor, *, fewest: int = 2) -> int:
 
 
 def _cure(example: Tensor) -> str:
-    """Say what to do with examples that a model does not take, as far as they show it."""
     cures, sizes = [], example.shape[1:]
     if example.dtype == torch.uint8:
         cures.append("x.float() / 255, of arrays or in the dataset's transform")
@@ -111,7 +84,7 @@ def _cure(example: Tensor) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype without torch's."""
+    """Return the name of a dtype without torch's."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -29,26 +29,14 @@ __all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
 
 
 def load_setup(config: Config) -> Setup:
-    """Load data and split, and build the network.
-
-    Raises
-    ------
-    ConfigError
-        If one of them cannot be had.
-    """
+    """Load data and split, and build the network."""
     data = load_data(config)
     network = build_model(config, data.input_shape, data.num_classes)
     return Setup(config, data, load_split(config), network)
 
 
 def make_strategy(setup: Setup) -> BaseStrategy:
-    """Make the strategy that the configuration names.
-
-    Raises
-    ------
-    ConfigError
-        If what the server or a client must hold would not fit.
-    """
+    """Make the strategy that the configuration names."""
     config = setup.config
     method: Method[Any] = config.chosen_method
     training = config.num_clients - config.validation_clients
@@ -105,19 +93,13 @@ def make_client(
     Parameters
     ----------
     setup : Setup
-        Of the run.
+        Parts of the run.
     partition : int
-        Whose examples it has; it seeds what the client draws, too.
+        Number of its partition, which also seeds what the client draws.
     state : dict
-        What the client keeps from one message to the next.
+        State that the client keeps from one message to the next.
     own : Own, optional
         Examples of its own, instead of the partition's.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such partition, or examples of its own were to be protected by what this app
-        derives from the seed.
     """
     config = setup.config
     if own is not None:
@@ -161,18 +143,15 @@ def load_predictor(
     Parameters
     ----------
     folder : path
-        Of a finished run.
+        Folder of a finished run.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
     client : int, optional
-        Partition of a client whose own last model is wanted, with what it kept in the run's folder:
+        Partition of a client, to return its own last model, with what it kept in the run's folder:
         what that client would evaluate. Methods without such models give the last one.
 
     Raises
     ------
-    ConfigError
-        If the data set, which tells the shape of an example, cannot be had, or there is no such
-        client; or if the best model is asked for of a client.
     FileNotFoundError
         If there is no finished run.
     """
@@ -187,7 +166,7 @@ def load_predictor(
 def _predictor_of_client(folder: Path, which: str, partition: int) -> Predictor:
     """Have the strategy say what it would send a client, and the client make a module of it."""
     if which != "model":
-        raise ConfigError(f"which: clients have their last models alone, got {which!r}")
+        raise ConfigError(f"which: clients have only their last models, got {which!r}")
     checkpoint = Checkpoints(folder).newest()
     if checkpoint is None:
         raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")

@@ -1,7 +1,6 @@
 """Grids: an in-process one that needs no Ray, and one that meters any other."""
 
 import itertools
-import json
 import threading
 import time
 import traceback
@@ -9,20 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from logging import WARNING, getLogger
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -33,34 +23,31 @@ __all__ = ["LocalGrid", "MeteredGrid", "message_bytes"]
 
 logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION, NODE_UNAVAILABLE = 2, 3  # of Flower's error codes
-HASH = 64  # hexadecimal digits of SHA-256
-CHUNK = 5 * 2**20  # bytes: Flower cuts an array's data into such pieces
 SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted
 OnAnswer = Callable[[str, int, int], None]
 _run_ids = itertools.count(1)
 
 
 class LocalGrid(Grid):
-    """Virtual clients in this process.
+    """Virtual clients in this process: nodes 1 ... num_clients, with partitions from 0.
 
-    Node ids are 1 ... num_clients, for the partitions 0 ... num_clients - 1. A client that raises
-    becomes an error reply, as on any other grid. Torch's number of threads is restored after each
-    client.
+    A client that raises becomes an error reply, as on any other grid. Torch's number of threads is
+    restored after each client.
 
     Parameters
     ----------
     app : ClientApp
-        Answers each message.
+        The app that answers each message.
     num_clients : int
         Number of nodes.
     run_config : dict
-        Flat run-config that each client's context holds.
+        Flat run-config for each client's context.
     workers : int
-        Clients at work at the same time, each in a thread. With 1 there is no other thread. The
+        Number of clients at work at the same time, each in a thread if there are several. The
         replies are the same with any number, if the clients share nothing that they change.
-        More than one: use the grid as a context manager, so that the threads end with it.
+        With more than one, use the grid as a context manager, so that the threads end with it.
     on_answer : callable, optional
-        Is told of each reply: kind of message, replies so far, messages in this exchange.
+        Called after each reply: kind of message, replies so far, messages in this exchange.
     """
 
     def __init__(
@@ -96,12 +83,7 @@ class LocalGrid(Grid):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -180,13 +162,7 @@ class LocalGrid(Grid):
 
 
 class MeteredGrid(Grid):
-    """Counts what every exchange through another grid costs.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid that sends and receives.
-    """
+    """A grid that counts what every exchange through another grid costs."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -199,13 +175,13 @@ class MeteredGrid(Grid):
         Returns
         -------
         dict
-            ``bytes-up``, ``bytes-down``: of the content of all replies and of all messages to
-            clients, whether or not the transport stores a shared content once. Evaluation of the
-            new model is counted apart, as ``evaluation-bytes-up`` and ``-down``; the one question
-            which partition a node holds, and the one for its public key, are not counted.
-            ``seconds-clients``: total client time. ``seconds-waiting``: server time spent waiting
-            for clients. ``peak-memory-clients``: MB, of the largest client process so far; 0 where
-            clients do not report it.
+            ``bytes-up``, ``bytes-down``: content of all replies and of all messages to clients,
+            whether or not the transport stores a shared content once. Evaluation of the new model
+            is counted apart, as ``evaluation-bytes-up`` and ``-down``; the questions which
+            partition and which public key a node has are not counted. ``seconds-clients``: total
+            client time. ``seconds-waiting``: server time spent waiting for clients.
+            ``peak-memory-clients``: MB, of the largest client process so far; 0 if clients do not
+            report it.
         """
         names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
         costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}
@@ -213,12 +189,12 @@ class MeteredGrid(Grid):
         return {**costs, "peak-memory-clients": self._peak}
 
     def set_run(self, run: Run) -> None:
-        """Set the inner grid's run."""
+        """Set the run that messages belong to."""
         self.grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """The inner grid's run."""
+        """The run that messages belong to."""
         return self.grid.run
 
     def create_message(
@@ -229,11 +205,11 @@ class MeteredGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Have the inner grid make a message."""
+        """Make a message to a node."""
         return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the inner grid's nodes."""
+        """Return the ids of the nodes."""
         return self.grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -299,55 +275,23 @@ def _metered(record: object) -> tuple[float, float]:
 
 
 def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:
-    """Size of a message's content in Flower's serialisation, without serialising its arrays.
+    """Size of a message's records as Flower counts or serialises them; an error is its reason.
 
-    Flower sends a tree of objects: the content, its records, their arrays, and the arrays' data
-    in chunks, which name each other by hashes. Objects that are equal count each time.
-
-    Parameters
-    ----------
-    message : Message
-        An error counts as its reason.
-    known : dict, optional
-        Sizes of records by their ``id``, filled and used for records that messages share.
+    `known` holds sizes of records by their ``id``, for records that messages share.
     """
     if message.has_error():
         return len(message.error.reason or "")
     known = {} if known is None else known
-    size = _object_bytes("RecordDict", len(message.content), _references(message.content))
     for record in message.content.values():
         if id(record) not in known:
             known[id(record)] = _record_bytes(record)
-        size += known[id(record)]
-    return size
+    return sum(known[id(record)] for record in message.content.values())
 
 
 def _record_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
-    if not isinstance(record, ArrayRecord):
-        try:
-            return len(record.deflate())
-        except (OverflowError, TypeError, ValueError):  # cannot have come over a wire
-            return 0
-    size = _object_bytes("ArrayRecord", len(record), _references(record))
-    return size + sum(map(_array_bytes, record.values()))
-
-
-def _array_bytes(array: Array) -> int:
-    sizes = [min(CHUNK, len(array.data) - start) for start in range(0, len(array.data), CHUNK)]
-    described = {
-        "dtype": array.dtype,
-        "shape": array.shape,
-        "stype": array.stype,
-        "arraychunk_ids": list(range(len(sizes))),
-    }
-    size = _object_bytes("Array", len(sizes), len(json.dumps(described)))
-    return size + sum(_object_bytes("ArrayChunk", 0, own) for own in sizes)
-
-
-def _references(names: Iterable[str]) -> int:
-    return len(json.dumps(dict.fromkeys(names, "0" * HASH)))
-
-
-def _object_bytes(kind: str, children: int, body: int) -> int:
-    """Size of one object: ``kind child,child,... length``, a zero byte, and its body."""
-    return len(f"{kind}  {body}") + max((HASH + 1) * children - 1, 0) + 1 + body
+    if isinstance(record, ArrayRecord):
+        return record.count_bytes()
+    try:
+        return len(record.deflate())
+    except (OverflowError, TypeError, ValueError):  # cannot have come over a wire
+        return 0

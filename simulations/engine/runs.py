@@ -25,7 +25,7 @@ from .client_app import app as client_application
 from .engines import LocalGrid
 from .flwr_run import end_leftovers, flwr_run
 from .progress import Progress, progress
-from .server_app import prepare, serve
+from .server_app import Prepared, prepare, serve
 from .writers import OnRound, check_writers, writing
 
 __all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
@@ -53,30 +53,25 @@ def run(
     Parameters
     ----------
     config : Config, or path of a TOML file
-        What to run.
+        Settings of the run.
     engine : {"local", "ray"}
         ``"local"``: virtual clients in this process, no Ray. ``"ray"``: ``flwr run`` as a
-        subprocess, with a SuperLink of its own that is stopped afterwards; Flower's files go into
-        the run's folder. The same seed gives the same model bits on both.
+        subprocess, with a SuperLink of its own; Flower's files go into the run's folder. The same
+        seed gives the same model bits on both.
     workers : int
-        On the local engine: clients at work at the same time, each in a thread. On Ray, see the
-        settings client-cpus and client-gpus.
+        Number of clients at work at the same time on the local engine, each in a thread. On Ray,
+        see the settings client-cpus and client-gpus.
     progress : bool
-        Show round, clients, accuracy and the time left.
+        Whether to show round, clients, accuracy and the time left.
     again : bool
-        Remove what is in the folder and run anew.
+        Whether to remove what is in the folder and run anew.
     writers : sequence of {"tensorboard", "mlflow"}
-        Where each round's metrics go besides the run's folder.
+        Destinations of each round's metrics besides the run's folder.
     on_round : callable, optional
-        Is given the metrics of each round that is run. What it raises ends the run; after
+        Called with the metrics of each round that is run. What it raises ends the run; after
         ``fedntk.simulations.errors.Stopped`` the run counts as interrupted.
     **overrides
         Settings (snake_case) that win over `config`.
-
-    Returns
-    -------
-    Run
-        Its folder, rounds and summary.
 
     Raises
     ------
@@ -84,8 +79,7 @@ def run(
         If a setting cannot work, or the folder holds a run with other settings; nothing has been
         run.
     RunFailed
-        If the run ended early, with the reason: a full disk, a damaged file, a solver that does not
-        come to its end. An exception of this process is its cause.
+        If the run ended early, with the reason. An exception of this process is its cause.
 
     Examples
     --------
@@ -97,13 +91,10 @@ def run(
     """
     _check(engine, workers, writers)
     config = settled(config, overrides)
-    _check_resources(config, engine)
-    with failing_as_run():
-        if again or run_state(config) != "finished":
-            prepare(config)
+    prepared = _prepared(config, engine, again=again)
     try:
         with _shown([config], progress) as shown:
-            return _run(config, engine, workers, writers, shown, on_round, again=again)
+            return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
     except KeyboardInterrupt:
         logger.log(
             WARNING,
@@ -134,9 +125,9 @@ def compare(
     Parameters
     ----------
     configs : dict of str to Config or path
-        What to compare, by the names that tables and pictures will show.
+        Configurations, by the names that tables and pictures will show.
     seeds : iterable of int
-        Of split, first weights and sampling. All configurations share them.
+        Seeds of split, first weights and sampling, for all configurations.
     out : path
         Folder of the comparison; runs land in ``<out>/<name>/seed-<seed>``.
     engine, workers, progress, again, writers
@@ -169,16 +160,13 @@ def compare(
     planned = _plan(configs, seeds, Path(out), overrides)
     for config in planned:
         with _named(config.name):
-            _check_resources(config, engine)
-            with failing_as_run():
-                if again or run_state(config) != "finished":
-                    prepare(config)
+            _prepared(config, engine, again=again)  # not kept: many networks may not fit
     failed = []
     try:
         with _shown(planned, progress) as shown:
             for config in planned:
                 try:
-                    _run(config, engine, workers, writers, shown, None, again=again)
+                    _run(config, None, engine, workers, writers, shown, None, again=again)
                 except Exception as error:  # the other runs' results are worth having
                     failed.append(f"{config.name}, seed {config.seed}: {error}")
                     shown.end("failed")
@@ -207,10 +195,16 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
     check_writers(writers)
 
 
-def _check_resources(config: Config, engine: str) -> None:
+def _prepared(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
+    """Make what a run needs, and so check it; None if the run is finished."""
+    if engine == "ray":
+        _check_resources(config)
+    with failing_as_run():
+        return prepare(config) if again or run_state(config) != "finished" else None
+
+
+def _check_resources(config: Config) -> None:
     """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
-    if engine != "ray":
-        return
     for key, asked, most in (
         ("client-cpus", config.client_cpus, os.cpu_count() or 1),
         ("client-gpus", config.client_gpus, torch.cuda.device_count()),
@@ -294,17 +288,18 @@ def _shown(configs: Sequence[Config], enabled: bool) -> contextlib.AbstractConte
 
 def _run(
     config: Config,
+    prepared: Prepared | None,
     engine: Engine,
     workers: int,
     writers: Sequence[str],
     shown: Progress,
-    told: OnRound | None,
+    report: OnRound | None,
     *,
     again: bool,
 ) -> Run:
     folder = config.folder
     try:
-        # what is in the folder is looked at when nobody else works there
+        # the folder is read while nobody else works there
         with (
             failing_as_run(),
             claimed(folder, "run"),
@@ -323,13 +318,22 @@ def _run(
                     if record["round"] > done:
                         shown.on_round(record)
                         write(record)
-                        if told is not None:
-                            told(record)
+                        if report is not None:
+                            report(record)
 
                 if state == "new":
                     clear_run(folder, checkpoints=True)
-                if state != "finished":
-                    _start(config, engine, workers, shown, on_round)
+                if state != "finished" and engine == "ray":
+                    flwr_run(config, on_round)
+                elif state != "finished":
+                    with LocalGrid(
+                        client_application,
+                        config.num_clients,
+                        config.run_config(),
+                        workers=workers,
+                        on_answer=shown.on_answer,
+                    ) as grid:
+                        serve(grid, config, on_round, prepared)
     except KeyboardInterrupt:
         shown.end("interrupted")
         raise
@@ -365,23 +369,3 @@ def _require_same_data(config: Config) -> None:
             f"the data set has changed since the run in {config.folder}; choose another folder "
             "with out, or replace that run with again"
         )
-
-
-def _start(
-    config: Config,
-    engine: Engine,
-    workers: int,
-    shown: Progress,
-    on_round: OnRound,
-) -> None:
-    if engine == "ray":
-        flwr_run(config, on_round)
-        return
-    with LocalGrid(
-        client_application,
-        config.num_clients,
-        config.run_config(),
-        workers=workers,
-        on_answer=shown.on_answer,
-    ) as grid:
-        serve(grid, config, on_round)

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from fedntk.ntk.predictors.network import Evaluation
-from fedntk.ntk.support.files import claimed
+from fedntk.ntk.support.files import PARTIAL, claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 from fedntk.strategies import BaseStrategy
 
@@ -26,7 +26,6 @@ from ..report.results import clear_run, run_state, write_run, write_summary
 from .building import load_setup, make_client, make_strategy
 from .checkpoints import Checkpoints
 from .engines import MeteredGrid
-from .files import remove_partial
 from .recorder import OnRound, Recorder
 
 __all__ = ["app", "prepare", "serve"]
@@ -46,7 +45,23 @@ def main(grid: Grid, context: Context) -> None:
     serve(grid, config)
 
 
-def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
+class Prepared(NamedTuple):
+    """What a run needs besides clients; made, and so checked, before the first round."""
+
+    setup: Setup
+    strategy: BaseStrategy
+
+
+def prepare(config: Config) -> Prepared:
+    """Load data and split, build network, strategy and, as a trial, a client."""
+    setup = load_setup(config)
+    make_client(setup, 0, {})
+    return Prepared(setup, make_strategy(setup))
+
+
+def serve(
+    grid: Grid, config: Config, on_round: OnRound | None = None, prepared: Prepared | None = None
+) -> None:
     """Run a configured method on a grid and write its results into ``config.folder``.
 
     If there are checkpoints of this run already, it goes on from the newest that is whole, to the
@@ -55,11 +70,14 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
     Parameters
     ----------
     grid : Grid
-        With ``config.num_clients`` nodes that run :data:`fedntk.simulations.engine.client_app.app`.
+        Grid of ``config.num_clients`` nodes with
+        :data:`fedntk.simulations.engine.client_app.app`.
     config : Config
-        What to run.
+        Settings of the run.
     on_round : callable, optional
-        Is given the metrics of each round that is run.
+        Called with the metrics of each round that is run.
+    prepared : Prepared, optional
+        What :func:`prepare` made of `config`; made here by default.
 
     Raises
     ------
@@ -79,7 +97,7 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
         try:
             torch.set_num_threads(config.server_threads or threads)
             warn_of_spinning(torch.get_num_threads())
-            _serve(grid, config, folder, on_round, resume=state == "interrupted")
+            _serve(grid, config, folder, on_round, prepared, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -93,33 +111,21 @@ def serve(grid: Grid, config: Config, on_round: OnRound | None = None) -> None:
             torch.set_num_threads(threads)
 
 
-class Prepared(NamedTuple):
-    """What a run needs besides clients; made, and so checked, before the first round."""
-
-    setup: Setup
-    strategy: BaseStrategy
-
-
-def prepare(config: Config) -> Prepared:
-    """Load data and split, build network, strategy and, as a trial, a client.
-
-    Raises
-    ------
-    ConfigError
-        If one of them cannot be had.
-    """
-    setup = load_setup(config)
-    make_client(setup, 0, {})
-    return Prepared(setup, make_strategy(setup))
-
-
 def _serve(
-    grid: Grid, config: Config, folder: Path, on_round: OnRound | None, *, resume: bool
+    grid: Grid,
+    config: Config,
+    folder: Path,
+    on_round: OnRound | None,
+    prepared: Prepared | None,
+    *,
+    resume: bool,
 ) -> None:
-    remove_partial(folder)
+    # what killed processes left half written
+    for path in (*folder.glob(f"*{PARTIAL}"), *folder.glob(f"checkpoints/*{PARTIAL}")):
+        path.unlink(missing_ok=True)
     checkpoints = Checkpoints(folder)
     checkpoint = checkpoints.newest() if resume else None
-    setup, strategy = prepare(config)
+    setup, strategy = prepared or prepare(config)
     source = _source(setup)
     if checkpoint is not None:
         _require_same(checkpoint.source, source, folder)
@@ -167,10 +173,7 @@ def _serve(
         config,
         recorder.checkpoint,
         checkpoints,
-        **{
-            **source,
-            "examples-per-client": [min(sizes), max(sizes)],
-        },
+        **{**source, "examples-per-client": [min(sizes), max(sizes)]},
     )
     config.chosen_method.clean_up(config)
     if unchanged := summary["rounds-unchanged"]:

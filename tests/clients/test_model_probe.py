@@ -70,11 +70,11 @@ def test_float16_is_for_methods_that_send_weights(kind, tmp_path):
         (lambda f: f[:, :1], r"at least two classes, got one number per example \(shape \(2, 1\)"),
         (
             lambda f: (f, f),
-            r"expected one tensor of scores \(n, C\), got a tuple; .* the scores alo",
+            r"expected one tensor of scores \(n, C\), got a tuple; .* only the scores",
         ),
         (
             lambda f: {"logits": f},
-            r"got a dict; wrap the model in one whose forward returns the sc",
+            r"got a dict; wrap the model in one whose forward returns only the sc",
         ),
         (
             lambda f: SimpleNamespace(logits=f),
