@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType
 from flwr.client import NumPyClient
 
 from fedntk.clients.core.adapter import unpacked
-from fedntk.ntk import NotEnoughMemory, require_disk, require_memory
+from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
 from fedntk.strategies.core.array_archive import load_tensors
@@ -20,7 +20,7 @@ from ..data.kept_examples import Own
 from ..data.load import load_data
 from ..data.partitions import load_split
 from ..deploy.simulated_trust import key_server, run_name, sealed_projection
-from ..methods.method import Method, Need, Setup
+from ..methods.method import Method, Setup
 from ..models import build_model
 from ._flower import log_from
 from .checkpoints import Checkpoints
@@ -65,24 +65,13 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     with log_from(ERROR):  # Flower warns that no client evaluates; that was asked for
         try:
             strategy = method.strategy(setup, options)
-            needs = list(method.needs(setup))
+            strategy.require_memory()
+            method.require_resources(setup)
         except ConfigError:
             raise
-        except (ValueError, ArithmeticError) as error:
+        except (ValueError, ArithmeticError, NotEnoughMemory) as error:
             raise ConfigError(f"method = {config.method}: {error}") from error
-    for need in needs:
-        _require(need)
     return strategy
-
-
-def _require(need: Need) -> None:
-    try:
-        if need.folder is None:
-            require_memory(need.num_bytes, need.what, cure=need.cure)
-        else:
-            require_disk(need.num_bytes, need.what, need.folder, cure=need.cure)
-    except NotEnoughMemory as error:
-        raise ConfigError(f"{need.setting}: {error}") from error
 
 
 def make_client(

@@ -6,7 +6,7 @@ from typing import Any
 from fedntk.strategies import AFL, BaseStrategy
 
 from ..config.settings import setting
-from .closed_form import ClosedFormSettings, GramMethod
+from .closed_form import ClosedFormMethod, ClosedFormSettings
 from .method import Setup
 
 __all__ = ["METHOD"]
@@ -23,7 +23,7 @@ class AFLSettings(ClosedFormSettings):
     )
 
 
-class _AFL(GramMethod[AFLSettings]):
+class _AFL(ClosedFormMethod[AFLSettings]):
     name = "afl"
     settings = AFLSettings
 

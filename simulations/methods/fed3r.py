@@ -6,7 +6,7 @@ from typing import Any
 from fedntk.strategies import BaseStrategy, Fed3R
 
 from ..config.settings import setting
-from .closed_form import ClosedFormSettings, GramMethod
+from .closed_form import ClosedFormMethod, ClosedFormSettings
 from .method import Setup
 
 __all__ = ["METHOD"]
@@ -21,7 +21,7 @@ class Fed3RSettings(ClosedFormSettings):
     ridge: float = setting(0.01, "lambda over the examples' mean squared norm", above=0)
 
 
-class _Fed3R(GramMethod[Fed3RSettings]):
+class _Fed3R(ClosedFormMethod[Fed3RSettings]):
     name = "fed3r"
     settings = Fed3RSettings
 

@@ -1,6 +1,6 @@
 """FedBE: an ensemble drawn around the clients' models, as it is or distilled into one network."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from fedntk.strategies import BaseStrategy, Distillation, FedBE
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
-from .method import Method, Need, Setup
+from .method import Method, Setup
 
 __all__ = ["METHOD"]
 
@@ -145,19 +145,6 @@ class _FedBE(Method[FedBESettings]):
                 setup.network, model, loss=setup.config.loss, device=setup.device
             )
             for model in EnsembleArrays.from_arrays(arrays).models
-        )
-
-    def needs(self, setup: Setup) -> Iterable[Need]:
-        """Say what the server holds: the replies, and without distillation the ensemble."""
-        own, clients = self.own(setup.config), setup.config.clients_per_round
-        size = sum(t.numel() * t.element_size() for t in setup.network.state_dict().values())
-        models = 1 + own.num_samples + (clients if own.client_models else 0)
-        held = clients + (2 if own.distill else models)
-        yield Need(
-            held * size,
-            f"{held} models of {size / 1e6:.1f} MB",
-            f"lower clients-per-round or {own.key('num-samples')}, or use a smaller network",
-            f"model = {setup.config.model}",
         )
 
 

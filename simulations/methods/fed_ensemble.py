@@ -1,8 +1,8 @@
 """Fed-ensemble: several models, each by another of the methods here."""
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,7 +19,7 @@ from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..models import build_model
 from . import all_methods
-from .method import Method, Need, Setup
+from .method import Method, Setup
 
 __all__ = ["METHOD"]
 
@@ -127,11 +127,9 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
             for model, kind in zip(models, learned.split(","), strict=True)
         )
 
-    def needs(self, setup: Setup) -> Iterable[Need]:
-        """Say what the inner method takes: of disk, once for each model."""
-        count = self.own(setup.config).num_models
-        for need in self.inner(setup.config).needs(setup):
-            yield need if need.folder is None else replace(need, num_bytes=count * need.num_bytes)
+    def require_resources(self, setup: Setup, models: int = 1) -> None:
+        own = self.own(setup.config)
+        self.inner(setup.config).require_resources(setup, models * own.num_models)
 
     def validates(self, config: Config) -> bool:
         return self.inner(config).validates(config)

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..data.partitions import Split
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-__all__ = ["Method", "Need", "Setup"]
+__all__ = ["Method", "Setup"]
 
 S = TypeVar("S", bound=Settings)
 
@@ -142,29 +142,6 @@ class Setup:
         return name
 
 
-@dataclass(frozen=True)
-class Need:
-    """Memory or disk that a run takes, and that is refused before the first round if missing.
-
-    Attributes
-    ----------
-    num_bytes : int
-        How much.
-    what, cure : str
-        What takes it, and what to change if it is too much: "... need 3 GB ...; `cure`".
-    setting : str
-        The setting that it grows with, and its value: ``"model = mlp"``.
-    folder : Path or None
-        Where it is written; None if it is memory.
-    """
-
-    num_bytes: int
-    what: str
-    cure: str
-    setting: str
-    folder: Path | None = None
-
-
 class Method(ConfiguredMethod[S], ABC):
     """All that the simulations know of one method.
 
@@ -255,10 +232,11 @@ class Method(ConfiguredMethod[S], ABC):
             setup.network, arrays, loss=setup.config.loss, device=setup.device
         )
 
-    def needs(self, setup: Setup) -> Iterable[Need]:
-        """Say what server and clients will take of memory and disk."""
-        del setup
-        return ()
+    def require_resources(self, setup: Setup, models: int = 1) -> None:
+        """Refuse what all clients' examples would take of this machine's memory and disk.
+
+        It raises NotEnoughMemory before the first round. `models` are learned beside each other.
+        """
 
     def validates(self, config: Config) -> bool:
         """Say whether a run chooses part of its model by examples that are held out."""

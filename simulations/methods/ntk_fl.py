@@ -1,6 +1,6 @@
 """NTK-FL: clients send Jacobians, the server evolves their kernel."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 
 from fedntk.clients import NTKFLClient, sample_size
-from fedntk.ntk import jacobian
+from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution import AUTO
 from fedntk.ntk.predictors.network import NetworkPredictor
 from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
@@ -16,7 +16,7 @@ from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, numbers, setting
 from ..deploy.simulated_trust import projected
-from .method import Method, Need, Setup
+from .method import Method, Setup
 
 __all__ = ["METHOD", "EvolvingMethod", "EvolvingSettings"]
 
@@ -137,8 +137,9 @@ class EvolvingMethod(Method[S]):
             **options,
         )
 
-    def needs(self, setup: Setup) -> Iterable[Need]:
-        """Say what the server holds: the clients' Jacobians, and the global one."""
+    def require_resources(self, setup: Setup, models: int = 1) -> None:
+        """Refuse a round of Jacobians, and their stack, that the server could not hold."""
+        del models
         config, device = setup.config, setup.device
         x, _ = setup.data.train(setup.split.clients[0][:1])
         row = jacobian(setup.network.to(device), projected(config, x).to(device))
@@ -146,12 +147,11 @@ class EvolvingMethod(Method[S]):
         size = size if self.own(config).structure == "dense" else row.nbytes
         counts = [sample_size(len(own), config.sampling_rate) for own in setup.split.clients]
         largest = sorted(counts)[-config.clients_per_round :]
-        yield Need(
+        require_memory(
             2 * size * sum(largest),
             f"a round of {len(largest)} clients, up to {sum(largest)} examples of "
             f"{size / 1e6:.1f} MB,",
-            "lower clients-per-round or the examples of each, or use a smaller network",
-            f"model = {config.model}",
+            cure="lower clients-per-round or the examples of each, or use a smaller network",
         )
 
 

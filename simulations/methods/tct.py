@@ -1,6 +1,6 @@
 """TCT: federated averaging of a network, then a convex problem in its tangent features."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedntk.clients import FeatureStore, TCTClient, shrink
 from fedntk.clients.core.disk_store import data_digest
-from fedntk.ntk import FeatureMap, TCTModel
+from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, check_compression
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
@@ -21,7 +21,7 @@ from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
-from .method import Method, Need, Setup
+from .method import Method, Setup
 
 __all__ = ["METHOD"]
 
@@ -272,45 +272,35 @@ class _TCT(Method[TCTSettings]):
         model.keep_in(cache, own, setup.device)
         return model
 
-    def needs(self, setup: Setup) -> Iterable[Need]:
-        """Say what all clients, on this machine, or the server hold of features and kernels."""
+    def require_resources(self, setup: Setup, models: int = 1) -> None:
+        """Refuse kernels or features that would not fit in memory, or on this machine's disk."""
         config, own = setup.config, self.own(setup.config)
         width = own.feature_map.width(setup.network)
-        sizes = sorted(len(part) for part in setup.split.clients)
-        largest, total = sizes[-1], sum(sizes)
-        if own.solve == "server":
-            memory, disk = 24 * total**2 + 3 * 4 * total * width, 0
-        elif own.solve == "statistics":
-            each = 8 if own.bits == UNQUANTISED else 4
-            # an upload is half of p^2, there as bytes of a message and as an array
-            each *= 2 if own.validation_share else 1
-            memory = width**2 * (36 + 12 + 8 * bool(own.validation_share) + len(sizes) * each)
-            there = _sums(config).exists()  # of a run that goes on, or has ended
-            disk = width**2 * len(sizes) * each // 2 * (own.keep_sums and not there)
-        else:
-            memory = 52 * largest**2 * (own.local_steps > 1)
-            memory += 4 * largest * width * (own.local_solver == "loop")
+        sizes = [len(part) for part in setup.split.clients]
+        total, largest = sum(sizes), max(sizes)
+        memory = {
+            "server": 24 * total**2 + 3 * 4 * total * width,
+            "clients": 52 * largest**2 * (own.local_steps > 1)
+            + 4 * largest * width * (own.local_solver == "loop"),
+            "statistics": 0,  # the strategy says
+        }
+        require_memory(
+            memory[own.solve],
+            f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
+            cure="use more clients, fewer train-examples or, for tct.solve = server, "
+            "tct.num-features",
+        )
+        if own.solve == "clients" and own.keep == "features":
             # all clients' as computed, in float32; one's as normalised beside them; the test
             # set's, which float16 may not hold
             tested = len(setup.evaluation_set()[1])
             rows = total * 4 + largest * np.dtype(own.dtype).itemsize + tested * (4 + 4)
-            disk = rows * width * (own.keep == "features")
-        setting = f"tct.num-features = {width}"
-        yield Need(
-            memory,
-            f"stage 2 of {len(sizes)} clients, up to {largest} examples each,",
-            "use more clients, fewer train-examples or, for tct.solve = server, tct.num-features",
-            setting,
-        )
-        yield Need(
-            disk,
-            "sums of all clients" if own.keep_sums else "features of all examples",
-            "lower tct.num-features, set tct.keep-sums = false"
-            if own.keep_sums
-            else "lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
-            setting,
-            config.folder,
-        )
+            require_disk(
+                models * rows * width,
+                "features of all examples",
+                config.folder,
+                cure="lower tct.num-features, set tct.dtype = float16, or tct.keep = nothing",
+            )
 
     def clean_up(self, config: Config) -> None:
         shrink(_cache(config))

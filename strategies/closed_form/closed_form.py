@@ -179,7 +179,7 @@ class GramStrategy(ClosedFormStrategy):
         at_least=0,
     )
 
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
+    def require_memory(self) -> None:
         """Refuse a layer that the server lacks the memory to solve for."""
         width = self.shape[1]
         require_memory(  # an upload is half of p^2 in float64, as it came, and as an array
@@ -187,7 +187,6 @@ class GramStrategy(ClosedFormStrategy):
             f"{width} features from {self.min_available_nodes} clients",
             cure="use a smaller last layer",
         )
-        return super().begin(initial_arrays, num_rounds, done)
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add that Gram matrices are to be sent."""

@@ -385,11 +385,15 @@ class BaseStrategy(Sampling):
         With none, what is left of an earlier run of this object is forgotten. Methods that learn
         more than a network add it here.
         """
+        self.require_memory()
         self._last_round = num_rounds
         self.reset_state(saved_too=not done)
         if not done and self.averaged is not None:
             self.averaged.reset()
         return initial_arrays
+
+    def require_memory(self) -> None:
+        """Raise NotEnoughMemory unless a run with `min_available_nodes` clients fits."""
 
     # ------------------------------------------------------------------- hooks
 

@@ -31,7 +31,7 @@ from flwr.app import (
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value
+from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value, require_memory
 from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.payloads import EnsembleArrays, screen_changes
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
@@ -181,6 +181,14 @@ class FedBE(BaseStrategy):
             If the network to distil into is another.
         """
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
+        size = sum(len(array.data) for array in self.network_of(initial_arrays).values())
+        models = 1 + self.num_samples + (self.min_train_nodes if self.client_models else 0)
+        held = self.min_train_nodes + (2 if self.distill else models)
+        require_memory(
+            held * size,
+            f"{held} models of {size / 1e6:.1f} MB",
+            cure="sample fewer clients a round, or lower num_samples",
+        )
         if self.distill is not None:
             own = {name: tuple(t.shape) for name, t in self.distill.network.state_dict().items()}
             given = {name: tuple(array.shape) for name, array in initial_arrays.items()}

@@ -506,6 +506,17 @@ class TCT(ResendingStrategy):
         if self.bootstrap is not None:
             self.bootstrap.load_state_dict(under(BOOTSTRAP, state))
 
+    def require_memory(self) -> None:
+        """Refuse sums of all clients that would not fit, for ``solve="statistics"``."""
+        clients = self.min_available_nodes
+        for phase in self.phases:
+            if isinstance(phase, PooledStatistics):
+                require_memory(  # uploads as they came, and as arrays
+                    phase.memory + 2 * phase.upload_bytes * clients,
+                    f"{phase.name} of {self.width} features from {clients} clients",
+                    cure=FEWER,
+                )
+
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Add the linear model and the normaliser to the network's arrays.
 
@@ -528,16 +539,8 @@ class TCT(ResendingStrategy):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         for phase in self.phases:
-            if not isinstance(phase, PooledStatistics):
-                continue
-            clients = self.min_available_nodes
-            require_memory(  # uploads as they came, and as arrays
-                phase.memory + 2 * phase.upload_bytes * clients,
-                f"{phase.name} of {self.width} features from {clients} clients",
-                cure=FEWER,
-            )
-            if self.keep_sums is not None and not done:
-                self.keep_sums.require_disk(phase.upload_bytes, clients)
+            if isinstance(phase, PooledStatistics) and self.keep_sums is not None and not done:
+                self.keep_sums.require_disk(phase.upload_bytes, self.min_available_nodes)
         exchanges = sum(p.asks_everyone and not p.changes_linear for p in self.phases)
         if num_rounds <= self.bootstrap_rounds + exchanges:
             logger.log(

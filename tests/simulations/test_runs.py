@@ -221,7 +221,7 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
     [
         ({}, "stage 2 of 20 clients, up to .* examples each, needs"),
         ({"solve": "server"}, "stage 2 of 20 clients, up to .* examples each, needs"),
-        ({"solve": "statistics"}, "stage 2 of 20 clients, up to .* examples each, needs"),
+        ({"solve": "statistics"}, "pooled-statistics of .* features from 20 clients needs"),
         ({"local_steps": 1}, "features of all examples need .* GB on"),
         ({"local_steps": 1, "keep": "nothing"}, ""),
     ],
