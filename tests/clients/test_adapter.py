@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Context,
     Message,
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 from fedntk.clients import NamedArrays, client_app
 from fedntk.clients.core import adapter
 from fedntk.simulations.engine._flower import become_server
+
+from ..strategies.federation import arrays_of, as_record
 
 
 class Echo(NumPyClient):
@@ -53,7 +54,7 @@ def ask(kind: str, *, arrays: bool = True, client: Any = Echo, **config: Any) ->
     become_server()
     content = RecordDict({"config": ConfigRecord(config)})
     if arrays:
-        content["arrays"] = ArrayRecord({k: ArrayRecord([v])["0"] for k, v in ARRAYS.items()})
+        content["arrays"] = as_record(ARRAYS)
     context = Context(1, 2, {"partition-id": 5}, RecordDict(), {})
     reply = client_app(lambda _: client())(Message(content, 2, kind), context)
     if arrays:
@@ -125,15 +126,8 @@ RECORDS = {
 }
 
 
-def record(arrays: dict[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: ArrayRecord([array])["0"] for name, array in arrays.items()})
-
-
 def received(content: RecordDict) -> dict[str, dict[str, NDArray[Any]]]:
-    return {
-        name: {key: array.numpy() for key, array in own.items()}
-        for name, own in content.array_records.items()
-    }
+    return {name: arrays_of(own) for name, own in content.array_records.items()}
 
 
 def same(a: dict[str, dict[str, NDArray[Any]]], b: dict[str, dict[str, NDArray[Any]]]) -> bool:
@@ -151,7 +145,7 @@ def exchange(client: NumPyClient, kind: str = MessageType.TRAIN) -> RecordDict:
     become_server()
     content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
     for name, arrays in RECORDS.items():
-        content[name] = record(arrays)
+        content[name] = as_record(arrays)
     before = [(n, k, a.data) for n, own in content.array_records.items() for k, a in own.items()]
     context = Context(1, 2, {}, RecordDict(), {})
     reply = client_app(lambda _: client)(Message(content, 2, kind), context)
@@ -286,7 +280,7 @@ def own_reply(message: Message, context: Context) -> Message:
 def answer(app: Any, kind: str) -> RecordDict:
     become_server()
     content = RecordDict({"config": ConfigRecord({"lr": 0.5})})
-    content["arrays"] = record(ARRAYS)
+    content["arrays"] = as_record(ARRAYS)
     return app(Message(content, 2, kind), Context(1, 2, {"partition-id": 5}, RecordDict(), {}))
 
 
@@ -345,7 +339,7 @@ def test_mods_and_lifespan_go_with_both_kinds_of_function():
 
 def test_received_is_what_a_client_is_given():
     become_server()
-    content = RecordDict({"config": ConfigRecord({"lr": 0.1}), "arrays": record(ARRAYS)})
+    content = RecordDict({"config": ConfigRecord({"lr": 0.1}), "arrays": as_record(ARRAYS)})
     context = Context(1, 2, {"partition-id": 5}, RecordDict(), {})
     parameters, config = adapter.received(Message(content, 2, "evaluate"), context)
     assert config == {"lr": 0.1, adapter.CLIENT_ID: "5"}

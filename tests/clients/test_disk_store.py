@@ -187,7 +187,7 @@ def test_no_changed_byte_of_a_file_raises(store):
     content = path.read_bytes()
     missing = 0
     for position, old in enumerate(content):
-        for new in {0, 255, 65, old ^ 1, old ^ 32, old ^ 128} - {old}:
+        for new in {0, 65, old ^ 1, old ^ 128} - {old}:
             path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
             found = store.load("small")
             assert all(np.array_equal(found[k], ARRAYS[k]) for k in found.keys() & ARRAYS.keys())
@@ -197,7 +197,7 @@ def test_no_changed_byte_of_a_file_raises(store):
     content = path.read_bytes()
     missing = 0
     for position, old in enumerate(content[:-24]):  # the rest is its numbers
-        for new in {0, 255, 65, old ^ 1, old ^ 32, old ^ 128} - {old}:
+        for new in {0, 65, old ^ 1, old ^ 128} - {old}:
             path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
             missing += store.mapped("large", SHAPE) is None
     assert missing > 300

@@ -131,6 +131,15 @@ class Grid(LocalGrid):
         return [{name: list(record) for name, record in records.items()} for records in found]
 
 
+class InOrder(Grid):
+    """Asks clients in the order of their nodes; Flower's own strategies ask in a random one."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        return super().send_and_receive(sorted(messages, key=lambda m: m.metadata.dst_node_id))
+
+
 def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
     def client_fn(context: Context) -> NumPyClient:
         partition = int(context.node_config["partition-id"])
