@@ -41,10 +41,11 @@ def package(tmp_path: Path) -> Path:
 
 def command(package: Path, *arguments: str) -> str:
     """Run Python where the package is installed, and return what it prints."""
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(  # noqa: S603
         [sys.executable, *arguments],
         capture_output=True, text=True, check=False, cwd=package,
-        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

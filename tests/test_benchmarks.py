@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -56,6 +55,7 @@ def test_networks_of_the_stock_app_are_those_of_the_simulations(network, ours, m
     assert sizes(stock.network(network)) == sizes(ours())
 
 
+@pytest.mark.slow
 def test_contenders_wait_for_their_turn_and_train(monkeypatch, shared_data, tmp_path):
     """A bare loop and fedntk; both have the same clients' examples."""
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -89,14 +89,22 @@ def test_rounds_without_training_take_time_and_every_client_answers(monkeypatch)
     ("program", "options"),
     [
         ("kernel", {"network": "mlp-100", "method": "factored", "n": 8, "device": "cpu"}),
-        ("kernel", {"network": "mlp-100", "method": "torch.func", "n": 8, "device": "cpu"}),
-        (
-            "entk_features",
-            {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"},
+        *(
+            pytest.param(program, options, marks=pytest.mark.slow)
+            for program, options in (
+                ("kernel", {"network": "mlp-100", "method": "torch.func", "n": 8, "device": "cpu"}),
+                (
+                    "entk_features",
+                    {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"},
+                ),
+                (
+                    "tct",
+                    {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200},
+                ),
+                ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
+                ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
+            )
         ),
-        ("tct", {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200}),
-        ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
-        ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
     ],
 )
 def test_measurement_runs_from_the_checkout_and_is_right(program, options):
@@ -134,6 +142,7 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, tmp_path):
     assert (case["seeds"], case["accuracy in %"]) == ([0, 1], 55.0)
 
 
+@pytest.mark.slow
 def test_exchanges_of_closed_forms_are_measured(monkeypatch, tmp_path):
     """On another split the same accuracy, from the same network; the ridge is one of the grid's."""
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -158,7 +167,7 @@ def test_exchanges_of_closed_forms_are_measured(monkeypatch, tmp_path):
     assert both == [rows[0]["accuracy"], 60.0]
 
 
-@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("bits", [32, pytest.param(8, marks=pytest.mark.slow)])
 def test_who_is_in_small_sums_is_found(bits, monkeypatch):
     """10 Gaussian examples of 60 in 30 features, and two clients' 20: no other is in their span.
 
@@ -187,43 +196,6 @@ def test_who_is_in_small_sums_is_found(bits, monkeypatch):
     assert isolated["relative error of the Gram matrix"] <= (0 if bits == 8 else 1e-12)
 
 
-def test_the_page_on_afl_quotes_what_was_measured():
-    """Its table has each network, and the two splits the same accuracies."""
-    page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
-    table = pd.read_csv(BENCHMARKS / "results" / "closed_form.csv")
-    methods = ["AFL", "Fed3R", "FedNCM", "TCT, last-layer", "TCT, fourier", "AFL, fourier"]
-    one = table[table.split == "one class a client"]
-    for (network, seed), rows in one.groupby(["network", "seed"]):
-        found = rows.set_index("method").accuracy
-        itself = rows["network's own accuracy"].iloc[0]
-        cells = ["" if np.isnan(itself) else f"{itself:.1f}"]
-        cells += [f"{found[m]:.1f}" if m in found else "" for m in methods]
-        name = "as it is drawn" if network == "random" else "trained"
-        assert f"| {name} | {seed} | {' | '.join(cells)} |" in page
-    keys = ["network", "seed", "method"]
-    others = table[table.split == "IID"].set_index(keys).accuracy
-    assert len(others)
-    assert (others == one.set_index(keys).accuracy[others.index]).all()
-
-
-def test_the_page_on_privacy_quotes_what_sums_gave_away():
-    page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
-    found = json.loads((BENCHMARKS / "results" / "sums_privacy.json").read_text(encoding="utf-8"))
-    table = pd.DataFrame(found["membership"])
-    chosen = table[(table.weights == "first") & (table.bits == 32)]
-    for count, rows in chosen.groupby("examples"):
-        cells = [
-            f"{row[s]['auc-calibrated']:.2f} ({100 * row[s]['members-found-at-1%-false']:.0f} %)"
-            for _, row in rows.iterrows()
-            for s in ("one client", "sum of ten")
-        ]
-        assert f"| {count:,} | {' | '.join(cells)} |" in page
-    rebuilt = pd.DataFrame(found["rebuilt"]).set_index(["weights", "features", "bits"])
-    for count, text in ((1, "SSIM {:.2f} from the last"), (2, "of two it has {:.2f} and")):
-        value = rebuilt.loc[("first", "last-layer", 32), f"ssim, mean of {count}"]
-        assert text.format(value) in page
-
-
 def test_images_that_are_linear_in_their_features_are_rebuilt(monkeypatch):
     """In float64 but for the smallest ridge, 1e-6."""
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -246,7 +218,7 @@ def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(monkeypatch):
     assert {*one.CURVES.values(), *table.KEPT} <= measured
 
 
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("once", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data):
     """Metered bytes against those of the arrays: headers and names come on top, 1 % at this size.
 
@@ -267,69 +239,7 @@ def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data):
         assert exact < measured[f"bytes-{way}"] < 1.02 * exact
 
 
-def test_the_page_on_uncertainty_quotes_what_was_measured():
-    """Each row of its two tables of results is a mean of the committed measurements."""
-    page = (ROOT / "docs" / "uncertainty.md").read_text(encoding="utf-8")
-    results = BENCHMARKS / "results"
-    table = pd.read_csv(results / "uncertainty.csv")
-    kind = table.model.str.replace(r"model \d+", "single", regex=True)
-    means = table.assign(model=kind).groupby(["rounds", "run", "model"]).mean(numeric_only=True)
-    assert len(means) == 6
-    for (rounds, run, model), row in means.iterrows():
-        name = "its single models, mean" if model == "single" else run
-        figures = [f"{value:.3f}" for value in row[["nll", "brier", "ece", "auroc_entropy"]]]
-        mutual = row.auroc_mutual_information
-        cells = [
-            f"{100 * row.accuracy:.1f}",
-            *figures,
-            "-" if np.isnan(mutual) else f"{mutual:.3f}",
-        ]
-        assert f"| {rounds} | {name} | {' | '.join(cells)} |" in page
-    sets = pd.read_csv(results / "uncertainty_sets.csv")
-    whose = {"clients": "5 held-out clients", "examples": "500 held-out images"}
-    for (on, score), rows in sets[sets.rounds == 150].groupby(["calibrated", "score"]):
-        cells = []
-        for run in ("Fed-ensemble", "FedAvg"):
-            own = rows[rows.run == run]
-            covered = 100 * own.test_coverage
-            cells.append(f"{covered.mean():.1f} % ({covered.min():.1f} to {covered.max():.1f})")
-            cells.append(f"{own.mean_size.mean():.2f}")
-        assert f"| {whose[on]} | {score} | {' | '.join(cells)} |" in page
-    below = sets[sets.test_coverage < sets.expected_low].calibrated.value_counts().to_dict()
-    above = sets[sets.test_coverage > sets.expected_high].calibrated.value_counts().to_dict()
-    assert (below, above, len(sets)) == ({"clients": 10}, {"examples": 1}, 48)
-
-
-def test_the_page_on_feature_learning_quotes_what_was_measured():
-    """Each row of its tables is a mean of the committed measurements."""
-    page = (ROOT / "docs" / "feature-learning.md").read_text(encoding="utf-8")
-    results = BENCHMARKS / "results"
-    summary = json.loads((results / "feature_learning.json").read_text(encoding="utf-8"))
-    table = pd.DataFrame(summary["theorem"])
-    groups = table[table.sweep == "groups"]
-    for (signal, size), rows in groups.groupby(["signal", "group-size"]):
-        cells = [
-            f"{own.exponent:.3g}: {own['test-accuracy']:.1f} %"
-            for own in (rows[rows.method == m].iloc[0] for m in ("fedavg", "group", "local"))
-        ]
-        assert f"| {signal:g} | {size} | {' | '.join(cells)} |" in page
-    curves = pd.read_csv(results / "feature_learning_iid.csv")
-    last = curves[curves["round"] == 100].groupby(["dimension", "method", "part"])
-    means = last.mean(numeric_only=True)
-    for dimension in (1000, 8000):
-        for method, name in (("fedavg", "FedAvg"), ("local", "local training")):
-            train, test = (means.loc[dimension, method, part] for part in ("train", "test"))
-            cells = (
-                f"{train.loss:.3f}", f"{100 * train.accuracy:.1f}",
-                f"{test.loss:.3f}", f"{100 * test.accuracy:.1f}",
-            )  # fmt: skip
-            assert f"| {dimension:,} | {name} | {' | '.join(cells)} |" in page
-    followed = summary["trajectory"]
-    drops = followed["drops-of-largest-noise"]
-    assert f"{100 * drops[0]:.0f} % at the first average and {100 * drops[-1]:.0f} %" in page
-    assert f"at most {100 * followed['largest-relative-fall-of-signal']:.1f} %" in page
-
-
+@pytest.mark.slow
 def test_exponents_of_the_measurement_are_those_of_each_part_of_the_federation(monkeypatch):
     """Theorem 4.4 with a group of 2 of 3: chi^2 / K is 4/3, 2 and 1."""
     monkeypatch.syspath_prepend(BENCHMARKS)

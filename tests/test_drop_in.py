@@ -164,7 +164,10 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         server(grid, Context(1, 0, {}, RecordDict(), settings["config"]))
 
 
-@pytest.mark.parametrize("name", ["", *STRATEGIES])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("", "cp_ntk_fl.diff", "tct.diff")]
+
+
+@pytest.mark.parametrize("name", ["ntk_fl.diff", "scaffold.diff", *SLOW])
 def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch, started):
     """Chance is 0.1. Half of ten clients train, all of them in TCT's end; all of them evaluate."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -201,7 +204,11 @@ def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch, started):
 
 @pytest.mark.parametrize(
     ("strategy", "client"),
-    [(WeightedFedAvg, "WeightedFedAvgClient"), (Ditto, "DittoClient"), (FedPer, "")],
+    [
+        (FedPer, ""),
+        pytest.param(WeightedFedAvg, "WeightedFedAvgClient", marks=pytest.mark.slow),
+        pytest.param(Ditto, "DittoClient", marks=pytest.mark.slow),
+    ],
 )
 def test_the_app_runs_with_a_model_for_each_client(
     strategy, client, tmp_path, monkeypatch, started
@@ -229,6 +236,7 @@ def test_the_app_runs_with_a_model_for_each_client(
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_changed_app_runs_with_flwr_run(tmp_path, monkeypatch):
     """Through SuperLink and Ray: the metrics of both evaluations are in what it prints."""
     monkeypatch.chdir(tmp_path)  # where the SuperLink's processes write the model

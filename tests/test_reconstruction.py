@@ -13,6 +13,7 @@ from .conftest import ROOT
 pytest.importorskip("scipy")
 pytest.importorskip("skimage")
 WIRES = ("dense", "factored")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
