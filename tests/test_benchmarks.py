@@ -207,14 +207,14 @@ def test_images_that_are_linear_in_their_features_are_rebuilt(monkeypatch):
     torch.testing.assert_close(found, true.double(), rtol=0, atol=1e-4)
 
 
-def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(monkeypatch):
+def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     one, table = (importlib.import_module(name) for name in ("ntk_dfl", "ntk_dfl_fmnist"))
     config = Config(
         method="ntk-dfl", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=1,
         learning_rate=0.1, ntk_dfl={"degree": 2, "steps": "5"},
     )  # fmt: skip
-    measured = set(simulate(config, progress=False).rounds.metric)
+    measured = set(simulate(config, out=tmp_path, progress=False).rounds.metric)
     assert {*one.CURVES.values(), *table.KEPT} <= measured
 
 
