@@ -26,7 +26,7 @@ import numpy as np
 
 __all__ = ["Declared", "Option", "argument", "key_of", "nearest", "option", "state"]
 
-OPTION, STATE = "option", "state"  # keys of a field's metadata
+OPTION, STATE, RESET = "option", "state", "reset"  # keys of a field's metadata
 PREFIX = "option-"  # begins the names under which options travel
 _LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "at_least": (operator.ge, "at least"),
@@ -166,7 +166,13 @@ def argument(meaning: str, *, default: Any = dataclasses.MISSING, kw_only: bool 
     return option(meaning, default=default, kw_only=kw_only, compared=False)
 
 
-def state(factory: Callable[[], Any], *, init: Literal[False] = False, saved: bool = True) -> Any:
+def state(
+    factory: Callable[[], Any],
+    *,
+    init: Literal[False] = False,
+    saved: bool = True,
+    reset: bool = True,
+) -> Any:
     """Declare what an object keeps from round to round.
 
     Parameters
@@ -177,8 +183,11 @@ def state(factory: Callable[[], Any], *, init: Literal[False] = False, saved: bo
         False: it is no argument of the constructor (type checkers read this).
     saved : bool
         Whether a checkpoint holds it; what is not saved is made anew when a run begins or goes on.
+    reset : bool
+        Whether a new run of the object gives it its first value again.
     """
-    return dataclasses.field(init=init, default_factory=factory, metadata={STATE: saved})
+    metadata = {STATE: saved, RESET: reset}
+    return dataclasses.field(init=init, default_factory=factory, metadata=metadata)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(option, argument, state))
@@ -263,7 +272,7 @@ class Declared:
     def reset_state(self, *, saved_too: bool = True) -> None:
         """Give all state its first value; or only the state that no checkpoint holds."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if STATE in field.metadata and (saved_too or not field.metadata[STATE]):
+            if field.metadata.get(RESET) and (saved_too or not field.metadata[STATE]):
                 make: Any = field.default_factory
                 setattr(self, field.name, make())
 

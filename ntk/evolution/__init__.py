@@ -1,7 +1,8 @@
 """Linearised networks under gradient flow, and the choice of how far to follow it."""
 
 from .candidates import Candidates, lowest_loss, mean_losses, unstack_candidates
-from .gradient_flow import GradientFlow, Kernel, KernelDtype
+from .flow_options import FlowOptions, Kernel, KernelDtype
+from .gradient_flow import GradientFlow
 from .learning_rate import AUTO, AUTO_STEPS
 from .solver import SolverStep
 
@@ -9,6 +10,7 @@ __all__ = [
     "AUTO",
     "AUTO_STEPS",
     "Candidates",
+    "FlowOptions",
     "GradientFlow",
     "Kernel",
     "KernelDtype",

@@ -17,25 +17,24 @@ H from one reported step to the next, and there corrects the outputs.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..jacobian.operator import Jacobian
-from ..losses import Loss, check_loss, loss_value, output_hessian, output_scale, residual
+from ..losses import Loss, loss_value, output_hessian, output_scale, residual
+from ..options import option
 from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
-from .learning_rate import AUTO, largest_eigenvalue
+from .flow_options import FlowOptions, Kernel, KernelDtype
+from .learning_rate import largest_eigenvalue
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep
 
-__all__ = ["Evolution", "GradientFlow", "Kernel", "KernelDtype", "evolve"]
+__all__ = ["Evolution", "GradientFlow", "evolve"]
 
-Kernel = Literal["mean", "corrected", "full"]
-KernelDtype = Literal["outputs", "bfloat16"]
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 State = tuple[Tensor, Tensor]  # f and R, in float64
 # (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
@@ -75,80 +74,43 @@ class Evolution:
     learning_rate: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientFlow:
+class GradientFlow(FlowOptions):
     """How a linearised network evolves; called with a problem, it gives its :class:`Evolution`.
 
-    Attributes
-    ----------
-    loss : {"mse", "cross-entropy"}
-        Loss averaged over examples (and outputs, for MSE).
-    learning_rate : float or "auto"
-        eta. ``"auto"``: the largest at which gradient descent on the linearised network overshoots
-        along no eigenvector of the mean kernel, or of the full one for the other two kernels: see
-        :mod:`fedntk.ntk.evolution.learning_rate`.
-    steps : tuple of float, length T
-        Increasing times t >= 0 to report, in steps of the learning rate.
-    kernel : {"mean", "corrected", "full"}
-        ``"mean"``: one kernel for all outputs, H, as in the paper. ``"full"``: all outputs coupled,
-        the exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from
-        one of the `steps` to the next, and there the outputs of the exact linearised network,
-        f(0) + J J^T R, from which H goes on. With more steps it tends to ``"full"``, for one
-        product of the full kernel per step instead of hundreds. If H would raise the linearised
-        network's loss over an interval, the full kernel is followed instead, at its price. Needs a
-        Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
-    residuals : {"integral", "sum"}
-        ``"integral"``: R(t), the residual integrated over t; it never overshoots. ``"sum"``: the
-        sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's eq. (10), which
-        approaches the integral as eta goes to 0 and overshoots if eta lambda_max is not small; t
-        must be whole.
-    kernel_dtype : {"outputs", "bfloat16"}
-        Dtype in which the solver multiplies a mean kernel that is built: that of the outputs, or
-        bfloat16, which CPUs and GPUs with instructions for it multiply two to four times as fast,
-        and others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
-        smaller one only takes more products. Not for ``"full"`` or MSE; ignored for a kernel over
-        the memory budget.
-    tolerance : float
-        Error allowed per step of the solver, relative to the norm of the outputs. The whole error
-        was under 1e-3 with the default on the papers' network and data (`benchmarks/solver.py`).
-    memory_budget : int, optional
-        Bytes for the mean kernel of a Jacobian and its eigendecomposition; by default what is
-        available. Beyond it no matrix is built, and the solver takes products with
-        :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
+    - Loss: averaged over examples, and over outputs for MSE.
+    - Learning rate ``"auto"``: see :mod:`fedntk.ntk.evolution.learning_rate`; the full kernel's
+      largest eigenvalue counts for the kernels ``"corrected"`` and ``"full"``.
+    - Kernel ``"mean"``: H for all outputs, as in the paper. ``"full"``: all outputs coupled, the
+      exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from one of
+      the steps to the next, and there the outputs of the exact linearised network,
+      f(0) + J J^T R, from which H goes on. With more steps it tends to ``"full"``, for one product
+      of the full kernel per step instead of hundreds. If H would raise the linearised network's
+      loss over an interval, the full kernel is followed instead, at its price. Needs a Jacobian
+      and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
+    - Residuals ``"integral"``: R(t), the residual integrated over t; it never overshoots.
+      ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's eq. (10),
+      which approaches the integral as eta goes to 0 and overshoots if eta lambda_max is not small.
+    - Kernel dtype ``"bfloat16"``: CPUs and GPUs with instructions for it multiply two to four times
+      as fast, others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
+      smaller one only takes more products. Ignored for a kernel over the memory budget.
+    - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
+      (`benchmarks/solver.py`).
+    - Beyond the memory budget no matrix is built, and the solver takes products with
+      :meth:`Jacobian.mean_product`, which cost up to C^2 times the full kernel's.
     """
 
-    loss: Loss
-    learning_rate: float | Literal["auto"]
-    steps: Sequence[float]
-    kernel: Kernel = "mean"
-    residuals: Literal["integral", "sum"] = "integral"
-    kernel_dtype: KernelDtype = "outputs"
-    tolerance: float = 1e-4
-    memory_budget: int | None = None
+    memory_budget: int | None = option(
+        "bytes that the mean kernel may take before it is left unbuilt; what is available by "
+        "default",
+        default=None,
+        compared=False,
+    )
 
-    def __post_init__(self) -> None:
-        check_loss(self.loss)
-        if self.kernel not in get_args(Kernel):
-            raise ValueError(f"kernel: expected 'mean', 'corrected' or 'full', got {self.kernel!r}")
-        if self.residuals not in ("integral", "sum"):
-            raise ValueError(f"residuals: expected 'integral' or 'sum', got {self.residuals!r}")
-        if self.kernel_dtype not in get_args(KernelDtype):
-            raise ValueError(
-                f"kernel_dtype: expected 'outputs' or 'bfloat16', got {self.kernel_dtype!r}"
-            )
-        if self.kernel_dtype == "bfloat16" and (self.kernel == "full" or self.loss == "mse"):
-            raise ValueError(
-                "kernel_dtype: 'bfloat16' is for the mean kernel, corrected or not, and "
-                "cross-entropy, whose products are with a matrix; "
-                f"got {self.kernel!r} and {self.loss!r}"
-            )
-        rate = self.learning_rate
-        if rate != AUTO and not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise ValueError(f"learning_rate: expected a positive number or 'auto', got {rate!r}")
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance: expected a number between 0 and 1, got {self.tolerance}")
-        times = _checked_steps(self.steps, whole=self.residuals == "sum")
-        object.__setattr__(self, "steps", times)
+    def check(self) -> None:
+        """Refuse an empty grid."""
+        super().check()
+        if not self.steps:
+            raise ValueError("steps: expected at least one time, got none")
 
     @full_float32()
     def __call__(
@@ -318,17 +280,6 @@ def _checked_shapes(
     if tuple(sides) != (n, n):
         raise ValueError(f"expected a kernel of {n} x {n} examples, got {tuple(sides)}")
     return n, num_outputs
-
-
-def _checked_steps(steps: Sequence[float], *, whole: bool) -> tuple[float, ...]:
-    times = tuple(float(t) for t in steps)
-    if not times or any(a >= b for a, b in itertools.pairwise(times)) or times[0] < 0:
-        raise ValueError(f"steps: expected increasing times of at least 0, got {steps}")
-    if not all(math.isfinite(t) for t in times):
-        raise ValueError(f"steps: expected finite times, got {steps}")
-    if whole and any(t != round(t) for t in times):
-        raise ValueError(f"steps: the sum of eq. (10) needs whole steps, got {steps}")
-    return times
 
 
 class _Counted:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
-from ..evolution.gradient_flow import GradientFlow, Kernel, KernelDtype
+from ..evolution.flow_options import Kernel, KernelDtype
+from ..evolution.gradient_flow import GradientFlow
 from ..losses import Loss
 from .compression import UNQUANTISED, check_compression
 

@@ -7,8 +7,8 @@ bits whether and however they were permuted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO, WARNING
+from collections.abc import Iterable, Sequence
+from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,19 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
-from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_privacy
+from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    MemoryBudget,
+    check_compression,
+    check_privacy,
+    screen_uploads,
+)
 
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.replies import Reply
+from ..core.saved_state import pack
 from ..core.trust_protocols import Shuffles
 from .accounting import epsilon_after
 from .ntk_fl import NTKFL, Gathered, matching
@@ -34,33 +42,6 @@ class CPNTKFL(NTKFL):
     Every tool is optional. Sampling, projection, noise and compression are the clients' work; the
     server says what it asks for, and refuses what is more.
 
-    Parameters
-    ----------
-    sparsity : float
-        An upload with a tensor of which fewer numbers were dropped is refused.
-    bits : int
-        So is one with more bits a number.
-    shuffling_server : Shuffles, optional
-        Opens the clients' sealed uploads and returns their rows, permuted, such as
-        :class:`fedntk.trust.RemoteShufflingServer`, whose process this server cannot see into, or,
-        in a simulation, ``ShufflingServer``.
-    noise_multiplier, label_noise : float
-        The clients', for the accounting of their differential privacy; a client with other noise
-        is refused. The metric ``epsilon`` is that of the client which was asked for most uploads,
-        or, if nodes report no partition id, of one that was asked each round;
-        ``epsilon-without-labels`` its name where labels have no noise. Takes Opacus.
-    delta : float
-        At which epsilon is reported.
-    **ntk_fl_options
-        Of :class:`NTKFL`, such as learning_rate, and of
-        :class:`~fedntk.strategies.BaseStrategy`, such as key_server (for projected inputs) and
-        run.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range or two do not fit together.
-
     Examples
     --------
     >>> strategy = CPNTKFL(learning_rate=0.01, sparsity=0.5, bits=6)
@@ -71,61 +52,69 @@ class CPNTKFL(NTKFL):
     client = "CPNTKFLClient"
     replies = "compressed Jacobians"
 
-    def __init__(
-        self,
-        *,
-        sparsity: float = 0.0,
-        bits: int = UNQUANTISED,
-        shuffling_server: Shuffles | None = None,
-        noise_multiplier: float = 0.0,
-        label_noise: float = 0.0,
-        delta: float = 1e-5,
-        **ntk_fl_options: Any,
-    ) -> None:
-        super().__init__(**ntk_fl_options)
-        self.sparsity = sparsity
-        self.bits = bits
-        self.shuffling_server = shuffling_server
-        self.noise_multiplier = noise_multiplier
-        self.label_noise = label_noise
-        self.delta = delta
-        self._asked_before: Counter[int] = Counter()  # partition -> uploads, of a loaded state
+    sparsity: float = option(
+        "share of the numbers of each tensor that clients drop; an upload with fewer dropped is "
+        "refused",
+        default=0.0,
+        at_least=0,
+        below=1,
+    )
+    bits: int = option(
+        "bits of each number that is sent, 1 ... 16; 32 leaves them as they are; an upload with "
+        "more is refused",
+        default=UNQUANTISED,
+        at_least=1,
+    )
+    shuffling_server: Shuffles | None = argument(
+        "opens the clients' sealed uploads and returns their rows, permuted, such as "
+        "fedntk.trust.RemoteShufflingServer, or ShufflingServer in a simulation",
+        default=None,
+    )
+    noise_multiplier: float = option(
+        "the clients' Gaussian noise over the clipping norm, for the accounting of their "
+        "differential privacy (takes Opacus); a client with other noise is refused",
+        default=0.0,
+        at_least=0,
+    )
+    label_noise: float = option(
+        "share of labels that clients draw at random; without it the metric is "
+        "epsilon-without-labels",
+        default=0.0,
+        at_least=0,
+    )
+    delta: float = option("delta at which epsilon is reported", default=1e-5, above=0, below=1)
+
+    rounds_asked: int = state(int, reset=False)
+    _asked_before: Counter[int] = state(Counter, reset=False)  # partition -> uploads, when loaded
+    _num_outputs: int = state(int, reset=False)  # known with the first upload
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._asked: Counter[int] = Counter()  # node -> uploads
-        self.rounds_asked = 0
-        self._num_outputs = 0  # known with the first upload
         self._was_shuffled = False
-        UploadLimits({}, sparsity=sparsity, bits=bits)  # refuses what is out of range
-        check_privacy(1.0 if noise_multiplier else 0.0, noise_multiplier, label_noise)
-        if not 0 < delta < 1:
-            raise ValueError(f"delta: expected 0 < delta < 1, got {delta}")
-        if shuffling_server is not None and not self.run:
+        if self.noise_multiplier:
+            self._epsilon(1, 2)  # is the accountant there?
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        super().check()
+        check_compression(self.sparsity, self.bits)
+        check_privacy(
+            1.0 if self.noise_multiplier else 0.0, self.noise_multiplier, self.label_noise
+        )
+        if self.shuffling_server is not None and not self.run:
             raise ValueError("shuffling_server: name the training run with run=...")
-        if noise_multiplier and (self.selection == "clients" or self.validation_partitions):
+        if self.noise_multiplier and (self.selection == "clients" or self.validation_partitions):
             raise ValueError(
                 "selection='clients' and validation_partitions ask clients for losses of their "
                 "examples, which differential privacy does not cover; use selection='linearised' "
                 "with a grid that is safe, or validation_loss"
             )
-        if self.centre_inputs and (noise_multiplier or shuffling_server is not None):
+        if self.centre_inputs and (self.noise_multiplier or self.shuffling_server is not None):
             raise ValueError(
                 "centre_inputs asks each client for a sum of its examples, which differential "
                 "privacy does not cover and by which shuffled rows can be told apart; leave it out"
             )
-        if noise_multiplier:
-            self._epsilon(1, 2)  # is the accountant there?
-
-    def summary(self) -> None:
-        """Log the settings."""
-        super().summary()
-        tools = {
-            "projected by the key server's seed": self._seeds is not None,
-            f"sparsity {self.sparsity:g}": self.sparsity > 0,
-            f"{self.bits} bits": self.bits != UNQUANTISED,
-            "shuffled": self.shuffling_server is not None,
-            f"noise {self.noise_multiplier:g}": self.noise_multiplier > 0,
-        }
-        words = ", ".join(tool for tool, used in tools.items() if used) or "no tool"
-        logger.log(INFO, "\t└──> CP-NTK-FL: %s", words)
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
         """Share another strategy's clients, without differential privacy.
@@ -151,29 +140,12 @@ class CPNTKFL(NTKFL):
         return asked
 
     def settings(self) -> dict[str, Any]:
-        """Add the tools'."""
-        names = ("sparsity", "bits", "noise_multiplier", "label_noise", "delta")
-        shuffled = self.shuffling_server is not None
-        own = {name: getattr(self, name) for name in names}
-        return {**super().settings(), **own, "shuffled": shuffled}
+        """Add whether rows are shuffled."""
+        return {**super().settings(), "shuffled": self.shuffling_server is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Add how many uploads each partition, and any client, was asked for."""
-        asked = {str(partition): count for partition, count in sorted(self.uploads_asked.items())}
-        return {
-            **super().state_dict(),
-            "uploads-asked": asked,
-            "rounds-asked": self.rounds_asked,
-            "num-outputs": self._num_outputs,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self._asked_before = Counter({int(k): int(v) for k, v in state["uploads-asked"].items()})
-        self._asked = Counter()
-        self.rounds_asked = int(state["rounds-asked"])
-        self._num_outputs = int(state["num-outputs"])
+        """Count uploads by partition: nodes have other ids after a restart."""
+        return {**super().state_dict(), **pack("_asked_before", self.uploads_asked)}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -225,7 +197,8 @@ class CPNTKFL(NTKFL):
         pairs, rejected = self.accepted(
             replies, lambda reply: self._decoded(reply, limits, budget), MessageType.TRAIN
         )
-        return self.stackable(pairs, rejected)
+        pairs = self.screened(pairs, rejected, screen_uploads)
+        return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
     def _decoded(self, reply: Reply, limits: UploadLimits, budget: MemoryBudget) -> JacobianUpload:
         self._require_noise(reply)

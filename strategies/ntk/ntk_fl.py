@@ -12,9 +12,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,19 +30,18 @@ from flwr.app import (
 from numpy.typing import NDArray
 from torch import nn
 
-from fedntk.ntk import BadReply, JacobianUpload, Loss, NetworkPredictor, Predictor, require_memory
+from fedntk.ntk import BadReply, JacobianUpload, NetworkPredictor, Predictor, require_memory
 from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior
 from fedntk.ntk.evolution import (
-    AUTO,
     AUTO_STEPS,
     Candidates,
+    FlowOptions,
     GradientFlow,
-    Kernel,
-    KernelDtype,
     SolverStep,
     lowest_loss,
     mean_losses,
 )
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, screen_losses, screen_uploads
 
 from ..core.averaging import named_arrays
@@ -60,82 +59,17 @@ EXPENSIVE = (
 )
 LARGEST_LOSS = 1e30  # a client's; float32's infinity and more count as infinite
 Selection = Literal["clients", "linearised", "validation"]
-ClassTarget = Literal["uniform", "seen"]
 Gathered = tuple[list[Reply], list[JacobianUpload], Counter[str]]
 
 
-class NTKFL(BaseStrategy):
+class NTKFL(FlowOptions, BaseStrategy):
     """NTK-FL (Yue et al. 2022, section 4.1). Clients are :class:`~fedntk.clients.NTKFLClient`.
-
-    Parameters
-    ----------
-    learning_rate : float or "auto"
-        eta. ``"auto"``, beyond the paper: in each round ``1 / (s lambda_max)`` of that round's
-        kernel, s = 1/n for cross-entropy and 1/(n C) for MSE: see
-        :mod:`fedntk.ntk.evolution.learning_rate`. It suits networks of any kind; a rate that suits
-        an MLP is far too large for a convolutional network.
-    steps : sequence of int, optional
-        The grid t_1 ... t_Psi of update steps to choose from: eq. (11a). By default 100, 200 ...
-        1000, 1500, 2000; with ``learning_rate="auto"`` 10, 30 ... 10,000.
-    allow_no_step : bool
-        Whether t = 0, the weights as they are, is a candidate, too: then no round raises the loss
-        by which t is chosen. The paper's grid is without it.
-    loss : {"cross-entropy", "mse"}
-        Loss that evolves; the clients' must be the same.
-    selection : {"clients", "linearised", "validation"}
-        How t is chosen.
-
-        * ``"clients"``, the default and the paper's rule: the sampled clients report the true
-          network's loss at each candidate, in one more exchange. Only the true network shows
-          where the linearisation stops being good (remark 1). With three clients or more, losses
-          over 100 times the median client's are left out; a minority can still steer the choice
-          by losses within that limit.
-        * ``"linearised"``: the loss of the evolved outputs f^(k,t), with no further exchange. Under
-          gradient flow that loss never rises with t, so this takes the last step, unless the sum
-          of eq. (10) or a coarse tolerance breaks the flow: use it with a grid that is safe.
-        * ``"validation"``: the loss on examples that nobody trains on, which the paper suggests:
-          `validation_loss` on the server, or the clients in `validation_partitions`.
-    validation_loss : callable, optional
-        ``ArrayRecord -> float``, the true network's loss on the server's validation examples.
-    validation_partitions : sequence of int
-        Partitions that are never sampled for training and report the candidates' losses.
-    class_prior : bool
-        Whether the classes' shares among a round's examples are taken out of what is learned from
-        them (ours), for cross-entropy: :func:`~fedntk.ntk.class_prior.log_class_prior` is added to
-        the outputs that evolve, and to those whose losses choose t. With ``"clients"`` it is sent
-        to the round's clients, so that they learn these shares.
-    class_target : {"uniform", "seen"}
-        What the network then predicts for: classes that are equally common; or as common as they
-        were among all examples so far, this round's included.
-    kernel : {"mean", "corrected", "full"}
-        One kernel for all outputs, as in the paper; the same, but with the outputs of the exact
-        linearised network at each of the `steps`, which learns in fewer rounds: keep these few; or
-        all outputs coupled: see :class:`~fedntk.ntk.evolution.GradientFlow`.
-    residuals : {"integral", "sum"}
-        The residual's integral over t, or eq. (10)'s sum to the letter.
-    kernel_dtype : {"outputs", "bfloat16"}
-        In which the mean kernel is multiplied: see :class:`~fedntk.ntk.evolution.GradientFlow`.
-        With ``"bfloat16"`` use a tolerance of 1e-2: its products are no better.
-    tolerance : float
-        Of the solver: see :func:`fedntk.ntk.evolve`.
-    memory_budget : int, optional
-        Bytes that the mean kernel may take before it is left unbuilt: see there.
-    device : torch.device or str
-        Where kernel and evolution are computed.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range or two do not fit together.
 
     Examples
     --------
     >>> strategy = NTKFL(learning_rate=0.01, min_train_nodes=10, min_completed=5)
     >>> strategy.steps[0], strategy.steps[-1]
-    (0, 2000)
+    (0.0, 2000.0)
     """
 
     client = "NTKFLClient"
@@ -148,121 +82,95 @@ class NTKFL(BaseStrategy):
         "losses-": sum,  # accepted, rejected
     }
 
-    def __init__(
-        self,
-        *,
-        learning_rate: float | Literal["auto"],
-        steps: Sequence[int] | None = None,
-        allow_no_step: bool = True,
-        loss: Loss = "cross-entropy",
-        selection: Selection = "clients",
-        validation_loss: Callable[[ArrayRecord], float] | None = None,
-        validation_partitions: Sequence[int] = (),
-        class_prior: bool = False,
-        class_target: ClassTarget = "uniform",
-        kernel: Kernel = "mean",
-        residuals: Literal["integral", "sum"] = "integral",
-        kernel_dtype: KernelDtype = "outputs",
-        tolerance: float = 1e-4,
-        memory_budget: int | None = None,
-        device: torch.device | str = "cpu",
-        **options: Any,
-    ) -> None:
-        held_out = (*options.pop("held_out", ()), *validation_partitions)
-        super().__init__(held_out=held_out, **options)
-        if steps is None:
-            steps = AUTO_STEPS if learning_rate == AUTO else DEFAULT_STEPS
-        if allow_no_step and len(steps) and steps[0] > 0:
+    steps: Sequence[float] = option(
+        "the grid t_1 ... t_Psi of update steps to choose from: eq. (11a); by default 100, 200 ... "
+        "1000, 1500, 2000, and with the learning rate 'auto' 10, 30 ... 10,000",
+        default=(),
+        at_least=0,
+    )
+    allow_no_step: bool = option(
+        "have t = 0, the weights as they are, among the candidates: then no round raises the loss "
+        "by which t is chosen; the paper's grid lacks it",
+        default=True,
+    )
+    selection: Selection = option(
+        "how t is chosen: by the sampled clients' losses of the true network, in one more exchange "
+        "(the paper's rule, remark 1; losses over 100 times the median client's are left out); by "
+        "the loss of the evolved outputs, which takes the last step of a safe grid; or by the loss "
+        "on examples that nobody trains on",
+        default="clients",
+    )
+    validation_loss: Callable[[ArrayRecord], float] | None = argument(
+        "the true network's loss on the server's validation examples, for selection='validation'",
+        default=None,
+    )
+    validation_partitions: Sequence[int] = option(
+        "partitions never sampled for training, which report the candidates' losses for "
+        "selection='validation'",
+        default=(),
+    )
+    class_prior: bool = option(
+        "take the classes' shares among a round's examples out of what is learned from them, for "
+        "cross-entropy: the logarithm of the shares is added to the outputs that evolve, and to "
+        "those by which t is chosen (with selection='clients' the round's clients learn it)",
+        default=False,
+    )
+    class_target: Literal["uniform", "seen"] = option(
+        "with class_prior: predict for classes that are equally common, or as common as among all "
+        "examples so far",
+        default="uniform",
+    )
+    memory_budget: float = option(
+        "GB that the mean kernel may take before it is left unbuilt; 0: what is available",
+        default=0.0,
+        at_least=0,
+        compared=False,
+    )
+    device: torch.device | str = argument("where kernel and evolution are computed", default="cpu")
+
+    rounds_without_step: int = state(int)  # in a row, for the log
+    _class_counts: NDArray[np.float64] = state(lambda: np.zeros(0))  # of all rounds so far
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.held_out = (*self.held_out, *self.validation_partitions)
+        steps = self.steps or (AUTO_STEPS if self.has_auto_rate else DEFAULT_STEPS)
+        if self.allow_no_step and steps[0] > 0:
             steps = (0, *steps)
-        if len(steps) and steps[-1] == 0:
-            raise ValueError(f"steps: expected at least one t above 0, got {list(steps)}")
-        self.flow = GradientFlow(
-            loss=loss,
-            learning_rate=learning_rate,
-            steps=steps,
-            kernel=kernel,
-            residuals=residuals,
-            kernel_dtype=kernel_dtype,
-            tolerance=tolerance,
-            memory_budget=memory_budget,
-        )
-        self.steps = tuple(steps)
-        self.rounds_without_step = 0
-        if class_prior and loss != "cross-entropy":
-            raise ValueError(f"class_prior: expected the loss cross-entropy, got {loss}")
-        if class_target not in get_args(ClassTarget):
-            raise ValueError(f"class_target: expected 'uniform' or 'seen', got {class_target!r}")
-        if class_target == "seen" and not class_prior:
+        shared = {name: getattr(self, name) for name in FlowOptions.options()}
+        budget = round(self.memory_budget * 1e9) or None
+        self.flow = GradientFlow(**{**shared, "steps": steps, "memory_budget": budget})
+        self.steps = self.flow.steps
+        self._offset: list[float] = []  # of the outputs, in the current round
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        super().check()
+        if len(self.steps) and self.steps[-1] == 0:
+            raise ValueError(f"steps: expected at least one t above 0, got {list(self.steps)}")
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
+        if self.class_target == "seen" and not self.class_prior:
             raise ValueError("class_target: 'seen' goes with class_prior=True, got False")
-        self.class_prior, self.class_target = class_prior, class_target
-        self._class_counts = torch.zeros(0)  # of all rounds so far
-        self._offset: list[float] = []  # of the outputs, in the round at work
-        if selection not in get_args(Selection):
-            raise ValueError(
-                f"selection: expected one of {', '.join(get_args(Selection))}, got {selection!r}"
-            )
-        self.selection: Selection = selection
-        self.validation_loss = validation_loss
-        self.validation_partitions = tuple(validation_partitions)
-        if (selection == "validation") != (
-            validation_loss is not None or len(validation_partitions) > 0
-        ):
+        given = [self.validation_loss is not None, len(self.validation_partitions) > 0]
+        if (self.selection == "validation") != any(given):
             raise ValueError(
                 "selection='validation' goes with validation_loss or validation_partitions; got "
-                f"selection={selection!r} and "
-                f"{'one of them' if selection != 'validation' else 'neither'}"
+                f"selection={self.selection!r} and "
+                f"{'one of them' if self.selection != 'validation' else 'neither'}"
             )
-        if validation_loss is not None and len(validation_partitions) > 0:
+        if all(given):
             raise ValueError("pass validation_loss or validation_partitions, not both")
-        self.device = device
-
-    def summary(self) -> None:
-        """Log the settings."""
-        super().summary()
-        logger.log(
-            INFO,
-            "\t└──> NTK-FL: %s loss, learning rate %s, t in %s by %s",
-            self.flow.loss,
-            self.flow.learning_rate,
-            self.steps,
-            self.selection,
-        )
 
     def agreement(self) -> Agreement:
         """Add the loss."""
-        return replace(super().agreement(), loss=self.flow.loss)
-
-    def settings(self) -> dict[str, Any]:
-        """Add the flow's, and how t is chosen."""
-        flow = {k: v for k, v in asdict(self.flow).items() if k != "memory_budget"}
-        own = {name: getattr(self, name) for name in ("selection", "class_prior", "class_target")}
-        return {**super().settings(), **flow, **own}
-
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Count anew, unless a state was loaded."""
-        if not done:
-            self.rounds_without_step, self._class_counts = 0, torch.zeros(0)
-        return super().begin(initial_arrays, num_rounds, done)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add in how many rounds in a row t = 0 won, for the log, and the classes' counts."""
-        own = {
-            "rounds-without-step": self.rounds_without_step,
-            "class-counts": self._class_counts.tolist(),
-        }
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.rounds_without_step = int(state["rounds-without-step"])
-        self._class_counts = torch.tensor(state["class-counts"], dtype=torch.float64)
+        return replace(super().agreement(), loss=self.loss)
 
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
     ) -> Predictor:
         """Make the predictor of the newest arrays, with the loss that evolves."""
-        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=self.flow.loss)
+        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=self.loss)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -303,7 +211,7 @@ class NTKFL(BaseStrategy):
         rate, first = candidates.evolution.learning_rate, self.steps[1]
         cure = (
             "give steps below it"
-            if self.flow.learning_rate == AUTO
+            if self.has_auto_rate
             else "use learning_rate='auto', a lower rate, or steps below it"
         )
         logger.log(
@@ -334,12 +242,6 @@ class NTKFL(BaseStrategy):
             return matching(reply, JacobianUpload.from_arrays(arrays, parameters=shapes))
 
         pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
-        return self.stackable(pairs, rejected)
-
-    def stackable(
-        self, pairs: list[tuple[Reply, JacobianUpload]], rejected: Counter[str]
-    ) -> Gathered:
-        """Drop uploads that do not go with the others' (``screen_uploads``)."""
         pairs = self.screened(pairs, rejected, screen_uploads)
         return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
@@ -376,9 +278,9 @@ class NTKFL(BaseStrategy):
         """Return what is added to the outputs of a round's examples; zeros without a prior."""
         if not self.class_prior:
             return torch.zeros(targets.shape[1])
-        counts = targets.sum(0, dtype=torch.float64).cpu()
+        counts = targets.sum(0, dtype=torch.float64).cpu().numpy()
         self._class_counts = counts + (self._class_counts if len(self._class_counts) else 0)
-        seen = self._class_counts if self.class_target == "seen" else None
+        seen = torch.from_numpy(self._class_counts) if self.class_target == "seen" else None
         return log_class_prior(targets, seen)
 
     # ----------------------------------------------------------------- step 4

@@ -1,0 +1,77 @@
+"""The options of an evolution, which strategies and clients share."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from ..losses import Loss
+from ..options import Declared, option
+from .learning_rate import AUTO
+
+__all__ = ["FlowOptions", "Kernel", "KernelDtype"]
+
+Kernel = Literal["mean", "corrected", "full"]
+KernelDtype = Literal["outputs", "bfloat16"]
+
+
+class FlowOptions(Declared):
+    """How outputs evolve; :class:`GradientFlow` says what each choice means."""
+
+    loss: Loss = option(
+        "loss that evolves; the clients' must be the same", default="cross-entropy", to_clients=True
+    )
+    learning_rate: float | Literal["auto"] = option(
+        "eta; 'auto': the largest at which gradient descent on the linearised network overshoots "
+        "along no eigenvector of the round's kernel, for networks of any kind (a rate for an MLP "
+        "is far too large for a convolutional network)",
+        above=0,
+        to_clients=True,
+    )
+    steps: Sequence[float] = option(
+        "increasing times t, in steps of the learning rate, at which the evolution is known",
+        at_least=0,
+        to_clients=True,
+    )
+    kernel: Kernel = option(
+        "mean: one kernel for all outputs, as in the paper; corrected: the same, with the outputs "
+        "of the exact linearised network at each of the steps, which learns in fewer rounds (keep "
+        "the steps few); full: all outputs coupled",
+        default="mean",
+        to_clients=True,
+    )
+    residuals: Literal["integral", "sum"] = option(
+        "how residuals add up over time: their integral, or the paper's sum over whole steps",
+        default="integral",
+        to_clients=True,
+    )
+    kernel_dtype: KernelDtype = option(
+        "dtype in which a mean kernel is multiplied; bfloat16 goes with a tolerance of 0.01",
+        default="outputs",
+        to_clients=True,
+    )
+    tolerance: float = option(
+        "error allowed per step of the solver, relative to the norm of the outputs",
+        default=1e-4,
+        above=0,
+        below=1,
+        to_clients=True,
+    )
+
+    def check(self) -> None:
+        """Refuse steps that do not increase, and a dtype that serves nothing."""
+        super().check()
+        if any(a >= b for a, b in itertools.pairwise(self.steps)):
+            raise ValueError(f"steps: expected increasing times, got {list(self.steps)}")
+        if self.residuals == "sum" and any(t != round(t) for t in self.steps):
+            raise ValueError(f"steps: residuals='sum' needs whole steps, got {list(self.steps)}")
+        if self.kernel_dtype == "bfloat16" and (self.kernel == "full" or self.loss == "mse"):
+            raise ValueError(
+                "kernel_dtype: 'bfloat16' is for the mean kernel, corrected or not, and "
+                "cross-entropy, whose products are with a matrix; "
+                f"got {self.kernel!r} and {self.loss!r}"
+            )
+
+    @property
+    def has_auto_rate(self) -> bool:
+        """Whether the learning rate follows the kernel."""
+        return self.learning_rate == AUTO
