@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
 from fedntk.ntk.losses import check_loss
+from fedntk.ntk.options import Declared
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
 
@@ -229,7 +230,9 @@ class ModelClient(NumPyClient):
         else:
             self._require(expected)
         known = {*OF_EVERY_MESSAGE, *self.config_keys}
-        unknown = [k for k in config if k not in known and not Agreement.owns(k)]
+        unknown = [
+            k for k in config if k not in known and not (Agreement.owns(k) or Declared.owns(k))
+        ]
         if self.replies and unknown:
             heeded = ", ".join(sorted(self.config_keys)) or "none"
             raise ValueError(

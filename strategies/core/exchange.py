@@ -95,6 +95,7 @@ class Exchanges(Declared, FedAvg):
 
     client: ClassVar[str] = "SGDClient"  # class of the clients that go with it
     replies: ClassVar[str] = "weights"  # what these reply with: see Agreement
+    tells_options: ClassVar[bool] = True  # whether options declared to_clients are sent to them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +171,7 @@ class Exchanges(Declared, FedAvg):
         config["server-round"] = server_round
         for key, value in self.agreement().to_config().items():
             config[key] = value
-        for key, value in self.to_config().items():
+        for key, value in self.to_config().items() if self.tells_options else ():
             config[key] = value
 
     def addressed(

@@ -74,6 +74,7 @@ class NTKFL(FlowOptions, BaseStrategy):
 
     client = "NTKFLClient"
     replies = "Jacobians"
+    tells_options = False  # the server evolves
     centres = True
     combined_by: ClassVar = {
         "kernel-products": sum,
