@@ -1,7 +1,6 @@
 """NTKFL against the same computation on the pooled examples, and its rules for choosing t."""
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from logging import INFO, WARNING
@@ -122,7 +121,7 @@ def test_the_prior_of_the_examples_seen_so_far_needs_them_in_the_state():
     first, grid = NTKFL(class_target="seen", **few), Grid(app(NTKFLClient))
     halfway = start(asked_first(first, grid), grid, 2)
     second = NTKFL(class_target="seen", **few)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.load_state_dict(first.state_dict())
     result = second.start(Grid(app(NTKFLClient)), as_record(halfway), num_rounds=3)
     assert bits(arrays_of(result.arrays)) == whole
 
