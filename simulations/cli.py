@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from .config.config import Config
+from .config.settings import numbers
 from .errors import ConfigError, errors_in_one_line
 
 __all__ = ["app"]
@@ -31,8 +32,10 @@ EngineOption = Annotated[
 Workers = Annotated[int, typer.Option(min=1, help="Local engine: clients at work at a time.")]
 Again = Annotated[bool, typer.Option("--again", help="Replace what is in the folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's events too.")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="Log to MLflow too.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, with commas between them.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write for TensorBoard.")]
+MLflow = Annotated[bool, typer.Option("--mlflow", help="Log to MLflow.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A finished run's folder.")]
 
 
 @app.command("run")
@@ -45,7 +48,7 @@ def run_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Go on with the interrupted run in this folder."),
     ] = None,
-    out: Annotated[str, typer.Option(help="Folder for the results.")] = "",
+    out: Annotated[str, typer.Option(help="Folder of the results.")] = "",
     settings: Settings = None,
     engine: EngineOption = "local",
     workers: Workers = 1,
@@ -56,8 +59,8 @@ def run_command(
 ) -> None:
     """Run one configuration.
 
-    CONF is a TOML file of settings; without it, all settings are defaults or given with --set.
-    A finished run is not run again; an interrupted one goes on from its newest checkpoint.
+    Without CONF, all settings are defaults or given with --set. A finished run is not run again; an
+    interrupted one goes on from its newest checkpoint.
 
     [b]Examples[/]
 
@@ -88,7 +91,7 @@ def run_command(
             workers=workers,
             progress=not quiet,
             again=again,
-            writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
+            writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
         )
         headline = result.summary["headline"]
         curve = result.curve(headline)
@@ -100,7 +103,7 @@ def run_command(
 def compare_command(
     confs: Annotated[list[Path], typer.Argument(help="TOML files, one for each method.")],
     *,
-    seeds: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    seeds: Seeds = "0",
     out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("runs/compare"),
     settings: Settings = None,
     engine: EngineOption = "local",
@@ -112,8 +115,8 @@ def compare_command(
 ) -> None:
     """Run several configurations with several seeds, and report on them.
 
-    CONFS are TOML files of settings; each names a run by its file or by its own key name.
-    Give the same command again to go on with a comparison that was interrupted.
+    Each of CONFS names a run by its file or by its own key name. Give the same command again to go
+    on with a comparison that was interrupted.
 
     [b]Examples[/]
 
@@ -133,13 +136,13 @@ def compare_command(
             raise ConfigError("expected configurations of different names")
         compare(
             configs,
-            seeds=_seeds(seeds),
+            seeds=numbers("--seeds", seeds, int),
             out=out,
             engine=engine,  # type: ignore[arg-type]
             workers=workers,
             progress=not quiet,
             again=again,
-            writers=_writers(tensorboard=tensorboard, mlflow=mlflow),
+            writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
             **_overrides(settings),
         )
         _show(write_report(out))
@@ -153,19 +156,17 @@ def tune_command(
         list[str] | None,
         typer.Option(
             metavar="KEY=V1,V2,...",
-            help="Try these values; may be repeated. Semicolons, where values have commas.",
+            help="Try these values; may be repeated. With semicolons if values have commas.",
         ),
     ] = None,
     random: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=LOW:HIGH[:log]", help="Draw values, or from V1,V2,...; may be repeated."
-        ),
+        typer.Option(metavar="KEY=LOW:HIGH[:log]", help="Or V1,V2,...: draw; may be repeated."),
     ] = None,
     trials: Annotated[int, typer.Option(help="Combinations to draw.")] = 20,
     sampler: Annotated[str, typer.Option(help="How to draw: random or tpe.")] = "random",
-    sampler_seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    seeds: Annotated[str, typer.Option(help="With commas between them.")] = "0",
+    sampler_seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seeds: Seeds = "0",
     metric: Annotated[
         str, typer.Option(help="accuracy, loss, client-accuracy-mean, ...")
     ] = "accuracy",
@@ -202,7 +203,7 @@ def tune_command(
             trials=trials,
             sampler=sampler,  # type: ignore[arg-type]
             sampler_seed=sampler_seed,
-            seeds=_seeds(seeds),
+            seeds=numbers("--seeds", seeds, int),
             metric=metric,
             last=last,
             prune=prune,  # type: ignore[arg-type]
@@ -218,18 +219,14 @@ def tune_command(
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or one that holds runs.")],
+    folder: Annotated[Path, typer.Argument(help="A run, or a folder of runs at any depth.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; FOLDER/report by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="FOLDER/report by default.")] = None,
     targets: Annotated[
         str, typer.Option(help="Accuracies for the table, such as 0.8,0.9; the runs' by default.")
     ] = "",
 ) -> None:
     """Write tables (Markdown, LaTeX) and pictures of finished runs.
-
-    FOLDER is a run's folder, or one that holds runs at any depth.
 
     [b]Examples[/]
 
@@ -246,14 +243,10 @@ def report_command(
 
 @app.command("assess")
 def assess_command(
-    folder: Annotated[Path, typer.Argument(help="A finished run's folder.")],
+    folder: RunFolder,
     *,
     unfamiliar: Annotated[
-        str,
-        typer.Option(
-            metavar="DATASET",
-            help="Another data set, as of the setting dataset: is the model uncertain of it?",
-        ),
+        str, typer.Option(metavar="DATASET", help="Data of which the model should be uncertain.")
     ] = "",
     coverage: Annotated[
         float | None,
@@ -270,24 +263,18 @@ def assess_command(
         str,
         typer.Option(
             metavar="[clients|examples]",
-            help="The run's validation-clients or its validation-examples; clients by default, "
-            "where it held some out.",
+            help="The run's validation-clients (by default, if there are any) or -examples.",
         ),
     ] = "",
     which: Annotated[
         str, typer.Option(metavar="[model|best]", help="The last model, or the best one.")
     ] = "model",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; FOLDER/uncertainty by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="FOLDER/uncertainty by default.")] = None,
 ) -> None:
     """Say how far a run's predictions can be trusted, on its test examples.
 
     Calibration (NLL, Brier score, ECE), accuracy when uncertain examples are rejected, and as
-    options unfamiliar data and prediction sets. For models whose loss is cross-entropy. Sets are
-    calibrated on the run's validation-clients or validation-examples.
-
-    FOLDER is a finished run's folder.
+    options unfamiliar data and prediction sets. For models with the loss cross-entropy.
 
     [b]Examples[/]
 
@@ -311,24 +298,21 @@ def assess_command(
 
 @app.command("unlearn")
 def unlearn_command(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.")],
+    folder: RunFolder,
     clients: Annotated[
         list[int], typer.Argument(metavar="CLIENT...", help="Partitions to take out.")
     ],
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the new model; RUN/without-CLIENT-... by default."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="FOLDER/without-CLIENT-... by default.")] = None,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Remove what the run keeps of them, afterwards.")
+        bool, typer.Option("--forget", help="Then remove what the run keeps of them.")
     ] = False,
 ) -> None:
     """Take clients out of what a run learned, as if they had never taken part; no round is run.
 
-    For methods whose model is solved from sums that the run has kept: tct with tct.solve =
-    statistics and tct.keep-sums = true. A network that these clients helped to train stays.
-    Accuracies are of the test set.
+    For models that are solved from sums that the run has kept: tct with tct.solve = statistics and
+    tct.keep-sums = true. A network that these clients helped to train stays. Accuracies are of the
+    test set.
 
     [b]Examples[/]
 
@@ -344,7 +328,7 @@ def unlearn_command(
 
 @app.command("settings")
 def settings_command(
-    method: Annotated[str, typer.Argument(help="Its own settings alone, such as tct.")] = "",
+    method: Annotated[str, typer.Argument(help="Only its own settings, such as tct.")] = "",
 ) -> None:
     """List all settings with their defaults and meanings."""
     with errors_in_one_line("fedntk"):
@@ -374,7 +358,7 @@ def _pair(option: str, expected: str, given: str) -> tuple[str, str]:
 
 
 def _listed(option: str, given: str) -> tuple[str, list[Any]]:
-    """Parse ``key=v1,v2``; semicolons separate where there are any."""
+    """Parse ``key=v1,v2``, or ``key=v1;v2`` if values have commas."""
     key, text = _pair(option, "KEY=V1,V2,...", given)
     values = text.split(";" if ";" in text else ",")
     return key, [Config.convert(key, value.strip()) for value in values]
@@ -387,17 +371,6 @@ def _ranged(given: str) -> tuple[str, Sequence[Any]]:
     if not rest:
         return _listed("--random", given)
     return key, (Config.convert(key, low), Config.convert(key, rest[0]), *rest[1:])
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--seeds: expected whole numbers with commas, got {text!r}") from None
-
-
-def _writers(**chosen: bool) -> list[str]:
-    return [name for name, wanted in chosen.items() if wanted]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Which clients' models the final mean is formed of: accuracy against how many are averaged.
+"""Selection of the clients' models that are averaged: accuracy against their number.
 
 Source: Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Heterogeneous
-Settings via Neural Tangent Kernel*, ICML 2025, sections 3.2 and 5: models are sorted by their
-accuracy on validation examples, and the mean of the first k of them is judged on others, for each
-k; beside it in a random order, and from the worst to the best.
+Settings via Neural Tangent Kernel*, ICML 2025, sections 3.2 and 5. Models are sorted by their
+accuracy on validation examples, and the mean of the first k is evaluated on others, for each k;
+beside it in a random order, and from the worst to the best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ def selection_curves(
     seed: int = 0,
     points: int = 20,
 ) -> pd.DataFrame:
-    """Average more and more of the clients' last models, in three orders, and judge each mean.
+    """Average more and more of the clients' last models, in three orders, and evaluate each mean.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ def selection_curves(
         Client -> its weights; at least one.
     validation, judged : callable
         Weights -> accuracy on the examples that sort the models, and on those that judge the means.
-        Two sets without a common example: else the best models are those of lucky examples.
+        They have no example in common: else the best models are those of lucky examples.
     mean_of : callable
-        Several models -> the one that stands for them.
+        Several models -> their mean.
     seed : int
-        Of the random order.
+        Seed of the random order.
     points : int
-        At how many numbers of clients the means are judged: all, if they are no more.
+        Most numbers of clients at which means are judged.
 
     Returns
     -------

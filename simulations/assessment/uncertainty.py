@@ -1,8 +1,4 @@
-"""How far a run's predictions can be trusted: calibration, uncertainty, unfamiliar data, sets.
-
-What is measured is that of :mod:`fedntk.simulations.assessment.uncertainty_metrics`; the sets are
-those of :mod:`fedntk.ntk.predictors.conformal`.
-"""
+"""How far a run's predictions can be trusted: calibration, uncertainty, unfamiliar data, sets."""
 
 import json
 import math
@@ -30,8 +26,8 @@ from ..data.partitions import load_split
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_predictor
 from ..report.figures import rejection_curves, reliability_diagram, uncertainty_histogram
-from ..report.report import markdown, setting_in_words
-from ..report.results import Run, read_run
+from ..report.report import markdown, setting_in_words, write_latex
+from ..report.results import Run, read_run, require_same_data
 from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
 
 __all__ = ["Assessment", "ConformalSets", "assess"]
@@ -47,31 +43,27 @@ DRAWS = 4  # in the seed of the adaptive score's draws
 
 @dataclass(frozen=True)
 class ConformalSets:
-    """Conformal prediction sets of a run's test examples.
+    """Conformal prediction sets of a run's test examples; shares are between 0 and 1.
 
     Attributes
     ----------
-    coverage : float
-        That was asked for.
-    score : {"threshold", "adaptive"}
-        As of :func:`fedntk.ntk.conformal_scores`.
-    calibrated_on : str
-        Whose examples, and how many.
-    num_calibration : int
-        How many.
+    coverage, score
+        The coverage and the score that were asked for: see :func:`assess`.
+    calibrated_on, num_calibration : str, int
+        The examples they were calibrated on, and how many.
     threshold : float
-        Of the scores.
+        The largest score in a set.
     test_coverage : float
         Share of the test examples whose set holds their class.
     expected_low, expected_high : float
-        In 95 % of all draws of calibration and test examples, `test_coverage` lies between them, if
-        all are exchangeable (and no two scores the same).
+        Range of `test_coverage` in 95 % of all draws of calibration and test examples, if all are
+        exchangeable (and no two scores the same).
     mean_size : float
         Classes in a set, averaged over the test examples.
     empty : float
         Share of the test examples whose set is empty.
     note : str
-        What keeps the calibration examples from being untouched by the run; empty if nothing does.
+        How the run had used the calibration examples; empty if it had not.
     """
 
     coverage: float
@@ -93,29 +85,25 @@ class Assessment:
 
     Attributes
     ----------
-    run : Run
-        That was assessed.
     which : {"model", "best"}
-        Which of its models.
+        Which of the run's models was assessed.
     table : DataFrame
-        One row for the ensemble and one for each of its models, or one row for a single model:
+        A row for the ensemble and one for each of its models, or one for a single model:
         ``accuracy``, ``nll``, ``brier``, ``ece`` as of :func:`calibration`, and with unfamiliar
-        examples ``auroc_entropy``, ``auroc_mutual_information`` and ``auroc_doubt``. The mutual
-        information of a single model is always 0 and has no AUROC.
+        examples ``auroc_entropy``, ``auroc_mutual_information`` and ``auroc_doubt``. A single
+        model has no mutual information.
     examples : DataFrame
-        One row for each test example, in the data set's order: ``label``, ``prediction``,
+        A row for each test example, in the data set's order: ``label``, ``prediction``,
         ``confidence``, ``doubt`` (1 - confidence), ``entropy``, ``expected_entropy``,
         ``mutual_information`` (nats), ``variance``, and with a coverage ``set_size``.
-    unfamiliar : DataFrame or None
-        The same of the unfamiliar examples, without labels and sets.
-    unfamiliar_name : str
-        Name of their data set, or "".
+    unfamiliar, unfamiliar_name : DataFrame or None, str
+        The same of the unfamiliar examples, without labels and sets; the name of their data set.
     rejection : DataFrame
         Tidy: ``model``, ``measure``, ``rejected`` (a share) and ``accuracy``.
     reliability : dict of str to DataFrame
-        As of :func:`reliability`, for each row of `table`.
+        :func:`reliability` of each row of `table`.
     sets : ConformalSets or None
-        With a coverage.
+        The prediction sets, if a coverage was asked for.
 
     Examples
     --------
@@ -164,18 +152,11 @@ class Assessment:
         return list(own.measure.unique())
 
     def write(self, out: str | Path | None = None) -> Path:
-        """Write tables and pictures into a folder.
+        """Write tables and pictures into `out`; return the path of ``report.md``.
 
-        Parameters
-        ----------
-        out : path, optional
-            Where to: ``uncertainty`` in the run's folder by default.
-
-        Returns
-        -------
-        Path
-            Of ``report.md``, beside the pictures, ``metrics.json`` (all figures), ``table.tex``,
-            ``rejection.csv``, ``examples.parquet`` and, where there are, ``unfamiliar.parquet``.
+        By default `out` is the folder ``uncertainty`` of the run. Beside the report are the
+        pictures, ``metrics.json`` (all figures), ``table.tex``, ``rejection.csv``,
+        ``examples.parquet`` and, if there are unfamiliar examples, ``unfamiliar.parquet``.
         """
         out = self.run.folder / "uncertainty" if out is None else Path(out)
         out.mkdir(parents=True, exist_ok=True)
@@ -189,17 +170,11 @@ class Assessment:
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
-        shown = self.shown_table()
-        (out / "table.tex").write_text(
-            shown.style.hide(axis="index")
-            .format(escape="latex")
-            .format_index(escape="latex", axis="columns")
-            .to_latex(hrules=True),
-            encoding="utf-8",
-        )
+        write_latex(self.shown_table(), out / "table.tex")
         with whole(out / "metrics.json") as file:
             file.write((json.dumps(self._figures_of_merit(), indent=2) + "\n").encode())
-        (out / "report.md").write_text("\n".join(self._lines(pictures)), encoding="utf-8")
+        text = "\n\n".join(self._paragraphs(pictures)) + "\n"
+        (out / "report.md").write_text(text, encoding="utf-8")
         return out / "report.md"
 
     def _figures_of_merit(self) -> dict[str, Any]:
@@ -231,65 +206,53 @@ class Assessment:
                     shown[f"AUROC, {label}"] = texts
         return shown
 
-    def _lines(self, pictures: Mapping[str, Figure]) -> list[str]:
+    def _paragraphs(self, pictures: Mapping[str, Figure]) -> list[str]:
         summary, config = self.run.summary, self.run.config
         best = summary["best"]
         at = summary["rounds"] if self.which == "model" or not best else best["round"]
-        lines = [
+        paragraphs = [
             "# Uncertainty",
-            "",
             f"{summary['run']}, the {'last' if self.which == 'model' else 'best'} model, of round "
             f"{at}: {setting_in_words([self.run])}. {len(self.examples)} test examples.",
-            "",
         ]
         on_test = config.evaluate_on == "test" and (
             config.private_test or config.monitor in ("accuracy", "loss")
         )
         if self.which == "best" and on_test:
-            lines += [
-                "The best model was chosen on these test examples, so the figures are optimistic.",
-                "",
-            ]
-        lines += ["## Calibration", "", markdown(self.shown_table()), ""]
+            paragraphs.append(
+                "The best model was chosen on these test examples, so the figures are optimistic."
+            )
+        paragraphs += ["## Calibration", markdown(self.shown_table())]
         if self.unfamiliar is not None:
-            lines += [
+            paragraphs.append(
                 f"AUROC: how well the uncertainty tells {len(self.unfamiliar)} examples of "
-                f"{self.unfamiliar_name} from the test examples; 0.5 tells nothing.",
-                "",
-            ]
-        lines += [
+                f"{self.unfamiliar_name} from the test examples; 0.5 tells nothing."
+            )
+        paragraphs += [
             "## Accuracy of what is not rejected",
-            "",
             "Accuracy (%) of the other test examples when so many of them are rejected, the most "
             "uncertain first.",
-            "",
             markdown(self._rejected()),
-            "",
         ]
         if self.sets is not None:
             s = self.sets
-            sets = pd.DataFrame(
-                {
-                    "coverage asked for (%)": [f"{100 * s.coverage:g}"],
-                    "coverage of the test examples (%)": [f"{100 * s.test_coverage:.1f}"],
-                    "expected if exchangeable (%)": [
-                        f"{100 * s.expected_low:.1f} to {100 * s.expected_high:.1f}"
-                    ],
-                    "mean size": [f"{s.mean_size:.2f}"],
-                    "empty (%)": [f"{100 * s.empty:.1f}"],
-                }
-            )
-            lines += [
+            row = {
+                "coverage asked for (%)": f"{100 * s.coverage:g}",
+                "coverage of the test examples (%)": f"{100 * s.test_coverage:.1f}",
+                "expected if exchangeable (%)": (
+                    f"{100 * s.expected_low:.1f} to {100 * s.expected_high:.1f}"
+                ),
+                "mean size": f"{s.mean_size:.2f}",
+                "empty (%)": f"{100 * s.empty:.1f}",
+            }
+            paragraphs += [
                 "## Prediction sets",
-                "",
                 f"Score: {s.score}. Calibrated on {s.calibrated_on}. The range holds in 95 % of "
                 "all draws of exchangeable calibration and test examples.",
-                *(["", s.note] if s.note else []),
-                "",
-                markdown(sets),
-                "",
+                *([s.note] if s.note else []),
+                markdown(pd.DataFrame([row])),
             ]
-        return [*lines, *(f"![{name}]({name}.png)" for name in pictures), ""]
+        return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
 
     def _rejected(self) -> pd.DataFrame:
         """Accuracy at some shares of rejected examples, as text."""
@@ -317,41 +280,40 @@ def assess(
     Parameters
     ----------
     run : Run, or path of its folder
-        Of any method whose model has the loss cross-entropy: one network, or an ensemble.
+        A run of any method whose model has the loss cross-entropy: one network, or an ensemble.
     unfamiliar : str, optional
-        Another data set whose examples have the same shape, by a name that the setting ``dataset``
-        takes. Its test set is what the model should be uncertain of. It is standardised by the
-        run's own training set.
+        Another data set with examples of the same shape, by a name that the setting ``dataset``
+        takes. The model should be uncertain of its test set, which is standardised by the run's
+        training set.
     coverage : float, optional
-        Make conformal prediction sets of this coverage, between 0 and 1. What their guarantee
-        needs is said in :mod:`fedntk.ntk.predictors.conformal`.
+        Coverage of conformal prediction sets, between 0 and 1:
+        :mod:`fedntk.ntk.predictors.conformal` says what guarantees it.
     score : {"threshold", "adaptive"}
-        Of these sets, as of :func:`fedntk.ntk.conformal_scores`. The adaptive score's draws come
-        from the run's seed.
+        Score of these sets: see :func:`fedntk.ntk.conformal_scores`. The adaptive one draws from
+        the run's seed.
     calibrate_on : {"clients", "examples"}, optional
-        On what the sets are calibrated: the examples of the run's ``validation-clients``, or its
-        ``validation-examples``. By default the clients, where the run held some out. Test examples
-        are never used.
+        Whether the run's ``validation-clients`` or its ``validation-examples`` calibrate the sets.
+        By default the clients, if the run held some out; never test examples.
     which : {"model", "best"}
         The last model, or the best one by the setting ``monitor``.
 
     Raises
     ------
     ConfigError
-        If the model's outputs are no probabilities, the other data set does not fit, nothing was
-        held out, or too little for the coverage.
+        The model's outputs are no probabilities, the other data set does not fit, or too little
+        was held out for the coverage.
     FileNotFoundError
-        If there is no finished run.
+        There is no finished run.
     RunFailed
-        If the run did not finish.
+        The run did not finish.
     """
     run = run if isinstance(run, Run) else read_run(run)
+    require_same_data(run)
     if which not in ("model", "best"):
         raise ConfigError(f"which: expected model or best, got {which!r}")
     if coverage is not None and not 0 < coverage < 1:
         raise ConfigError(f"coverage: expected a number between 0 and 1, got {coverage}")
     config = run.config
-    _require_same_data(run)
     predictor = load_predictor(run.folder, which)
     if predictor.loss != "cross-entropy":
         raise ConfigError(
@@ -384,10 +346,10 @@ def assess(
     sets = None
     if coverage is not None and held_out is not None:
         held = _together(predicted(held_out.x)[whole_name]).exp()
+        p = _together(models[whole_name]).exp()
         sets, sizes = _conformal(
-            (held, held_out), (_together(models[whole_name]).exp(), labels),
-            coverage=coverage, score=score, seed=config.seed,
-        )  # fmt: skip
+            held, held_out, p, labels, coverage=coverage, score=score, seed=config.seed
+        )
         examples[whole_name]["set_size"] = sizes
     return Assessment(
         run=run,
@@ -400,13 +362,6 @@ def assess(
         reliability={n: reliability(_together(own).exp(), labels) for n, own in models.items()},
         sets=sets,
     )
-
-
-def _require_same_data(run: Run) -> None:
-    if load_data(run.config).checksum != run.summary["data"]:
-        raise ConfigError(
-            f"the data set has changed since the run in {run.folder}; restore it, or run again"
-        )
 
 
 # ---------------------------------------------------------------------- predictions
@@ -485,13 +440,7 @@ class _HeldOut(NamedTuple):
 
 
 def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
-    """Return the examples that a run held out, those of whole clients first.
-
-    Raises
-    ------
-    ConfigError
-        If there are none.
-    """
+    """Return the examples that a run held out, by default those of whole clients."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
     on = on or next((name for name, count in counts.items() if count), "clients or examples")
     if on not in (*counts, "clients or examples"):
@@ -516,29 +465,22 @@ def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
 
 
 def _conformal(
-    calibration_set: tuple[Tensor, _HeldOut],
-    test: tuple[Tensor, Tensor],
+    held: Tensor,
+    held_out: _HeldOut,
+    p: Tensor,
+    labels: Tensor,
     *,
     coverage: float,
     score: Score,
     seed: int,
 ) -> tuple[ConformalSets, NDArray[np.int64]]:
-    """Make prediction sets of the test examples: how they did, and the size of each.
+    """Make prediction sets; return how good they are and the size of each.
 
-    Parameters
-    ----------
-    calibration_set : tuple of Tensor and _HeldOut
-        Probabilities (n, C), and what they were predicted of.
-    test : tuple of Tensor
-        Probabilities (m, C), and labels.
-    coverage, score
-        As of :func:`assess`.
-    seed : int
-        Of the adaptive score's draws.
+    `held` and `p` are the probabilities, shapes (n, C) and (m, C), of the held-out examples and of
+    the test examples.
     """
     from scipy.stats import betabinom
 
-    (held, held_out), (p, labels) = calibration_set, test
     draws: list[Tensor | None] = [None, None]
     if score == "adaptive":
         generator = np.random.default_rng([seed, DRAWS])

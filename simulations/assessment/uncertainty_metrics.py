@@ -21,21 +21,18 @@ SHARES = np.arange(100) / 100  # of the examples that are rejected
 def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Return accuracy, NLL, Brier score and ECE of predictions.
 
+    ``nll`` is the negative log-likelihood of the true classes, averaged over the examples, in nats;
+    ``brier`` the squared distance between probabilities and one-hot label, summed over the classes
+    and averaged over the examples, in 0 ... 2; ``ece`` the expected calibration error: the distance
+    between accuracy and mean confidence in 15 bins of confidence of equal width, averaged over the
+    examples.
+
     Parameters
     ----------
     log_probabilities : Tensor, shape (n, C)
-        Of the classes, in nats. Logarithms, since a probability of 1e-400 is 0 in float64.
+        Logarithms, in nats, since a probability of 1e-400 is 0 in float64.
     labels : Tensor of int64, shape (n,)
         The true classes.
-
-    Returns
-    -------
-    dict of str to float
-        ``accuracy``; ``nll``, the negative log-likelihood of the true classes, averaged over the
-        examples, in nats; ``brier``, the squared distance between probabilities and one-hot label,
-        summed over the classes and averaged over the examples, in 0 ... 2; ``ece``, the expected
-        calibration error: the distance between accuracy and mean confidence in 15 bins of
-        confidence of equal width, averaged over the examples.
 
     Examples
     --------
@@ -67,18 +64,8 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
 def reliability(probabilities: Tensor, labels: Tensor) -> pd.DataFrame:
     """Return accuracy and mean confidence in 15 bins of confidence of equal width.
 
-    Parameters
-    ----------
-    probabilities : Tensor, shape (n, C)
-        Of the classes.
-    labels : Tensor of int64, shape (n,)
-        The true classes.
-
-    Returns
-    -------
-    DataFrame
-        One row a bin that has examples: ``bin`` (its number), ``examples``, ``confidence``,
-        ``accuracy``. The last bin includes a confidence of 1.
+    Each bin that has examples, of probabilities (n, C), is a row: ``bin`` (its number),
+    ``examples``, ``confidence``, ``accuracy``. The last bin includes a confidence of 1.
     """
     confidence, prediction = probabilities.double().max(1)
     edges = torch.linspace(0, 1, BINS + 1)  # in float32, as torchmetrics has them
@@ -104,16 +91,15 @@ def rejection_curve(
     Parameters
     ----------
     uncertainty : ndarray, shape (n,)
-        Larger is more uncertain. Of examples that are equally uncertain any may be rejected first;
-        the mean over their orders is returned.
+        Larger is more uncertain. Of examples that are equally uncertain any may be rejected first:
+        the result is the mean over their orders.
     correct : ndarray of bool, shape (n,)
         Whether the prediction is right.
 
     Returns
     -------
     ndarray of float64, shape (100,)
-        With 0, 1, ... 99 % of the examples rejected. A share of an example that is not whole is
-        not rejected.
+        Accuracy with 0, 1, ... 99 % of the examples rejected, rounded down to whole examples.
 
     Examples
     --------
@@ -134,7 +120,7 @@ def auroc(familiar: NDArray[np.float64], unfamiliar: NDArray[np.float64]) -> flo
     """Return how well an uncertainty tells unfamiliar examples from familiar ones.
 
     It is the probability that a random unfamiliar example is more uncertain than a random familiar
-    one, the half of it where they are equally uncertain: 0.5 for a measure that tells nothing.
+    one, and half of it if they are equally uncertain: 0.5 for a measure that tells nothing.
 
     Examples
     --------

@@ -20,24 +20,16 @@ from ..deploy.simulated_trust import projected
 from ..engine.building import load_setup, make_strategy
 from ..engine.checkpoints import Checkpoints
 from ..methods.method import Setup
-from ..report.results import Run, read_run
+from ..report.results import Run, read_run, require_same_data
 
 __all__ = ["Unlearned", "unlearn"]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracy of the model with the clients, and of the one without.
+    """Accuracy of the models with and without the clients, on some test examples."""
 
-    Attributes
-    ----------
-    examples : int
-        Of the test set.
-    before, after : float
-        Shares of them.
-    """
-
-    examples: int
+    examples: int  # how many
     before: float
     after: float
 
@@ -49,15 +41,15 @@ class Unlearned:
     Attributes
     ----------
     folder : Path
-        Where it is; ``load_predictor`` reads it.
+        Folder of the model; ``load_predictor`` reads it.
     clients : tuple of int
         Partitions that were taken out.
     examples : int
-        Training examples that they had.
+        Number of their training examples.
     overall : Accuracy
-        On all test examples.
+        Accuracy on all test examples.
     by_class : dict of int to Accuracy
-        On those of each class that these clients had, if the test set has any.
+        Accuracy on the test examples of each class that these clients had.
     """
 
     folder: Path
@@ -67,7 +59,7 @@ class Unlearned:
     by_class: dict[int, Accuracy]
 
     def lines(self) -> list[str]:
-        """Say it in words."""
+        """Return a summary in words, as lines."""
         whose = ", ".join(map(str, self.clients))
         named = f"Without client{'s' * (len(self.clients) > 1)} {whose}"
         rows = {"all classes": self.overall}
@@ -79,7 +71,7 @@ class Unlearned:
                 f"({own.examples} examples)"
                 for name, own in rows.items()
             ),
-            "Taken out of the sums alone: if they helped to train the network, it has seen them.",
+            "Taken only out of the sums: if they helped to train the network, it has seen them.",
             f"The model: {self.folder}",
         ]
 
@@ -93,31 +85,30 @@ def unlearn(
 ) -> Unlearned:
     """Take clients out of a finished run's last model, as if they had never taken part in it.
 
-    What of the model that is true of, and of which settings it needs, the method's page says.
+    The method's page says for which part of the model that is true, and which settings it needs.
 
     Parameters
     ----------
     run : Run, or path of its folder
-        Of a method that can.
+        A run of a method that can.
     clients : sequence of int
-        Their partitions.
+        Partitions to take out.
     out : path, optional
         Folder of the new model: ``without-<client>-<client>`` in the run's by default. What such a
         call wrote before is replaced.
     forget : bool
-        Remove what the run's folder keeps of these clients for such calls, afterwards. The run's
-        own model and its checkpoint stay.
+        Whether to remove afterwards what the run's folder keeps of these clients for such calls.
+        The run's own model and its checkpoint stay.
 
     Raises
     ------
     ConfigError
-        If the method cannot, or the run's settings did not provide for it; if a client is unknown
-        or none would be left; if `out` is something else's; if the data has changed or is too
-        large.
+        The method or the run's settings do not allow it, a client is unknown, no client would be
+        left, `out` holds something else, or the data has changed or is too large.
     FileNotFoundError
-        If there is no finished run.
+        There is no finished run.
     RunFailed
-        If the run did not finish.
+        The run did not finish.
 
     Examples
     --------
@@ -140,10 +131,7 @@ def unlearn(
         raise FileNotFoundError(f"{run.folder}: no checkpoint of a finished run")
     config = Config.of_run(run.folder, weights="").replace(out=str(run.folder))
     setup = load_setup(config)
-    if setup.data.checksum != run.summary["data"]:
-        raise ConfigError(
-            f"the data set has changed since the run in {run.folder}; restore it, or run again"
-        )
+    require_same_data(run)
     strategy = make_strategy(setup)
     before = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
     try:
@@ -165,7 +153,7 @@ def unlearn(
 
 
 def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
-    """Return where the new model goes, unless there is something else."""
+    """Return the new model's folder, unless something else is in it."""
     name = "without-" + "-".join(map(str, clients))
     if out is None and len(name) > 200:
         raise ConfigError(f"out: name a folder, as the names of {len(clients)} clients are long")

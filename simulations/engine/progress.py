@@ -1,4 +1,4 @@
-"""What a run shows of itself while it works: in a terminal, in Jupyter, or in a log."""
+"""Progress of runs: in a terminal, in Jupyter, or in a log."""
 
 import contextlib
 import statistics
@@ -26,14 +26,7 @@ JUPYTER_EVERY = 0.25
 class Progress:
     """How far one run, or a comparison of several, has come.
 
-    Attributes
-    ----------
-    rounds : int
-        Of all runs together; those that are finished already included.
-    runs : int
-        How many there are.
-    headline : str
-        Metric of a round that is shown: a share, such as the accuracy.
+    `rounds` counts those of all runs, `headline` names the metric shown: a share, such as accuracy.
     """
 
     rounds: int
@@ -53,7 +46,7 @@ class Progress:
     _seconds: list[float] = field(default_factory=list)  # of each round run here
 
     def begin(self, name: str, rounds: int, done: int = 0, *, headline: str = "accuracy") -> None:
-        """Begin the next run, of which `done` rounds are there already; show one metric of it."""
+        """Begin the next run, with `done` rounds run before; show its metric `headline`."""
         self.run += 1
         self.name, self.run_rounds, self.round, self._done = name, rounds, done, self._done + done
         self.headline, self.value = headline, None
@@ -62,13 +55,13 @@ class Progress:
         self._show(now=True)
 
     def on_answer(self, kind: str, answered: int, asked: int) -> None:
-        """Count a client's answer: for :class:`~fedntk.simulations.engine.engines.LocalGrid`."""
+        """Show how many clients have answered."""
         verb = {"train": "training", "evaluate": "evaluating"}.get(kind, "answering")
         self.state = f"{verb} {answered}/{asked} clients"
         self._show()
 
     def on_round(self, record: Mapping[str, Any]) -> None:
-        """Take note of a round's metrics."""
+        """Show a round's metrics."""
         number, now = int(record["round"]), time.monotonic()
         if step := max(number - self.round, 0):
             self._seconds += [(now - self._last) / step] * step
@@ -94,10 +87,7 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """Time that the rounds left will take; empty before the first one has been run.
-
-        By the median of the rounds so far, which the first one, slow on Ray, hardly moves.
-        """
+        """Time that the other rounds will take, by the median; empty before the first round."""
         if not self._seconds:
             return ""
         seconds = statistics.median(self._seconds) * (self.rounds - self._done)
@@ -121,10 +111,10 @@ class Progress:
 
 
 class Sink(Protocol):
-    """Shows a state; as often as fits the place, and at once where `now` says so."""
+    """A place that shows a state."""
 
     def show(self, state: Progress, *, now: bool) -> None:
-        """Show it, or leave it for later."""
+        """Show it at once, or unless `now` maybe later."""
 
 
 class _Log:
@@ -185,7 +175,7 @@ class _Terminal:
 
 @contextlib.contextmanager
 def _log_above() -> Iterator[None]:
-    """Have Flower's log printed above what is live: as rich replaced the error output."""
+    """Print Flower's log above the live display: by the error output that rich has replaced."""
     handlers = [h for h in getLogger("flwr").handlers if isinstance(h, StreamHandler)]
     before = [(handler, handler.setStream(sys.stderr)) for handler in handlers]
     try:
@@ -200,17 +190,7 @@ def _log_above() -> Iterator[None]:
 def progress(
     rounds: int, runs: int = 1, *, enabled: bool = True, console: Console | None = None
 ) -> Iterator[Progress]:
-    """Show the progress of some runs, in the way that fits where the output goes.
-
-    Parameters
-    ----------
-    rounds, runs : int
-        See :class:`Progress`.
-    enabled : bool
-        Show nothing if not.
-    console : Console, optional
-        Where to: the error output by default.
-    """
+    """Show the progress of some runs on `console`, the error output by default, if `enabled`."""
     state = Progress(rounds, runs)
     console = console or Console(stderr=True)
     if not enabled:

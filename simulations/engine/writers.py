@@ -1,4 +1,4 @@
-"""Metrics of each round for TensorBoard and MLflow, where they are asked for."""
+"""Metrics of each round for TensorBoard and MLflow."""
 
 import contextlib
 import importlib.util
@@ -37,10 +37,10 @@ def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
 
 @contextlib.contextmanager
 def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
-    """Log to a run at the tracking server that MLflow is set to; a run that goes on keeps its own.
+    """Log to a run of MLflow at its tracking server; a run that goes on keeps its own.
 
-    The experiment is ``fedntk``, or the one in the environment's MLFLOW_EXPERIMENT_NAME. What else
-    is logged in this process is left alone.
+    The experiment is ``fedntk``, or the environment's MLFLOW_EXPERIMENT_NAME. MLflow's active run
+    is not touched.
     """
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
@@ -85,13 +85,7 @@ WRITERS: dict[str, Any] = {"tensorboard": _tensorboard, "mlflow": _mlflow}
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Refuse unknown writers and those whose package is not installed.
-
-    Raises
-    ------
-    ConfigError
-        With the name, and what to install.
-    """
+    """Refuse unknown writers, and those that need a package that is not installed."""
     for name in names:
         if name not in WRITERS:
             raise ConfigError(f"writers: expected some of {', '.join(WRITERS)}, got {name!r}")
@@ -101,21 +95,9 @@ def check_writers(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[OnRound]:
-    """Open the named writers for a run.
+    """Open the named writers; yield a function that writes a round's metrics to all of them.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Of :data:`WRITERS`.
-    config : Config
-        Of the run.
-    before : sequence of dict
-        Metrics of the rounds that are there already, which the writers get first.
-
-    Yields
-    ------
-    callable
-        Takes each further round's metrics.
+    The writers first get `before`, the metrics of the rounds that were run before.
     """
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]

@@ -1,6 +1,8 @@
 """Pictures of runs: colour-blind safe, labelled with units.
 
-Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` writes.
+Each function returns a matplotlib Figure, which Jupyter shows and ``savefig`` writes. A table
+`rounds` is one that :func:`~fedntk.simulations.load_results` returns, `title` stands above the
+picture, and `evaluated_on` is the runs' setting of this name.
 """
 
 import io
@@ -54,23 +56,17 @@ def accuracy_curves(
 ) -> Figure:
     """Draw accuracy against rounds, data sent or time: one curve a run.
 
-    Several seeds of one run become their mean, with a band from the lowest to the highest, as far
-    as all have rounds. Data and time are means over the seeds, too, summed from round 0 on.
+    Several seeds of a run become their mean, with a band from the lowest to the highest, as far as
+    all have rounds. Data and time are means over the seeds, summed from round 0 on.
 
     Parameters
     ----------
-    rounds : DataFrame
-        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
     against : {"rounds", "bytes-up", "seconds"}
-        The horizontal axis.
-    title : str
-        Above the picture.
+        Horizontal axis.
     target : float, optional
         Accuracy to mark with a line.
     bottom : float
-        Accuracy at which the axis begins; rounds under it are cut off.
-    evaluated_on : str
-        The runs' setting of this name.
+        Accuracy at which the axis begins.
     """
     if against not in AXES:
         raise ValueError(f"against: expected one of {', '.join(AXES)}, got {against!r}")
@@ -114,16 +110,10 @@ def accuracy_against_heterogeneity(
 
     Parameters
     ----------
-    rounds : DataFrame
-        Tidy, as :func:`~fedntk.simulations.load_results` returns it.
     alphas : dict of str to float
         Concentration of the Dirichlet split of each run, by the run's name.
     labels : dict of str to str, optional
-        To which curve each run belongs; by default, to its method's.
-    title : str
-        Above the picture.
-    evaluated_on : str
-        The runs' setting of this name.
+        Curve of each run, by the run's name; by default its method's.
     """
     figure, axes = _figure(title)
     best = (
@@ -157,13 +147,8 @@ def accuracy_against_heterogeneity(
 def client_accuracies(clients: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw how accurate each run's last models are for single clients: share of clients below.
 
-    Parameters
-    ----------
-    clients : DataFrame
-        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. A client's newest
-        accuracy in the last five rounds counts, so that more clients than a round asks are in it.
-    title : str
-        Above the picture.
+    `clients` holds :attr:`~fedntk.simulations.Run.clients` of one or more runs. A client's newest
+    accuracy in the last five rounds counts, so that it has more clients than a round asks.
     """
     figure, axes = _figure(title)
     for name, rows, style in _each(clients, "run"):
@@ -193,13 +178,9 @@ def label_distribution(
     Parameters
     ----------
     labels : ndarray of int64, shape (n,)
-        Of all training examples.
+        Labels of all training examples.
     clients : sequence of ndarray of int64
-        Indices of each client's examples.
-    title : str
-        Above the picture.
-    most : int
-        Only so many clients are drawn, the first.
+        Indices of each client's examples; the first `most` clients are drawn.
     """
     figure, axes = _figure(title, width=8.0)
     shown, classes = clients[:most], int(labels.max()) + 1
@@ -221,28 +202,22 @@ def label_distribution(
 
 
 def tuning_values(
-    trials: pd.DataFrame, searched: Mapping[str, str], *, metric: str = "accuracy"
+    trials: pd.DataFrame, searched: Sequence[str], *, metric: str = "accuracy"
 ) -> Figure:
     """Draw the value of each trial of a search against each setting that was searched.
 
-    Parameters
-    ----------
-    trials : DataFrame
-        See :class:`~fedntk.simulations.Tuning`; the first is the best.
-    searched : dict of str to {"log", "linear", "words"}
-        Settings, and the axis of each.
-    metric : str
-        What the values are.
+    `trials` is the table of a :class:`~fedntk.simulations.Tuning`; its first is the best.
     """
     columns = min(len(searched), 3)
     rows = -(-len(searched) // columns)
     figure = _Picture(figsize=(max(4.2 * columns, 6.4), 4 * rows), dpi=120, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     kinds = (("finished", COLOURS[0], "o"), ("pruned", COLOURS[4], "x"))
-    for axes, (key, scale) in zip(grid.flat, searched.items(), strict=False):
+    for axes, key in zip(grid.flat, searched, strict=False):
         _plain_frame(axes)
         x = trials[key]
-        if scale == "words":
+        in_words = x.dtype == bool or not pd.api.types.is_numeric_dtype(x)
+        if in_words:
             words = sorted(x.astype(str).unique())
             x = x.astype(str).map(words.index)
             axes.set_xticks(range(len(words)), words)
@@ -253,19 +228,12 @@ def tuning_values(
                 x[own], trials["mean"][own], trials["std"][own],
                 fmt=marker, color=colour, capsize=3, label=state if own.any() else None,
             )  # fmt: skip
-        axes.plot(
-            x.iloc[:1],
-            trials["mean"].iloc[:1],
-            "o",
-            ms=13,
-            mfc="none",
-            mec=COLOURS[1],
-            label="best",
-        )
-        if scale == "log":
+        first = x.iloc[:1], trials["mean"].iloc[:1]
+        axes.plot(*first, "o", ms=13, mfc="none", mec=COLOURS[1], label="best")
+        if not in_words and 0 < 10 * x.min() <= x.max():
             axes.set_xscale("log")
         shown = sorted(x.unique())
-        if scale != "words" and len(shown) <= 6:
+        if not in_words and len(shown) <= 6:
             axes.set_xticks(shown, [f"{value:g}" for value in shown])
             axes.set_xticks([], minor=True)
         axes.set_xlabel(key)
@@ -283,18 +251,11 @@ def tuning_values(
 def reliability_diagram(
     tables: Mapping[str, pd.DataFrame], *, title: str = "", least: int = 10
 ) -> Figure:
-    """Draw accuracy against confidence: on the diagonal where a model is as right as it is certain.
+    """Draw accuracy against confidence: on the diagonal if a model is as right as it is certain.
 
-    Parameters
-    ----------
-    tables : dict of str to DataFrame
-        Accuracy in bins of confidence, as
-        :attr:`fedntk.simulations.Assessment.reliability` has them by name. The first is drawn
-        with markers, and the others, an ensemble's single models, as thin lines.
-    title : str
-        Above the picture.
-    least : int
-        Bins with fewer examples are left out.
+    `tables` is an :attr:`Assessment.reliability <fedntk.simulations.Assessment.reliability>`. The
+    first is drawn with markers, the others, an ensemble's single models, as thin lines. Bins with
+    fewer than `least` examples are not drawn.
     """
     figure, axes = _figure(title)
     axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
@@ -314,13 +275,8 @@ def reliability_diagram(
 def rejection_curves(rejection: pd.DataFrame, *, title: str = "") -> Figure:
     """Draw the accuracy of what is left when the most uncertain examples are rejected.
 
-    Parameters
-    ----------
-    rejection : DataFrame
-        As :attr:`fedntk.simulations.Assessment.rejection`. All measures of the first model are
-        drawn, and of the others, an ensemble's single models, the entropy as thin lines.
-    title : str
-        Above the picture.
+    `rejection` is an :attr:`Assessment.rejection <fedntk.simulations.Assessment.rejection>`. All
+    measures of the first model are drawn, and the entropy of an ensemble's single models.
     """
     figure, axes = _figure(title)
     first = rejection.model.iloc[0]
@@ -353,11 +309,9 @@ def uncertainty_histogram(
     values : dict of str to ndarray, shape (n,)
         Uncertainties of the examples, by the data set's name.
     label : str
-        What the uncertainty is, with its unit.
-    title : str
-        Above the picture.
+        Name of the uncertainty, with its unit.
     bins : int
-        Of equal width, from 0 to the largest value.
+        Number of bins of equal width, from 0 to the largest value.
     """
     figure, axes = _figure(title)
     edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
@@ -380,20 +334,11 @@ def similarity_heat_map(
     title: str = "",
     label: str = "cosine similarity",
 ) -> Figure:
-    """Draw how similar clients are to each other, those that are alike side by side.
+    """Draw how similar clients are to each other, similar ones side by side.
 
-    Parameters
-    ----------
-    similarities : ndarray, shape (K, K)
-        Of the clients, symmetric.
-    clients : sequence of int
-        Their K numbers.
-    title : str
-        Above the picture.
-    label : str
-        What the numbers are.
+    `similarities` is symmetric, shape (K, K), and `clients` holds the K clients' numbers.
     """
-    order = _by_likeness(np.asarray(similarities))
+    order = _order_by_similarity(np.asarray(similarities))
     figure = _Picture(figsize=(5.6, 4.8), dpi=120, layout="constrained")
     axes = figure.subplots()
     shown = np.asarray(similarities)[np.ix_(order, order)]
@@ -409,14 +354,9 @@ def similarity_heat_map(
 
 
 def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
-    """Draw the accuracy of the mean of some clients' models against how many they are.
+    """Draw the accuracy of the mean of some clients' models against their number.
 
-    Parameters
-    ----------
-    curves : DataFrame
-        See :func:`~fedntk.simulations.assess.selection.selection_curves`.
-    title : str
-        Above the picture.
+    `curves` is what :func:`~fedntk.simulations.assessment.selection.selection_curves` returns.
     """
     figure, axes = _figure(title)
     for name, own, style in _each(curves, "order"):
@@ -427,8 +367,8 @@ def selection_accuracies(curves: pd.DataFrame, *, title: str = "") -> Figure:
     return figure
 
 
-def _by_likeness(similarities: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Order of the leaves of a hierarchical clustering by average linkage."""
+def _order_by_similarity(similarities: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Order clients as the leaves of a hierarchical clustering by average linkage."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -465,7 +405,7 @@ def _plain_frame(axes: Axes) -> None:
 
 
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
-    """Rows by the values of a column, in their order; a value has its style in every picture."""
+    """Yield rows by the values of a column, with a style that depends only on the value."""
     numbers = {name: i for i, name in enumerate(sorted(table[column].unique()))}
     for name, rows in table.groupby(column, sort=False):
         again, i = divmod(numbers[name], len(COLOURS))
@@ -474,7 +414,7 @@ def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame,
 
 
 def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Mean and range over the seeds, of the rounds that all seeds have."""
+    """Return mean and range over the seeds, of the rounds that all seeds have."""
     values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
     return values[values["size"] == rows.seed.nunique()]
 

@@ -1,9 +1,10 @@
 """Tables and pictures of finished runs, in one folder."""
 
+import itertools
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +29,7 @@ __all__ = [
     "markdown",
     "setting_in_words",
     "target_table",
+    "write_latex",
     "write_report",
     "write_tuning_report",
 ]
@@ -38,30 +40,25 @@ logger = logging.getLogger("flwr")
 def write_report(
     folder: str | Path, out: str | Path | None = None, *, targets: Sequence[float] | None = None
 ) -> Path:
-    """Write a report on all finished runs in a folder.
+    """Write a report on all finished runs in a folder; return the path of ``report.md``.
 
-    It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, where
-    splits of several concentrations were run; what it took to reach each target, in Markdown and
-    LaTeX; the accuracies of single clients; and the split of the labels.
+    It holds accuracy against rounds, data sent and time; accuracy against heterogeneity, if splits
+    of several concentrations were run; the rounds, data and time to each target (``targets.tex``
+    has them in LaTeX); the accuracies of single clients; and the split of the labels.
 
     Parameters
     ----------
     folder : path
         A run's folder, or one that holds runs at any depth.
     out : path, optional
-        Where to: ``report`` in `folder` by default.
+        Folder of the report: ``report`` in `folder` by default.
     targets : sequence of float, optional
         Accuracies for the table of rounds to targets; by default the runs' own.
-
-    Returns
-    -------
-    Path
-        Of ``report.md``, beside the pictures and ``targets.tex``.
 
     Raises
     ------
     FileNotFoundError
-        If there is no finished run.
+        There is no finished run.
     """
     runs = read_runs(folder)
     out = Path(out) if out is not None else Path(folder) / "report"
@@ -69,7 +66,7 @@ def write_report(
     rounds = pd.concat([run.rounds for run in runs], ignore_index=True)
     clients = pd.concat([run.clients for run in runs], ignore_index=True)
     to_targets = target_table(runs, targets)
-    _write_latex(to_targets, out / "targets.tex")
+    write_latex(to_targets, out / "targets.tex")
     judged = " or ".join(sorted({run.config.evaluate_on for run in runs}))
     pictures = {
         f"accuracy-{against}": accuracy_curves(
@@ -91,65 +88,51 @@ def write_report(
     pictures |= _of_methods(runs)
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
-    lines = [
+    paragraphs = [
         "# Report",
-        "",
         setting_in_words(runs) or "Runs on several data sets or splits.",
-        "",
         "## Accuracy",
-        "",
         f"Measured on: {judged} examples.",
-        "",
         markdown(final_table(runs)),
-        "",
         "## Rounds, data and time to each accuracy",
-        "",
         "Medians over the seeds that reach it; in brackets how many do, if not all. Data is what "
         "clients send for training.",
-        "",
         markdown(to_targets),
-        "",
         *(_of_clients(runs, clients, out) if len(clients) else ()),
-        *(f"![{name}]({name}.png)" for name in pictures),
-        "",
+        "\n".join(f"![{name}]({name}.png)" for name in pictures),
     ]
-    (out / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    (out / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     return out / "report.md"
 
 
 def _of_clients(runs: Sequence[Run], clients: pd.DataFrame, out: Path) -> list[str]:
-    """Write each client's accuracies; say how they are spread, and who gains against baselines."""
+    """Write each client's accuracies; describe their spread and gains."""
     client_accuracy_table(clients).reset_index().to_csv(out / "clients.csv", index=False)
     summary = client_summary(clients)
     for column in ("mean", "mean-std", "worst", "std"):
         summary[column] = (100 * summary[column]).map("{:.1f}".format).replace("nan", "-")
-    lines = [
+    paragraphs = [
         "## Clients",
-        "",
         "Accuracy (%) on each client's own examples for evaluation, each client counting once: its "
         "newest of a run's last five rounds. Mean over the clients and its standard deviation over "
         "the seeds; the worst client; standard deviation over the clients.",
-        "",
         markdown(summary),
-        "",
     ]
     baselines = [str(r.summary["run"]) for r in runs if r.config.chosen_method.baseline]
     gains = client_gains(clients, list(dict.fromkeys(baselines)))
     if len(gains):
         for column in ("gain", "lose", "mean-gain", "largest-gain", "largest-loss"):
             gains[column] = (100 * gains[column]).map("{:.1f}".format)
-        lines += [
+        paragraphs += [
             "Clients that gain or lose more than one point against each baseline (%), and by how "
             "many points.",
-            "",
             markdown(gains),
-            "",
         ]
-    return lines
+    return paragraphs
 
 
 def _of_methods(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Pictures that methods draw of their own runs: of each run once, by its first seed."""
+    """Return the pictures that methods draw of their own runs, each of its first seed."""
     pictures: dict[str, Figure] = {}
     for name, own in _by_name(runs):
         found = own[0].config.chosen_method.pictures(own[0].folder / "details")
@@ -161,7 +144,7 @@ def _of_methods(runs: Sequence[Run]) -> dict[str, Figure]:
 def write_tuning_report(
     out: Path,
     trials: pd.DataFrame,
-    searched: Mapping[str, str],
+    searched: Sequence[str],
     *,
     metric: str,
     lines: Sequence[str],
@@ -173,13 +156,13 @@ def write_tuning_report(
     out : Path
         Folder of the report.
     trials : DataFrame
-        See :class:`~fedntk.simulations.Tuning`.
-    searched : dict of str to {"log", "linear", "words"}
-        Settings, and how they are drawn.
+        Table of the trials: see :class:`~fedntk.simulations.Tuning`.
+    searched : sequence of str
+        Settings that were searched.
     metric : str
-        What the values are.
+        Name of the values.
     lines : sequence of str
-        What is to be said beside it.
+        Text before the table.
     """
     out.mkdir(parents=True, exist_ok=True)
     trials.to_csv(out / "trials.csv", index=False)
@@ -192,18 +175,19 @@ def write_tuning_report(
     for key in [*searched, "seconds"]:
         if pd.api.types.is_float_dtype(shown[key]):
             shown[key] = shown[key].map("{:.4g}".format)
-    _write_latex(shown, out / "trials.tex")
+    write_latex(shown, out / "trials.tex")
     tuning_values(trials, searched, metric=metric).savefig(out / "values.png")
     text = ["# Search for settings", *lines, markdown(shown), "![values](values.png)", ""]
     (out / "report.md").write_text("\n\n".join(text), encoding="utf-8")
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """Return a table as Markdown, its texts as they are."""
+    """Return a table as Markdown, its texts unchanged."""
     return table.to_markdown(index=False, disable_numparse=True)
 
 
-def _write_latex(table: pd.DataFrame, path: Path) -> None:
+def write_latex(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as LaTeX."""
     styled = table.style.hide(axis="index").format(escape="latex")
     text = styled.format_index(escape="latex", axis="columns").to_latex(hrules=True)
     path.write_text(text, encoding="utf-8")
@@ -213,21 +197,20 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Return one row a run: accuracy of its models, clients, data, time; means over seeds."""
     rows = []
     for name, own in _by_name(runs):
-        summaries = [run.summary for run in own]
-        last = pd.Series([100 * summary["accuracy"] for summary in summaries])
-        best = pd.Series([100 * run.curve().max() for run in own])
-        worst = pd.Series([100 * _last(run, "client-accuracy-worst") for run in own])
+        summaries = pd.DataFrame([run.summary for run in own])
+        low, high = summaries["rounds"].min(), summaries["rounds"].max()
+        worst = [run.curve("client-accuracy-worst").tolist()[-1:] for run in own]
         rows.append(
             {
                 "run": name,
                 "seeds": len(own),
-                "rounds": _range([s["rounds"] for s in summaries]),
-                "last accuracy (%)": _spread(last),
-                "best accuracy (%)": _spread(best),
-                "worst client (%)": _spread(worst),
-                "MB up": f"{pd.Series([s['bytes-up'] for s in summaries]).mean() / 1e6:.1f}",
-                "MB down": f"{pd.Series([s['bytes-down'] for s in summaries]).mean() / 1e6:.1f}",
-                "seconds": f"{pd.Series([s['seconds'] for s in summaries]).mean():.1f}",
+                "rounds": str(low) if low == high else f"{low}-{high}",
+                "last accuracy (%)": _spread(summaries["accuracy"]),
+                "best accuracy (%)": _spread(pd.Series([run.curve().max() for run in own])),
+                "worst client (%)": _spread(pd.Series([*itertools.chain(*worst)], dtype=float)),
+                "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
+                "MB down": f"{summaries['bytes-down'].mean() / 1e6:.1f}",
+                "seconds": f"{summaries['seconds'].mean():.1f}",
             }
         )
     return pd.DataFrame(rows)
@@ -261,24 +244,16 @@ def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     return [(name, [run for run in runs if run.summary["run"] == name]) for name in names]
 
 
-def _last(run: Run, metric: str) -> float:
-    curve = run.curve(metric)
-    return float(curve.iloc[-1]) if len(curve) else float("nan")
-
-
-def _spread(values: "pd.Series[float]") -> str:
+def _spread(shares: "pd.Series[float]") -> str:
+    """Return mean and standard deviation over the seeds, in per cent."""
+    values = 100 * shares
     if values.isna().all():
         return "-"
     return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
 
 
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
-
-
 def setting_in_words(runs: Sequence[Run]) -> str:
-    """Say in words what all runs share; empty where they do not share it."""
+    """Return in words the data and split that all runs share; empty if they differ."""
     described = {
         f"{c.dataset}, {c.num_clients} clients, {c.clients_per_round} a round, {c.partition}"
         + (f"({c.alpha:g})" if "dirichlet" in c.partition else "")
@@ -289,7 +264,7 @@ def setting_in_words(runs: Sequence[Run]) -> str:
 
 
 def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
-    """Name of the run -> name of the runs that differ from it in alpha only."""
+    """Return name of a run -> one name for the runs that differ from it only in alpha."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         settings = run.config.replace(alpha=1.0, seed=0, name="", out="", rounds=0).values()
@@ -303,7 +278,7 @@ def _without_alpha(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _splits(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Pictures of the splits: of each setting once, by its first seed."""
+    """Return a picture of the split of each setting, with its first seed."""
     pictures: dict[str, Figure] = {}
     seen = set()
     for run in runs:

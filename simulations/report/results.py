@@ -1,13 +1,14 @@
-"""What a run writes, and how it is read back.
+"""A run's results: written into its folder, and read back.
 
 A run's folder holds ``config.toml``; ``rounds.jsonl`` (one line a round, as it happens);
 ``rounds.parquet`` (tidy: run, method, seed, round, metric, value) and ``clients.parquet`` (the
 same, and partition: each client's own evaluations); ``model.safetensors`` and
 ``best.safetensors`` (the last model and the best one); ``summary.json``; ``checkpoints``;
-``details``, what a method writes of its own; and a folder ``without-<client>`` for each model
-without some clients.
+``details``, what a method itself writes; and a folder ``without-<client>`` for each model without
+some clients.
 """
 
+import contextlib
 import json
 import platform
 import shutil
@@ -28,6 +29,7 @@ from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 
 from ..config.config import Config
 from ..config.settings import ConfigError
+from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Checkpoints
 from ..errors import RunFailed
 
@@ -41,6 +43,7 @@ __all__ = [
     "read_run",
     "read_runs",
     "read_summary",
+    "require_same_data",
     "run_state",
     "to_target",
     "write_run",
@@ -57,9 +60,9 @@ class Run:
     Attributes
     ----------
     folder : Path
-        Where its files are.
+        Folder of its files.
     config : Config
-        What was run.
+        Its settings.
     rounds : DataFrame
         Tidy: one row for each round and metric.
     clients : DataFrame
@@ -81,7 +84,7 @@ class Run:
         return pd.Series(rows.value.to_numpy(), index=rows["round"].to_numpy(), name=metric)
 
     def to_target(self, target: float) -> dict[str, float] | None:
-        """Return the first round of at least this accuracy, and what it took: see `to_target`.
+        """Return the first round of at least this accuracy, and its cost: see `to_target`.
 
         The accuracy is the method's headline: of clients' own models, the clients' mean.
         """
@@ -95,14 +98,12 @@ State = Literal["new", "interrupted", "finished"]
 
 
 def run_state(config: Config) -> State:
-    """Say how far a run has come in its folder.
-
-    More rounds than a finished run had make it an interrupted one.
+    """Say how far a run has come in its folder; with more rounds than before, it is interrupted.
 
     Raises
     ------
     ConfigError
-        If the folder holds a run with other settings.
+        The folder holds a run with other settings.
     """
     folder = config.folder
     started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
@@ -220,13 +221,10 @@ def write_summary(folder: Path, content: dict[str, Any]) -> None:
 def to_target(
     records: Iterable[dict[str, float]], target: float, metric: str = "accuracy"
 ) -> dict[str, float] | None:
-    """First evaluated round whose metric is at least `target`, and what it took up to there.
+    """Return the first evaluated round whose metric is at least `target`, and its cost.
 
-    Returns
-    -------
-    dict or None
-        ``round``, ``bytes-up``, ``bytes-down`` and ``seconds``, the latter summed over all rounds
-        up to that one; None if the target is not reached.
+    The latter is ``bytes-up``, ``bytes-down`` and ``seconds``, summed from the first round on. None
+    if no round reaches the target.
 
     Examples
     --------
@@ -248,9 +246,9 @@ def read_run(folder: str | Path) -> Run:
     Raises
     ------
     RunFailed
-        If the run did not finish, with its reason.
+        The run did not finish; the message has its reason.
     FileNotFoundError
-        If there is no run.
+        There is no run.
     """
     folder = Path(folder)
     path = folder / "summary.json"
@@ -269,13 +267,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read ``summary.json``.
-
-    Raises
-    ------
-    RunFailed
-        If it is damaged.
-    """
+    """Read ``summary.json``; RunFailed if it is damaged."""
     path = folder / "summary.json"
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -290,6 +282,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return result
 
 
+def require_same_data(run: Run) -> None:
+    """Refuse a run if its data set has changed since."""
+    if load_data(run.config).checksum != run.summary["data"]:
+        raise ConfigError(
+            f"the data set has changed since the run in {run.folder}; restore it, or run again"
+        )
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -297,20 +297,20 @@ def _first_line(error: Exception) -> str:
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     """Read several finished runs.
 
-    Runs of one name whose settings differ in more than the seed get names that say how.
+    Runs of one name with different settings, besides the seed, get names that say how they differ.
 
     Parameters
     ----------
     folders : path or iterable of paths
-        Runs' folders, or folders that hold runs' folders at any depth. Of the latter, runs that did
-        not finish, or cannot be read, are left out, with a warning.
+        Runs' folders, or folders that hold runs' folders at any depth. In the latter, runs that did
+        not finish or cannot be read are skipped, with a warning.
 
     Raises
     ------
     FileNotFoundError
-        If a folder holds no finished run.
+        A folder holds no finished run.
     RunFailed
-        If a run that is named itself did not finish.
+        A run that is named itself did not finish.
     """
     given = [folders] if isinstance(folders, str | Path) else list(folders)
     runs: list[Run] = []
@@ -338,20 +338,11 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
         alike = [other.config for other in runs if other.summary["run"] == run.summary["run"]]
         keys = {key for other in alike for key in run.config.differences(other)} - {"seed", "name"}
         values = run.config.values()
-        name = ", ".join(
-            [
-                run.summary["run"],
-                *(f"{key} = {values[key]}" for key in sorted(keys) if key in values),
-            ]
-        )
-        named.append(
-            replace(
-                run,
-                rounds=run.rounds.assign(run=name),
-                clients=run.clients.assign(run=name),
-                summary={**run.summary, "run": name},
-            )
-        )
+        differing = (f"{key} = {values[key]}" for key in sorted(keys) if key in values)
+        name = ", ".join([run.summary["run"], *differing])
+        rounds, clients = (table.assign(run=name) for table in (run.rounds, run.clients))
+        summary = {**run.summary, "run": name}
+        named.append(replace(run, rounds=rounds, clients=clients, summary=summary))
     seen: dict[tuple[str, int], Run] = {}
     for run in named:
         first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
@@ -361,27 +352,21 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def load_results(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """Read several runs: one tidy DataFrame of run, method, seed, round, metric and value.
-
-    Parameters
-    ----------
-    folders : path or iterable of paths
-        As of :func:`read_runs`, which see for what is raised.
-    """
+    """Read runs as :func:`read_runs`: one table of run, method, seed, round, metric, value."""
     return pd.concat([run.rounds for run in read_runs(folders)], ignore_index=True)
 
 
 def load_model(
     folder: str | Path, which: Literal["model", "best"] = "model"
 ) -> dict[str, NDArray[Any]]:
-    """Name -> array of a run's last or best weights, in the order of the network's state dict.
+    """Return name -> array of a run's last or best weights, in the order of its state dict.
 
     Raises
     ------
     DamagedFile
-        If the file is not as it was written.
+        The file is not as it was written.
     FileNotFoundError
-        If there is none.
+        There is none.
     """
     arrays, _ = load_tensors(Path(folder) / f"{which}.safetensors")
     return arrays
@@ -390,13 +375,10 @@ def load_model(
 def machine() -> dict[str, Any]:
     """Describe this machine: processor, cores, memory, GPU, and versions."""
     model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = next(line for line in lines if line.startswith("model name"))
+        model = named.partition(":")[2].strip()
     return {
         "processor": model,
         "cores": psutil.cpu_count(),

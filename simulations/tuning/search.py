@@ -1,14 +1,14 @@
-"""The trials of a search for settings, in a study of Optuna's.
+"""The trials of a search for settings, in a study of Optuna.
 
 A trial is one combination of values, run with every seed in ``trials/<number>/seed-<seed>``. Optuna
-draws, prunes, and keeps what came of the trials in ``search.db``, which one process alone writes.
+draws, prunes and stores the results in ``search.db``, which only one process writes. A trial that
+fails is left running there, as one that is cut off: the next call runs both again.
 """
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
@@ -16,233 +16,146 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 import pandas as pd
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Value
 from ..engine.progress import Progress
 from .trials import FINISHED, PRUNED, run_trials
 
-__all__ = ["Pruner", "Sampler", "Search", "Searched", "Space", "drawn", "opened", "resumed"]
+__all__ = ["Pruner", "Sampler", "Search", "Searched", "Space", "open_study"]
 
 Searched = CategoricalDistribution | FloatDistribution | IntDistribution
 Space = dict[str, Searched]
 Sampler = Literal["random", "tpe"]
 Pruner = Literal["none", "median", "halving"]
-Draw = Callable[[optuna.Study, int], dict[str, Value]]  # number of the trial -> its values
-STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned"}  # all others have failed
 logger = getLogger("flwr")
 
 
 @contextlib.contextmanager
-def opened(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterator[optuna.Study]:
-    """Open the study in a folder, or make it.
+def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterator[optuna.Study]:
+    """Open the study in a folder, or create it; line up the trials that failed or were cut off.
 
-    Pruners take no notice of the first quarter of the rounds. Successive halving looks after a
-    quarter, then each time the rounds have doubled, and lets the better half go on.
+    Pruners ignore the first quarter of the rounds. Successive halving looks after a quarter and
+    each time the rounds have doubled, and lets the better half go on.
     """
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     quarter = max(rounds // 4, 1)
-    pruners: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
-        "none": optuna.pruners.NopPruner,
-        "median": partial(optuna.pruners.MedianPruner, 4, quarter),
-        "halving": partial(optuna.pruners.SuccessiveHalvingPruner, quarter, 2),
+    pruners: dict[str, optuna.pruners.BasePruner] = {
+        "none": optuna.pruners.NopPruner(),
+        "median": optuna.pruners.MedianPruner(4, quarter),
+        "halving": optuna.pruners.SuccessiveHalvingPruner(quarter, 2),
     }
     storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'search.db'}")
     try:
-        yield optuna.create_study(
+        study = optuna.create_study(
             storage=storage,
-            pruner=pruners[prune](),
+            pruner=pruners[prune],
             study_name="search",
             direction="minimize" if "loss" in metric else "maximize",
             load_if_exists=True,
         )
+        for trial in study.get_trials(states=(TrialState.RUNNING,)):
+            storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+        yield study
     finally:
         storage.remove_session()
         storage.engine.dispose()
         optuna.logging.set_verbosity(verbosity)
 
 
-def resumed(study: optuna.Study, base: Config, asked: dict[str, Any], folder: Path) -> None:
-    """Remember what is searched, or refuse another search than before; a grid may have grown."""
-    before = study.user_attrs.get("asked", asked)
-    saved = Config.parse(study.user_attrs.get("config", base.values()))
-    differing = {
-        key: (before.get(key), asked.get(key))
-        for key in {**before, **asked}
-        if before.get(key) != asked.get(key) and not _grown(before.get(key), asked.get(key))
-    }
-    differing |= {key: both for key, both in saved.differences(base).items() if key not in asked}
-    if differing:
-        listed = ", ".join(f"{k} = {old!r} (now {new!r})" for k, (old, new) in differing.items())
-        raise ConfigError(
-            f"{folder} holds another search: {listed}; choose another folder with out, or replace "
-            "that search with again"
-        )
-    study.set_user_attr("config", base.values())
-    study.set_user_attr("asked", asked)
-
-
-def _grown(before: Any, now: Any) -> bool:
-    """Whether a grid's values are all there still."""
-    both = isinstance(before, dict) and isinstance(now, dict)
-    return both and set(before["grid"]) <= set(now["grid"])
-
-
-def drawn(
-    space: Space, sampler: Sampler, seed: int, study: optuna.Study, number: int
-) -> dict[str, Value]:
-    """Draw a trial's values by (seed, number), whatever was cut off or runs in parallel."""
-    derived = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    kind = optuna.samplers.TPESampler if sampler == "tpe" else optuna.samplers.RandomSampler
-    drawing = optuna.create_study(direction=study.direction, sampler=kind(seed=derived))
-    distributions: dict[str, BaseDistribution] = {**space}
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-        values, reported = trial.user_attrs["values"], trial.intermediate_values
-        drawing.add_trial(
-            create_trial(
-                state=trial.state,
-                value=trial.value,
-                params=values,
-                distributions=distributions,
-                intermediate_values=reported,
-            )
-        )
-    return drawing.ask(distributions).params
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Search:
-    """The trials of a search; each is in the study once for each time that it was tried.
-
-    Attributes
-    ----------
-    study : optuna.Study
-        Where they are.
-    base : Config
-        All other settings.
-    seeds : sequence of int
-        With which a combination is run.
-    metric, last : str, int
-        A run's value is the metric's mean over so many rounds at its end.
-    rounds : int
-        The most that a run has.
-    folder : Path
-        Of the search.
-    """
+    """Draws and runs the trials of a study, and stores what came of them."""
 
     study: optuna.Study
-    base: Config
+    folder: Path
+    base: Config  # all settings that are not searched
     seeds: Sequence[int]
     metric: str
-    last: int
-    rounds: int
-    folder: Path
-    _done: dict[int, int] = field(default_factory=dict)  # number -> rounds; all if it has ended
+    last: int  # rounds at the end of a run, over which its value is the metric's mean
+    rounds: int  # the most rounds of a run
+    space: Space  # what is drawn; empty for a grid
+    sampler: Sampler
+    sampler_seed: int
 
-    def newest(self) -> dict[int, FrozenTrial]:
-        """Return each trial, as it was tried last, by number."""
-        return {t.user_attrs["number"]: t for t in self.study.get_trials(deepcopy=False)}
+    def __post_init__(self) -> None:
+        self._whole = len(self.seeds) * self.rounds
+        self._done: dict[int, int] = {}  # number of a trial -> its rounds; all if it has ended
 
-    def line_up(self, combinations: Sequence[Mapping[str, Value]]) -> None:
-        """Line up what was cut off or failed, and what is new."""
-        for number, trial in self.newest().items():
-            if trial.state == TrialState.RUNNING:
-                self.study.tell(trial.number, state=TrialState.FAIL)
-            if trial.state in (TrialState.RUNNING, TrialState.FAIL):
-                self._add(number, trial.user_attrs["values"], trial.intermediate_values)
-        known = [trial.user_attrs["values"] for trial in self.newest().values()]
-        new = [values for values in combinations if values not in known]
-        for number, values in enumerate(new, len(known)):
-            self._add(number, values)
+    def values(self, trial: FrozenTrial | Trial) -> dict[str, Value]:
+        """Return a trial's values; those of a grid, which may grow, are no parameters of Optuna."""
+        return trial.user_attrs.get("values") or {key: trial.params[key] for key in self.space}
 
-    def _add(
-        self, number: int, values: Mapping[str, Value], reported: dict[int, float] | None = None
-    ) -> None:
-        attributes = {"number": number, "values": dict(values)}
-        trial = create_trial(
-            state=TrialState.WAITING, user_attrs=attributes, intermediate_values=reported
-        )
-        self.study.add_trial(trial)
-
-    def run(self, total: int, draw: Draw | None, parallel: int, shown: Progress) -> None:
+    def run(self, total: int, parallel: int, shown: Progress) -> None:
         """Run the trials that are lined up, and draw others until there are `total`."""
-        whole = len(self.seeds) * self.rounds
+        ended = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+        self._done = {trial.number: self._whole for trial in ended}
 
-        def tasks() -> Iterator[tuple[Trial, list[Config]]]:
-            while True:
-                if not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-                    number = len(self.newest())
-                    if draw is None or number >= total:
-                        return
-                    self._add(number, draw(self.study, number))
-                trial = self.study.ask()
-                try:
-                    configs = self._configs(trial)
-                except ConfigError as error:  # values drawn that do not go together
-                    self._finish(trial, [], str(error))
-                else:
-                    yield trial, configs
+        def show() -> None:
+            shown.state = f"{list(self._done.values()).count(self._whole)} of {total} trials"
+            with contextlib.suppress(ValueError):  # none has finished
+                shown.state += f", best {self.metric} {self.study.best_value:.4g}"
+            shown.on_round({"round": sum(self._done.values())})
 
         def on_round(trial: Trial, position: int, record: Mapping[str, Any]) -> bool:
-            number, step = trial.user_attrs["number"], int(record["round"])
-            at_end = position == len(self.seeds) - 1 and step == self._configs(trial)[0].rounds
-            started, value = step > 0, record.get(self.metric)
-            step += position * self.rounds
-            self._done[number] = step
-            self._show(shown, total)
-            if value is None or not started or at_end:
+            number = int(record["round"])
+            self._done[trial.number] = step = number + position * self.rounds
+            show()
+            rounds = self.values(trial).get("rounds", self.base.rounds)
+            at_end = position == len(self.seeds) - 1 and number == rounds
+            if self.metric not in record or number == 0 or at_end:
                 return False
-            if step not in self.newest()[number].intermediate_values:  # told before a cut
-                trial.report(value, step)
+            before = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+            if step not in before:  # reported, and then cut off
+                trial.report(record[self.metric], step)
             return trial.should_prune()
 
         def on_end(trial: Trial, how: str) -> None:
             self._finish(trial, self._configs(trial), how)
-            self._done[trial.user_attrs["number"]] = whole
-            self._show(shown, total)
+            show()
 
-        for number, trial in self.newest().items():
-            if trial.state.is_finished():
-                self._done[number] = whole
         title = f"tuning {self.base.name or self.base.method} on {self.base.dataset}"
-        shown.begin(title, total * whole, sum(self._done.values()))
+        shown.begin(title, total * self._whole, sum(self._done.values()))
         try:
-            run_trials(tasks(), on_round, on_end, parallel)
+            run_trials(self._trials(total), on_round, on_end, parallel)
         except KeyboardInterrupt:
             shown.end("interrupted")
             logger.log(WARNING, "interrupted; go on with the same call")
             raise
         shown.end()
 
-    def _show(self, shown: Progress, total: int) -> None:
-        ended = [trial for trial in self.newest().values() if trial.state.is_finished()]
-        values = [t.values[0] for t in ended if t.state == TrialState.COMPLETE]
-        shown.state = f"{len(ended)} of {total} trials"
-        if values:
-            best = min(values) if "loss" in self.metric else max(values)
-            shown.state += f", best {self.metric} {best:.4g}"
-        shown.on_round({"round": sum(self._done.values())})
+    def _trials(self, total: int) -> Iterator[tuple[Trial, list[Config]]]:
+        while True:
+            trials = self.study.get_trials(deepcopy=False)
+            waiting = [trial.number for trial in trials if trial.state == TrialState.WAITING]
+            number = waiting[0] if waiting else len(trials)
+            if not waiting and number >= total:
+                return
+            # by the trial's number, so that draws do not depend on what was cut off
+            seed = int(np.random.SeedSequence([self.sampler_seed, number]).generate_state(1)[0])
+            samplers = optuna.samplers.RandomSampler, optuna.samplers.TPESampler
+            self.study.sampler = samplers[self.sampler == "tpe"](seed=seed)
+            trial = self.study.ask({**self.space})
+            try:
+                configs = self._configs(trial)
+            except ConfigError as error:  # values drawn that do not go together
+                self._finish(trial, [], str(error))
+            else:
+                yield trial, configs
 
     def _configs(self, trial: Trial) -> list[Config]:
-        values = trial.user_attrs["values"]
+        values = self.values(trial)
         name = ", ".join(f"{key} = {value}" for key, value in values.items())
-        folder = self.folder / "trials" / f"{trial.user_attrs['number']:03d}"
-        changed = {**values, "name": name}
-        return [
-            self.base.replace(**changed, seed=seed, out=folder / f"seed-{seed}")
-            for seed in self.seeds
-        ]
+        base = self.base.replace(**{**values, "name": name})
+        folder = self.folder / "trials" / f"{trial.number:03d}"
+        return [base.replace(seed=seed, out=folder / f"seed-{seed}") for seed in self.seeds]
 
     def _finish(self, trial: Trial, configs: Sequence[Config], how: str) -> None:
-        """Have Optuna keep what came of a trial, by the rounds in its folders."""
+        """Store a trial's result, read from its runs' folders."""
         means, rounds, seconds = [], 0, 0.0
         for config in configs:
             path = config.folder / "rounds.jsonl"
@@ -256,26 +169,23 @@ class Search:
         if how == FINISHED and (len(means) < len(self.seeds) or not np.isfinite(means).all()):
             how = f"{self.metric} is missing or not finite"
         error = "" if how == PRUNED else how
-        kept = {"means": means, "rounds": rounds, "seconds": seconds, "error": error}
-        for name, value in kept.items():
-            trial.set_user_attr(name, value)
+        result = {"means": means, "rounds": rounds, "seconds": seconds, "error": error}
+        trial.set_user_attr("result", result)
+        self._done[trial.number] = self._whole
         if how == FINISHED:
             self.study.tell(trial, float(np.mean(means)))
-        else:
-            self.study.tell(trial, state=TrialState.PRUNED if how == PRUNED else TrialState.FAIL)
+        elif how == PRUNED:
+            self.study.tell(trial, state=TrialState.PRUNED)
 
     def table(self) -> pd.DataFrame:
         """Return all trials: the finished ones, the best first; the pruned; the failed."""
         rows: list[dict[str, Any]] = []
-        for number, trial in self.newest().items():
-            kept, means = trial.user_attrs, pd.Series(trial.user_attrs["means"], dtype=float)
-            rows.append(
-                {
-                    **{"trial": number, "state": STATES[trial.state]},
-                    **{"mean": means.mean(), "std": means.std(), **kept["values"]},
-                    **{key: kept[key] for key in ("rounds", "seconds", "error")},
-                }
-            )
-        order, sign = list(STATES.values()), 1 if "loss" in self.metric else -1
+        for trial in self.study.get_trials(deepcopy=False):
+            result = dict(trial.user_attrs["result"])
+            means = pd.Series(result.pop("means"), dtype=float)
+            row = {"trial": trial.number, "state": STATES.get(trial.state, "failed")}
+            row |= {"mean": means.mean(), "std": means.std(), **self.values(trial), **result}
+            rows.append(row)
+        order, sign = [*STATES.values(), "failed"], 1 if "loss" in self.metric else -1
         rows.sort(key=lambda r: (order.index(r["state"]), np.isnan(r["mean"]), sign * r["mean"]))
         return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""One combination of settings, run with several seeds: here, or in processes of their own."""
+"""One combination of settings, run with several seeds: in this process, or in several others."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ from functools import partial
 from logging import ERROR, getLogger
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess as Process
 from typing import Any, TypeVar
 
 from ..config.config import Config
@@ -21,7 +22,7 @@ __all__ = ["FINISHED", "PRUNED", "run_trials"]
 
 FINISHED, PRUNED = "", "pruned"  # how a trial ended; anything else is what went wrong
 T = TypeVar("T")
-OnRound = Callable[[int, Mapping[str, Any]], bool]
+Worker = tuple[Any, Process]  # our end of its connection, and the process
 
 
 def run_trials(
@@ -35,62 +36,68 @@ def run_trials(
     Parameters
     ----------
     trials : iterator of tuple
-        A trial, and its configuration with each seed. Each is asked for when its turn has come.
+        A trial and its configuration for each seed; the next one is taken when it can begin.
     on_round : callable
         (trial, position of the seed, metrics of the round) -> whether to end the trial.
     on_end : callable
         (trial, how it ended).
     parallel : int
-        More than one: each in a process, which ends with this one.
+        With more than one, each trial runs in another process, which ends with this one.
     """
     if parallel == 1:
         for trial, configs in trials:
             on_end(trial, _run_trial(configs, partial(on_round, trial)))
         return
-    workers: list[_Worker] = []
-    idle: list[_Worker] = []
-    busy: dict[Connection, tuple[_Worker, T]] = {}
+    idle: list[Worker] = []
+    busy: dict[Any, tuple[Process, T]] = {}  # by connection
     try:
         while True:
-            while len(busy) < parallel and (next_one := next(trials, None)) is not None:
+            while len(busy) < parallel and (begun := next(trials, None)) is not None:
+                trial, configs = begun
                 if not idle:
-                    idle = [_Worker(max((os.cpu_count() or 1) // parallel, 1))]
-                    workers += idle
-                worker, (trial, configs) = idle.pop(), next_one
-                worker.connection.send(configs)
-                busy[worker.connection] = worker, trial
+                    idle.append(_start_worker(max((os.cpu_count() or 1) // parallel, 1)))
+                connection, process = idle.pop()
+                busy[connection] = process, trial
+                connection.send(configs)
             if not busy:
                 return
-            for connection in wait(list(busy)):
-                worker, trial = busy[connection]  # type: ignore[index]
-                told = worker.told()
-                if isinstance(told, str):
-                    del busy[worker.connection]
-                    idle += [worker] * worker.process.is_alive()
-                    on_end(trial, told)
+            for ready in wait(list(busy)):
+                ours: Any = ready
+                process, trial = busy[ours]
+                try:
+                    answer = ours.recv()  # a round's metrics, or how the trial ended
+                except (EOFError, OSError):
+                    process.join()
+                    answer = f"its process ended with exit code {process.exitcode}"
+                if isinstance(answer, str):
+                    del busy[ours]
+                    idle += [(ours, process)] * process.is_alive()
+                    on_end(trial, answer)
                 else:
-                    worker.connection.send(on_round(trial, *told))
+                    ours.send(on_round(trial, *answer))
     finally:
-        for worker in workers:
-            worker.connection.close()
-            worker.process.terminate()
-        for worker in workers:
-            worker.process.join(PATIENCE)
-            worker.process.kill()
-            worker.process.join()
+        for connection, process in (workers := idle + [(c, p) for c, (p, _) in busy.items()]):
+            connection.close()
+            process.terminate()
+        for _, process in workers:
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
 
 
-def _run_trial(configs: Sequence[Config], on_round: OnRound) -> str:
+def _run_trial(
+    configs: Sequence[Config], on_round: Callable[[int, Mapping[str, Any]], bool]
+) -> str:
     """Run a combination with each seed in turn; return how it ended."""
     for position, config in enumerate(configs):
 
-        def told(record: Mapping[str, Any], position: int = position) -> None:
+        def end_if_bad(record: Mapping[str, Any], position: int = position) -> None:
             if on_round(position, record):
                 raise Stopped(PRUNED)
 
         try:
-            with log_from(ERROR):  # how to go on with a run is not how to go on with a search
-                run(config, progress=False, on_round=told)
+            with log_from(ERROR):  # it would say how to go on with the run, not with the search
+                run(config, progress=False, on_round=end_if_bad)
         except Stopped:
             return PRUNED
         except (RunFailed, ConfigError) as error:
@@ -98,25 +105,20 @@ def _run_trial(configs: Sequence[Config], on_round: OnRound) -> str:
     return FINISHED
 
 
-class _Worker:
-    """A process that runs one trial at a time, and asks after each round whether to go on."""
-
-    def __init__(self, threads: int) -> None:
-        context = get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
-        with _environment("OMP_NUM_THREADS", str(threads)):
-            self.process.start()
-        theirs.close()
-
-    def told(self) -> str | tuple[int, Mapping[str, Any]]:
-        """Return the position of a seed and a round's metrics, or how the trial ended."""
-        try:
-            told: str | tuple[int, Mapping[str, Any]] = self.connection.recv()
-            return told
-        except (EOFError, OSError):
-            self.process.join()
-            return f"its process ended with exit code {self.process.exitcode}"
+def _start_worker(threads: int) -> Worker:
+    """Start a process that runs one trial at a time, and asks after each round whether to go on."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    unset = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        process.start()
+    finally:
+        if unset:
+            del os.environ["OMP_NUM_THREADS"]
+    theirs.close()
+    return ours, process
 
 
 def _work(connection: Connection) -> None:
@@ -134,15 +136,3 @@ def _work(connection: Connection) -> None:
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             connection.send(_run_trial(connection.recv(), on_round))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for a process that is started meanwhile, unless it is set."""
-    was_set = name in os.environ
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if not was_set:
-            del os.environ[name]

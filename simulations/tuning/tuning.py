@@ -1,15 +1,15 @@
 """Search for settings on examples that nobody trains on; the test set plays no part."""
 
-import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, get_args
 
+import optuna
 import pandas as pd
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -22,11 +22,11 @@ from ..engine.runs import failing_as_run, settled
 from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..report.report import write_tuning_report
-from .search import Pruner, Sampler, Search, Searched, Space, drawn, opened, resumed
+from .search import Pruner, Sampler, Search, Searched, Space, open_study
 
 __all__ = ["Tuning", "tune"]
 
-# what says where to run, or what is measured, and not how a method learns
+# settings that say where to run or what to measure, not how a method learns
 FIXED = INCIDENTAL | {
     *("seed", "name", "dataset", "test-examples", "test-examples-per-domain", "evaluate-on"),
     *("validation-examples", "validation-clients", "private-test", "local-test-fraction"),
@@ -41,12 +41,12 @@ class Tuning:
     Attributes
     ----------
     best : Config
-        The best combination, set to be evaluated on the test set. It is ``best.toml``, too.
+        The best combination, set to be evaluated on the test set; also in ``best.toml``.
     trials : DataFrame
         One row a trial, the best first: trial, state, mean and std of the metric over the seeds,
         the settings searched, rounds and seconds of all seeds together, error.
     folder : Path
-        Of the search; ``report`` in it holds the table and a picture.
+        Folder of the search; its ``report`` holds the table and a picture.
     """
 
     best: Config
@@ -79,48 +79,39 @@ def tune(
     Parameters
     ----------
     config : Config, or path of a TOML file
-        All other settings. It holds out validation-examples or validation-clients, or with
-        private-test a local-test-fraction of each client's examples.
+        All other settings, `overrides` (snake_case) over them. It holds out validation-examples or
+        validation-clients, or with private-test a local-test-fraction of each client's examples.
     grid : dict of str to list
         Key -> values. Every combination is run. Give `grid` or `random`.
     random : dict of str to tuple or list
         Key -> ``(low, high)``, ``(low, high, "log")``, or a list of values to draw from.
     trials : int
-        How many combinations are drawn. With more than before, a finished search goes on.
+        Number of combinations drawn. With more than before, a finished search goes on.
     sampler : {"random", "tpe"}
-        Whether results guide the draws: tpe draws near what was good so far.
-    sampler_seed : int
-        Of the draws.
+        How to draw, from `sampler_seed`: tpe draws near what was good so far.
     seeds : iterable of int
-        With each of which every combination is run.
+        Every combination is run with each of them.
     metric : str
-        ``"accuracy"``, ``"loss"``, or what the setting monitor lists of clients, such as
-        ``"client-accuracy-mean"``: it is of the validation clients, or with private-test of all
-        clients on their local-test-fraction.
+        ``"accuracy"``, ``"loss"``, or one of the clients' metrics that the setting monitor lists.
     last : int
-        A run's value is the metric's mean over so many rounds at its end. The best round's would
-        be too good, the last one's would depend on one round.
+        Number of rounds at a run's end; the metric's mean over them is the run's value.
     prune : {"none", "median", "halving"}
-        End trials early: those worse than the median of earlier trials at the same round, or by
-        successive halving.
+        When to end trials early: if worse than the median of earlier trials at the same round, or
+        by successive halving.
     parallel : int
-        Trials at work at a time, each in a process of its own.
+        Trials at work at a time, each in another process.
     out : path
-        Folder of the search.
+        Folder of the search; `again` removes the search that is in it.
     progress : bool
-        Show rounds, trials, the best value and the time left.
-    again : bool
-        Remove the search that is in the folder.
-    **overrides
-        Settings (snake_case) that win over `config`.
+        Whether to show rounds, trials, the best value and the time left.
 
     Raises
     ------
     ConfigError
-        If a setting cannot work, nothing is held out, or the folder holds another search; nothing
-        has been run.
+        A setting cannot work, nothing is held out, or the folder holds another search; nothing has
+        been run.
     RunFailed
-        If no trial was finished.
+        No trial was finished.
 
     Examples
     --------
@@ -148,35 +139,34 @@ def tune(
     if not each or len(set(each)) < len(each):
         raise ConfigError(f"seeds: expected at least one, each once, got {each}")
     _check_metric(base, metric)
-    if metric in ("accuracy", "loss") and (own := base.chosen_method.headline) != "accuracy":
-        logger.log(
-            WARNING,
-            "metric = %s is of the server's model; %s is judged by metric = %s",
-            *(metric, base.method, own),
-        )
     combinations = _combinations(base, space, each_once=not grid)
+    checksum, rounds = _prepare(base, combinations, each)
     folder = Path(out).expanduser().absolute()
-    asked = {
-        **{key: _described(values, is_grid=bool(grid)) for key, values in space.items()},
+    described = {
+        **{key: value for key, value in base.values().items() if key not in INCIDENTAL},
+        **{key: list(_ends(values)) if grid else str(values) for key, values in space.items()},
         **{"seeds": each, "metric": metric, "last": last, "prune": prune},
         "drawn": "all" if grid else f"{sampler}, seed {sampler_seed}",
-        "data": _prepared(base, combinations, each),
+        "data": checksum,
     }
-    rounds = max(base.replace(**own).rounds for own in combinations)
     with failing_as_run(), claimed(folder, "tune"):
         if again:
             for name in ("search.db", "best.toml"):
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / "trials", ignore_errors=True)
-        with opened(folder, metric, prune, rounds) as study:
-            resumed(study, base, asked, folder)
-            search = Search(study, base, each, metric, last, rounds, folder)
-            search.line_up(combinations if grid else [])
-            total = len(search.newest()) if grid else trials
-            draw = None if grid else partial(drawn, space, sampler, sampler_seed)
+        with open_study(folder, metric, prune, rounds) as study:
+            _require_same_search(study, described, list(space) if grid else [], folder)
+            for combination in combinations if grid else []:
+                study.enqueue_trial(combination, {"values": combination}, skip_if_exists=True)
+            search = Search(
+                study=study, folder=folder, base=base, seeds=each, metric=metric, last=last,
+                rounds=rounds, space={} if grid else space, sampler=sampler,
+                sampler_seed=sampler_seed,
+            )  # fmt: skip
+            total = len(study.get_trials(deepcopy=False)) if grid else trials
             with show_progress(total * len(each) * rounds, enabled=progress) as shown:
-                search.run(total, draw, parallel, shown)
-            return _concluded(search, space)
+                search.run(total, parallel, shown)
+            return _conclude(search, space)
 
 
 # --------------------------------------------------------------------- what is searched
@@ -189,7 +179,17 @@ def _dimension(given: str, values: Any, *, ranged: bool) -> Space:
     if key in FIXED:
         raise ConfigError(f"{key} cannot be searched: it has no part in how a method learns")
     if ranged and isinstance(values, tuple):
-        return {key: _range(key, values, checked)}
+        log = values[2:] == ("log",)
+        if len(values) == 2 or log:
+            ends: list[Any] = [checked(value) for value in values[:2]]
+            low, high = ends
+            if type(low) in (int, float) and low < high and (low > 0 or not log):
+                kind = IntDistribution if type(low) is int else FloatDistribution
+                return {key: kind(low, high, log=log)}
+        raise ConfigError(
+            f"{key}: expected low and high, and log or nothing, with low < high, and above 0 for "
+            f"log; or a list of values; got {values!r}"
+        )
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{key}: expected a list of values, got {values!r}")
     each = [checked(value) for value in values]
@@ -198,91 +198,90 @@ def _dimension(given: str, values: Any, *, ranged: bool) -> Space:
     return {key: CategoricalDistribution(each)}
 
 
-def _range(key: str, values: tuple[Any, ...], checked: Callable[[Any], Any]) -> Searched:
-    log = values[2:] == ("log",)
-    if len(values) == 2 or log:
-        low, high = map(checked, values[:2])
-        if type(low) in (int, float) and low < high and (low > 0 or not log):
-            kind = IntDistribution if type(low) is int else FloatDistribution
-            return kind(low, high, log=log)
-    raise ConfigError(
-        f"{key}: expected low and high, and log or nothing, with low < high, and above 0 for log; "
-        f"or a list of values; got {values!r}"
-    )
-
-
 def _ends(values: Searched) -> Sequence[Any]:
     """Return the values of a list, or the ends of a range."""
-    return (
-        values.choices if isinstance(values, CategoricalDistribution) else (values.low, values.high)
-    )
-
-
-def _described(values: Searched, *, is_grid: bool) -> Any:
     if isinstance(values, CategoricalDistribution):
-        return {"grid": list(values.choices)} if is_grid else list(values.choices)
-    return f"{values.low} to {values.high}" + ", log" * values.log
+        return values.choices
+    return values.low, values.high
 
 
 def _combinations(base: Config, space: Space, *, each_once: bool) -> list[dict[str, Value]]:
-    """Return and check all combinations, or as many as have each value and end of a range."""
+    """Return all combinations, or as many as have each value and end of a range."""
     methods = _ends(space["method"]) if "method" in space else (base.method,)
     for key in space:
         if "." in key and key.partition(".")[0] not in methods:
             raise ConfigError(f"{key} has no effect with method = {', '.join(methods)}")
     each = [_ends(values) for values in space.values()]
+    rows: Iterable[tuple[Any, ...]] = itertools.product(*each)
     if each_once:
         most = max(map(len, each))
         rows = zip(*(itertools.islice(itertools.cycle(ends), most) for ends in each), strict=True)
-    combinations = [
-        dict(zip(space, values, strict=True))
-        for values in (rows if each_once else itertools.product(*each))
-    ]
-    for values in combinations:
-        with _named(values):
-            if base.replace(**values).rounds < 1:
-                raise ConfigError("rounds: expected at least 1, got 0")
-    return combinations
+    return [dict(zip(space, values, strict=True)) for values in rows]
 
 
 def _check_metric(base: Config, metric: str) -> None:
     known = Config.choices("monitor")
     if metric not in known:
         raise ConfigError(f"metric: expected one of {', '.join(known)}, got {metric!r}")
-    asked = {"validation-clients": base.validation_clients}
-    if base.private_test:  # clients measure on examples that are held out of their training
-        asked = {}
-    asked["clients-per-evaluation"] = base.clients_per_evaluation
-    if metric.startswith("client-") and not all(asked.values()):
-        listed = " and ".join(f"{key} = {value}" for key, value in asked.items())
+    needed = {"clients-per-evaluation": base.clients_per_evaluation}
+    if not base.private_test:  # with it, clients measure on examples held out of their training
+        needed = {"validation-clients": base.validation_clients, **needed}
+    if metric.startswith("client-") and not all(needed.values()):
+        listed = " and ".join(f"{key} = {value}" for key, value in needed.items())
         other = "" if base.private_test else "; private-test = true takes no validation-clients"
         raise ConfigError(f"metric = {metric} needs at least 1 of each, got {listed}{other}")
+    headline = base.chosen_method.headline
+    if metric in ("accuracy", "loss") and headline != "accuracy":
+        logger.log(
+            WARNING,
+            "metric = %s is of the server's model; %s is judged by metric = %s",
+            *(metric, base.method, headline),
+        )
 
 
-def _prepared(base: Config, combinations: Sequence[dict[str, Value]], seeds: Sequence[int]) -> str:
-    """Have all made that runs need, as a trial; return the data set's checksum."""
+def _prepare(
+    base: Config, combinations: Sequence[dict[str, Value]], seeds: Sequence[int]
+) -> tuple[str, int]:
+    """Prepare a run of each combination and seed; return the data's checksum and most rounds."""
     tried: list[dict[str, Value]] = [{**values, "seed": seeds[0]} for values in combinations]
-    tried += [{"seed": seed} for seed in seeds[1:]]
-    for values in tried:
-        with _named(values), failing_as_run():
-            setup, _ = prepare(base.replace(**values))
-    return setup.data.checksum[:12]
+    rounds = []
+    for values in [*tried, *({**combinations[0], "seed": seed} for seed in seeds[1:])]:
+        try:
+            config = base.replace(**values)
+            if config.rounds < 1:
+                raise ConfigError("rounds: expected at least 1, got 0")
+            with failing_as_run():
+                setup, _ = prepare(config)
+        except (ConfigError, RunFailed) as error:
+            listed = ", ".join(f"{key} = {value}" for key, value in values.items())
+            raise type(error)(f"{error} (with {listed})") from error
+        rounds.append(config.rounds)
+    return setup.data.checksum[:12], max(rounds)
 
 
-@contextlib.contextmanager
-def _named(values: Mapping[str, Value]) -> Iterator[None]:
-    """Say with which values something is wrong."""
-    try:
-        yield
-    except (ConfigError, RunFailed) as error:
-        listed = ", ".join(f"{key} = {value}" for key, value in values.items())
-        raise type(error)(f"{error} (with {listed})") from error
+def _require_same_search(
+    study: optuna.Study, described: dict[str, Any], grid: Sequence[str], folder: Path
+) -> None:
+    """Store what is searched, or refuse another search than before; a grid may have grown."""
+    before = study.user_attrs.get("described", described)
+    differing = []
+    for key in {**before, **described}:
+        old, new = before.get(key), described.get(key)
+        grown = key in grid and isinstance(old, list) and set(old) <= {*described[key]}
+        if old != new and not grown:
+            differing.append(f"{key} = {old!r} (now {new!r})")
+    if differing:
+        raise ConfigError(
+            f"{folder} holds another search: {', '.join(differing)}; choose another folder with "
+            "out, or replace that search with again"
+        )
+    study.set_user_attr("described", described)
 
 
 # ------------------------------------------------------------------------- what was found
 
 
-def _concluded(search: Search, space: Space) -> Tuning:
+def _conclude(search: Search, space: Space) -> Tuning:
     """Choose the best trial; write table, picture and configuration."""
     table, base, folder = search.table(), search.base, search.folder
     errors = zip(table["trial"], table["error"], strict=True)
@@ -290,11 +289,9 @@ def _concluded(search: Search, space: Space) -> Tuning:
     if table["state"][0] != "finished":
         reason = failed[0] if failed else "all were pruned"
         raise RunFailed(f"no trial was finished; {reason}; give the same command to try again")
-    values = search.newest()[int(table["trial"][0])].user_attrs["values"]
-    notes = [
-        *filter(None, (_at_edge(key, values[key], own) for key, own in space.items())),
-        *failed,
-    ]
+    values = {key: table[key].tolist()[0] for key in space}
+    at_edges = (_warn_of_edge(key, values[key], own) for key, own in space.items())
+    notes = [*filter(None, at_edges), *failed]
     for note in notes:
         logger.log(WARNING, "%s", note)
     best = base.replace(**{**values, "evaluate-on": "test"})
@@ -302,7 +299,7 @@ def _concluded(search: Search, space: Space) -> Tuning:
     write_tuning_report(
         folder / "report",
         table,
-        {key: _scale(values) for key, values in space.items()},
+        list(space),
         metric=search.metric,
         lines=[
             f"{base.method} on {base.dataset}: {search.metric} on validation examples, as a mean "
@@ -313,22 +310,12 @@ def _concluded(search: Search, space: Space) -> Tuning:
     return Tuning(best, table, folder)
 
 
-def _at_edge(key: str, best: Value, values: Searched) -> str:
+def _warn_of_edge(key: str, best: Value, values: Searched) -> str:
     """Warn of a grid beyond which better values may lie; not where the setting itself ends."""
     home, name = Config.home_of(key)
-    if _scale(values) == "words" or best in home.options()[name].metadata["limits"].values():
+    if isinstance(best, bool | str) or best in home.options()[name].metadata["limits"].values():
         return ""
     ends = {min(_ends(values)): "smallest", max(_ends(values)): "largest"}
     if len(ends) < 2 or best not in ends:
         return ""
     return f"{key} = {best} is the best and the {ends[best]} tried: add values beyond it"
-
-
-def _scale(values: Searched) -> str:
-    """Return how values are to be drawn: log, linear, or as words."""
-    if not isinstance(values, CategoricalDistribution):
-        return "log" if values.log else "linear"
-    if any(isinstance(value, bool | str) for value in values.choices):
-        return "words"
-    low, high = min(values.choices), max(values.choices)  # type: ignore[type-var]
-    return "log" if 0 < 10 * low <= high else "linear"  # type: ignore[operator]

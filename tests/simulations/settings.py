@@ -1,7 +1,16 @@
 """Settings under which tests over all methods run each of them: with all its tools."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
+
+from fedntk.simulations import Config
+
+SMALL = Config(
+    num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3, train_examples=400
+)
 
 PROJECTED = {"sampling_rate": 0.5, "projection": 20}
 TOOLS: dict[str, Any] = {**PROJECTED, "cp_ntk_fl": {"sparsity": 0.5, "bits": 6, "shuffle": True}}
@@ -47,3 +56,8 @@ SETTINGS |= {
     "d-psgd": {**PROJECTED, "d_psgd": {"degree": 2, "mixing": "metropolis", "seal": True}},
     "dispfl": {**PROJECTED, "local_epochs": 3, "dispfl": {"degree": 2, "same_masks": False}},
 }  # fmt: skip
+
+
+def each_of(methods: Iterable[str]) -> list[Any]:
+    """Return a parameter for each method; its tests run in one process and share finished runs."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(methods)]

@@ -13,10 +13,9 @@ from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, apportion, load_split, split_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.server_app import prepare
-from fedntk.simulations.methods import all_methods
 
-from .settings import SETTINGS
-from .test_runs import bits, metrics
+from .test_runs import bits
+from .test_tune import write_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5, private_test=True, alpha=0.5)
 SMALL = Config(
@@ -195,36 +194,6 @@ def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, ev
 
 
 # ---------------------------------------------------------------------------- tuning
-
-
-def write_data(path, *, shift=0, scale=1.0):
-    """Three classes that a linear model tells apart; the test set spoiled as asked."""
-    rng = np.random.default_rng(0)
-    y = np.arange(400) % 3
-    x = rng.normal(size=(400, 6)) + 3 * np.eye(6)[y]
-    values = {"x_train": x[:300], "y_train": y[:300], "x_test": scale * x[300:]}
-    np.savez(path, **values, y_test=(y[300:] + shift) % 3)
-    return f"npz:{path}"
-
-
-@pytest.mark.parametrize("method", sorted(all_methods()))
-def test_with_validation_no_client_looks_at_the_test_set(tmp_path, method):
-    """Another test set gives the same metrics of all rounds, and the final run trains alike."""
-    own = {k: v for k, v in SETTINGS[method].items() if k not in ("projection",)}
-    runs = []
-    for name, spoiled in (("a", {}), ("b", {"shift": 1, "scale": -50.0})):
-        data = write_data(tmp_path / f"{name}.npz", **spoiled)
-        config = SMALL.replace(
-            **own, method=method, dataset=data, evaluate_on="validation", local_test_fraction=0.2,
-            out=tmp_path / name,
-        )  # fmt: skip
-        runs.append(run(config, progress=False))
-    pd.testing.assert_frame_equal(metrics(runs[0].folder), metrics(runs[1].folder))
-    assert bits(runs[0].folder) == bits(runs[1].folder)
-    final = run(runs[0].config, evaluate_on="test", out=tmp_path / "c", progress=False)
-    assert bits(final.folder) == bits(runs[0].folder)
-    assert final.summary["split"] == runs[0].summary["split"]
-    assert not final.clients.equals(runs[0].clients)
 
 
 def test_tune_chooses_by_what_clients_hold_out_where_the_test_set_says_the_opposite(tmp_path):

@@ -38,11 +38,7 @@ from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import read_run, to_target
 
 from ..conftest import ROOT
-from .settings import SETTINGS, TOOLS
-
-SMALL = Config(
-    num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3, train_examples=400
-)
+from .settings import SETTINGS, SMALL, TOOLS, each_of
 
 
 def bits(folder: Path) -> dict[str, bytes]:
@@ -151,13 +147,13 @@ def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
     assert float((model(x).argmax(1) == y).double().mean()) == result.curve()[2]
 
 
-@pytest.mark.parametrize("method", sorted(all_methods()))
-def test_same_seed_same_bits_and_another_seed_others(tmp_path, method):
-    folders = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        own = {**SETTINGS[method], "out": str(tmp_path / name)}
-        config = SMALL.replace(method=method, seed=seed, **own)
-        folders.append(run(config, progress=False).folder)
+@pytest.mark.parametrize("method", each_of(all_methods()))
+def test_same_seed_same_bits_and_another_seed_others(tmp_path, finished_run, method):
+    first = finished_run(method)
+    folders = [first.folder]
+    for seed in (0, 1):
+        other = run(first.config, seed=seed, out=tmp_path / f"{seed}", progress=False)
+        folders.append(other.folder)
     assert bits(folders[0]) == bits(folders[1]) != bits(folders[2])
     first, second = (metrics(f) for f in folders[:2])
     pd.testing.assert_frame_equal(first, second)

@@ -26,7 +26,7 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.methods import own_methods
 
-from .settings import SETTINGS
+from .settings import each_of
 
 # ------------------------------------------------------------------- figures of merit
 
@@ -287,24 +287,23 @@ def test_the_same_assessment_twice(finished, assessed, noise):
     assert one == other
 
 
-@pytest.mark.parametrize("method", own_methods())
-def test_every_method_whose_loss_is_cross_entropy_is_assessed(method, noise, tmp_path):
-    """With all its tools; one whose model is of another loss is refused in one line."""
-    config = Config(
-        method=method, num_clients=8, clients_per_round=5, rounds=2, out=tmp_path / "a",
-        test_examples=60, **SETTINGS[method],
-    )  # fmt: skip
-    finished = run(config, progress=False)
+@pytest.mark.parametrize("method", each_of(own_methods()))
+def test_every_method_whose_loss_is_cross_entropy_is_assessed(
+    method, noise, finished_run, tmp_path
+):
+    """One whose model is of another loss is refused in one line."""
+    finished = finished_run(method)
     if load_predictor(finished.folder).loss == "mse":
         with pytest.raises(ConfigError, match="loss is cross-entropy, got mse"):
             assess(finished)
-        own = config.settings.table.replace("-", "_")
-        config = config.replace(**{own: {"loss": "cross-entropy"}}, out=tmp_path / "b")
-        finished = run(config, progress=False)
+        own = finished.config.settings.table.replace("-", "_")
+        loss = {own: {"loss": "cross-entropy"}}
+        finished = run(finished.config, **loss, out=tmp_path, progress=False)
     found = assess(finished, unfamiliar=noise)
     assert found.table.accuracy.iloc[0] == finished.summary["accuracy"]
     assert found.table.nll.iloc[0] == pytest.approx(finished.summary["loss"], rel=1e-4)
-    assert len(found.examples) == len(found.unfamiliar) == 60
+    assert len(found.examples) == len(load_data(finished.config).y_test)
+    assert len(found.unfamiliar) == 120
 
 
 def test_least_squares_has_no_probabilities(tmp_path):

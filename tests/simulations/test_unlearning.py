@@ -9,6 +9,7 @@ import torch
 from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run, unlearn
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
+from fedntk.simulations.report.results import read_run
 
 from .test_cli import fedntk
 
@@ -23,9 +24,15 @@ SMALL = Config(
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return run(SMALL, out=tmp_path_factory.mktemp("original") / "a", progress=False)
+
+
 @pytest.fixture
-def finished(tmp_path):
-    return run(SMALL, out=str(tmp_path / "a"), progress=False)
+def finished(original, tmp_path):
+    """A run that a test may change."""
+    return read_run(shutil.copytree(original.folder, tmp_path / "a"))
 
 
 def raw(folder):
