@@ -181,7 +181,7 @@ class Search:
         """Return all trials: the finished ones, the best first; the pruned; the failed."""
         rows: list[dict[str, Any]] = []
         for trial in self.study.get_trials(deepcopy=False):
-            result = dict(trial.user_attrs["result"])
+            result: dict[str, Any] = {**trial.user_attrs["result"]}
             means = pd.Series(result.pop("means"), dtype=float)
             row = {"trial": trial.number, "state": STATES.get(trial.state, "failed")}
             row |= {"mean": means.mean(), "std": means.std(), **self.values(trial), **result}
