@@ -264,13 +264,13 @@ def test_tpe_draws_by_what_came_before(tmp_path, pretended):
         found = search(tmp_path / name, **RATES, **options).trials.sort_values("trial")
         return found["learning-rate"].to_numpy()
 
-    random, tpe = (rates(sampler, sampler=sampler, trials=15) for sampler in ("random", "tpe"))
+    random, tpe = (rates(sampler, sampler=sampler, trials=20) for sampler in ("random", "tpe"))
     assert (random[:10] == tpe[:10]).all()
     assert (random[10:] != tpe[10:]).all()
     distances = [np.median(np.abs(np.log10(drawn[10:]) + 1)) for drawn in (random, tpe)]
     assert distances[1] < distances[0]
     rates("cut", sampler="tpe", trials=12)
-    assert (rates("cut", sampler="tpe", trials=15) == tpe).all()
+    assert (rates("cut", sampler="tpe", trials=20) == tpe).all()
 
 
 def test_values_drawn_that_do_not_go_together_fail_only_their_trial(tmp_path, pretended):
