@@ -52,16 +52,6 @@ class Coefficients:
         signal = examples.noise.new_zeros(clients, len(examples.signals), 2, width)
         return cls(signal, examples.noise.new_zeros(clients, clients, n, 2, width))
 
-    @property
-    def positive_noise(self) -> Tensor:
-        """Return psi: rho where it is positive, else 0."""
-        return self.noise.clamp(min=0)
-
-    @property
-    def negative_noise(self) -> Tensor:
-        """Return phi: rho where it is negative, else 0."""
-        return self.noise.clamp(max=0)
-
     def weights(self, initial: Tensor, examples: TwoPatchExamples) -> Tensor:
         """Return the weights (K, 2, m, d) with these coefficients, eq. (8)."""
         mu, xi = examples.signals, examples.noise
@@ -76,11 +66,7 @@ class Coefficients:
 
 
 def coefficient_step(
-    coefficients: Coefficients,
-    initial: Tensor,
-    examples: TwoPatchExamples,
-    *,
-    learning_rate: float,
+    coefficients: Coefficients, initial: Tensor, examples: TwoPatchExamples, *, learning_rate: float
 ) -> Coefficients:
     """Take one gradient step of every client, by the rules (11) to (13)."""
     products = inner_products(coefficients.weights(initial, examples), examples)

@@ -110,8 +110,7 @@ class CompressedUpload:
         decoded = [code.decode() if isinstance(code, Encoded) else code for code in codes]
         targets = one_hot(torch.from_numpy(labels.astype(np.int64)), num_outputs).numpy()
         return JacobianUpload.from_arrays(
-            [outputs, targets.astype(outputs.dtype), layout, *decoded],
-            parameters=limits.parameters,
+            [outputs, targets.astype(outputs.dtype), layout, *decoded], parameters=limits.parameters
         )
 
 

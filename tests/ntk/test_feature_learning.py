@@ -153,8 +153,8 @@ def test_signs_of_growth_in_local_steps(examples):
     for states in followed(examples, mixing_matrix(torch.zeros(4))):
         for before, after in itertools.pairwise(states[:-1]):
             assert (after.signal >= before.signal).all()
-            assert (after.positive_noise >= before.positive_noise).all()
-            assert (after.negative_noise <= before.negative_noise).all()
+            assert (after.noise.clamp(min=0) >= before.noise.clamp(min=0)).all()
+            assert (after.noise.clamp(max=0) <= before.noise.clamp(max=0)).all()
             gained = after.noise - before.noise
             own = torch.eye(4, dtype=torch.bool)
             assert not gained[~own].any()
@@ -166,11 +166,11 @@ def test_signs_of_growth_in_local_steps(examples):
 def test_psi_is_of_the_filters_of_the_examples_own_label(examples):
     last = followed(examples, mixing_matrix(torch.zeros(4)))[-1][-1]
     same = examples.labels[..., None] == torch.tensor([-1.0, 1.0])  # (K, n, 2)
-    assert not last.positive_noise[:, ~same].any()
-    assert not last.negative_noise[:, same].any()
-    assert last.positive_noise[:, same].any()
-    assert last.negative_noise[:, ~same].any()
-    assert torch.equal(last.positive_noise + last.negative_noise, last.noise)
+    assert not last.noise.clamp(min=0)[:, ~same].any()
+    assert not last.noise.clamp(max=0)[:, same].any()
+    assert last.noise.clamp(min=0)[:, same].any()
+    assert last.noise.clamp(max=0)[:, ~same].any()
+    assert torch.equal(last.noise.clamp(min=0) + last.noise.clamp(max=0), last.noise)
 
 
 def test_averaging_keeps_a_shared_signal_and_divides_noise(examples):
