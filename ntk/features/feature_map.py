@@ -28,6 +28,12 @@ __all__ = ["FeatureKind", "FeatureMap", "with_fourier_features"]
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
 SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
 REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's inputs
+KEYS = {  # of a message's configuration
+    "kind": "feature-kind",
+    "num_features": "num-features",
+    "seed": "feature-seed",
+    "head": "feature-head",
+}
 
 
 @dataclass(frozen=True)
@@ -143,19 +149,19 @@ class FeatureMap:
         )
 
         def features(x: Tensor) -> Tensor:
-            x, cure = x.to(device), "name the layer that gives the logits with head"
+            fault, x = "", x.to(device)
             try:
                 x = _channels_last(convexified, x)
                 with torch.no_grad():
                     shape = tuple(convexified.eval()(x[:1]).shape)
+                if shape != (1, 1):
+                    fault = f"gives {shape} for an example, expected (1, 1)"
             except RuntimeError as error:
+                fault = f"fails ({error})"
+            if fault:
                 raise ValueError(
-                    f"head: with a last layer of one output the network fails ({error}); {cure}"
-                ) from error
-            if shape != (1, 1):
-                raise ValueError(
-                    f"head: with a last layer of one output the network gives {shape} for an "
-                    f"example, expected (1, 1); {cure}"
+                    f"head: with a last layer of one output the network {fault}; name the layer "
+                    "that gives the logits with head"
                 )
             return extract(x)
 
@@ -174,26 +180,43 @@ class FeatureMap:
                 f"features: expected {' or '.join(REPRESENTATIONS)}, got {self.kind!r}, which are "
                 "no by-product of the outputs; use extractor"
             )
-        return _representations(self, network)
+        network = copy.deepcopy(network)
+        _, head = self.last_layer(network)
+        width, device = head.in_features, head.weight.device
+        cosines = (
+            FourierFeatures(width, self.num_features, self.seed).to(device)
+            if self.kind == "fourier"
+            else None
+        )
+
+        def features(x: Tensor) -> tuple[Tensor, Tensor]:
+            seen: list[Tensor] = []
+            hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+            try:
+                with torch.no_grad():
+                    outputs = network.eval()(x.to(device)).cpu()
+            finally:
+                hook.remove()
+            if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
+                raise ValueError(
+                    f"head: expected one input of shape ({len(x)}, {width}), got "
+                    f"{[tuple(tensor.shape) for tensor in seen]}"
+                )
+            if cosines is not None:
+                with torch.no_grad():
+                    return cosines(seen[0]).cpu(), outputs
+            return seen[0].to("cpu", torch.float32, copy=True), outputs  # it may be x itself
+
+        return features
 
     def to_config(self) -> dict[str, str | int]:
         """Return its entries in a message's configuration."""
-        return {
-            "feature-kind": self.kind,
-            "num-features": self.num_features,
-            "feature-seed": self.seed,
-            "feature-head": self.head,
-        }
+        return {key: getattr(self, name) for name, key in KEYS.items()}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_config` returned."""
-        return cls(
-            config["feature-kind"],
-            int(config["num-features"]),
-            int(config["feature-seed"]),
-            str(config["feature-head"]),
-        )
+        return cls(**{name: config[key] for name, key in KEYS.items()})
 
 
 def with_fourier_features(
@@ -255,36 +278,3 @@ def _channels_last(network: nn.Module, x: Tensor) -> Tensor:
         network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return x
     return moved
-
-
-def _representations(
-    feature_map: FeatureMap, network: nn.Module
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    network = copy.deepcopy(network)
-    _, head = feature_map.last_layer(network)
-    width, device = head.in_features, head.weight.device
-    cosines = (
-        FourierFeatures(width, feature_map.num_features, feature_map.seed).to(device)
-        if feature_map.kind == "fourier"
-        else None
-    )
-
-    def features(x: Tensor) -> tuple[Tensor, Tensor]:
-        seen: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            with torch.no_grad():
-                outputs = network.eval()(x.to(device)).cpu()
-        finally:
-            hook.remove()
-        if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
-            raise ValueError(
-                f"head: expected one input of shape ({len(x)}, {width}), got "
-                f"{[tuple(tensor.shape) for tensor in seen]}"
-            )
-        if cosines is not None:
-            with torch.no_grad():
-                return cosines(seen[0]).cpu(), outputs
-        return seen[0].to("cpu", torch.float32, copy=True), outputs  # it may be x itself
-
-    return features

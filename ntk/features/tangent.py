@@ -6,6 +6,7 @@ coordinates of it. The Gaussian projection is the usual alternative (Johnson and
 the sketch a cheap one: :mod:`.sketch`.
 """
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import numpy as np
@@ -80,6 +81,7 @@ def entk_features(
     return made(x)
 
 
+@dataclass(eq=False, repr=False)
 class TangentFeatures:
     """The function x -> features of :func:`entk_features`; the arguments are those.
 
@@ -87,71 +89,69 @@ class TangentFeatures:
     than a large one. The model may get other weights, but no other form, between calls.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_features: int,
-        seed: int,
-        output: int = 0,
-        *,
-        method: Literal["subsample", "projection", "sketch"] = "subsample",
-        dtype: torch.dtype = torch.float32,
-        chunk_size: int | None = None,
-    ) -> None:
-        sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-        total = sum(sizes.values())
-        if method not in ("subsample", "projection", "sketch"):
+    model: nn.Module
+    num_features: int
+    seed: int
+    output: int = 0
+    _: KW_ONLY
+    method: Literal["subsample", "projection", "sketch"] = "subsample"
+    dtype: torch.dtype = torch.float32
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {n: p.numel() for n, p in self.model.named_parameters() if p.requires_grad}
+        total, sampled = sum(sizes.values()), self.method == "subsample"
+        if self.method not in ("subsample", "projection", "sketch"):
             raise ValueError(
-                f"method: expected 'subsample', 'projection' or 'sketch', got {method!r}"
+                f"method: expected 'subsample', 'projection' or 'sketch', got {self.method!r}"
             )
-        if num_features < 1 or (method == "subsample" and num_features > total):
+        if self.num_features < 1 or (sampled and self.num_features > total):
             raise ValueError(
                 f"num_features: expected 1 ... {total}, the model's trainable parameters, "
-                f"got {num_features}"
+                f"got {self.num_features}"
             )
-        if dtype not in (torch.float16, torch.float32, torch.float64):
-            raise ValueError(f"dtype: expected float16, float32 or float64, got {dtype}")
-        if method == "projection":  # few chunks: the matrix is made anew for each
+        if self.dtype not in (torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected float16, float32 or float64, got {self.dtype}")
+        if self.method == "projection":  # few chunks: the matrix is made anew for each
             widest = max(sizes.values(), default=1)
-            chunk_size = chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
-        self._model, self._names, self._output = model, list(sizes), output
-        self._width, self._seed, self._dtype = num_features, seed, dtype
-        self._method, self._chunk_size = method, chunk_size
-        self._chosen = _coordinates(sizes, num_features, seed) if method == "subsample" else {}
-        self._sketch = GradientSketch(self._names, num_features, seed)
+            self.chunk_size = self.chunk_size or max(1, PROJECTION_BYTES // (4 * widest))
+        self._names = list(sizes)
+        self._chosen = _coordinates(sizes, self.num_features, self.seed) if sampled else {}
+        self._sketch = GradientSketch(self._names, self.num_features, self.seed)
         self._plans: Plans = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the features of examples (n, ...), on the CPU."""
+        width = self.num_features
         require_memory(
-            len(x) * self._width * self._dtype.itemsize,
-            f"{self._width} features of {len(x)} examples",
+            len(x) * width * self.dtype.itemsize,
+            f"{width} features of {len(x)} examples",
             cure="lower num_features or use fewer examples",
         )
-        features = torch.empty(len(x), self._width, dtype=self._dtype)
+        features = torch.empty(len(x), width, dtype=self.dtype)
         with differentiated(
-            self._model,
+            self.model,
             x,
-            outputs=[self._output],
-            chunk_size=self._chunk_size,
-            more_bytes=4 * self._width,
+            outputs=[self.output],
+            chunk_size=self.chunk_size,
+            more_bytes=4 * width,
             plans=self._plans,
         ) as (_, parts):
             for start, part in parts:
                 rows = features[start : start + part.num_examples]
-                if self._method == "subsample":
+                if self.method == "subsample":
                     _select(part, self._chosen, rows)
-                elif self._method == "sketch":
-                    sums = torch.zeros(len(rows), self._width, dtype=part.dtype, device=part.device)
+                elif self.method == "sketch":
+                    sums = torch.zeros(len(rows), width, dtype=part.dtype, device=part.device)
                     for block in part.blocks:
                         self._sketch.add(block, sums)
                     rows.copy_(sums)
                 else:
-                    rows.copy_(_projected(part, self._names, self._width, self._seed))
+                    rows.copy_(_projected(part, self._names, width, self.seed))
                 if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
-                    half = self._dtype == torch.float16
+                    half = self.dtype == torch.float16
                     raise ValueError(
-                        f"features: some are not finite in {self._dtype}; look for NaN in the "
+                        f"features: some are not finite in {self.dtype}; look for NaN in the "
                         "inputs" + (", or store them in float32" if half else "")
                     )
         return features
