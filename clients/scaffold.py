@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedntk.ntk import options
+
 from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness
 from .core.sgd_steps import Gradients
@@ -37,36 +39,27 @@ class SCAFFOLDClient(SGDClient):
 
     A control is a gradient of the client's examples, and tells the server what a gradient tells.
 
-    Parameters
-    ----------
-    option : {"II", "I"}
-        What the new control is: the mean gradient of the local steps, which costs nothing, or the
-        gradient of all examples at the received weights, one more pass over them. That pass is
-        made as the steps are, in mini-batches and in training mode. Weight decay counts as part
-        of the gradient in both.
-    **sgd_options
-        Of :class:`SGDClient`: local_epochs (at least 1), batch_size, learning_rate, weight_decay,
-        momentum, and a model's. `momentum` is of the corrected gradients and begins at zero in each
-        round; the paper has none. Option II's control is then still the mean of the gradients, no
-        longer the difference of the weights. `proximal_mu` has no place here.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+    Weight decay counts as part of the gradient in both options. `momentum` is of the corrected
+    gradients and begins at zero in each round; the paper has none. Option II's control is then
+    still the mean of the gradients, no longer the difference of the weights.
     """
 
     strategy = "SCAFFOLD"
     replies = "weights and controls"
 
-    def __init__(self, *args: Any, option: Literal["I", "II"] = "II", **sgd_options: Any) -> None:
-        super().__init__(*args, **sgd_options)
-        if option not in ("I", "II"):
-            raise ValueError(f"option: expected 'I' or 'II', got {option!r}")
+    option: Literal["I", "II"] = options.option(
+        "new control: II: the mean gradient of the local steps, which costs nothing; I: the "
+        "gradient of all examples at the received weights, one more pass, in mini-batches and in "
+        "training mode",
+        default="II",
+    )
+
+    def check(self) -> None:
+        """Refuse what has no place in SCAFFOLD."""
+        super().check()
         if self.local_epochs < 1:
             raise ValueError(f"local_epochs: expected at least 1, got {self.local_epochs}")
         _refuse_mu("proximal_mu", self.proximal_mu)
-        self.option = option
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]

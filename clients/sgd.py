@@ -19,6 +19,7 @@ from torch import nn
 
 from fedntk.ntk import loss_value
 from fedntk.ntk.class_prior import log_class_prior
+from fedntk.ntk.options import option
 
 from .core.base import WEIGHTS, ModelClient
 from .core.randomness import own_randomness, round_seed
@@ -29,72 +30,48 @@ __all__ = ["SGDClient"]
 
 
 class SGDClient(ModelClient):
-    """Trains the received weights on the local examples and sends them back.
-
-    Parameters
-    ----------
-    local_epochs : int
-        E: passes over the local examples. 0 sends the received weights back.
-    batch_size : int
-        B: examples per step. Under BatchNorm, which cannot normalise a single example, a last batch
-        of one joins the batch before it.
-    learning_rate : float
-        eta of plain SGD. ``config["lr"]``, from a strategy's ``train_config``, takes its place in
-        its round.
-    momentum, weight_decay : float
-        As in ``torch.optim.SGD``; 0 means none.
-    proximal_mu : float
-        mu of FedProx: the gradient of (mu / 2) ||w - w_t||^2, where w_t are the received weights,
-        is added to each step's, before weight decay and momentum. 0 means none: plain FedAvg.
-        ``config["proximal-mu"]``, which Flower's ``FedProx`` sends, takes its place.
-    class_prior : bool
-        Whether the classes' shares among the client's training examples are taken out of what is
-        learned from them, for cross-entropy: :func:`~fedntk.ntk.class_prior.log_class_prior` is
-        added to the outputs in each step's loss (Zhang et al., *Federated Learning with Label
-        Distribution Skew via Logits Calibration*, ICML 2022, in the form of Menon et al. 2021).
-    **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
-        batch_size_eval, sampling_rate, projection, seed (of the shuffling, too).
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or what :class:`ModelClient` refuses.
-    """
+    """Trains the received weights on the local examples and sends them back."""
 
     strategy = "SeededFedAvg"
     replies = WEIGHTS
     config_keys: ClassVar[frozenset[str]] = frozenset({"lr", "proximal-mu"})
 
-    def __init__(
-        self,
-        *args: Any,
-        local_epochs: int = 1,
-        batch_size: int = 32,
-        learning_rate: float = 0.01,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        proximal_mu: float = 0.0,
-        class_prior: bool = False,
-        **model_options: Any,
-    ) -> None:
-        super().__init__(*args, **model_options)
-        for name, value in (
-            ("learning_rate", learning_rate),
-            ("momentum", momentum),
-            ("weight_decay", weight_decay),
-        ):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
-        self.local_epochs = local_epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.proximal_mu = _checked_mu("proximal_mu", proximal_mu)
-        if class_prior and self.loss != "cross-entropy":
+    local_epochs: int = option(
+        "E: passes over the local examples; 0 sends the received weights back",
+        default=1,
+        at_least=0,
+    )
+    batch_size: int = option(
+        "B: examples per step; under BatchNorm, which cannot normalise a single example, a last "
+        "batch of one joins the batch before it",
+        default=32,
+        at_least=1,
+    )
+    learning_rate: float = option(
+        "eta of SGD; config['lr'], from a strategy's train_config, replaces it in its round",
+        default=0.01,
+        at_least=0,
+    )
+    momentum: float = option("momentum of SGD; 0: none", default=0.0, at_least=0)
+    weight_decay: float = option("weight decay of SGD; 0: none", default=0.0, at_least=0)
+    proximal_mu: float = option(
+        "mu of FedProx's proximal term; 0: none; config['proximal-mu'], which Flower's FedProx "
+        "sends, replaces it",
+        default=0.0,
+        at_least=0,
+    )
+    class_prior: bool = option(
+        "take the shares of the client's classes out of what is learned from them, for "
+        "cross-entropy: their logarithm is added to the outputs in each step's loss (Zhang et al., "
+        "ICML 2022, in the form of Menon et al. 2021)",
+        default=False,
+    )
+
+    def check(self) -> None:
+        """Refuse a class prior without cross-entropy."""
+        super().check()
+        if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
-        self.class_prior = class_prior
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]

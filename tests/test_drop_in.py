@@ -120,8 +120,8 @@ def test_clients_take_the_data_that_the_page_names():
     clients = [eval(line, names) for line in example.splitlines()]  # noqa: S307
     assert len(clients) == 4
     for client in clients:
-        assert torch.equal(client.x, x)
-        assert torch.equal(client.targets_test, one_hot(y, 3))
+        assert torch.equal(client.inputs, x)
+        assert torch.equal(client.test_targets, one_hot(y, 3))
 
 
 # ------------------------------------------------------------------------------------ running

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import CentredInputs, Loss, NetworkPredictor, Predictor, loss_value, one_hot
-from fedntk.ntk.losses import check_loss
-from fedntk.ntk.options import Declared
+from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads import Agreement
 from fedntk.trust import SEALED_SEED
 
@@ -38,7 +37,7 @@ def sample_size(num_examples: int, sampling_rate: float) -> int:
     return max(1, round(sampling_rate * num_examples))
 
 
-class ModelClient(NumPyClient):
+class ModelClient(Declared, NumPyClient):
     """A client that holds a PyTorch model and labelled examples.
 
     Examples come as a Tensor or NumPy array with labels; as a ``Dataset`` of pairs or dicts, of
@@ -54,52 +53,17 @@ class ModelClient(NumPyClient):
     of :class:`TCTClient`, see those of `seed` alone. A dataset with a generator of its own must
     seed it itself. Clients in threads of one process read one after another.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Maps (n, ...) to (n, C), C at least 2 (for MSE, 1). Its weights are overwritten by the
-        server's.
-    x : Tensor or ndarray of shape (n, ...), Dataset, or DataLoader
-        Local training examples. A dataset holds their labels, too; it is read for each message.
-    y : Tensor, ndarray or list, optional
-        Labels of `x` where that is an array: integers in 0 ... C - 1 of shape (n,) or (n, 1), or
-        one-hot rows (n, C).
-    x_test, y_test : optional
-        Local examples for evaluation, in the same forms; the training examples by default.
-    columns : pair of str or of int, optional
-        Names of example and label in a dataset's dicts, such as ``("img", "label")``, or their
-        positions in its tuples. Needed where common names do not tell.
-    loss : {"mse", "cross-entropy"}
-        The loss trained and reported. MSE is against one-hot targets.
-    device : torch.device or str
-        Where the model runs.
-    batch_size_eval : int
-        Examples per forward pass when evaluating.
-    sampling_rate : float
-        beta: share of the training examples, drawn anew each round without replacement, that the
-        round uses: see :func:`sample_size`. 1 means all.
-    projection : SealedProjection, optional
-        Projects each example before the model sees it; the model then takes its features.
-    seed : int or tuple of int, optional
-        Seeds what is drawn, together with the round: (run's seed, partition). Without it each
-        client of :func:`~fedntk.clients.client_app` draws numbers of its own, by its id in the
-        federation.
-
     Attributes
     ----------
-    x, targets : Tensor, shapes (n, ...) and (n, C)
-        All training examples and their one-hot float32 targets, augmented by `seed` alone.
-    x_test, targets_test : Tensor, shapes (n, ...) and (n, C)
-        Those for evaluation: the same objects where there are no test examples.
+    inputs, targets : Tensor, shapes (n, ...) and (n, C)
+        All training examples and their one-hot float32 targets, augmented by `seed` only.
+    test_inputs, test_targets : Tensor, shapes (n, ...) and (n, C)
+        Those for evaluation: the same objects if there are no test examples.
 
     Raises
     ------
-    ValueError
-        If there are no examples, or they or the model are not as above, or an unknown loss, or a
-        rate or projection out of range. Of a dataset one example is read to find out; the others
-        are checked when they are read.
     TypeError
-        If `x` is something else.
+        If `x` is neither an array nor a dataset.
     """
 
     strategy: ClassVar[str] = ""  # that the client goes with
@@ -107,47 +71,82 @@ class ModelClient(NumPyClient):
     config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it heeds
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        x: Data,
-        y: Any = None,
-        *,
-        x_test: Data = None,
-        y_test: Any = None,
-        columns: Columns | None = None,
-        loss: Loss = "cross-entropy",
-        device: torch.device | str = "cpu",
-        batch_size_eval: int = 1024,
-        sampling_rate: float = 1.0,
-        projection: SealedProjection | None = None,
-        seed: int | tuple[int, ...] | None = None,
-    ) -> None:
-        self.seed = _checked_seed(seed)
-        self._has_seed = seed is not None
-        check_dtypes(model, self.dtypes)
-        if x_test is None and y_test is not None:
+    model: nn.Module = argument(
+        "maps (n, ...) to (n, C), C at least 2 (for MSE, 1); its weights are overwritten",
+        kw_only=False,
+    )
+    x: Data = argument(
+        "local training examples: an array of shape (n, ...), or a dataset, which holds their "
+        "labels and is read for each message",
+        kw_only=False,
+    )
+    y: Any = argument(
+        "labels of an array x: integers in 0 ... C - 1 of shape (n,) or (n, 1), or one-hot rows "
+        "(n, C)",
+        default=None,
+        kw_only=False,
+    )
+    x_test: Data = argument(
+        "local examples for evaluation, in the same forms; the training examples by default",
+        default=None,
+    )
+    y_test: Any = argument("their labels", default=None)
+    columns: Columns | None = argument(
+        "names of example and label in a dataset's dicts, such as ('img', 'label'), or positions "
+        "in its tuples, if common names do not tell",
+        default=None,
+    )
+    loss: Loss = option(
+        "loss trained and reported; MSE is against one-hot targets", default="cross-entropy"
+    )
+    device: torch.device | str = argument("where the model runs", default="cpu")
+    batch_size_eval: int = option(
+        "examples per forward pass when evaluating", default=1024, at_least=1
+    )
+    sampling_rate: float = option(
+        "beta: share of the training examples that a round uses, drawn anew in each round without "
+        "replacement",
+        default=1.0,
+        above=0,
+        at_most=1,
+    )
+    projection: SealedProjection | None = argument(
+        "projects each example before the model sees it; the model then takes its features",
+        default=None,
+    )
+    seed: Any = argument(
+        "seeds what is drawn, together with the round: whole numbers such as (run's seed, "
+        "partition); by default each client of fedntk.clients.client_app draws numbers of its own, "
+        "by its id in the federation",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._has_seed = self.seed is not None
+        self.seed: tuple[int, ...] = _checked_seed(self.seed)
+        check_dtypes(self.model, self.dtypes)
+        self.model.to(self.device)
+        self.device = torch.device(self.device)
+        self._training = labelled_examples(self.x, self.y, columns=self.columns)
+        self._testing = (
+            None
+            if self.x_test is None
+            else labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
+        )
+        del self.x, self.y, self.x_test, self.y_test  # kept once, as read
+        for examples in (self._training, self._testing):
+            if examples is not None:
+                self._probe(examples)
+
+    def check(self) -> None:
+        """Refuse test labels without examples."""
+        super().check()
+        if self.x_test is None and self.y_test is not None:
             raise ValueError(
                 "x_test: expected the examples of y_test, got none; give x_test, or leave both out "
                 "to evaluate on the training examples"
             )
-        if not 0 < sampling_rate <= 1:
-            raise ValueError(f"sampling_rate: expected 0 < rate <= 1, got {sampling_rate}")
-        self.sampling_rate = sampling_rate
-        self.projection = projection
-        self.model = model.to(device)
-        self.loss = check_loss(loss)
-        self.device = torch.device(device)
-        self.batch_size_eval = batch_size_eval
-        self._training = labelled_examples(x, y, columns=columns)
-        self._testing = (
-            None
-            if x_test is None
-            else labelled_examples(x_test, y_test, columns=columns, name="x_test")
-        )
-        for examples in (self._training, self._testing):
-            if examples is not None:
-                self._probe(examples)
 
     def identify(self, client_id: str) -> None:
         """Have a client without a `seed` draw numbers of its own, by its id in the federation."""
@@ -164,9 +163,9 @@ class ModelClient(NumPyClient):
         if examples.may_change:
             class_numbers(labels, self._num_outputs, name=examples.name)
         elif examples is self._training:
-            self.x, self.targets = self._read(examples, [*self.seed, 0])
+            self.inputs, self.targets = self._read(examples, [*self.seed, 0])
         else:
-            self.x_test, self.targets_test = self._read(examples, [*self.seed, 0])
+            self.test_inputs, self.test_targets = self._read(examples, [*self.seed, 0])
 
     def _read(
         self, examples: LabelledExamples, seed: Sequence[int], chosen: Tensor | None = None
@@ -182,11 +181,11 @@ class ModelClient(NumPyClient):
     @cached_property
     def _all_testing(self) -> tuple[Tensor, Tensor]:
         if self._testing is None:
-            return self.x, self.targets
+            return self.inputs, self.targets
         return self._read(self._testing, [*self.seed, 0])
 
     @cached_property
-    def x(self) -> Tensor:
+    def inputs(self) -> Tensor:
         """All training examples (n, ...), augmented by the client's seed alone."""
         return self._all_training[0]
 
@@ -196,12 +195,12 @@ class ModelClient(NumPyClient):
         return self._all_training[1]
 
     @cached_property
-    def x_test(self) -> Tensor:
-        """Examples (n, ...) for evaluation: `x` itself where there are none."""
+    def test_inputs(self) -> Tensor:
+        """Examples (n, ...) for evaluation: `inputs` itself if there are none."""
         return self._all_testing[0]
 
     @cached_property
-    def targets_test(self) -> Tensor:
+    def test_targets(self) -> Tensor:
         """One-hot targets (n, C) of the examples for evaluation."""
         return self._all_testing[1]
 
@@ -287,7 +286,7 @@ class ModelClient(NumPyClient):
                 "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
                 "model is no CentredInputs(network, input_shape), and does not take their mean off"
             )
-        x = self._projected(self.x, config)
+        x = self._projected(self.inputs, config)
         return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
 
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
@@ -307,14 +306,14 @@ class ModelClient(NumPyClient):
         if self._training.may_change:
             x, targets = self._read(self._training, seed, chosen)
         elif chosen is None:
-            x, targets = self.x, self.targets
+            x, targets = self.inputs, self.targets
         else:
-            x, targets = self.x[chosen], self.targets[chosen]
+            x, targets = self.inputs[chosen], self.targets[chosen]
         return self._projected(x, config), targets
 
     def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation, projected, and their one-hot targets."""
-        return self._projected(self.x_test, config), self.targets_test
+        return self._projected(self.test_inputs, config), self.test_targets
 
     def _projected(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
         return x if self.projection is None else self.projection(x, config)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
@@ -36,63 +37,49 @@ class CPNTKFLClient(NTKFLClient):
     With differential privacy the client tells nothing else about its training examples: no loss
     travels with an upload, it takes no part in the choice of t, and it evaluates on test examples
     only.
-
-    Parameters
-    ----------
-    sparsity : float
-        Share of each tensor's numbers that is dropped: see
-        :meth:`fedntk.ntk.CompressedUpload.compress`.
-    bits : int
-        Of each number that stays, 1 ... 16; 32 leaves them as they are.
-    clip, noise_multiplier, label_noise : float
-        Of :func:`fedntk.ntk.privatise`. 0, the default, means no differential privacy.
-    noise_seed : tuple of int, optional
-        Makes the noise repeatable in a simulation: see :func:`fedntk.ntk.privatise`.
-    shuffling_key : bytes, optional
-        The shuffling server's public key: the upload is sealed for it. Each row is then compressed
-        by itself, and no loss travels beside the upload, so that neither says whose row is whose.
-    run : str
-        Name of the training run, which the sealed upload is bound to; the strategy's is the same.
-    **ntk_fl_options
-        Of :class:`NTKFLClient` (structure, chunk_size) and :class:`ModelClient` (sampling_rate,
-        projection, seed, ...).
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or two do not go together.
     """
 
     strategy = "CPNTKFL"
     replies = "compressed Jacobians"
 
-    def __init__(
-        self,
-        *args: Any,
-        sparsity: float = 0.0,
-        bits: int = UNQUANTISED,
-        clip: float = 0.0,
-        noise_multiplier: float = 0.0,
-        label_noise: float = 0.0,
-        noise_seed: tuple[int, ...] | None = None,
-        shuffling_key: bytes | None = None,
-        run: str = "",
-        **ntk_fl_options: Any,
-    ) -> None:
-        super().__init__(*args, **ntk_fl_options)
-        check_compression(sparsity, bits)
-        check_privacy(clip, noise_multiplier, label_noise)
-        if shuffling_key is not None:
-            check_run(run)
-            check_public_key(shuffling_key)
-        self.sparsity = sparsity
-        self.bits = bits
-        self.clip = clip
-        self.noise_multiplier = noise_multiplier
-        self.label_noise = label_noise
-        self.noise_seed = noise_seed
-        self.shuffling_key = shuffling_key
-        self.run = run
+    sparsity: float = option(
+        "share of each tensor's numbers that is dropped", default=0.0, at_least=0, below=1
+    )
+    bits: int = option(
+        "bits of each number that stays, 1 ... 16; 32 leaves them as they are",
+        default=UNQUANTISED,
+        at_least=1,
+    )
+    clip: float = option(
+        "norm to which an example's row is clipped before noise is added; 0: no privacy",
+        default=0.0,
+        at_least=0,
+    )
+    noise_multiplier: float = option(
+        "standard deviation of the noise over clip; 0: none", default=0.0, at_least=0
+    )
+    label_noise: float = option("noise of the labels; 0: none", default=0.0, at_least=0)
+    noise_seed: tuple[int, ...] | None = argument(
+        "makes the noise repeatable in a simulation", default=None
+    )
+    shuffling_key: bytes | None = argument(
+        "the shuffling server's public key: the upload is sealed for it, each row compressed by "
+        "itself, and no loss travels beside it, so that neither says whose row is whose",
+        default=None,
+    )
+    run: str = option(
+        "name of the training run, to which the sealed upload is bound, as on the strategy",
+        default="",
+    )
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        super().check()
+        check_compression(self.sparsity, self.bits)
+        check_privacy(self.clip, self.noise_multiplier, self.label_noise)
+        if self.shuffling_key is not None:
+            check_run(self.run)
+            check_public_key(self.shuffling_key)
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -180,7 +167,7 @@ class CPNTKFLClient(NTKFLClient):
         ValueError
             With differential privacy, if there are none: training examples stand in for them.
         """
-        if self.noise_multiplier and self.x_test is self.x:
+        if self.noise_multiplier and self.test_inputs is self.inputs:
             raise ValueError(
                 "an evaluation on the training examples was asked for, which their differential "
                 "privacy does not cover; give the client test examples (x_test, y_test)"

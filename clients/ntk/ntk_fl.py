@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedntk.ntk import JacobianUpload, jacobian, loss_value
 from fedntk.ntk.class_prior import offset_of
 from fedntk.ntk.evolution import unstack_candidates
+from fedntk.ntk.options import argument, option
 
 from ..core.base import ModelClient
 from ..core.weights import Scalar, set_weights
@@ -25,34 +26,21 @@ __all__ = ["NTKFLClient"]
 class NTKFLClient(ModelClient):
     """Computes J_m, f(X_m) and Y_m at the received weights (section 4.1, step 2).
 
-    Parameters
-    ----------
-    structure : {"factored", "dense"}
-        What is sent: layers in factors where that is smaller, or the paper's literal tensor of
-        n C d numbers. Both give the same weights.
-    chunk_size : int, optional
-        Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
-    **model_options
-        Of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
-        batch_size_eval, sampling_rate, projection, seed. The model is of float32 or float64.
+    The model is of float32 or float64.
     """
 
     strategy = "NTKFL"
     replies = "Jacobians"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
 
-    def __init__(
-        self,
-        *args: Any,
-        structure: Literal["factored", "dense"] = "factored",
-        chunk_size: int | None = None,
-        **model_options: Any,
-    ) -> None:
-        super().__init__(*args, **model_options)
-        if structure not in ("factored", "dense"):
-            raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
-        self.structure = structure
-        self.chunk_size = chunk_size
+    structure: Literal["factored", "dense"] = option(
+        "form in which Jacobians are sent: layers in factors if these are smaller, or the paper's "
+        "tensor of n C d numbers; both give the same weights",
+        default="factored",
+    )
+    chunk_size: int | None = argument(
+        "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
+    )
 
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]

@@ -7,13 +7,14 @@ Personalization*, ICML 2021, algorithm 1, with w^t the received weights:
     v_k <- v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)), which is kept
 """
 
-import math
 from collections.abc import Mapping
 from logging import WARNING, getLogger
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
+
+from fedntk.ntk.options import option
 
 from ..core.sgd_steps import proximal_term
 from ..core.weights import Scalar, set_weights
@@ -33,36 +34,22 @@ class DittoClient(PersonalisedClient):
     model's own. Nothing that is sent depends on it. It is what the client evaluates.
 
     A client that lost v_k begins again with the weights it receives, and reports ``restarted``.
-
-    Parameters
-    ----------
-    pull : float
-        lambda: how strongly v_k is pulled to w^t. 0 means not at all: v_k is local training. Its
-        steps do not overshoot w^t as long as ``learning_rate * pull`` is at most 1.
-    personal_epochs : int, optional
-        Passes over the local examples that train v_k; as many as `local_epochs` by default.
-    **options
-        Of :class:`PersonalisedClient`: cache, and those of :class:`SGDClient`, which both models
-        are trained with. FedProx's term is added for the sent weights alone.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
     """
 
     strategy = "Ditto"
     replies = "global weights"
 
-    def __init__(
-        self, *args: Any, pull: float = 1.0, personal_epochs: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        if not 0 <= pull < math.inf:
-            raise ValueError(f"pull: expected a finite number of at least 0, got {pull}")
-        if personal_epochs is not None and personal_epochs < 0:
-            raise ValueError(f"personal_epochs: expected at least 0, got {personal_epochs}")
-        self.pull, self.personal_epochs = pull, personal_epochs
+    pull: float = option(
+        "lambda: how strongly the personal model is pulled to the received weights; 0: not at all; "
+        "steps do not overshoot as long as learning_rate * pull is at most 1",
+        default=1.0,
+        at_least=0,
+    )
+    personal_epochs: int = option(
+        "passes over the local examples that train the personal model; 0: as many as local_epochs",
+        default=0,
+        at_least=0,
+    )
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train both models, and return the global one.
@@ -91,7 +78,7 @@ class DittoClient(PersonalisedClient):
         x, targets = self.training_examples(config)
         centre = {name: torch.from_numpy(array) for name, array in received.items()}
         adjust = proximal_term(self.trainable, self.pull, centre) if self.pull else None
-        return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs)
+        return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs or None)
 
     def own_network(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
         """Return v_k: what was kept; the received weights before that, or where it is lost."""

@@ -8,7 +8,6 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 As in the authors' program, d is taken example by example: the mean square over the features.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
+from fedntk.ntk.options import option
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.named_arrays import NamedArrays
@@ -37,41 +37,25 @@ class FedProtoClient(PersonalisedClient):
     with f(x) the p features before the last linear layer. A class without a global prototype pulls
     at none. After training, the client's prototypes are the means of f(x), in evaluation mode, over
     its examples of each class. All of the network stays on this machine.
-
-    Parameters
-    ----------
-    pull : float
-        lambda: how strongly features are drawn to the prototypes. 0 means not at all: local
-        training.
-    predict : {"prototype", "head"}
-        What the client evaluates: the class whose global prototype is nearest, or the network's own
-        last layer. Before there are prototypes it is the last layer.
-    **options
-        Of :class:`PersonalisedClient`: cache, and those of :class:`SGDClient`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
     """
 
     strategy = "FedProto"
     replies = "prototypes"
     config_keys = PersonalisedClient.config_keys | FeatureMap("last-layer").to_config().keys()
 
-    def __init__(
-        self,
-        *args: Any,
-        pull: float = 1.0,
-        predict: Literal["prototype", "head"] = "prototype",
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        if not 0 <= pull < math.inf:
-            raise ValueError(f"pull: expected a finite number of at least 0, got {pull}")
-        if predict not in ("prototype", "head"):
-            raise ValueError(f"predict: expected 'prototype' or 'head', got {predict!r}")
-        self.pull, self.predict = pull, predict
+    pull: float = option(
+        "lambda: how strongly features are drawn to the prototypes; 0: not at all",
+        default=1.0,
+        at_least=0,
+    )
+    predict: Literal["prototype", "head"] = option(
+        "what the client evaluates: the class of the nearest global prototype, or the network's "
+        "own last layer, which predicts as long as there are no prototypes",
+        default="prototype",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._pull: _Pull | None = None  # while it trains
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:

@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fedntk.ntk import Predictor
+from fedntk.ntk.options import argument
 
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.weights import Scalar, get_weights
@@ -32,31 +33,19 @@ class PersonalisedClient(SGDClient):
     this machine's disk. The strategy says from which round it is to be taken: the last one in which
     it accepted the client's reply. A client that finds it missing says so, and is sent the first
     values again.
-
-    Parameters
-    ----------
-    cache : path, optional
-        Folder for that; ``fedntk/personal`` in $XDG_CACHE_HOME or ``~/.cache`` by default. It holds
-        a folder for each run and client, with the newest 20 rounds (64 MiB at most, or the newest
-        two). A folder goes when this client begins another run more than a day after its last use.
-    **sgd_options
-        Of :class:`SGDClient`: local_epochs, batch_size, learning_rate, ...
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
     """
 
     strategy = "PersonalisedStrategy"
     replies = "shared weights"
     config_keys = SGDClient.config_keys | {RUN, ROUND}
 
-    def __init__(
-        self, *args: Any, cache: str | os.PathLike[str] | None = None, **sgd_options: Any
-    ) -> None:
-        super().__init__(*args, **sgd_options)
-        self.cache = cache
+    cache: str | os.PathLike[str] | None = argument(
+        "folder for what is personal; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default. "
+        "It holds a folder for each run and client, with the newest 20 rounds (64 MiB at most, or "
+        "the newest two), which goes when this client begins another run more than a day after its "
+        "last use",
+        default=None,
+    )
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Run E epochs of SGD on the received arrays and the client's own, together.

@@ -25,16 +25,6 @@ class WeightedFedAvgClient(PersonalisedClient):
     Which features these are comes with the message. They tell the server what an average example
     of each class looks like to the network, and how many examples of it there are: with a single
     example of a class, that example's features.
-
-    Parameters
-    ----------
-    **sgd_options
-        Of :class:`PersonalisedClient`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
     """
 
     strategy = "WeightedFedAvg"

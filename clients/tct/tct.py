@@ -181,17 +181,17 @@ class TCTClient(SGDClient):
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
         if task.step in OF_SECURE_SUMS and task.step != "masked-statistics":
-            return self._towards_sum(task, parameters, config), len(self.x), {}
+            return self._towards_sum(task, parameters, config), len(self.inputs), {}
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
-            return [counts], len(self.x), _loss_at_zero(task, self.targets)
+            return [counts], len(self.inputs), _loss_at_zero(task, self.targets)
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
         records = _records(parameters, *needed)
         store = self._store(task, records, config)
         if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
             return _lost(0)
-        digests, order = _sorted(self.x, self.targets)
-        examples = _Examples(self._projected(self.x[order], config), self.targets[order])
+        digests, order = _sorted(self.inputs, self.targets)
+        examples = _Examples(self._projected(self.inputs[order], config), self.targets[order])
         if task.step == "features":
             return self._features(task, store, examples)
         if task.step == "statistics":
@@ -263,8 +263,8 @@ class TCTClient(SGDClient):
         """
         set_weights(self.model, parameters)
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
-        task.feature_map.extractor(self.model)(self._projected(self.x[:1], config))
-        n, width = len(self.x), task.feature_map.width(self.model)
+        task.feature_map.extractor(self.model)(self._projected(self.inputs[:1], config))
+        n, width = len(self.inputs), task.feature_map.width(self.model)
         folder = self.folder(task, config)
         remove_stale(folder)
         folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
@@ -503,7 +503,7 @@ class TCTClient(SGDClient):
         task = ConvexTask.from_config(config)
         if task is None:
             return super().evaluate(parameters, config)
-        if self.only_masked and self.x_test is self.x:
+        if self.only_masked and self.test_inputs is self.inputs:
             raise ValueError(
                 "this client sends masked sums alone, and losses of linear models on its training "
                 "examples would tell what is in its sums; give it examples for evaluation (x_test, "
@@ -513,16 +513,18 @@ class TCTClient(SGDClient):
         store = self._store(task, records, config)
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
-        digests, order = _sorted(self.x_test, self.targets_test)
+        digests, order = _sorted(self.test_inputs, self.test_targets)
         kept = store.examples("train")
-        same = self.x_test is self.x and kept is not None and np.array_equal(kept, digests)
+        same = (
+            self.test_inputs is self.inputs and kept is not None and np.array_equal(kept, digests)
+        )
         name = "train" if same else "test"
         kept = store.examples(name)
         if kept is None or not np.array_equal(kept, digests):
             store.replace(name, digests)
-        x = self._projected(self.x_test[order], config)
+        x = self._projected(self.test_inputs[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
-        outputs, targets = rows @ _only(records, "linear"), self.targets_test[order]
+        outputs, targets = rows @ _only(records, "linear"), self.test_targets[order]
         hits = outputs.argmax(1) == targets.argmax(1)
         value = convex_loss(outputs, centred_targets(targets, task.loss), task.loss)
         return value, len(hits), {"accuracy": float(hits.double().mean())}

@@ -46,7 +46,7 @@ class _Ditto(PersonalMethod[DittoSettings]):
         own, config = self.own(setup.config), setup.config
         return DittoClient(
             pull=own.pull,
-            personal_epochs=own.personal_epochs or None,
+            personal_epochs=own.personal_epochs,
             cache=personal_cache(config),
             **config.local_sgd,
             **options,

@@ -68,7 +68,7 @@ def test_a_loss_that_is_no_number_counts_as_infinite():
     model = nn.Linear(3, 3)
     client = ModelClient(model, torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
     good, bad = get_weights(model), [np.full((3, 3), np.nan, np.float32), np.zeros(3, np.float32)]
-    losses = client.candidate_losses([good, bad], client.x, client.targets)
+    losses = client.candidate_losses([good, bad], client.inputs, client.targets)
     assert np.isfinite(losses[0])
     assert losses[1] == np.inf
 

@@ -61,7 +61,7 @@ def test_examples_pass_the_network_once(gram):
     count = own.model[0].register_forward_hook  # copied with the network
     count(lambda _, inputs, __: passed.append(len(inputs[0])))
     own.fit(get_weights(network(1)), config(gram=gram))
-    assert sum(passed) == len(own.x) == 8
+    assert sum(passed) == len(own.inputs) == 8
 
 
 def test_a_sample_of_the_examples_is_drawn_where_wanted():

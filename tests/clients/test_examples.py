@@ -135,8 +135,8 @@ def test_all_forms_give_each_example_once_and_in_order(form):
     given = {"x_test": data[0]} | ({"y_test": data[1]} if len(data) > 1 else {})
     client = ModelClient(network(), *data, **given)
     for x, targets in (
-        (client.x, client.targets),
-        (client.x_test, client.targets_test),
+        (client.inputs, client.targets),
+        (client.test_inputs, client.test_targets),
         client.training_examples({"server-round": 3}),
     ):
         assert torch.equal(x, X)
@@ -164,13 +164,13 @@ def test_every_client_takes_loaders(kind, tmp_path):
 
 def test_tensors_in_the_models_dtype_are_not_copied():
     client = ModelClient(network(), X, Y)
-    assert client.x is client.x_test
-    assert client.x.data_ptr() == X.data_ptr()
+    assert client.inputs is client.test_inputs
+    assert client.inputs.data_ptr() == X.data_ptr()
 
 
 def test_examples_take_the_dtype_of_the_models_parameters():
     client = ModelClient(network().double(), X.numpy(), Y)
-    assert client.x.dtype == torch.float64
+    assert client.inputs.dtype == torch.float64
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     assert ModelClient(network().double(), loader).x.dtype == torch.float64
 
@@ -196,7 +196,7 @@ def test_whole_numbers_stay_for_a_model_that_takes_them():
 def test_a_subset_sampler_chooses_examples_in_order():
     loader = DataLoader(Dicts(), batch_size=2, sampler=SubsetRandomSampler([7, 2, 5]))
     client = ModelClient(network(), loader)
-    assert torch.equal(client.x, X[[2, 5, 7]])
+    assert torch.equal(client.inputs, X[[2, 5, 7]])
     assert torch.equal(client.targets, one_hot(Y[[2, 5, 7]], 3))
 
 
@@ -212,7 +212,7 @@ def test_columns_say_which_entries_count(dataset, columns):
     with pytest.raises(ValueError, match=r"say which two with columns=\("):
         ModelClient(network(), dataset)
     client = ModelClient(network(), dataset, columns=columns)
-    assert torch.equal(client.x, X)
+    assert torch.equal(client.inputs, X)
     assert torch.equal(client.targets, one_hot(Y, 3))
 
 

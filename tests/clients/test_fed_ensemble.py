@@ -103,6 +103,6 @@ def test_what_is_asked_of_the_client_within_is_answered_by_it():
     client = wrapped()
     assert client.get_properties({}) == {}
     assert [a.shape for a in client.get_parameters({})] == [(3, 4), (3,)]
-    assert np.array_equal(client.x, X)
+    assert np.array_equal(client.inputs, X)
     with pytest.raises(AttributeError):
         _ = client.nothing

@@ -54,7 +54,7 @@ def test_float16_is_for_methods_that_send_weights(kind, tmp_path):
             kind(model, X, Y, **own)
     else:
         client = kind(model, X, Y, **own)
-        assert client.x.dtype == torch.float16
+        assert client.inputs.dtype == torch.float16
         loss, count, _ = client.evaluate(client.get_parameters({}), {})
         assert loss > 0
         assert count == 6

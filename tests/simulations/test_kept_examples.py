@@ -127,6 +127,6 @@ def test_kept_examples_make_the_bits_of_new_ones_in_any_order(kind, tmp_path, mo
 def test_each_thread_keeps_its_own_and_a_client_of_the_next_message_finds_it():
     setup = load_setup(CONFIG)
     first, second = (make_client(setup, 1, {}) for _ in range(2))
-    assert second.x.data_ptr() == first.x.data_ptr()
+    assert second.inputs.data_ptr() == first.inputs.data_ptr()
     assert setup.kept.nbytes > 0
     assert load_setup(CONFIG).kept.nbytes == 0
