@@ -336,10 +336,8 @@ def _item_of(kind: Any) -> Any:
 
 def _converted(kind: Any, value: Any) -> Any:
     """Return a value as a type, or _UNFIT."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    kinds = _alternatives(kind)
-    for one in kinds:
+    given, value = value, value.item() if isinstance(value, np.generic) else value
+    for one in _alternatives(kind):
         if isinstance(one, str):
             if value == one and isinstance(value, str):
                 return value
@@ -360,7 +358,7 @@ def _converted(kind: Any, value: Any) -> Any:
                 if not any(each is _UNFIT for each in items):
                     return items
         else:  # a type that is not checked
-            return value
+            return given
     return _UNFIT
 
 

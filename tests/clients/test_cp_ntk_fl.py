@@ -101,13 +101,6 @@ def test_the_candidates_are_compared_on_the_examples_that_were_sent():
     assert answer["losses"] == pytest.approx([expected] * 2)
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.5, 1.01, float("nan")])
-@pytest.mark.parametrize("kind", [CPNTKFLClient, SGDClient])
-def test_a_rate_that_is_none_is_refused(kind, rate):
-    with pytest.raises(ValueError, match=r"sampling_rate: expected 0 < rate <= 1, got"):
-        kind(network(), X, Y, sampling_rate=rate)
-
-
 # -------------------------------------------------------------------- projection
 
 

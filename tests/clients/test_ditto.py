@@ -93,16 +93,3 @@ def test_nothing_of_the_own_model_is_in_the_reply(tmp_path: Path):
     assert sorted(metrics) == ["personal-loss", "restarted", "train-loss"]
     kept = own.kept({**config, "personal-round": 1})
     assert np.abs(kept["weight"] - result.records["arrays"]["weight"]).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"pull": -1.0}, "pull: expected a finite number of at least 0, got -1.0"),
-        ({"pull": float("nan")}, "pull: expected a finite number of at least 0, got nan"),
-        ({"personal_epochs": -1}, "personal_epochs: expected at least 0, got -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        DittoClient(linear(), *examples(0), **options)

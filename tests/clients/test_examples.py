@@ -172,7 +172,7 @@ def test_examples_take_the_dtype_of_the_models_parameters():
     client = ModelClient(network().double(), X.numpy(), Y)
     assert client.inputs.dtype == torch.float64
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
-    assert ModelClient(network().double(), loader).x.dtype == torch.float64
+    assert ModelClient(network().double(), loader).inputs.dtype == torch.float64
 
 
 def test_whole_numbers_stay_for_a_model_that_takes_them():
@@ -187,10 +187,10 @@ def test_whole_numbers_stay_for_a_model_that_takes_them():
             return self.network(x.float() / 255)  # type: ignore[no-any-return]
 
     images = (255 * torch.rand(N, 1, 6, 6)).byte()
-    assert torch.equal(ModelClient(Scaled(), images, Y).x, images)
+    assert torch.equal(ModelClient(Scaled(), images, Y).inputs, images)
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
     tokens = torch.randint(9, (N, 5))
-    assert ModelClient(text, tokens, Y).x.dtype == torch.int64
+    assert ModelClient(text, tokens, Y).inputs.dtype == torch.int64
 
 
 def test_a_subset_sampler_chooses_examples_in_order():
@@ -218,10 +218,10 @@ def test_columns_say_which_entries_count(dataset, columns):
 
 @pytest.mark.parametrize("names", [("img", "label"), ("anything", "label"), ("image", "target")])
 def test_common_names_tell_example_and_label(names):
-    assert torch.equal(ModelClient(network(), Dicts(names)).x, X)
-    assert torch.equal(ModelClient(network(), Dicts(names, id=3), columns=names).x, X)
+    assert torch.equal(ModelClient(network(), Dicts(names)).inputs, X)
+    assert torch.equal(ModelClient(network(), Dicts(names, id=3), columns=names).inputs, X)
     if names[0] != "anything":
-        assert torch.equal(ModelClient(network(), Dicts(names, id=3)).x, X)
+        assert torch.equal(ModelClient(network(), Dicts(names, id=3)).inputs, X)
 
 
 # -------------------------------------------------------------------------------- augmentation
@@ -275,10 +275,10 @@ def test_tct_has_the_same_examples_through_stage_2_and_others_in_each_round_of_s
     def client() -> TCTClient:
         return TCTClient(network(), Augmented(), cache=tmp_path, seed=(0, 3))
 
-    assert torch.equal(client().x, client().x)
+    assert torch.equal(client().inputs, client().inputs)
     first, second = (client().training_examples({"server-round": r})[0] for r in (1, 2))
     assert not torch.equal(first, second)
-    assert not torch.equal(first, client().x)
+    assert not torch.equal(first, client().inputs)
 
 
 def states() -> tuple[Any, ...]:
@@ -524,7 +524,7 @@ def test_an_error_of_the_dataset_itself_comes_as_it_is():
 
 def test_numbers_whose_sum_is_no_number_are_finite_themselves():
     x = torch.full((4, 3), 3e38)
-    assert torch.equal(ModelClient(nn.Linear(3, 3), x, Y[:4]).x, x)
+    assert torch.equal(ModelClient(nn.Linear(3, 3), x, Y[:4]).inputs, x)
 
 
 def test_examples_of_a_loader_are_projected_like_tensors():

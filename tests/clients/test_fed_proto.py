@@ -136,15 +136,3 @@ def test_another_strategys_arrays_are_refused():
     weights = dict(zip(network().state_dict(), get_weights(network()), strict=True))
     with pytest.raises(ValueError, match=r"arrays: expected global-prototypes\.means and"):
         own.fit(NamedArrays({"arrays": weights}), config_of())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"pull": -1.0}, "pull: expected a finite number of at least 0, got -1.0"),
-        ({"predict": "mean"}, "predict: expected 'prototype' or 'head', got 'mean'"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        FedProtoClient(network(), *examples(0), **options)

@@ -259,18 +259,9 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(momentum, weight_decay)
 BAD = (-0.1, float("nan"), float("inf"))
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "momentum", "weight_decay"])
-@pytest.mark.parametrize("value", BAD)
-def test_steps_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}: expected a finite number of at least 0"):
-        client(nn.Linear(4, 3), **{name: value})
-
-
 @pytest.mark.parametrize("mu", [*BAD, "1", True])
-def test_a_bad_mu_is_refused_of_the_user_and_in_a_message(mu):
+def test_a_bad_mu_in_a_message_is_refused(mu):
     model, said = nn.Linear(4, 3), "expected a finite number of at least 0, got"
-    with pytest.raises(ValueError, match=f"proximal_mu: {said}"):
-        client(model, proximal_mu=mu)
     with pytest.raises(ValueError, match=f"proximal-mu: {said}"):
         client(model).fit(get_weights(model), {"proximal-mu": mu})
 

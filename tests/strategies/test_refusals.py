@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
 
-from fedntk.ntk.options import Option
+import fedntk.clients
+from fedntk.ntk.options import Declared, Option
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD
 from fedntk.trust import KeyServer, ShufflingServer
 
@@ -77,8 +80,17 @@ def outside(own: Option) -> list[Any]:
 
 
 KINDS = {type(case.strategy()): case.strategy() for case in CONTRACTS.values()}
+CLIENTS = [
+    kind
+    for kind in map(vars(fedntk.clients).get, fedntk.clients.__all__)
+    if isinstance(kind, type) and issubclass(kind, Declared)
+]
 # what several methods inherit is tried with one of them
-DECLARED = {own.name + str(own): (kind, own) for kind in KINDS for own in kind.options().values()}
+DECLARED = {
+    own.name + str(own): (kind, own)
+    for kind in (*KINDS, *CLIENTS)
+    for own in kind.options().values()
+}
 LIMITS = [
     pytest.param(kind, own, value, id=f"{kind.__name__}-{own.name}-{value}")
     for kind, own in DECLARED.values()
@@ -88,6 +100,11 @@ LIMITS = [
 
 @pytest.mark.parametrize(("kind", "own", "value"), LIMITS)
 def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
+    if kind in CLIENTS:
+        model, x = nn.Linear(4, 3), torch.zeros(2, 4)
+        with pytest.raises(ValueError, match=rf"^{own.name}: expected .*, got"):
+            kind(model, x, torch.arange(2), **{own.name: value})
+        return
     required = {
         name: getattr(KINDS[kind], name, 0.1)
         for name, parameter in inspect.signature(kind).parameters.items()
