@@ -57,7 +57,7 @@ class Recording(Grid):
         messages = list(messages)
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for step in {step_of(m.content["config"]) for m in messages if "config" in m.content}:
-            self.__dict__.setdefault("seen", {})[step] = replies
+            self.__dict__.setdefault("replies", {})[step] = replies
         return replies
 
 
@@ -113,7 +113,7 @@ def test_a_sum_of_fewer_than_are_needed_for_the_model_is_not_opened(clients):
     strategy, grid = make(min_completed=6), Recording(clients(failing_at(STEPS[2], 1)))
     found = start(strategy, grid)
     assert not found[LINEAR].any()
-    assert "confirm" not in grid.seen
+    assert "confirm" not in grid.replies
     assert strategy.train_metrics[1]["replies-accepted"] == 5
 
 
@@ -141,7 +141,7 @@ def test_the_server_gets_no_clients_sums(clients):
     fixed = FixedPoint.of(extract(held()[0]), 8)
     masked = {
         int(r.content["metrics"]["partition-id"]): next(iter(r.content["arrays"].values())).numpy()
-        for r in grid.seen["masked-statistics"]
+        for r in grid.replies["masked-statistics"]
     }
     total = np.zeros(12 * 13 // 2 + 3 * 13, np.int64)
     for k, words in masked.items():
@@ -150,7 +150,7 @@ def test_the_server_gets_no_clients_sums(clients):
         assert words.shape == own.shape == total.shape
         assert not (words == own).any()
         total += own.view(np.int32)
-    assert {*grid.seen} >= {*STEPS}
+    assert {*grid.replies} >= {*STEPS}
     added = np.sum(list(masked.values()), axis=0, dtype=np.uint32)
     assert not (added == total.astype(np.uint32)).any()  # nor is the sum open without the shares
 
@@ -173,7 +173,7 @@ def test_other_masks_each_time(clients):
     first, second = (Recording(clients()) for _ in range(2))
     for grid in (first, second):
         start(make(), grid)
-    for a, b in zip(*(g.seen["masked-statistics"] for g in (first, second)), strict=True):
+    for a, b in zip(*(g.replies["masked-statistics"] for g in (first, second)), strict=True):
         one, other = (next(iter(r.content["arrays"].values())).numpy() for r in (a, b))
         assert not (one == other).any()
 
