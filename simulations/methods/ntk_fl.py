@@ -120,7 +120,7 @@ class EvolvingMethod(Method[S]):
         chooses = settings.selection == "validation"  # else what is held out is for others
         return dict(
             learning_rate=AUTO if settings.auto_learning_rate else config.learning_rate,
-            steps=None if settings.steps_grid == DEFAULT_STEPS else settings.steps_grid,
+            steps=() if settings.steps_grid == DEFAULT_STEPS else settings.steps_grid,
             allow_no_step=settings.allow_no_step,
             loss=config.loss,
             selection=settings.selection,
@@ -132,7 +132,7 @@ class EvolvingMethod(Method[S]):
             residuals=settings.residuals,
             kernel_dtype=settings.kernel_dtype,
             tolerance=settings.tolerance,
-            memory_budget=round(settings.memory_budget * 1e9) or None,
+            memory_budget=settings.memory_budget,
             device=setup.device,
             **options,
         )
