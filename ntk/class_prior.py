@@ -22,11 +22,6 @@ def log_class_prior(targets: Tensor, counts: Tensor | None = None) -> Tensor:
     The shares of examples with one-hot targets (n, C), n at least 1, are smoothed by one example
     that is spread over the classes, pi_c = (n_c + 1/C) / (n + 1), and rho likewise: that of a class
     without examples is not 0. For pi = rho they are zeros.
-
-    Examples
-    --------
-    >>> log_class_prior(torch.eye(3))
-    tensor([0., 0., 0.])
     """
     shares = _shares(targets.sum(0, dtype=torch.float64))
     expected = 1 / targets.shape[1] if counts is None else _shares(counts.to(shares))

@@ -28,13 +28,7 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
 
 
 def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:
-    """Return the names of the arrays of `head`, by default a network's last ``nn.Linear``.
-
-    Examples
-    --------
-    >>> head_arrays(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
-    ('2.weight', '2.bias')
-    """
+    """Return the names of the arrays of `head`, by default a network's last ``nn.Linear``."""
     name, _ = FeatureMap("last-layer", head=head).last_layer(network)
     prefix = f"{name}." if name else ""
     return tuple(array for array in network.state_dict() if array.startswith(prefix))

@@ -103,13 +103,6 @@ def mixing_matrix(groups: Tensor, *, dtype: torch.dtype = torch.float64) -> Tens
 
     Groups (K,) that are all the same give FedAvg, all different local training, those of the
     signals the weighted FedAvg of appendix C.4.
-
-    Examples
-    --------
-    >>> mixing_matrix(torch.tensor([0, 1, 1]))
-    tensor([[1.0000, 0.0000, 0.0000],
-            [0.0000, 0.5000, 0.5000],
-            [0.0000, 0.5000, 0.5000]], dtype=torch.float64)
     """
     same = (groups[:, None] == groups).to(dtype)
     return same / same.sum(1, keepdim=True)

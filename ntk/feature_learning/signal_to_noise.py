@@ -54,16 +54,6 @@ def generalisation_exponent(signals: Tensor, *, num_examples: int, noise_std: fl
     state. For local training give one client's signal, for averages within a group that group's:
     then it is n ||mu||^4 / (sigma_p^4 d), times the number of clients in the group. n is the number
     of examples of one client.
-
-    Examples
-    --------
-    >>> import torch
-    >>> mu = torch.zeros(20, 1000)
-    >>> mu[:, 0] = 2.0
-    >>> exponents = generalisation_exponent(mu, num_examples=100, noise_std=1.0)
-    >>> local = generalisation_exponent(mu[:1], num_examples=100, noise_std=1.0)
-    >>> round(float(exponents[0]), 4), round(float(local[0]), 4)
-    (32.0, 1.6)
     """
     clients, dimension = signals.shape
     return num_examples * dimension * effective_snr(signals, noise_std=noise_std) ** 4 / clients

@@ -72,15 +72,6 @@ class TwoPatchDistribution:
 
     A client's examples do not depend on how many others there are, nor on theirs. Clients are
     numbered by their groups; ``group_sizes=(1, 3, 6, 10)`` is the paper's figure 4.
-
-    Examples
-    --------
-    >>> distribution = TwoPatchDistribution(group_sizes=(1, 3), dimension=50)
-    >>> examples = distribution.draw(10)
-    >>> tuple(examples.patches().shape)
-    (4, 10, 2, 50)
-    >>> examples.groups
-    tensor([0, 1, 1, 1])
     """
 
     group_sizes: tuple[int, ...] = (20,)  # clients that share each signal; (20,) is IID

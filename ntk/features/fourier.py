@@ -27,11 +27,6 @@ class FourierFeatures(nn.Module):
 
     It has nothing to train and no state dict: the seed gives its frequencies and phases, which are
     made on the CPU and so the same for any device.
-
-    Examples
-    --------
-    >>> FourierFeatures(3, 5, seed=0)(torch.eye(3)).shape
-    torch.Size([3, 5])
     """
 
     frequencies: Tensor

@@ -29,14 +29,9 @@ SMALLEST = 1e-30  # its inverse is a float32
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, means and sums of squared deviations of a group's features.
+    """Count n, means (p,) and sums of squared deviations (p,) of a group's features, float64.
 
-    Attributes
-    ----------
-    count : int
-        Examples n in the group.
-    mean, sum_sq_dev : float64, shape (p,)
-        Mean of each feature, and the sum over the examples of (z - mean)^2.
+    `sum_sq_dev` is the sum over the examples of (z - mean)^2.
     """
 
     count: int
@@ -88,14 +83,11 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """z -> (z - mean) inv_std.
+    """z -> (z - mean) inv_std, with both (p,) in float32.
 
-    Attributes
-    ----------
-    mean, inv_std : float32, shape (p,)
-        `inv_std` is 1 over the standard deviation, and 0 for a constant feature. A feature that
-        varies in few of the n examples has a small standard deviation, and another example may be
-        sqrt(n) of it away: as in the paper, nothing is clipped.
+    `inv_std` is 1 over the standard deviation, and 0 for a constant feature. A feature that
+    varies in few of the n examples has a small standard deviation, and another example may be
+    sqrt(n) of it away: as in the paper, nothing is clipped.
     """
 
     mean: NDArray[np.float32]

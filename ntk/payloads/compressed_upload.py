@@ -27,16 +27,9 @@ DECODING_BYTES = 40  # for each number that was sent, while they are unpacked
 class CompressedUpload:
     """What one client sends up in a round of CP-NTK-FL (Yue et al. 2022, section 4.2).
 
-    Attributes
-    ----------
-    outputs : ndarray of float32 or float64, shape (n, C)
-        f(X'_m), as in :class:`JacobianUpload`.
-    labels : ndarray of the smallest unsigned integer that holds C - 1, shape (n,)
-        Classes of the examples.
-    layout : ndarray of uint8
-        Layout of the Jacobian.
-    tensors : tuple of ndarray
-        Arrays of its blocks, each compressed by :func:`compress`; tokens as they are.
+    Outputs (n, C) are those of :class:`JacobianUpload`; labels (n,) are the classes, in the
+    smallest unsigned integer that holds C - 1. The arrays of the Jacobian's blocks, described by
+    `layout`, are each compressed by :func:`compress`; tokens stay as they are.
     """
 
     outputs: NDArray[np.floating]

@@ -23,14 +23,8 @@ __all__ = ["JacobianUpload"]
 class JacobianUpload:
     """What one client sends up in a round of NTK-FL (Yue et al. 2022, section 4.1, step 2).
 
-    Attributes
-    ----------
-    jacobian : Jacobian
-        J_m of the client's n examples, at the received weights.
-    outputs : Tensor, shape (n, C)
-        f(X_m) at the received weights, in the Jacobian's dtype (float32, or float64).
-    targets : Tensor, shape (n, C)
-        Y_m, one-hot, in the same dtype.
+    The Jacobian J_m is of the client's n examples, at the received weights. Outputs f(X_m) there
+    and one-hot targets Y_m are (n, C), in the Jacobian's dtype (float32, or float64).
     """
 
     jacobian: Jacobian

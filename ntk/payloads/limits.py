@@ -17,16 +17,9 @@ __all__ = ["UploadLimits", "require_labels"]
 class UploadLimits:
     """What a client may send; an upload that holds more is refused.
 
-    Attributes
-    ----------
-    parameters : mapping of str to sequence of int
-        Shape of each array of the global model.
-    max_examples : int
-        Most examples of one client.
-    sparsity : float
-        Least share of each tensor's numbers that is dropped.
-    bits : int
-        Most bits of each number that stays.
+    `parameters` has the shape of each array of the global model. One client has at most
+    `max_examples`; of each tensor's numbers at least the share `sparsity` is dropped, and the
+    others have at most so many `bits`.
     """
 
     parameters: Mapping[str, Sequence[int]]

@@ -24,15 +24,7 @@ __all__ = ["SplitStatistics", "draw_held_out"]
 
 @dataclass(frozen=True, eq=False)
 class SplitStatistics:
-    """Sums over the examples to fit, and over those held out; of one client either may be empty.
-
-    Examples
-    --------
-    >>> z, y = torch.tensor([[1.0, 2.0], [0.0, 3.0]]), torch.tensor([0, 1])
-    >>> parts = (FeatureStatistics.of([z[i : i + 1]], y[i : i + 1], 2) for i in range(2))
-    >>> SplitStatistics(*parts).everyone.gram
-    array([ 1.,  2., 13.])
-    """
+    """Sums over the examples to fit, and over those held out; of one client either may be empty."""
 
     fitting: FeatureStatistics
     held_out: FeatureStatistics

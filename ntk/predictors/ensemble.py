@@ -26,17 +26,11 @@ __all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
 class Uncertainty:
     """Uncertainty of an ensemble about each of n examples, by cause; all of shape (n,), in nats.
 
-    Attributes
-    ----------
-    entropy : Tensor
-        H(mean of p_k), of the prediction as a whole.
-    expected_entropy : Tensor
-        Mean of H(p_k): the uncertainty that all models share, such as noise in the labels.
-    mutual_information : Tensor
-        The difference, at least 0: the models' disagreement. It is large for examples unlike
-        those they were trained on, and 0 for K = 1.
-    variance : Tensor
-        Sum over the classes of the variance of p_k over the models (divided by K).
+    `entropy`, H(mean of p_k), is that of the prediction as a whole; `expected_entropy`, the mean of
+    H(p_k), the part that all models share, such as noise in the labels; `mutual_information`, their
+    difference, the models' disagreement: large for examples unlike those they were trained on, and
+    0 for K = 1. `variance` is the sum over the classes of the variance of p_k over the models
+    (divided by K).
     """
 
     entropy: Tensor

@@ -24,16 +24,6 @@ def full_float32() -> Iterator[None]:
     """Switch off TF32, and bfloat16 on CPUs, while a kernel or a solution is formed.
 
     It may be nested, and used by several threads: the caller's own choice is back after the last.
-
-    Examples
-    --------
-    >>> torch.set_float32_matmul_precision("high")
-    >>> with full_float32():
-    ...     print(torch.get_float32_matmul_precision())
-    highest
-    >>> torch.get_float32_matmul_precision()
-    'high'
-    >>> torch.set_float32_matmul_precision("highest")
     """
     with _LOCK:
         _UNDO.append([] if _UNDO else _switch_off())
