@@ -6,7 +6,6 @@ once, in the order of the dataset, as two tensors. A loader's shuffling and its 
 are ignored, since methods need a quantity for each example.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +32,8 @@ IMAGE_NAMES = (
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 
 
-class LabelledExamples(ABC):
-    """Some examples with their labels.
+class LabelledExamples:
+    """Examples with their labels: in memory, or in a subclass made by a dataset when read.
 
     Attributes
     ----------
@@ -45,23 +44,6 @@ class LabelledExamples(ABC):
     """
 
     name: str
-    may_change: bool
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of examples n, at least 1."""
-
-    @abstractmethod
-    def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the `chosen` examples (m, ...), by default all n in order, and their labels.
-
-        `seed` is for torch's, NumPy's and Python's global generators while they are read.
-        """
-
-
-class _Arrays(LabelledExamples):
-    """Examples in memory."""
-
     may_change = False
 
     def __init__(self, names: tuple[str, str], x: Tensor, y: Tensor) -> None:
@@ -77,12 +59,15 @@ class _Arrays(LabelledExamples):
         return len(self.x)
 
     def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the `chosen` examples (m, ...), by default all n in order, and their labels.
+
+        `seed` is for torch's, NumPy's and Python's global generators while they are read.
+        """
+        del seed
         return (self.x, self.y) if chosen is None else (self.x[chosen], self.y[chosen])
 
 
 class _FromDataset(LabelledExamples):
-    """Examples that a dataset makes when they are asked for."""
-
     may_change = True
 
     def __init__(
@@ -185,7 +170,7 @@ def labelled_examples(
                 f"{labels}: expected a Tensor or array of labels, got {_a(y)}; a Dataset or "
                 f"DataLoader that holds examples and labels goes into {name}"
             )
-        return _Arrays((name, labels), _tensor(name, x), _tensor(labels, y))
+        return LabelledExamples((name, labels), _tensor(name, x), _tensor(labels, y))
     if y is not None:
         raise ValueError(
             f"{labels}: expected none, as {name} is {_a(x)} and holds the labels, got {_a(y)}; "

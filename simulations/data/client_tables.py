@@ -7,23 +7,14 @@ import pandas as pd
 
 __all__ = ["client_accuracy_table", "client_gains", "client_summary", "newest_accuracies"]
 
-RECENT = 5  # rounds at a run's end, of which a client's newest evaluation counts
+RECENT = 5  # last rounds of a run: more clients evaluate in several rounds than in one
 
 
 def newest_accuracies(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
-    """Return each client's newest accuracy in each run's last rounds.
+    """Return each client's newest accuracy in the last `rounds` of each run.
 
-    Parameters
-    ----------
-    clients : DataFrame
-        Tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs.
-    rounds : int
-        How many of the last ones: more clients evaluate in several rounds than in one.
-
-    Returns
-    -------
-    DataFrame
-        Columns run, seed, partition, accuracy; a row for each client that evaluated.
+    `clients` is tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. The result
+    has the columns run, seed, partition, accuracy, and a row for each client that evaluated.
     """
     accuracy = clients[clients.metric == "accuracy"]
     last = accuracy.groupby(["run", "seed"])["round"].transform("max")
@@ -42,8 +33,8 @@ def client_accuracy_table(clients: pd.DataFrame, rounds: int = RECENT) -> pd.Dat
 def client_summary(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
     """Return mean, worst and standard deviation over the clients; one row a run.
 
-    Each is formed for a seed's clients, each client counting once; what is returned are means over
-    the seeds, and for the mean its standard deviation over them, too.
+    Each is over a seed's clients, each counting once; the result has means over the seeds, and the
+    mean's standard deviation over them.
     """
     newest, rows = newest_accuracies(clients, rounds), []
     for run in dict.fromkeys(clients.run):
@@ -71,18 +62,18 @@ def client_gains(
     Parameters
     ----------
     clients : DataFrame
-        Tidy, as above, of runs with the same seeds and the same split.
+        Tidy table of runs with the same seeds and the same split.
     against : sequence of str
         Names of the runs that the others are compared with.
     margin : float
-        Differences of accuracy up to it count as none.
+        Largest difference of accuracy that counts as none.
     rounds : int
-        As above.
+        Number of last rounds.
 
     Returns
     -------
     DataFrame
-        A row for each run and each other run: clients that both evaluated with, shares that gain
+        A row for each run and each other run: clients that evaluated in both, shares that gain
         and that lose, mean gain, largest gain and largest loss.
     """
     table, rows = client_accuracy_table(clients, rounds), []

@@ -68,23 +68,18 @@ class Data:
             ("train", self.x_train, self.y_train),
             ("test", self.x_test, self.y_test),
         ):
-            if not _is_real(x) or x.ndim < 2:
-                raise ConfigError(
-                    f"{part} set: expected numbers of shape (n, ...), got {x.dtype} of {x.shape}"
-                )
             if len(x) == 0 or y.shape != (len(x),):
                 raise ConfigError(
                     f"{part} set: expected examples and one label each, got shapes {x.shape} and "
                     f"{y.shape}"
                 )
-            self._require_classes(y, f"{part} set: ")
-        if self.x_train.shape[1:] != self.x_test.shape[1:]:
-            raise ConfigError(
-                f"expected one shape of examples, got {self.x_train.shape[1:]} for training and "
-                f"{self.x_test.shape[1:]} for testing"
-            )
+            self._require_kind(x, y, f"{part} set: ")
 
-    def _require_classes(self, y: NDArray[Any], what: str = "") -> None:
+    def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
+        if x.shape[1:] != self.input_shape:
+            raise ConfigError(
+                f"{what}expected examples of shape {('n', *self.input_shape)}, got {x.shape}"
+            )
         if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
             raise ConfigError(
                 f"{what}expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"
@@ -126,19 +121,9 @@ class Data:
 
     def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
         """Return other examples of this kind, checked and standardised by the training set."""
-        if x.shape[1:] != self.input_shape or y.shape != (len(x),):
-            raise ConfigError(
-                f"expected examples of shape (n, {', '.join(map(str, self.input_shape))}) and "
-                f"n labels, got {x.shape} and {y.shape}"
-            )
-        if not _is_real(x):
-            raise ConfigError(f"expected numbers, got {x.dtype}")
-        if not np.isfinite(x).all():
-            raise ConfigError("expected finite numbers, got NaN or infinity")
-        if not np.issubdtype(y.dtype, np.integer):
-            raise ConfigError(f"expected whole numbers as labels, got {y.dtype}")
-        self._require_classes(y)
-        return self._tensors(x, y.astype(np.int64))
+        part = _checked(x, y)
+        self._require_kind(part.x, part.y)
+        return self._tensors(part.x, part.y)
 
     def _tensors(self, x: NDArray[Any], y: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         mean, std = self._mean_and_std
@@ -146,8 +131,19 @@ class Data:
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
 
 
-def _is_real(x: NDArray[Any]) -> bool:
-    return np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)
+def _checked(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
+    """Return a user's examples with labels in int64, if they are finite and whole numbers."""
+    if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
+        raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
+    if y.shape != (len(x),):
+        raise ConfigError(
+            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
+        )
+    if not np.isfinite(x).all():
+        raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
+    if not np.issubdtype(y.dtype, np.integer):
+        raise ConfigError(f"{what}expected whole numbers as labels, got {y.dtype}")
+    return Part(x, y.astype(np.int64))
 
 
 def load_own(path: str, data: Data, max_examples: int) -> Own:
@@ -306,31 +302,28 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
 
 def _npz(path: Path) -> Data:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
+    parts = []
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("x_train", "y_train", "x_test", "y_test")}
+            for part in ("train", "test"):
+                x, y = file[f"x_{part}"], file[f"y_{part}"]
+                parts.append(_checked(x, y, f"dataset: {part} set in {path}: "))
     except FileNotFoundError:
         raise ConfigError(f"dataset: no file at {path}") from None
+    except ConfigError:
+        raise
     except (KeyError, ValueError, OSError) as error:
         raise ConfigError(
             f"dataset: {path} must hold x_train, y_train, x_test and y_test ({error})"
         ) from None
-    for name in ("y_train", "y_test"):
-        if not np.issubdtype(arrays[name].dtype, np.integer):
-            raise ConfigError(
-                f"dataset: {name} in {path} must be whole numbers, got {arrays[name].dtype}"
-            )
-        arrays[name] = arrays[name].astype(np.int64)
-    for name in ("x_train", "x_test"):
-        if not np.isfinite(arrays[name]).all():
-            raise ConfigError(f"dataset: {name} in {path} holds NaN or infinity")
-    num_classes = 1 + max(int(arrays[name].max(initial=-1)) for name in ("y_train", "y_test"))
-    if num_classes > arrays["y_train"].size:
+    train, test = parts
+    num_classes = 1 + max(int(part.y.max(initial=-1)) for part in parts)
+    if num_classes > len(train.y):
         raise ConfigError(
-            f"dataset: {path} has labels up to {num_classes - 1} and {arrays['y_train'].size} "
+            f"dataset: {path} has labels up to {num_classes - 1} and {len(train.y)} "
             "training examples; number the classes 0 ... C - 1"
         )
-    return Data(**arrays, num_classes=num_classes)
+    return _data(train, test, num_classes)
 
 
 def _hugging_face(name: str, settings: DatasetSettings) -> Data:

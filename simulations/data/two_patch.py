@@ -17,7 +17,7 @@ __all__ = ["TwoPatchOptions", "draw_two_patch"]
 
 @dataclass(frozen=True, kw_only=True)
 class TwoPatchOptions(Settings):
-    """What ``dataset = "two-patch:<options>"`` chooses; the defaults are those of section 6.1.
+    """Options of ``dataset = "two-patch:<options>"``; the defaults are those of section 6.1.
 
     Examples
     --------
@@ -59,7 +59,7 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
         return cls(**given)
 
     def check(self) -> None:
-        """Refuse groups that are no sizes, and more of them than there is room for."""
+        """Refuse groups that are not sizes, and more of them than there is room for."""
         if not re.fullmatch(r"\d+(-\d+)*", self.groups):
             raise ConfigError(
                 f"two-patch.groups: expected sizes such as 1-3-6-10, got {self.groups!r}"

@@ -1,4 +1,4 @@
-"""All that fedntk needs of Flower's private parts: the one place to look when Flower moves."""
+"""Uses of Flower's private parts: the one place to look when Flower changes."""
 
 import contextlib
 import copy

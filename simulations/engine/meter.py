@@ -1,4 +1,4 @@
-"""What a client's work costs: a mod of the ClientApp that measures, and the server takes out."""
+"""Cost of a client's work: a mod of the ClientApp measures, and the server takes it out."""
 
 import resource
 import sys
@@ -27,7 +27,7 @@ def meter(
 
 
 def peak_memory() -> float:
-    """Return the most memory that this process has held, in MB (10^6 bytes)."""
+    """Return the largest memory of this process so far, in MB (10^6 bytes)."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

@@ -34,23 +34,16 @@ LONGEST = 64  # characters of such a name
 
 
 class AdmittedMetrics:
-    """Which metrics of clients are recorded: the known ones, and a bounded number of others.
+    """The metrics of clients that are recorded: known ones, and a bounded number of others.
 
-    Parameters
-    ----------
-    known : iterable of str
-        Names that are always recorded.
-    refused : callable
-        Whether a name may not be recorded, since the recorder uses it itself.
-    whose : str
-        For the log: what the metrics are of.
+    Names that are `refused` are those of the recorder itself. `source` is for the log.
     """
 
-    def __init__(self, known: Iterable[str], refused: Callable[[str], bool], whose: str) -> None:
-        self._known, self._refused, self._whose = frozenset(known), refused, whose
+    def __init__(self, known: Iterable[str], refused: Callable[[str], bool], source: str) -> None:
+        self._known, self._refused, self._source = frozenset(known), refused, source
         self._others: set[str] = set()
-        self._reasons: set[str] = set()  # for which replies were dropped: names that servers give
-        self._told = False
+        self._reasons: set[str] = set()  # of rejected replies: names that servers give
+        self._warned = False
 
     def take(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         """Return the numbers among the metrics that are recorded."""
@@ -64,13 +57,13 @@ class AdmittedMetrics:
             if not self._admits(name) and len(name) <= LONGEST and len(pool) < OTHERS:
                 pool.add(name)
         left_out = [name for name in scalars if not self._admits(name)]
-        if left_out and not self._told:
-            self._told = True
+        if left_out and not self._warned:
+            self._warned = True
             logger.log(
                 WARNING,
                 "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
                 "recorded besides the known ones",
-                self._whose,
+                self._source,
                 min(left_out),
                 OTHERS,
                 LONGEST,
@@ -78,7 +71,7 @@ class AdmittedMetrics:
         return {name: value for name, value in scalars.items() if self._admits(name)}
 
     def remember(self, names: Iterable[str]) -> None:
-        """Take note of names that were recorded before a run was cut off."""
+        """Admit names that were recorded before a run was cut off."""
         for name in set(names) - self._known:
             self._pool(name).add(name)
 
@@ -89,15 +82,15 @@ class AdmittedMetrics:
         return name in self._known or name in self._pool(name)
 
 
-def _of_the_recorder(name: str) -> bool:
-    """Whether the recorder writes a metric of this name itself, measured on the server."""
+def _is_measured_here(name: str) -> bool:
+    """Whether the recorder itself writes a metric of this name."""
     return name in ("round", "accuracy", "loss", "model-updated") or name.startswith(
         ("client-", "bytes-", "evaluation-bytes-", "seconds", "peak-memory")
     )
 
 
-def _of_the_statistics(name: str) -> bool:
-    """Whether a metric of clients would have the name of a statistic over them."""
+def _is_statistic(name: str) -> bool:
+    """Whether a metric of clients has the name of a statistic over them."""
     return name.startswith(("accuracy-", "loss-"))
 
 
@@ -106,20 +99,14 @@ class Recorder:
 
     Parameters
     ----------
-    config : Config
-        Of the run.
-    grid : MeteredGrid
-        That counts what rounds cost.
-    strategy : BaseStrategy
-        Whose metrics are recorded.
+    config, grid, strategy, checkpoints
+        Parts of the run.
     evaluate : callable
         Global arrays by name -> loss and accuracy.
-    checkpoints : Checkpoints
-        Where they are written.
     source : dict of str to str
         See :class:`~fedntk.simulations.engine.checkpoints.Checkpoint`.
     on_round : callable, optional
-        Is given the metrics of each round.
+        Called with the metrics of each round.
     """
 
     def __init__(
@@ -139,9 +126,9 @@ class Recorder:
         self._saved = -1
         self._start = time.perf_counter()
         known = (*OF_TRAINING, *config.chosen_method.metrics)
-        self._of_training = AdmittedMetrics(known, _of_the_recorder, "training")
+        self._of_training = AdmittedMetrics(known, _is_measured_here, "training")
         of_clients = (*OF_EVALUATION, *config.chosen_method.evaluation_metrics)
-        self._of_evaluation = AdmittedMetrics(of_clients, _of_the_statistics, "evaluation")
+        self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation")
         self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
         self._checkpoints = checkpoints
         self.checkpoint = Checkpoint({}, strategy.learned, {}, source)
@@ -151,9 +138,9 @@ class Recorder:
         """Take over what was recorded; `arrays` are what the strategy is started from."""
         self._arrays, self.checkpoint, self._saved = arrays, checkpoint, checkpoint.round
         names = {name for record in checkpoint.records for name in record}
-        self._of_training.remember(name for name in names if not _of_the_recorder(name))
+        self._of_training.remember(name for name in names if not _is_measured_here(name))
         own = (n.removeprefix("client-") for n in names if n.startswith("client-"))
-        self._of_evaluation.remember(name for name in own if not _of_the_statistics(name))
+        self._of_evaluation.remember(name for name in own if not _is_statistic(name))
         self._of_clients.remember(name for own in checkpoint.rounds for _, name, _ in own.clients)
         self._append(*checkpoint.records)
 
@@ -164,10 +151,7 @@ class Recorder:
             self._saved = self.checkpoint.round
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Evaluate and record a round, unless a run goes on from it: Flower's ``evaluate_fn``.
-
-        It returns None after a round in which nothing is evaluated.
-        """
+        """Evaluate and record a round, unless a run goes on from it: Flower's ``evaluate_fn``."""
         seconds = time.perf_counter() - self._start
         if server_round > self.checkpoint.round:
             self._record(server_round, arrays, seconds)
@@ -181,10 +165,7 @@ class Recorder:
         return MetricRecord({"accuracy": last["accuracy"], "loss": last["loss"]})
 
     def should_stop(self, server_round: int, result: Result) -> bool:
-        """Whether there was no better model in as many rounds as the setting patience says.
-
-        A round that evaluates nothing, as most do with evaluate-every, is not the last one.
-        """
+        """Whether this round is evaluated, and as many as `patience` had no better model."""
         del result
         best, patience = self.checkpoint.best, self._config.patience
         stops = best is not None and 0 < patience <= server_round - best.round

@@ -12,11 +12,8 @@ from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.recorder import LONGEST, OTHERS, AdmittedMetrics
 from fedntk.simulations.engine.server_app import serve
-from fedntk.simulations.methods import own_methods
 from fedntk.simulations.report.results import read_run
 from fedntk.strategies import SeededFedAvg
-
-from .settings import SETTINGS
 
 SMALL = Config(
     method="fedavg", num_clients=6, clients_per_round=3, clients_per_evaluation=3, rounds=3
@@ -35,28 +32,22 @@ def naming(monkeypatch, fit, evaluate):
         monkeypatch.setattr(SGDClient, name, changed)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(tmp_path, monkeypatch):
+    names = [
         *("value", "run", "seed", "round", "metric", "partition", "method", "index", "variable"),
         *("level_0", "client-loss-mean", "accuracy-mean", "", "names", "best.w", "records.0"),
-    ],
-)
-def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(
-    tmp_path, monkeypatch, name
-):
+    ]
     plain = run(SMALL, out=tmp_path / "plain", progress=False)
-    naming(monkeypatch, lambda r: {name: 7.0}, lambda r: {name: 8.0})
+    naming(monkeypatch, lambda r: dict.fromkeys(names, 7.0), lambda r: dict.fromkeys(names, 8.0))
     result = run(SMALL, out=tmp_path / "named", progress=False)
-    own = result.clients[result.clients.metric == name]
-    assert own.value.tolist() == [8.0] * 9
+    for name in names:
+        assert result.clients[result.clients.metric == name].value.tolist() == [8.0] * 9
     for metric in ("accuracy", "loss", "client-accuracy-mean", "client-loss-mean"):
         assert result.curve(metric).tolist() == plain.curve(metric).tolist()
     assert list(result.clients.columns) == list(plain.clients.columns)
-    rest = result.clients[result.clients.metric != name].reset_index(drop=True)
+    rest = result.clients[~result.clients.metric.isin(names)].reset_index(drop=True)
     assert rest.equals(plain.clients)
-    reread = read_run(result.folder)
-    assert reread.clients.equals(result.clients)
+    assert read_run(result.folder).clients.equals(result.clients)
     assert result.curve().index.tolist() == [0, 1, 2, 3]
 
 
@@ -128,25 +119,13 @@ def test_a_round_that_changes_nothing_is_told_in_a_run_that_goes_on(tmp_path, mo
     assert parts.curve().equals(whole.curve())
 
 
-@pytest.mark.parametrize("method", sorted(own_methods()))
-def test_all_that_a_method_reports_is_known(tmp_path, method, monkeypatch):
-    """None of it takes a place that is left for what clients choose."""
-    others = []
-    pool = AdmittedMetrics._pool
-
-    def seen(self, name):
-        if name not in self._known:
-            others.append(name)
-        return pool(self, name)
-
-    monkeypatch.setattr(AdmittedMetrics, "_pool", seen)
-    options = dict(SETTINGS[method])
-    if method == "cp-ntk-fl":
-        private = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
-        options["cp_ntk_fl"] = {"selection": "linearised", **private}
-        options |= {"local_test_fraction": 0.2}
-    run(SMALL.replace(method=method, rounds=4, out=tmp_path, **options), progress=False)
-    assert others == []
+def test_all_that_a_private_run_reports_is_known(tmp_path, unknown_metrics):
+    """None of it takes a place that is left for what clients choose; others: test_resume."""
+    private = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
+    own = {"selection": "linearised", **private}
+    config = SMALL.replace(method="cp-ntk-fl", rounds=2, local_test_fraction=0.2, cp_ntk_fl=own)
+    run(config, out=tmp_path, progress=False)
+    assert unknown_metrics == []
 
 
 def test_names_that_are_admitted():

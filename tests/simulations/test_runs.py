@@ -33,12 +33,11 @@ from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.flwr_run import flwr_run
 from fedntk.simulations.engine.server_app import main, serve
-from fedntk.simulations.methods import all_methods
 from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import read_run, to_target
 
 from ..conftest import ROOT
-from .settings import SETTINGS, SMALL, TOOLS, each_of
+from .settings import SETTINGS, SMALL, TOOLS
 
 
 def bits(folder: Path) -> dict[str, bytes]:
@@ -145,18 +144,6 @@ def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
     set_weights(model, [saved[name] for name in model.state_dict()])
     x, y = data.test()
     assert float((model(x).argmax(1) == y).double().mean()) == result.curve()[2]
-
-
-@pytest.mark.parametrize("method", each_of(all_methods()))
-def test_same_seed_same_bits_and_another_seed_others(tmp_path, finished_run, method):
-    first = finished_run(method)
-    folders = [first.folder]
-    for seed in (0, 1):
-        other = run(first.config, seed=seed, out=tmp_path / f"{seed}", progress=False)
-        folders.append(other.folder)
-    assert bits(folders[0]) == bits(folders[1]) != bits(folders[2])
-    first, second = (metrics(f) for f in folders[:2])
-    pd.testing.assert_frame_equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -286,26 +273,13 @@ def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
         ("ntk-fl, learning-rate = 0.5", 0),
     ]  # fmt: skip
     assert any("it is the run of" in record.getMessage() for record in caplog.records)
-
-
-def test_runs_that_cannot_be_read_are_left_out_with_a_warning(tmp_path, caplog):
-    run(replace(SMALL, rounds=1, out=str(tmp_path / "a")), progress=False)
-    killed = run(replace(SMALL, rounds=1, seed=1, out=str(tmp_path / "b")), progress=False)
-    (killed.folder / "summary.json").unlink()
-    older = run(replace(SMALL, rounds=1, seed=2, out=str(tmp_path / "c")), progress=False)
-    (older.folder / "config.toml").write_text("seed = 2\n", encoding="utf-8")
-    assert load_results(tmp_path).seed.unique().tolist() == [0]
-    for name in ("b", "c"):
+    apart = load_results([tmp_path / "b", tmp_path / "c"])
+    assert apart.seed.unique().tolist() == [0, 1]
+    (tmp_path / "a" / "summary.json").unlink()  # a run that was killed
+    (tmp_path / "d" / "config.toml").write_text("seed = 2\n", encoding="utf-8")
+    pd.testing.assert_frame_equal(load_results(tmp_path), apart)
+    for name in ("a", "d"):
         assert any(f"{name} is left out" in record.getMessage() for record in caplog.records)
-
-
-def test_results_of_several_runs_are_one_table(tmp_path):
-    for seed in (0, 1):
-        run(replace(SMALL, seed=seed, rounds=1, out=str(tmp_path / str(seed))), progress=False)
-    together = load_results(tmp_path)
-    apart = load_results([tmp_path / "0", tmp_path / "1"])
-    pd.testing.assert_frame_equal(together, apart)
-    assert together.seed.unique().tolist() == [0, 1]
     with pytest.raises(FileNotFoundError, match="no finished run in"):
         load_results(tmp_path / "nowhere")
 
@@ -430,6 +404,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.xdist_group("ray")
+@pytest.mark.slow
 @pytest.mark.ray
 def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monkeypatch):
     """The exception arises while Ray's workers are up: at the second round's record.
@@ -463,6 +438,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
 
 
 @pytest.mark.xdist_group("ray")
+@pytest.mark.slow
 @pytest.mark.ray
 def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
     """Killed, the command leaves Flower's processes at work, which would write on."""
@@ -490,6 +466,7 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
 
 
 @pytest.mark.xdist_group("ray")
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
     config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
