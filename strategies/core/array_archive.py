@@ -26,6 +26,7 @@ __all__ = ["ArrayArchive", "OldFormat", "checksum", "load_tensors", "save_tensor
 logger = getLogger("flwr")
 FORMAT = 4
 KEPT = 2  # versions
+SMALL = 2**12  # bytes: smaller arrays are in each version, so that no file is kept for them
 ARRAY = "array of checksum"  # the only key of what stands for an array in a state
 Arrays = dict[str, NDArray[Any]]
 Places = dict[str, tuple[str, int]]  # checksum -> file and bytes
@@ -62,7 +63,7 @@ class ArrayArchive:
             Values of JSON, and arrays, in dictionaries and lists.
         """
         text, arrays = self._encode(state)
-        known = {d: place for d, place in self._places.items() if d in arrays}
+        known = {d: p for d, p in self._places.items() if d in arrays and p[1] >= SMALL}
         sizes = {name: self._size(name) for name in {name for name, _ in known.values()}}
         known = {d: place for d, place in known.items() if sizes[place[0]]}
         if sum(sizes.values()) > 2 * sum(nbytes for _, nbytes in known.values()) + 2**16:

@@ -38,12 +38,15 @@ def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(tmp_pa
         *("level_0", "client-loss-mean", "accuracy-mean", "", "names", "best.w", "records.0"),
     ]
     plain = run(SMALL, out=tmp_path / "plain", progress=False)
-    naming(monkeypatch, lambda r: dict.fromkeys(names, 7.0), lambda r: dict.fromkeys(names, 8.0))
+    own = ["accuracy", "loss", "seconds"]  # measured on the server
+    in_fit = dict.fromkeys([*names, *own], -7.0)
+    naming(monkeypatch, lambda r: in_fit, lambda r: dict.fromkeys(names, 8.0))
     result = run(SMALL, out=tmp_path / "named", progress=False)
     for name in names:
         assert result.clients[result.clients.metric == name].value.tolist() == [8.0] * 9
     for metric in ("accuracy", "loss", "client-accuracy-mean", "client-loss-mean"):
         assert result.curve(metric).tolist() == plain.curve(metric).tolist()
+    assert (result.curve("seconds") > 0).all()
     assert list(result.clients.columns) == list(plain.clients.columns)
     rest = result.clients[~result.clients.metric.isin(names)].reset_index(drop=True)
     assert rest.equals(plain.clients)
@@ -169,19 +172,6 @@ def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path, failing):
     # 2^64 - 3 and 2^64 - 4 are -3 and -4 in 64 bits with a sign; -1 - (2^64 - n) is n - 1
     expected = {0, 1, 4, 5, -3, -4} if failing else {0, 1, 2, 3, 4}
     assert set(found.partition) == expected
-
-
-def test_statistics_over_the_clients_count_each_once_and_the_worst_is_the_worst(tmp_path):
-    config = Config(
-        method="fedavg", num_clients=6, clients_per_round=3, clients_per_evaluation=6, rounds=1
-    )
-    result = run(config, out=tmp_path, progress=False)
-    for metric, worst in (("accuracy", min), ("loss", max)):
-        own = result.clients[result.clients.metric == metric].value
-        assert len(own) == 6
-        expected = (own.mean(), worst(own), own.std(ddof=0))
-        for name, value in zip(("mean", "worst", "std"), expected, strict=True):
-            assert result.curve(f"client-{metric}-{name}")[1] == pytest.approx(value)
 
 
 def test_rounds_between_evaluations_change_what_is_measured_and_nothing_else(tmp_path):

@@ -17,10 +17,12 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from fedntk.clients import set_weights
 from fedntk.ntk import TCTModel
 from fedntk.simulations import (
     Config,
     ConfigError,
+    Run,
     RunFailed,
     load_model,
     load_predictor,
@@ -50,9 +52,14 @@ def metrics(folder: Path) -> pd.DataFrame:
     return rounds[~rounds.metric.str.contains("seconds|memory")].reset_index(drop=True)
 
 
-def test_a_run_writes_its_folder(tmp_path):
-    config = replace(SMALL, out=str(tmp_path / "a"), targets="0.3")
-    result = run(config, progress=False)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run, which tests only read."""
+    return run(SMALL, out=str(tmp_path_factory.mktemp("small")), targets="0.3", progress=False)
+
+
+def test_a_run_writes_its_folder(small):
+    config, result = small.config, small
     assert sorted(p.name for p in result.folder.iterdir() if p.name[0] != ".") == [
         "best.safetensors",
         "checkpoints",
@@ -111,39 +118,33 @@ def test_per_client_evaluations_and_their_statistics(tmp_path):
             np.testing.assert_allclose(recorded, expected, rtol=1e-12)
 
 
-def test_evaluation_does_not_change_what_training_costs(tmp_path):
+def test_evaluation_does_not_change_what_training_costs(tmp_path, small):
     """Bytes of evaluation are apart; the model does not depend on them."""
     without = run(replace(SMALL, clients_per_evaluation=0, out=str(tmp_path / "a")), progress=False)
-    with_it = run(replace(SMALL, out=str(tmp_path / "b")), progress=False)
-    assert bits(without.folder) == bits(with_it.folder)
+    assert bits(without.folder) == bits(small.folder)
     for metric in ("bytes-up", "bytes-down"):
-        pd.testing.assert_series_equal(without.curve(metric), with_it.curve(metric))
+        pd.testing.assert_series_equal(without.curve(metric), small.curve(metric))
         assert (without.curve(f"evaluation-{metric}") == 0).all()
-        assert (with_it.curve(f"evaluation-{metric}")[1:] > 0).all()
+        assert (small.curve(f"evaluation-{metric}")[1:] > 0).all()
 
 
-def test_seconds_add_up(tmp_path):
+def test_seconds_add_up(small):
     """Serial clients work while the server waits; the rest is the server's and the engine's."""
-    result = run(replace(SMALL, out=str(tmp_path)), progress=False)
     total, server, clients = (
-        result.curve(f"seconds{part}")[1:] for part in ("", "-server", "-clients")
+        small.curve(f"seconds{part}")[1:] for part in ("", "-server", "-clients")
     )
     assert (server > 0).all()
     assert (clients > 0).all()
     assert (server + clients <= total).all()
 
 
-def test_saved_model_is_the_one_that_was_evaluated(tmp_path):
-    config = replace(SMALL, out=str(tmp_path), device="cpu")
-    result = run(config, progress=False)
-    data = load_data(config)
-    model = build_model(config, data.input_shape, data.num_classes)
-    from fedntk.clients import set_weights
-
-    saved = load_model(result.folder)
+def test_saved_model_is_the_one_that_was_evaluated(small):
+    data = load_data(small.config)
+    model = build_model(small.config, data.input_shape, data.num_classes)
+    saved = load_model(small.folder)
     set_weights(model, [saved[name] for name in model.state_dict()])
     x, y = data.test()
-    assert float((model(x).argmax(1) == y).double().mean()) == result.curve()[2]
+    assert float((model(x).argmax(1) == y).double().mean()) == small.curve()[2]
 
 
 @pytest.mark.parametrize(
