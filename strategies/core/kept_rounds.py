@@ -1,10 +1,10 @@
-"""Which round of what clients keep on their disks counts: the last that was accepted."""
+"""Tracks the last accepted round of the arrays that each client keeps on its disk."""
 
 import secrets
-from collections.abc import Mapping
-from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
+
+from fedntk.ntk.options import state
 
 from .base import BaseStrategy
 
@@ -19,45 +19,16 @@ class KeepingStrategy(BaseStrategy):
     Attributes
     ----------
     trained : dict of int to int
-        Client -> the round whose arrays count; clients that are not in it have none yet.
+        Client -> the round whose arrays count; clients without any are missing.
     run_key : str
         Names the run for the clients' folders; drawn at random when it begins.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.trained: dict[int, int] = {}
-        self.run_key = ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add of which round each client's own arrays are; the clients keep these."""
-        return {
-            **super().state_dict(),
-            "run-key": self.run_key,
-            "trained": {str(k): n for k, n in sorted(self.trained.items()) if k >= 0},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.run_key = str(state["run-key"])
-        self.trained = {int(client): int(n) for client, n in state["trained"].items()}
-
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with clients that have nothing of their own, unless a state was loaded."""
-        if not done:
-            self.trained, self.run_key = {}, secrets.token_hex(8)
-        return super().begin(initial_arrays, num_rounds, done)
+    trained: dict[int, int] = state(dict)
+    run_key: str = state(lambda: secrets.token_hex(8))
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Refuse to: clients keep what is learned, and the owner would predict without it.
-
-        Raises
-        ------
-        ValueError
-            Always.
-        """
-        del everyone
+        """Refuse: clients keep what is learned, and the owner would predict without it."""
         raise ValueError(
             f"{type(self).__name__} cannot work within a {type(owner).__name__}: models are the "
             "clients' own, and the server has none to predict with"
@@ -71,8 +42,8 @@ class KeepingStrategy(BaseStrategy):
     def config_for(self, client: int, config: ConfigRecord) -> ConfigRecord:
         """Return a configuration for one client, with the round of its own that counts.
 
-        A node that goes by a placeholder id, as another has its partition, is given a run of its
-        own: on one machine the two would keep their arrays in one folder.
+        A node with a placeholder id, as another has its partition, gets a run of its own: on one
+        machine the two would keep their arrays in one folder.
         """
         own = ConfigRecord(dict(config))
         if client < 0:

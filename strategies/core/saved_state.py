@@ -16,7 +16,7 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     """Return one field's value as arrays and what JSON holds, by name.
 
     Parts of objects and of dictionaries of arrays have names with a dot, such as
-    ``controls.<client>``.
+    ``controls.<client>``. Keys below 0 are left out: placeholder ids of clients end with the run.
     """
     if hasattr(value, "state_dict"):
         return {f"{name}.{part}": own for part, own in value.state_dict().items()}
@@ -25,6 +25,7 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, set | frozenset):
         return {name: sorted(value)}
     if isinstance(value, dict):
+        value = {key: own for key, own in value.items() if isinstance(key, str) or key >= 0}
         if any(isinstance(own, np.ndarray) for own in value.values()):
             return {f"{name}.{key}": value[key] for key in sorted(value)}
         return {name: {str(key): value[key] for key in sorted(value)}}

@@ -5,16 +5,16 @@ Learning*, ICML 2022, section 4.2 and figure 2. :mod:`fedntk.trust` has both ser
 process and over HTTP.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from logging import WARNING, getLogger
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from flwr.app import Message
 
 from fedntk.ntk import UploadLimits
 from fedntk.trust import Shuffled, check_public_key
 
-__all__ = ["PublicKey", "PublicKeys", "SealedSeeds", "SealsSeeds", "Shuffles", "VouchesForKeys"]
+__all__ = ["SealedSeeds", "SealsSeeds", "Shuffles", "VouchesForKeys", "public_key_in"]
 
 LONGEST = 1000  # bytes of a value that is relayed to the key server
 logger = getLogger("flwr")
@@ -100,60 +100,23 @@ class SealedSeeds:
         return self._key_server.sealed_seed(public_key, self._run, challenge)
 
 
-class PublicKey(NamedTuple):
-    """A client's public key, 32 raw bytes, and the key server's voucher for it, if there is one."""
+def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -> tuple[str, str]:
+    """Return a client's public key, and the key server's voucher for it, in hexadecimal.
 
-    key: bytes
-    voucher: bytes
+    The voucher is empty if there is no key server.
 
-
-class PublicKeys:
-    """Each client's public key in a run, asked for once, with the key server's voucher if any."""
-
-    def __init__(self, key_server: VouchesForKeys | None, run: str) -> None:
-        self._key_server, self._run = key_server, run
-        self._known: dict[int, PublicKey] = {}
-
-    def of(self, client: int) -> PublicKey | None:
-        """Return a client's key, if it is known."""
-        return self._known.get(client)
-
-    def unknown(self, clients: Iterable[int]) -> list[int]:
-        """Return the clients without a known key."""
-        return [client for client in clients if client not in self._known]
-
-    def forget(self, client: int) -> None:
-        """Ask a client again: after a restart it may have another key."""
-        self._known.pop(client, None)
-
-    def forget_all(self) -> None:
-        """Ask all clients again."""
-        self._known = {}
-
-    def state_dict(self) -> dict[str, list[str]]:
-        """Return the keys and vouchers in hexadecimal; placeholders end with their nodes."""
-        known = sorted(self._known.items())
-        return {str(k): [own.key.hex(), own.voucher.hex()] for k, own in known if k >= 0}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._known = {
-            int(client): PublicKey(*map(bytes.fromhex, own)) for client, own in state.items()
-        }
-
-    def add(self, client: int, reply: Message) -> None:
-        """Take a client's key from its reply.
-
-        Raises ValueError if it has none or the key server refuses it, ConnectionError if the key
-        server does not answer.
-        """
-        if reply.has_error():
-            raise ValueError(reply.error.reason)
-        found = [own["public-key"] for own in reply.content.config_records.values()
-                 if "public-key" in own]  # fmt: skip
-        if len(found) != 1 or not isinstance(found[0], bytes) or len(found[0]) > LONGEST:
-            raise ValueError("expected its public key, as bytes")
-        key = check_public_key(found[0])
-        server = self._key_server
-        voucher = b"" if server is None else server.voucher(key, self._run)
-        self._known[client] = PublicKey(key, voucher)
+    Raises
+    ------
+    ValueError
+        If the reply is an error or holds no public key, or the key server refuses it.
+    ConnectionError
+        If the key server cannot be reached.
+    """
+    if reply.has_error():
+        raise ValueError(reply.error.reason)
+    found = [own["public-key"] for own in reply.content.config_records.values()
+             if "public-key" in own]  # fmt: skip
+    if len(found) != 1 or not isinstance(found[0], bytes) or len(found[0]) > LONGEST:
+        raise ValueError("expected its public key, as bytes")
+    key = check_public_key(found[0])
+    return key.hex(), "" if key_server is None else key_server.voucher(key, run).hex()

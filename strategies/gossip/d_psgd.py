@@ -14,15 +14,9 @@ Thompson et al., *NTK-DFL*, ICML 2025, appendix C.2, a round is one local epoch.
 with T_i the clients' local epochs of SGD: algorithm 1 itself if these are one batch. How an epoch
 of several batches goes together with the average is this module's reading, as that paper does not
 say it.
-
-One exchange a round: clients get what the neighbours sent at the end of the round before. Where
-some did not take part then, there is one more, ``weights``.
 """
 
-from collections.abc import Sequence
-
 from .gossip import GossipStrategy
-from .relay import Step
 
 __all__ = ["DPSGD"]
 
@@ -33,18 +27,6 @@ class DPSGD(GossipStrategy):
     It differs from :class:`~fedntk.strategies.DFedAvg` with one local epoch in the order: the steps
     that a client took in a round reach its neighbours in the next one.
 
-    Parameters
-    ----------
-    **options
-        Of :class:`~fedntk.strategies.GossipStrategy` (mixing, learning_rate_factor, same_weights),
-        of :class:`~fedntk.strategies.RelayStrategy` (topology, collect), of
-        :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's FedAvg.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-
     Examples
     --------
     >>> [step.name for step in DPSGD().steps(first=False)]
@@ -52,7 +34,3 @@ class DPSGD(GossipStrategy):
     """
 
     client = "DPSGDClient"
-
-    def steps(self, *, first: bool) -> Sequence[Step]:
-        """Return the exchange, after one of the weights where these are not there yet."""
-        return [Step("weights"), Step("step")] if first else [Step("step")]

@@ -1,9 +1,9 @@
 """Decentralised learning over Flower's star: the strategy is the clock and the relay.
 
 Clients send each other parcels of arrays. A parcel is addressed by a record's name, and handed on
-as it came: the strategy reads neither its arrays nor their names. It knows who is whose neighbour,
-what comes next, and which clients have kept pace. With `seal` it could not read them either:
-clients encrypt each parcel for its receivers.
+as it came: the strategy reads neither its arrays nor their names. It knows the neighbours, the next
+step, and the clients that have kept pace. With `seal` it could not read parcels either: clients
+encrypt each for its receivers.
 """
 
 from abc import abstractmethod
@@ -26,14 +26,17 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import equal_mean
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import screen_changes
+from fedntk.ntk.payloads.gossip_options import RelayOptions
 
 from ..core.averaging import cast_like, named_arrays
-from ..core.exchange import logger
+from ..core.exchange import Pairs, logger
 from ..core.kept_rounds import KeepingStrategy
+from ..core.registry import SentParts
 from ..core.replies import Reply, checked_weights
-from ..core.trust_protocols import PublicKeys, VouchesForKeys
-from .topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
+from ..core.trust_protocols import VouchesForKeys, public_key_in
+from .topology import Topology, spectral_gap
 
 __all__ = ["Parcels", "RelayStrategy", "Step"]
 
@@ -52,16 +55,16 @@ class Step(NamedTuple):
     Attributes
     ----------
     name : str
-        That clients know it by.
+        Name under which clients know it.
     batch : int
-        Which part of its examples a client is to use.
+        Part of its examples that a client is to use.
     """
 
     name: str
     batch: int = 0
 
 
-class RelayStrategy(KeepingStrategy):
+class RelayStrategy(RelayOptions, KeepingStrategy):
     """Rounds of a decentralised method, over a graph of the clients.
 
     In each of a round's steps every client gets the parcels that its neighbours sent in the step
@@ -73,79 +76,70 @@ class RelayStrategy(KeepingStrategy):
     the clients are asked for their models, in rounds in which there is an evaluation: the global
     arrays are their equal mean, without models whose norm is an outlier: see `outlier_factor`.
     (Bytes of that count as evaluation.) A client that joins later begins with the global arrays as
-    they are then.
-
-    Parameters
-    ----------
-    topology : Topology, optional
-        Who is whose neighbour; by default five random neighbours each, drawn anew in each round.
-    collect : bool
-        Whether clients are asked for their models. Without it the global arrays stay what they
-        were, and the clients' own evaluations are all that is known of the models.
-    collect_both : bool
-        Whether clients are then asked, too, for their models as they were before the last thing
-        that they did in the round: as averaged, before they trained; or as trained, before they
-        averaged. Methods can so be compared at one point.
-    seal : bool
-        Whether parcels are sealed for their receivers. What ends a round is then sent again as the
-        next one begins, when it is known for whom it is: one exchange more. Models that are
-        collected are not sealed, nor are metrics.
-    vouching : VouchesForKeys, optional
-        Vouches for the clients' public keys in the run `run`, such as
-        :class:`fedntk.trust.KeyServer` or ``RemoteKeyServer``. The relay, through whose hands the
-        keys pass, then cannot put others in their place: see :class:`fedntk.trust.ParcelKeys`.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, evaluate_every, min_completed) and
-        of Flower's FedAvg. `fraction_train` is the share of the clients that take part in a round.
+    they are then. `fraction_train` is the share of the clients that take part in a round.
 
     Attributes
     ----------
     trained : dict of int to int
         Client -> the last round that it went through to the end.
-    models : dict of int to dict of str to ndarray
-        Client -> its weights, as it last sent them for evaluation.
-    models_before : dict of int to dict of str to ndarray
-        The same, with `collect_both`: as they were before the round's last training or average.
+    models, models_before : dict of int to dict of str to ndarray
+        Client -> its weights, as it last sent them for evaluation; and, with `collect_both`, as
+        they were before the round's last training or average.
     neighbours : dict of int to tuple of int
-        Of the newest round.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+        Graph of the newest round.
     """
 
+    topology: Topology = argument(
+        "who is whose neighbour; by default five random neighbours each, drawn anew in each round",
+        default=Topology(),
+    )
+    collect: bool = option(
+        "clients are asked for their models; else the global arrays stay what they were, and the "
+        "clients' own evaluations are all that is known of the models",
+        default=True,
+        compared=False,
+    )
+    collect_both: bool = option(
+        "clients are also asked for their models as they were before the last thing that they did "
+        "in the round: as averaged, before they trained; or as trained, before they averaged. "
+        "Methods can so be compared at one point",
+        default=False,
+        compared=False,
+    )
+    seal: bool = option(
+        "parcels are sealed for their receivers; what ends a round is then sent again as the next "
+        "one begins, when its receivers are known: one exchange more. Models that are collected "
+        "and metrics are not sealed",
+        default=False,
+    )
+    vouching: VouchesForKeys | None = argument(
+        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer or "
+        "RemoteKeyServer: the relay, which hands the keys on, then cannot put others in their "
+        "place, see fedntk.trust.ParcelKeys",
+        default=None,
+    )
+
+    sent: SentParts = state(SentParts)
+    public_keys: dict[int, tuple[str, str]] = state(dict)  # client -> key, voucher in hexadecimal
+    models: dict[int, Arrays] = state(dict, saved=False)
+    models_before: dict[int, Arrays] = state(dict, saved=False)
+    neighbours: dict[int, tuple[int, ...]] = state(dict, saved=False)
+    _drawn: set[int] = state(set)  # clients that were in a static graph
+    _sent_last: dict[int, dict[str, ArrayRecord]] = state(dict, saved=False)  # as a round ended
+    _parcels: Parcels = state(dict, saved=False)
+    _planned: list[Step] = state(list, saved=False)
+    _position: int = state(int, saved=False)  # in the planned steps
+
     replies = "parcels"
-    mixing: MixingMatrix | None = "examples"  # how clients average; None: not at all
     ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
 
-    def __init__(
-        self,
-        *,
-        topology: Topology | None = None,
-        collect: bool = True,
-        collect_both: bool = False,
-        seal: bool = False,
-        vouching: VouchesForKeys | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        if vouching is not None and not (seal and self.run):
+    def check(self) -> None:
+        """Refuse vouchers without keys or a run that they are for."""
+        super().check()
+        if self.vouching is not None and not (self.seal and self.run):
             raise ValueError(
                 "vouching: expected seal=True and the name of the run, run=..., as clients have it"
             )
-        self.topology = Topology() if topology is None else topology
-        self.collect, self.collect_both = collect, collect and collect_both
-        self.seal = seal
-        self._keys = PublicKeys(vouching, self.run)
-        self.models: dict[int, Arrays] = {}
-        self.models_before: dict[int, Arrays] = {}
-        self.neighbours: dict[int, tuple[int, ...]] = {}
-        self._parcels: Parcels = {}
-        self._sent_last: dict[int, dict[str, ArrayRecord]] = {}  # in the last step of a round
-        self._drawn: set[int] = set()  # clients that were in a static graph
-        self._planned: list[Step] = []
-        self._position = 0  # in the planned steps
 
     @abstractmethod
     def steps(self, *, first: bool) -> Sequence[Step]:
@@ -157,37 +151,13 @@ class RelayStrategy(KeepingStrategy):
             Whether no parcels are there from the end of the round before.
         """
 
-    # ------------------------------------------------------------------- state
+    @abstractmethod
+    def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
+        """Return W of the round, given the clients' numbers of examples; None without averages."""
 
     def settings(self) -> dict[str, Any]:
-        """Add the topology, and whether parcels are sealed."""
-        return {**super().settings(), **self.topology.settings(), "seal": self.seal}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add who has the first weights, the clients' public keys, and who is in a static graph."""
-        own = {
-            "sent": self.sent.state_dict(),
-            "public-keys": self._keys.state_dict(),
-            "drawn": sorted(self._drawn),
-        }
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self._sent_last, self.models, self.models_before = {}, {}, {}
-        self.sent.load_state_dict(state["sent"])
-        self._drawn = {int(client) for client in state["drawn"]}
-        self._keys.load_state_dict(state["public-keys"])
-
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with the initial arrays for all clients, unless a state was loaded."""
-        if not done:
-            self._sent_last, self.models, self.models_before = {}, {}, {}
-            self._keys.forget_all()
-            self.sent.forget_all()
-            self._drawn = set()
-        return super().begin(initial_arrays, num_rounds, done)
+        """Add the topology."""
+        return {**super().settings(), **self.topology.settings()}
 
     # ----------------------------------------------------------------- sending
 
@@ -197,16 +167,15 @@ class RelayStrategy(KeepingStrategy):
         if self.seal:
             self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
         self.neighbours = self.graph(server_round, clients)
-        held = self._sent_last
-        first = self.seal or any(client not in held for client in clients)
+        first = self.seal or any(client not in self._sent_last for client in clients)
         self._planned, self._position = list(self.steps(first=first)), 0
-        self._parcels = {} if first else self._addressed(held)
+        self._parcels = {} if first else self._addressed(self._sent_last)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return who exchanges parcels with whom in a round.
 
-        A static graph is one of all clients so far, where all are to take part in each round: who
-        is missing leaves a gap in it.
+        A static graph is one of all clients so far, if all are to take part in each round: a
+        missing client leaves a gap in it.
         """
         if self.topology.dynamic or self.fraction_train < 1:
             return self.topology.neighbours(server_round, clients)
@@ -214,10 +183,6 @@ class RelayStrategy(KeepingStrategy):
         whole = self.topology.neighbours(server_round, self._drawn)
         here = set(clients)
         return {client: tuple(j for j in whole[client] if j in here) for client in clients}
-
-    def averaging_graph(self) -> dict[int, tuple[int, ...]]:
-        """Return with whom clients average in the round at work."""
-        return self.neighbours
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""
@@ -250,8 +215,8 @@ class RelayStrategy(KeepingStrategy):
 
     def accepted(
         self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
-    ) -> tuple[list[tuple[Reply, T]], Counter[str]]:
-        """Note besides that clients whose replies came have the first weights."""
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Note besides that clients with accepted replies have the first weights."""
         pairs, rejected = super().accepted(replies, parse, stage)
         if stage == MessageType.EVALUATE and self.averaged is not None:
             return pairs, rejected  # that was the mean over rounds, which nobody trains from
@@ -262,11 +227,11 @@ class RelayStrategy(KeepingStrategy):
     def forget_sent(self, client: int) -> None:
         """Have a client sent all parts again, and asked for its key."""
         super().forget_sent(client)
-        self._keys.forget(client)
+        self.public_keys.pop(client, None)
 
     def _ask_keys(self, grid: Grid, nodes: Mapping[int, int]) -> None:
         """Ask clients, whose nodes these are, for their public keys, unless they are known."""
-        asked, stage = self._keys.unknown(nodes), "query.public_key"
+        asked, stage = [k for k in nodes if k not in self.public_keys], "query.public_key"
         if not asked:
             return
         config = ConfigRecord()
@@ -279,26 +244,25 @@ class RelayStrategy(KeepingStrategy):
             node = reply.metadata.src_node_id
             try:
                 client = self.registry.client(self._exchanges[stage].take(reply))
-                self._keys.add(client, reply)
+                self.public_keys[client] = public_key_in(reply, self.vouching, self.run)
             except Exception as error:  # a reply may hold anything; none may end the run
                 logger.log(WARNING, "node %d has no public key: %s", node, error)
 
     def _add_keys(self, config: ConfigRecord, client: int) -> None:
-        """Say for whom a client is to seal, and with which keys; in a round's last step for nobody.
+        """Add the receivers' keys for sealing; in a round's last step there are no receivers.
 
         Its parcels of the last step would be for its neighbours of the next round.
         """
         last = self._position == len(self._planned) - 1
         others = () if last else self.neighbours.get(client, ())
-        known = {j: key for j in others if (key := self._keys.of(j)) is not None}
-        own = self._keys.of(client)
+        known = {j: self.public_keys[j] for j in others if j in self.public_keys}
         config["parcel-run"] = self.run_key
         config["parcel-exchange"] = self._position
         config["parcel-sender"] = client
-        config["parcel-own-key"] = b"" if own is None else own.key
+        config["parcel-own-key"] = bytes.fromhex(self.public_keys.get(client, ("", ""))[0])
         config["parcel-receivers"] = list(known)
-        config["parcel-keys"] = [key.key for key in known.values()]
-        config["parcel-vouchers"] = [key.voucher for key in known.values()]
+        config["parcel-keys"] = [bytes.fromhex(key) for key, _ in known.values()]
+        config["parcel-vouchers"] = [bytes.fromhex(voucher) for _, voucher in known.values()]
 
     @property
     def _is_first_sample(self) -> bool:
@@ -324,8 +288,7 @@ class RelayStrategy(KeepingStrategy):
         self._parcels = {}
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         metrics[REFUSED] = refused
-        if self.mixing is not None:
-            matrix = mixing_matrix(self.averaging_graph(), examples, self.mixing)
+        if (matrix := self.averages_of(examples)) is not None:
             metrics["spectral-gap"] = spectral_gap(matrix)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
@@ -368,7 +331,9 @@ class RelayStrategy(KeepingStrategy):
     def _mean_model(self, metrics: MetricRecord) -> ArrayRecord | None:
         """Ask all clients for their models; return the equal mean of what came."""
         network = named_arrays(self.global_arrays)
-        nodes = self.sample(self._require_grid(), self.server_round, MODEL, 1.0, 1, self.held_out)
+        if self._grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        nodes = self.sample(self._grid, self.server_round, MODEL, 1.0, 1, self.held_out)
         pairs, rejected = self.exchange(
             nodes, MODEL, self.global_arrays, lambda reply: self._models_of(reply, network)
         )
@@ -405,11 +370,6 @@ class RelayStrategy(KeepingStrategy):
     def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
         """Return the model that stands for all: the equal mean."""
         return equal_mean(models)
-
-    def _require_grid(self) -> Grid:
-        if self._grid is None:
-            raise RuntimeError("call configure_train first, which sets the grid")
-        return self._grid
 
 
 def parcels_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:

@@ -1,4 +1,4 @@
-"""Who is whose neighbour in a round of decentralised learning.
+"""The clients' neighbours in a round of decentralised learning, and how fast averages spread.
 
 Source: Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Heterogeneous
 Settings via Neural Tangent Kernel*, ICML 2025, section 5 and appendix C.4: regular graphs of kappa
@@ -8,45 +8,26 @@ neighbours, rings, lines, Erdos-Renyi graphs and clusters, drawn anew in each ro
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING, getLogger
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from fedntk.ntk.options import Declared, argument, option
+from fedntk.ntk.payloads.gossip_options import MixingMatrix, mixing_row
+
 __all__ = ["MixingMatrix", "Topology", "TopologyKind", "mixing_matrix", "spectral_gap"]
 
 logger = getLogger("flwr")
 TopologyKind = Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"]
-MixingMatrix = Literal["examples", "equal", "metropolis"]
 TRIES = 100  # to draw a connected graph
 Neighbours = dict[int, tuple[int, ...]]
+Edges = nx.Graph | Iterable[Sequence[int]]
 
 
-class Topology:
+class Topology(Declared):
     """A graph of the clients for each round.
-
-    Parameters
-    ----------
-    kind : str
-        ``"regular"``: each client has `degree` neighbours, drawn at random (where clients times
-        degree is odd, some have one fewer). ``"ring"``, ``"line"``: two, in an order drawn at
-        random. ``"erdos-renyi"``: each pair is joined with the same probability, `degree`
-        neighbours in the mean. ``"clustered"``: groups of ``degree + 1`` clients, all joined within
-        a group and none between groups. ``"complete"``: all joined. ``"own"``: `graph`.
-    degree : int
-        kappa, at least 1.
-    dynamic : bool
-        Whether each round draws anew.
-    seed : int
-        Of the draws, with the round.
-    graph : networkx.Graph, or iterable of pairs of int, optional
-        Of kind ``"own"``: its edges, between clients' ids (partitions). Edges have no direction.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range, or a graph is missing or not used.
 
     Examples
     --------
@@ -55,40 +36,57 @@ class Topology:
     [2, 2, 2, 2, 2]
     """
 
-    def __init__(
-        self,
-        kind: TopologyKind = "regular",
-        *,
-        degree: int = 5,
-        dynamic: bool = True,
-        seed: int = 0,
-        graph: nx.Graph | Iterable[Sequence[int]] | None = None,
-    ) -> None:
-        if kind not in get_args(TopologyKind):
-            known = ", ".join(get_args(TopologyKind))
-            raise ValueError(f"topology: expected one of {known}, got {kind!r}")
-        if degree < 1:
-            raise ValueError(f"degree: expected at least 1, got {degree}")
-        if (kind == "own") != (graph is not None):
+    kind: TopologyKind = option(
+        "regular: each client has `degree` random neighbours (if clients times degree is odd, some "
+        "have one fewer); ring, line: two, in a random order; erdos-renyi: each pair is joined "
+        "with the same probability, `degree` neighbours in the mean; clustered: groups of "
+        "degree + 1 clients, all joined within a group and none between groups; complete: all "
+        "joined; own: `graph`",
+        default="regular",
+        kw_only=False,
+    )
+    degree: int = option(
+        "kappa, neighbours of a client (in the mean)", default=5, at_least=1
+    )
+    dynamic: bool = option("the graph is drawn anew in each round", default=True)
+    seed: int = option("seed of the draws, with the round", default=0, at_least=0)
+    graph: Edges | None = argument(
+        "networkx graph or pairs of clients' ids (partitions), if the kind is own; edges have no "
+        "direction",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.edges = frozenset() if self.graph is None else _edges(self.graph)
+        if self.kind == "clustered" and not self.dynamic:
+            logger.log(WARNING, "static clusters never exchange anything with each other")
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """Return the name of an option in errors; the kind is a strategy's topology."""
+        return "topology" if name == "kind" else name
+
+    def check(self) -> None:
+        """Refuse a graph that is missing or not used."""
+        super().check()
+        if (self.kind == "own") != (self.graph is not None):
             raise ValueError(
                 "graph: expected one with topology = 'own', and none with another, got "
-                f"{'none' if graph is None else 'one'} with {kind!r}"
+                f"{'none' if self.graph is None else 'one'} with {self.kind!r}"
             )
-        self.kind, self.degree, self.dynamic, self.seed = kind, degree, dynamic, seed
-        self.edges = frozenset() if graph is None else _edges(graph)
-        if kind == "clustered" and not dynamic:
-            logger.log(WARNING, "static clusters never exchange anything with each other")
 
     def neighbours(self, server_round: int, clients: Iterable[int]) -> Neighbours:
         """Return the neighbours of each client in a round.
 
-        A random graph that falls apart is drawn again, up to 100 times; what then is left is
-        logged. So is a graph of one's own that is not connected.
+        A random graph that falls apart is drawn again, up to 100 times; if that does not help, the
+        sizes of its parts are logged. So are those of a graph of one's own that is not connected.
 
         Parameters
         ----------
         server_round : int
-            Its number; without `dynamic` it plays no part, as long as the clients are the same.
+            Number of the round. Without `dynamic` it plays no part, as long as the clients are the
+            same.
         clients : iterable of int
             Ids of those that take part.
 
@@ -102,7 +100,7 @@ class Topology:
         generator = np.random.default_rng([self.seed, drawn, *b"topology"])
         whole = len(members) > 1 and self.kind != "clustered"
         for _ in range(TRIES if self.kind in ("regular", "erdos-renyi") else 1):
-            graph = self._graph(members, generator)
+            graph = self._draw(members, generator)
             if not whole or nx.is_connected(graph):
                 break
         else:
@@ -110,24 +108,19 @@ class Topology:
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
 
     def hubs(self, server_round: int, neighbours: Neighbours) -> Neighbours:
-        """Return the clusters of a round as stars: all are joined to one member, drawn at random.
+        """Return the clusters of a round as stars: all are joined to one random member.
 
         Parameters
         ----------
         server_round : int
-            Its number: each round draws anew.
+            Number of the round: each draws anew.
         neighbours : dict of int to tuple of int
-            Of those that take part, as from :meth:`neighbours`.
+            Neighbours in clusters, as from :meth:`neighbours`.
 
         Returns
         -------
         dict of int to tuple of int
             Hub -> ids of its cluster's other members, sorted.
-
-        Raises
-        ------
-        ValueError
-            If the kind is not ``"clustered"``.
 
         Examples
         --------
@@ -135,14 +128,12 @@ class Topology:
         >>> clusters.hubs(1, clusters.neighbours(1, range(5)))
         {1: (0,), 2: (3, 4)}
         """
-        if self.kind != "clustered":
-            raise ValueError(f"hubs: expected the topology 'clustered', got {self.kind!r}")
         clusters = sorted({tuple(sorted((k, *others))) for k, others in neighbours.items()})
         generator = np.random.default_rng([self.seed, server_round, *b"hubs"])
         chosen = [(c[int(generator.integers(len(c)))], c) for c in clusters]
         return {hub: tuple(k for k in members if k != hub) for hub, members in chosen}
 
-    def settings(self) -> Mapping[str, object]:
+    def settings(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON holds it."""
         return {
             "topology": self.kind,
@@ -162,7 +153,7 @@ class Topology:
             "add edges" if self.kind == "own" else "raise degree",
         )
 
-    def _graph(self, members: Sequence[int], generator: np.random.Generator) -> nx.Graph:
+    def _draw(self, members: Sequence[int], generator: np.random.Generator) -> nx.Graph:
         count, order = len(members), [members[i] for i in generator.permutation(len(members))]
         seed = int(generator.integers(2**31))
         degree = min(self.degree, count - 1)
@@ -176,8 +167,7 @@ class Topology:
             case "complete":
                 numbered = nx.complete_graph(count)
             case "erdos-renyi":
-                share = degree / (count - 1)
-                numbered = nx.gnp_random_graph(count, share, seed=seed)
+                numbered = nx.gnp_random_graph(count, degree / (count - 1), seed=seed)
             case "clustered":
                 size = self.degree + 1
                 numbered = nx.empty_graph(count)
@@ -196,7 +186,7 @@ class Topology:
         return nx.relabel_nodes(numbered, dict(enumerate(order)))
 
 
-def _edges(graph: nx.Graph | Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:
+def _edges(graph: Edges) -> frozenset[tuple[int, int]]:
     """Return a graph's edges between different clients, each once, the lower id first."""
     if isinstance(graph, nx.Graph) and graph.is_directed():
         raise ValueError(
@@ -224,17 +214,17 @@ def mixing_matrix(
     Parameters
     ----------
     neighbours : mapping of int to sequence of int
-        Client -> its neighbours. Those that have no examples here are left out, and what they
-        would have had is the others' of the row, or in ``"metropolis"`` the client's own.
+        Client -> its neighbours. Those without examples here are left out: their shares go to the
+        others of the row, or with ``"metropolis"`` to the client itself.
     examples : mapping of int to int
         Client -> how many it has.
     mixing : {"examples", "equal", "metropolis"}
-        The rule: see :class:`~fedntk.strategies.GossipStrategy`.
+        Rule: see :class:`~fedntk.strategies.GossipStrategy`.
 
     Returns
     -------
     ndarray of float64, shape (M, M)
-        Of the M clients with examples, in their order. Rows sum to one.
+        Shares among the M clients with examples, in their order. Rows sum to one.
 
     Examples
     --------
@@ -246,30 +236,23 @@ def mixing_matrix(
     place = {client: i for i, client in enumerate(members)}
     matrix = np.zeros((len(members), len(members)))
     for i, client in enumerate(members):
-        heard = [other for other in neighbours[client] if other in place]
-        near = [i, *(place[other] for other in heard)]
-        if mixing == "metropolis":
-            degree = len(neighbours[client])
-            matrix[i, near[1:]] = [1 / (1 + max(degree, len(neighbours[j]))) for j in heard]
-            matrix[i, i] = 1 - matrix[i].sum()
-        else:
-            counts = [examples[client], *(examples[j] for j in heard)]
-            shares = np.ones(len(near)) if mixing == "equal" else np.array(counts, np.float64)
-            matrix[i, near] = shares / shares.sum()
+        near = [client, *(other for other in neighbours[client] if other in place)]
+        counts, degrees = [examples[k] for k in near], [len(neighbours[k]) for k in near]
+        matrix[i, [place[k] for k in near]] = mixing_row(mixing, counts, degrees)
     return matrix
 
 
 def spectral_gap(matrix: NDArray[np.float64]) -> float:
     """Return 1 - |lambda_2| of a mixing matrix: how fast repeated averaging leads to one model.
 
-    1 where one average does, as on the complete graph; 0 where it never does, as the graph is in
-    parts. (Definition 4.2 of Thompson et al. has (1 - lambda)^2 with lambda = |lambda_2|.)
+    1 if one average does, as on the complete graph; 0 if it never does, as the graph is in parts.
+    (Definition 4.2 of Thompson et al. has (1 - lambda)^2 with lambda = |lambda_2|.)
 
     Parameters
     ----------
     matrix : ndarray of float64, shape (M, M)
-        Of :func:`mixing_matrix`. It is reversible, so sqrt(W_ij W_ji) has its eigenvalues, and is
-        symmetric.
+        Result of :func:`mixing_matrix`. It is reversible, so sqrt(W_ij W_ji) has its eigenvalues,
+        and is symmetric.
 
     Returns
     -------
