@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ..core.weights import Scalar
 from .gossip import GossipClient
-from .relay import ALL, Answer, Arrays, Message
+from .relay import HEARD, RESTARTED, Answer, Arrays, Message
+from .sealed_parcels import ALL
 
 __all__ = ["DPSGDClient"]
 
@@ -21,45 +21,32 @@ class DPSGDClient(GossipClient):
     The steps of SGD begin at the client's own weights x_i, not at the average: what they move is
     added to the average. Buffers, such as BatchNorm's statistics, are averaged after the training,
     the client's own new ones with the neighbours'. A client that lost its weights takes over the
-    average of its neighbours.
-
-    Parameters
-    ----------
-    **options
-        Of :class:`GossipClient`: model, x, y, x_test, y_test, local_epochs (1 in the comparison of
-        Thompson et al. 2025), batch_size, learning_rate, momentum, weight_decay, loss, device,
-        cache, seed. With batches of all examples and one epoch it is the paper's algorithm 1.
+    average of its neighbours. With batches of all examples and one epoch it is the paper's
+    algorithm 1. Parameters are those of :class:`GossipClient`.
     """
 
     strategy = "DPSGD"
 
-    def steps(self, message: Message) -> Mapping[str, Callable[[Message], Answer]]:
+    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
         """Return what the client does in each step."""
-        del message
-        return {"weights": self._send_weights, "step": self._step}
-
-    def _send_weights(self, message: Message) -> Answer:
-        """Send x_i; one that lost it has nothing to say."""
-        own, lost = self.current(message.config)
-        sent = {} if lost and message.neighbours else {ALL: self.parcel(own)}
-        return sent, len(self._training), {"restarted": int(lost)}
+        return {"weights": self.send_weights, "step": self._step}
 
     def _step(self, message: Message) -> Answer:
         """Average the x_j, add what training moved x_i by, and send the new weights."""
         own, lost = self.current(message.config)
         others = self.weights_heard(message, own)
-        trained, metrics = self.trained_from(own, message.config)
-        average = self.mixed(own, others, message, alone=not lost)
+        trained, metrics = self.train_from(own, message)
+        average = self.mix(own, others, message, with_own=not lost)
         self.keep_before(average, message.config)
         if lost and others:
             new = average
         else:
             new = _moved(own, trained, average)
-            statistics = self.mixed(trained, others, message)
+            statistics = self.mix(trained, others, message)
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
         self.keep(new, message.config)
-        told: dict[str, Scalar] = {"restarted": int(lost), "neighbours-heard": len(others)}
-        return {ALL: self.parcel(new)}, len(self._training), {**metrics, **told}
+        metrics |= {RESTARTED: int(lost), HEARD: len(others)}
+        return {ALL: self.parcel(new)}, len(self._training), {**metrics}
 
 
 def _moved(own: Arrays, trained: Arrays, average: Arrays) -> Arrays:

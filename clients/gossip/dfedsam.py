@@ -1,4 +1,4 @@
-"""Client of DFedSAM: as of DFedAvg, with steps along the gradient at the sharpest point nearby.
+"""Client of DFedSAM: DFedAvg with steps along the gradient at the sharpest point nearby.
 
 Sources: Shi et al., *Improving the Model Consistency of Decentralized Federated Learning*, ICML
 2023, algorithm 1; Foret et al., *Sharpness-Aware Minimization for Efficiently Improving
@@ -29,13 +29,7 @@ class DFedSAMClient(DFedAvgClient):
     rho : float
         Radius. 0 means plain steps: DFedAvg, bit for bit.
     **options
-        Of :class:`DFedAvgClient` and :class:`GossipClient`: model, x, y, local_epochs, batch_size,
-        learning_rate, momentum, weight_decay, cache, seed.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or what :class:`ModelClient` refuses.
+        Options of :class:`DFedAvgClient`.
     """
 
     strategy = "DFedSAM"

@@ -1,12 +1,12 @@
-"""Client of DisPFL: trains the weights of a mask of its own, and sends no others.
+"""Client of DisPFL: trains the weights of a mask of its own, and sends only these.
 
 Source: Dai et al., *DisPFL: Towards Communication-Efficient Personalized Federated Learning via
-Decentralized Sparse Training*, ICML 2022, and its authors' program: see the strategy for what is
-theirs and what is this package's reading.
+Decentralized Sparse Training*, ICML 2022, and its authors' program; the strategy tells what is
+theirs from this package's reading.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,31 +14,31 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import masked_mean
-from fedntk.ntk.payloads import screen_sizes
+from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 from fedntk.ntk.support.arrays import require_array
 
 from ..core.randomness import round_seed
 from ..core.sgd_steps import Gradients, gradients_of
-from ..core.weights import Scalar
 from ..personal.personal_store import ROUND
-from .dispfl_masks import Masks, first_masks, searched
+from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
 from .relay import (
-    ALL,
     COUNT,
+    HEARD,
     MOST_EXAMPLES,
+    RESTARTED,
     Answer,
     Arrays,
     Message,
     WeightsParcel,
-    norm_of,
+    require_names,
 )
+from .sealed_parcels import ALL
 
 __all__ = ["DisPFLClient"]
 
 MASKS = "sparse-masks"  # name of an array beside the weights
-OF_MASKS = "-masks"  # what is kept beside the weights
-SENT, NEXT = "sent ", "next "  # before the names there: of the weights' mask, and the next one
+SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
 
 
 class SparseWeights(NamedTuple):
@@ -49,14 +49,14 @@ class SparseWeights(NamedTuple):
     num_examples: int
 
     def to_arrays(self) -> Arrays:
-        """Wire format: of an array with a mask the numbers in it; all masks, a bit a number."""
+        """Wire format: the numbers in the masks, whole arrays without one, masks of a bit each."""
         sent = {
             name: array[self.masks[name]] if name in self.masks else array
             for name, array in self.weights.items()
         }
         return {
             **sent,
-            MASKS: np.packbits(joined(self.masks)),
+            MASKS: np.packbits(join_masks(self.masks)),
             COUNT: np.array(self.num_examples, np.int64),
         }
 
@@ -70,26 +70,13 @@ class SparseWeights(NamedTuple):
     ) -> "SparseWeights":
         """Check what :meth:`to_arrays` made against a network's arrays.
 
-        Parameters
-        ----------
-        arrays : dict of str to ndarray
-            As received.
-        expected : dict of str to ndarray
-            Of a network of the same architecture.
-        masked : sequence of str
-            Names of those that have masks.
-        max_examples : int
-            Most examples that may be claimed.
-
         Raises
         ------
         BadReply
-            If names, shapes or dtypes differ, numbers are not finite, there are as many numbers as
-            the mask does not say, or no examples or too many.
+            As :meth:`WeightsParcel.from_arrays`, or if the numbers of an array in `masked` are not
+            as many as its mask says.
         """
-        if arrays.keys() != {*expected, COUNT, MASKS}:
-            odd = sorted(arrays.keys() ^ {*expected, COUNT, MASKS})
-            raise BadReply("arrays", f"names differ from the network's in {odd[:5]}")
+        require_names(arrays, {*expected, COUNT, MASKS})
         sizes = [expected[name].size for name in masked]
         length = -(-sum(sizes) // 8)
         require_array(MASKS, arrays[MASKS], shape=(length,), dtype=np.uint8)
@@ -117,43 +104,32 @@ class DisPFLClient(GossipClient):
     """Answers the steps of DisPFL: ``weights`` and ``step``.
 
     Arrays of two axes or more that are trained have masks; biases, norms and buffers are whole. A
-    client that lost its weights or masks begins with the first ones again: it sends nothing until
-    it has averaged.
-
-    Parameters
-    ----------
-    **options
-        Of :class:`GossipClient`: model, x, y, x_test, y_test, local_epochs, batch_size (of the
-        gradient by which masks regrow, too), learning_rate, momentum, weight_decay, loss, device,
-        cache, seed. How sparse the masks are comes with the messages.
+    client that lost its weights begins with the first ones again: it sends nothing until it has
+    averaged. Parameters are those of :class:`GossipClient`; ``batch_size`` is also that of the
+    gradient by which masks regrow.
     """
 
     strategy = "DisPFL"
-    config_keys: ClassVar[frozenset[str]] = GossipClient.config_keys | {
-        "sparsity", "prune-share", "same-masks", "mask-seed",
-    }  # fmt: skip
+    told = DisPFLOptions
 
-    def steps(self, message: Message) -> Mapping[str, Callable[[Message], Answer]]:
+    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
         """Return what the client does in each step."""
-        del message
-        return {"weights": self._send_weights, "step": self._step}
+        return {"weights": self._send_sparse, "step": self._step}
 
-    def _send_weights(self, message: Message) -> Answer:
+    def _send_sparse(self, message: Message) -> Answer:
         """Send the weights and the mask that they have."""
         own, _, lost = self._state(message)
         sent = {} if lost and message.neighbours else {ALL: own.to_arrays()}
-        return sent, len(self._training), {"restarted": int(lost)}
+        return sent, len(self._training), {RESTARTED: int(lost)}
 
     def _step(self, message: Message) -> Answer:
         """Average over those that have a coordinate, train in the mask, and search for the next."""
-        config = message.config
         own, mask, lost = self._state(message)
         masked, most = list(mask), message.max_examples
-        heard = self.opened(
+        heard = self.open(
             message, lambda arrays: SparseWeights.from_arrays(arrays, own.weights, masked, most)
         )
-        norms = [norm_of(own.weights), *(norm_of(parcel.weights) for _, parcel in heard)]
-        others = self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
+        others: list[tuple[int, SparseWeights]] = self.screen_norms(heard, own.weights, message)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         parcels = [own, *(parcel for _, parcel in others)]
         if lost and others:
@@ -161,48 +137,41 @@ class DisPFLClient(GossipClient):
         begun = _in_mask(
             masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
         )
-        self.keep_before(begun, config)
-        trained, metrics = self.trained_from(begun, config, self._masked(mask))
-        following = self._search(trained, mask, config)
-        kept = {SENT + name: own for name, own in mask.items()}
-        kept |= {NEXT + name: own for name, own in following.items()}
-        needed = int(config.get(ROUND, 0))
-        self.store(config, OF_MASKS).save(int(config.get("server-round", 0)), kept, needed=needed)
-        self.keep(trained, config)
+        self.keep_before(begun, message.config)
+        trained, metrics = self.train_from(begun, message, self._masked(mask))
+        following = self._search(trained, mask, message)
+        masks = {SENT + name: array for name, array in mask.items()}
+        masks |= {NEXT + name: array for name, array in following.items()}
+        self.keep({**trained, **masks}, message.config)
         sent = SparseWeights(trained, mask, len(self._training))
-        told: dict[str, Scalar] = {
-            "restarted": int(lost),
-            "neighbours-heard": len(others),
-            "mask-density": float(joined(mask).mean()),
-            "mask-changed": float((joined(mask) != joined(following)).mean()),
+        metrics |= {
+            RESTARTED: int(lost),
+            HEARD: len(others),
+            "mask-density": float(join_masks(mask).mean()),
+            "mask-changed": float((join_masks(mask) != join_masks(following)).mean()),
         }
-        return {ALL: sent.to_arrays()}, len(self._training), {**metrics, **told}
-
-    # ------------------------------------------------------------------ state
+        return {ALL: sent.to_arrays()}, len(self._training), {**metrics}
 
     def _state(self, message: Message) -> tuple[SparseWeights, Masks, bool]:
-        """Return the weights with their mask, the next mask, and whether one was lost."""
-        config = message.config
-        weights, lost = self.current(config)
-        counted = int(config.get(ROUND, 0))
-        kept = self.store(config, OF_MASKS).load(counted) if counted else None
-        shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
-        names = [name for name, shape in shapes.items() if len(shape) > 1]
-        if kept is not None and not lost:
-            masks, following = ({n: kept[way + n] for n in names} for way in (SENT, NEXT))
+        """Return the weights with their mask, the next mask, and whether they were lost."""
+        weights, lost = self.current(message.config)
+        counted, options = int(message.config.get(ROUND, 0)), message.options
+        if counted and not lost:
+            kept = self.store(message.config).load(counted) or {}
+            names = [name for name, p in self.trainable.items() if p.ndim > 1]
+            masks, following = ({name: kept[way + name] for name in names} for way in (SENT, NEXT))
             return SparseWeights(weights, masks, len(self._training)), following, False
-        if counted and not lost:  # the masks alone: these weights belong to none
-            weights, lost = self.first_weights(config), True
-        drawn = [int(config["mask-seed"])] if config.get("same-masks", True) else list(self.seed)
+        drawn = [options.seed] if options.same_masks else list(self.seed)
         generator = np.random.default_rng([*drawn, *b"first-masks"])
-        masks = first_masks(shapes, 1 - float(config["sparsity"]), generator)
+        shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
+        masks = first_masks(shapes, 1 - options.sparsity, generator)
         own = SparseWeights(_in_mask(weights, masks), masks, len(self._training))
         return own, masks, lost
 
     # ------------------------------------------------------------------ masks
 
     def _masked(self, masks: Masks) -> Any:
-        """Return what keeps SGD within masks: gradients, and so momenta, are zero elsewhere."""
+        """Return what keeps SGD within masks: gradients, and so momenta, are zero outside."""
         tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
 
         def adjust(gradients: Gradients) -> Gradients:
@@ -210,9 +179,9 @@ class DisPFLClient(GossipClient):
 
         return adjust
 
-    def _search(self, trained: Arrays, masks: Masks, config: Mapping[str, Any]) -> Masks:
+    def _search(self, trained: Arrays, masks: Masks, message: Message) -> Masks:
         """Return the next masks: by the weights, and by the gradients of one batch at them."""
-        share = float(config.get("prune-share", 0.0))
+        config, share = message.config, message.options.pruned_share(message.server_round)
         if not share:
             return masks
         self.load_weights(trained)
@@ -224,13 +193,13 @@ class DisPFLClient(GossipClient):
         slopes = {name: slope.cpu().numpy() for name, slope in found.items()}
         self.model.zero_grad()
         return {
-            name: searched(mask, trained[name], slopes.get(name, np.zeros(mask.shape)), share)
+            name: search(mask, trained[name], slopes.get(name, np.zeros(mask.shape)), share)
             for name, mask in masks.items()
         }
 
 
-def joined(masks: Masks) -> NDArray[np.bool_]:
-    """Return the bits of all masks, one after another."""
+def join_masks(masks: Masks) -> NDArray[np.bool_]:
+    """Join the bits of all masks."""
     return np.concatenate([np.zeros(0, bool), *(mask.ravel() for mask in masks.values())])
 
 

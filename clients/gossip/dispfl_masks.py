@@ -12,29 +12,17 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["first_masks", "layer_densities", "searched"]
+__all__ = ["first_masks", "layer_densities", "search"]
 
 Masks = dict[str, NDArray[np.bool_]]
 
 
 def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
-    """Density of each array by the rule of Erdos-Renyi kernels.
+    """Return the density of each array by the rule of Erdos-Renyi kernels.
 
-    Arrays of fewer than two axes, such as biases, are whole, and count. Of the others, an array of
-    the shape (a, b, ...) has a density in proportion to (a + b + ...) / (a b ...), such that all
-    together have the density that is wanted. One that would have more than 1 is whole.
-
-    Parameters
-    ----------
-    shapes : mapping of str to tuple of int
-        Of the arrays.
-    density : float
-        Wanted share of all numbers, above 0 and at most 1.
-
-    Raises
-    ------
-    ValueError
-        If arrays of fewer than two axes alone have more numbers than that.
+    Arrays of fewer than two axes, such as biases, are whole, and count. Any other array, of shape
+    (a, b, ...), has a density in proportion to (a + b + ...) / (a b ...), such that all together
+    have the wanted `density`, above 0 and at most 1. An array that would have more than 1 is whole.
 
     Examples
     --------
@@ -76,7 +64,7 @@ def first_masks(
     return masks
 
 
-def searched(
+def search(
     mask: NDArray[np.bool_],
     weights: NDArray[np.floating],
     gradient: NDArray[np.floating],
@@ -84,15 +72,8 @@ def searched(
 ) -> NDArray[np.bool_]:
     """Prune the smallest weights of a mask, and regrow as many by the largest gradients.
 
-    ceil(share k) of the k weights in the mask go. What is regrown is among all that are outside
-    then, those just pruned too.
-
-    Parameters
-    ----------
-    mask, weights, gradient : ndarray of the same shape
-        Of one array.
-    share : float
-        0 to 1; 0 changes nothing.
+    ceil(share k) of the k weights in the mask go. As many come among all that are outside then,
+    also those just pruned. All arrays have one shape; a `share` of 0 changes nothing.
     """
     count = math.ceil(share * int(mask.sum()))
     new = mask.ravel().copy()

@@ -17,33 +17,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.ntk import BadReply, JacobianUpload, UploadLimits, jacobian, loss_value
+from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian.differentiate import Plans
-from fedntk.ntk.payloads import (
-    EvolutionTask,
-    JacobianParcel,
-    MemoryBudget,
-    screen_losses,
-    screen_uploads,
-)
+from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
+from fedntk.ntk.payloads.gossip_options import NTKDFLOptions, mixing_row
 from fedntk.ntk.support.arrays import require_array
 
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
-from .relay import ALL, TO, Answer, Arrays, Message, RelayClient, WeightsParcel, mean_weights
+from .relay import HEARD, RESTARTED, Answer, Arrays, Message, RelayClient, WeightsParcel
+from .sealed_parcels import ALL, TO
 
 __all__ = ["NTKDFLClient"]
 
-AVERAGE = "-average"  # what is kept within a round, beside the weights
-NOTES = "-notes"  # the same, where a hub evolves for others
-HUB = "hub"  # in a message's configuration: whether the client is one; where there are none: absent
-LOSS, T, HEARD, RESTARTED = "train-loss", "t", "neighbours-heard", "restarted"  # metrics
-BESIDE = "metric-"  # before the names of metrics that are kept or sent beside weights
+HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
+LOSS, T = "train-loss", "t"  # metrics
+BESIDE = "metric-"  # before the names of metrics beside weights
 
 
 class EvolvedParcel(NamedTuple):
-    """What a hub's cluster takes from it."""
+    """New weights from a hub, the t that it chose, and how many neighbours it heard."""
 
     new: WeightsParcel
     t: float
@@ -51,12 +46,12 @@ class EvolvedParcel(NamedTuple):
 
     def to_arrays(self) -> Arrays:
         """Wire format: that of the weights, with ``metric-t`` and ``metric-neighbours-heard``."""
-        told = {T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
-        return {**self.new.to_arrays(), **{BESIDE + name: array for name, array in told.items()}}
+        metrics = {T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
+        return {**self.new.to_arrays(), **{BESIDE + n: array for n, array in metrics.items()}}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, expected: Arrays) -> "EvolvedParcel":
-        """Check what :meth:`to_arrays` made; raises BadReply as that of the weights."""
+        """Check what :meth:`to_arrays` made; raise BadReply as for weights."""
         t, heard = (arrays.get(BESIDE + name) for name in (T, HEARD))
         if t is None or heard is None:
             raise BadReply("arrays", f"expected {T!r} and {HEARD!r}, got {sorted(arrays)[:5]}")
@@ -69,77 +64,60 @@ class EvolvedParcel(NamedTuple):
 class NTKDFLClient(RelayClient):
     """Answers the steps of NTK-DFL: ``weights``, ``average``, ``jacobians`` and ``evolve``.
 
-    Where one member of a cluster evolves for all, there is a last step, ``adopt``.
+    If one member of a cluster evolves for all, there is a last step, ``adopt``. The model is of
+    float32 or float64. `sampling_rate` is 1 / m_2 of appendix E.3.
 
     Parameters
     ----------
     chunk_size : int, optional
         Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
     **options
-        Of :class:`RelayClient` and :class:`ModelClient`: model, x, y, x_test, y_test, loss, device,
-        sampling_rate (1 / m_2 of appendix E.3), cache, seed. The model is of float32 or float64.
-        How weights evolve comes with the messages.
+        Options of :class:`RelayClient` and :class:`ModelClient`.
     """
 
     strategy = "NTKDFL"
     config_keys = RelayClient.config_keys | {HUB}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
+    told = NTKDFLOptions
 
     def __init__(self, *args: Any, chunk_size: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.chunk_size = chunk_size
         self._plans: Plans = {}
 
-    def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
-        super().require_agreement({k: v for k, v in config.items() if not EvolutionTask.owns(k)})
-
-    def steps(self, message: Message) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step, with the settings that the message brings.
-
-        Raises
-        ------
-        ValueError
-            If it brings no settings of an evolution.
-        """
-        task = EvolutionTask.from_config(message.config)
+    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
+        """Return what the client does in each step."""
         return {
-            "weights": lambda own: self._send_weights(own, task),
-            "average": lambda own: self._average(own, task),
-            "jacobians": lambda own: self._send_jacobians(own, task),
-            "evolve": lambda own: self._evolve(own, task),
+            "weights": lambda own: self.send_weights(own, though_lost=not own.options.average),
+            "average": self._average,
+            "jacobians": self._send_jacobians,
+            "evolve": self._evolve,
             "adopt": self._adopt,
         }
 
     # ------------------------------------------------------------------ steps
 
-    def _send_weights(self, message: Message, task: EvolutionTask) -> Answer:
-        """Send w_i to all neighbours (algorithm 2, line 2), but for a lost one to an average."""
-        weights, lost = self.current(message.config)
-        sent = WeightsParcel(weights, len(self._training)).to_arrays()
-        silent = lost and task.average and message.neighbours
-        return {} if silent else {ALL: sent}, len(self._training), {RESTARTED: int(lost)}
-
-    def _average(self, message: Message, task: EvolutionTask) -> Answer:
-        """Average with the neighbours' weights, and send the average (lines 3 to 5)."""
-        del task
+    def _average(self, message: Message) -> Answer:
+        """Average with the neighbours' weights, and send the average (algorithm 2)."""
         if message.config.get(HUB) is False:
             return {}, len(self._training), {}
         own, lost = self.current(message.config)
         others = self.weights_heard(message, own)
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
-        average = mean_weights([*mine, *(parcel for _, parcel in others)])
-        self._keep_average(average, message)
+        parcels = [*mine, *(parcel for _, parcel in others)]
+        shares = mixing_row("examples", [parcel.num_examples for parcel in parcels])
+        average = weighted_sum([parcel.weights for parcel in parcels], shares)
+        self.keep_within(message.config, weights=average)
         self.keep_before(average, message.config)
-        sent = WeightsParcel(average, len(self._training)).to_arrays()
-        return {ALL: sent}, len(self._training), {RESTARTED: int(lost)}
+        return {ALL: self.parcel(average)}, len(self._training), {RESTARTED: int(lost)}
 
-    def _send_jacobians(self, message: Message, task: EvolutionTask) -> Answer:
+    def _send_jacobians(self, message: Message) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
         own, _ = self.current(message.config)
-        if not task.average and message.batch == 0:
-            self._keep_average(own, message)
-        x, targets = self._part(message, task)
+        options, config = message.options, message.config
+        if not options.average and message.batch == 0:
+            self.keep_within(config, weights=own)
+        x, targets = self._part(message)
         outgoing = {}
         for sender, parcel in self.weights_heard(message, own):
             rows = self._rows(parcel.weights, x, targets)
@@ -147,103 +125,87 @@ class NTKDFLClient(RelayClient):
                 bad = BadReply("non-finite", "the network's rows at its weights are not finite")
                 self.refuse(sender, bad)
                 continue
-            if HUB in message.config:
+            if HUB in config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
-                self._note(message, {LOSS: loss})
-                if task.average and message.batch == 0:
-                    self.keep_before(parcel.weights, message.config)
-            sent = JacobianParcel(rows, x if task.selection == "true-loss" else None)
-            outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=task.sparsity, bits=task.bits)
+                self.keep_within(config, metrics={LOSS: loss})
+                if options.average and message.batch == 0:
+                    self.keep_before(parcel.weights, config)
+            sent = JacobianParcel(rows, x if options.selection == "true-loss" else None)
+            outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=options.sparsity, bits=options.bits)
         return outgoing, len(x), {}
 
-    def _evolve(self, message: Message, task: EvolutionTask) -> Answer:
+    def _evolve(self, message: Message) -> Answer:
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
         if message.config.get(HUB) is False:
             return {}, len(self._training), {}
-        average = self._kept_average(message)
-        x, targets = self._part(message, task)
-        upload = self._rows(average, x, targets)
-        own = JacobianParcel(upload, None if task.selection == "last" else x)
-        form = JacobianParcel(upload, x if task.selection == "true-loss" else None)
-        shapes = {name: array.shape for name, array in average.items()}
-        limits = UploadLimits(shapes, message.max_examples, task.sparsity, task.bits)
-        budget = MemoryBudget()
-
-        def parse(arrays: Arrays) -> JacobianParcel:
-            parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
-            budget.hold(parcel.upload)
-            return parcel
-
-        heard = self.opened(message, parse)
-        uploads = [upload, *(each.upload for _, each in heard)]
-        others = self.screened(heard, lambda factor: screen_uploads(uploads, factor), message)
-        rows = [own, *(each for _, each in others)]
-        whole = JacobianUpload.concatenate([each.upload for each in rows])
-        offset = log_class_prior(whole.targets) if task.class_prior else torch.zeros(())
+        average, options = self.weights_within(message), message.options
+        own, others = self._all_rows(average, message)
+        whole = JacobianUpload.concatenate([own.upload, *(each.upload for _, each in others)])
+        offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
+        flow = options.flow_in(message.server_round)
         candidates = Candidates.of(
             average,
             whole.jacobian.to(self.device),
             (whole.outputs + offset).to(self.device),
             whole.targets.to(self.device),
-            task.flow,
+            flow,
         )
-        best = self._chosen(candidates, own, others, message, offset)
+        best = self._choose(candidates, own, others, message, offset)
         weights = average if best is None else candidates.weights_at(best)
         if not all(np.isfinite(array).all() for array in weights.values()):
             weights, best = average, None
         metrics: dict[str, Scalar] = {
             LOSS: loss_value(own.upload.outputs, own.upload.targets, self.loss),
-            T: 0.0 if best is None else float(task.flow.steps[best]),
+            T: 0.0 if best is None else float(flow.steps[best]),
             HEARD: len(others),
             RESTARTED: int(self.current(message.config)[1]),
         }
         new = WeightsParcel(weights, len(self._training))
-        sent = new.to_arrays()
-        if message.batch < task.batches - 1:
-            self._keep_average(weights, message)
-        elif HUB in message.config:
-            self._note(message, {T: metrics[T], HEARD: len(others), LOSS: metrics[LOSS]}, weights)
-            sent = EvolvedParcel(new, float(metrics[T]), len(others)).to_arrays()
-        else:
+        is_last, has_hubs = message.batch == options.batches - 1, HUB in message.config
+        if is_last and not has_hubs:
             self.keep(weights, message.config)
-        return {ALL: sent}, len(self._training), metrics
+        else:
+            self.keep_within(message.config, weights=weights, metrics=metrics)
+        if is_last and has_hubs:
+            evolved = EvolvedParcel(new, float(metrics[T]), len(others))
+            return {ALL: evolved.to_arrays()}, len(self._training), metrics
+        return {ALL: new.to_arrays()}, len(self._training), metrics
 
     def _adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
-        noted = self._noted(message)
-        expected, lost = self.current(message.config)
-        if message.config[HUB]:
-            weights = {name: noted[name] for name in self.model.state_dict()}
-            t, heard = float(noted[BESIDE + T]), int(noted[BESIDE + HEARD])
-        else:
-            others = self.opened(
-                message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected)
+        noted, (expected, lost) = self.metrics_within(message), self.current(message.config)
+        if LOSS not in noted:
+            raise ValueError(
+                "adopt: the client has no Jacobian in this round; it keeps its weights, and goes "
+                "on with the next round"
             )
+        if message.config[HUB]:
+            weights, t, heard = self.weights_within(message), noted[T], noted[HEARD]
+        else:
+            others = self.open(message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected))
             if not others:
                 raise ValueError(
                     "no weights came from the cluster's hub; the client keeps its own, and goes on "
                     "with the next round"
                 )
-            (new, t, heard) = others[0][1]
-            weights = new.weights
+            ((weights, _), t, heard) = others[0][1]
         self.keep(weights, message.config)
-        metrics: dict[str, Scalar] = {LOSS: float(noted[BESIDE + LOSS]), T: t, HEARD: heard}
-        metrics[RESTARTED] = int(lost)
-        sent = WeightsParcel(weights, len(self._training)).to_arrays()
-        return {ALL: sent}, len(self._training), metrics
+        metrics: dict[str, Scalar] = {LOSS: noted[LOSS], T: t, HEARD: heard, RESTARTED: int(lost)}
+        return {ALL: self.parcel(weights)}, len(self._training), metrics
 
     # --------------------------------------------------------------- the rows
 
-    def _part(self, message: Message, task: EvolutionTask) -> tuple[Tensor, Tensor]:
-        """Return the part of the round's examples that a batch stands for.
+    def _part(self, message: Message) -> tuple[Tensor, Tensor]:
+        """Return the round's examples of a batch.
 
         With fewer examples than batches each example is a part, and parts come again.
         """
-        x, targets = self.training_examples(message.config)
-        if task.batches == 1:
+        x, targets = self.training_examples(dict(message.config))
+        batches = message.options.batches
+        if batches == 1:
             return x, targets
         generator = np.random.default_rng([*round_seed(self.seed, message.config), *b"batches"])
-        parts = np.array_split(generator.permutation(len(x)), min(task.batches, len(x)))
+        parts = np.array_split(generator.permutation(len(x)), min(batches, len(x)))
         chosen = torch.from_numpy(np.sort(parts[message.batch % len(parts)]))
         return x[chosen], targets[chosen]
 
@@ -255,7 +217,31 @@ class NTKDFLClient(RelayClient):
         outputs = self.outputs(x)
         return JacobianUpload(rows, outputs, targets.to(outputs.dtype))
 
-    def _chosen(
+    def _all_rows(
+        self, average: Arrays, message: Message
+    ) -> tuple[JacobianParcel, list[tuple[int, JacobianParcel]]]:
+        """Return the client's rows at its average, and its neighbours' that can be used.
+
+        Rows hold inputs if t is chosen by their loss.
+        """
+        x, targets = self._part(message)
+        upload, options = self._rows(average, x, targets), message.options
+        own = JacobianParcel(upload, None if options.selection == "last" else x)
+        form = JacobianParcel(upload, x if options.selection == "true-loss" else None)
+        shapes = {name: array.shape for name, array in average.items()}
+        limits = UploadLimits(shapes, message.max_examples, options.sparsity, options.bits)
+        budget = MemoryBudget()
+
+        def parse(arrays: Arrays) -> JacobianParcel:
+            parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
+            budget.hold(parcel.upload)
+            return parcel
+
+        heard = self.open(message, parse)
+        uploads = [upload, *(each.upload for _, each in heard)]
+        return own, self.screen(heard, lambda factor: screen_uploads(uploads, factor), message)
+
+    def _choose(
         self,
         candidates: Candidates,
         own: JacobianParcel,
@@ -263,65 +249,31 @@ class NTKDFLClient(RelayClient):
         message: Message,
         offset: Tensor,
     ) -> int | None:
-        """Return the position of the t that is taken; None if no loss is finite.
+        """Return the position of the best t; None if no loss is finite.
 
-        Losses are compared on the examples of those whose inputs are there: for ``"last"`` nobody's
-        are, for ``"own"`` the client's. Neighbours on whose examples they are out of all proportion
-        have no say.
+        Losses are compared on all inputs that are there: none for ``"last"``, the client's for
+        ``"own"``. Neighbours with losses out of all proportion have no say.
         """
         if own.inputs is None:
             return len(candidates) - 1
         each = [list(candidates.weights_at(k).values()) for k in range(len(candidates))]
 
-        def judged(x: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], int]:
+        def judge(x: Tensor, targets: Tensor) -> tuple[NDArray[np.float64], int]:
             return np.array(self.candidate_losses(each, x, targets, offset)), len(targets)
 
-        mine = judged(own.inputs, own.upload.targets)
+        mine = judge(own.inputs, own.upload.targets)
         heard = [
-            (sender, judged(parcel.inputs, parcel.upload.targets))
+            (sender, judge(parcel.inputs, parcel.upload.targets))
             for sender, parcel in others
             if parcel.inputs is not None
         ]
-        agreed = self.screened(
+        agreed = self.screen(
             heard,
             lambda factor: screen_losses([mine[0], *(own[0] for _, own in heard)], factor),
             message,
         )
         losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
         return lowest_loss(mean_losses(losses, counts))
-
-    # ------------------------------------------------------- within the round
-
-    def _keep_average(self, average: Arrays, message: Message) -> None:
-        number = int(message.config.get("server-round", 0))
-        self.store(message.config, AVERAGE).save(number, average)
-
-    def _kept_average(self, message: Message) -> Arrays:
-        number = int(message.config.get("server-round", 0))
-        kept = self.store(message.config, AVERAGE).load(number)
-        if kept is None:
-            raise ValueError(
-                f"{self.store(message.config, AVERAGE).folder}: the average of this round is lost; "
-                "the client goes on with the next round"
-            )
-        return {name: kept[name] for name in self.model.state_dict()}
-
-    def _note(
-        self, message: Message, metrics: Mapping[str, Scalar], weights: Arrays | None = None
-    ) -> None:
-        number = int(message.config.get("server-round", 0))
-        told = {BESIDE + name: np.array(value) for name, value in metrics.items()}
-        self.store(message.config, NOTES).save(number, {**(weights or {}), **told})
-
-    def _noted(self, message: Message) -> Arrays:
-        store = self.store(message.config, NOTES)
-        noted = store.load(int(message.config.get("server-round", 0)))
-        if noted is None or BESIDE + LOSS not in noted:
-            raise ValueError(
-                f"{store.folder}: this round has no Jacobian of the client; the client keeps its "
-                "weights, and goes on with the next round"
-            )
-        return noted
 
 
 def _is_finite(rows: JacobianUpload) -> bool:

@@ -1,7 +1,7 @@
 """What the clients of decentralised methods share: weights of their own, and parcels.
 
-Weights live with the client, on its disk; the strategy says of which round they count. What comes
-from a neighbour is checked here, as nobody else reads it: a parcel that cannot be used is dropped,
+Weights live with the client, on its disk; the strategy says from which round they count. Parcels
+from neighbours are checked here, as nobody else reads them: one that cannot be used is dropped,
 logged and counted.
 """
 
@@ -9,15 +9,15 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from logging import WARNING, getLogger
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Predictor
-from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.first_weights import drawn_weights
 from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
+from fedntk.ntk.payloads.gossip_options import RelayOptions
 from fedntk.ntk.support.arrays import require_array
 from fedntk.trust import ParcelKeys
 
@@ -26,20 +26,19 @@ from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Scalar, get_weights, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
-from .sealed_parcels import OF_SEALING, SealedParcels, kept_key
+from .sealed_parcels import ALL, OF_SEALING, SealedParcels, kept_key
 
 __all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
 
-FROM, TO, ALL = OF_A_CLIENT, "to-", "to-neighbours"  # begin the names of records, or are one
+FROM = OF_A_CLIENT  # begins the names of records
 OF_RELAYS = OF_SEALING | {
-    RUN, ROUND, "step", "batch", "neighbours", "same-weights", "outlier-factor",
-    "max-examples", "keep-both",
+    RUN, ROUND, "step", "batch", "neighbours", "outlier-factor", "max-examples", "keep-both",
 }  # fmt: skip
-BEFORE = "-before"  # where weights are kept as they were before the end of a round
-KEYS = "-keys"  # where the own key is kept, beside the weights
+KEYS, WITHIN = "-keys", "-within-round"  # what else is kept beside the weights, in folders
 COUNT = "num-examples"  # name of an array beside weights
+RESTARTED, HEARD = "restarted", "neighbours-heard"  # metrics
 LARGEST = 1e12  # of a neighbour's weight
-MOST_EXAMPLES = 10_000_000  # of a neighbour, where the strategy does not tell
+MOST_EXAMPLES = 10_000_000  # of a neighbour, if the strategy names no limit
 logger = getLogger("flwr")
 Arrays = dict[str, NDArray[Any]]
 Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -73,9 +72,7 @@ class WeightsParcel(NamedTuple):
             If names, shapes or dtypes differ, numbers are not finite, or there are no examples or
             more than `max_examples`.
         """
-        if arrays.keys() != {*expected, COUNT}:
-            odd = sorted(arrays.keys() ^ {*expected, COUNT})
-            raise BadReply("arrays", f"names differ from the network's in {odd[:5]}")
+        require_names(arrays, {*expected, COUNT})
         for name, own in expected.items():
             require_array(
                 name,
@@ -94,27 +91,36 @@ class Message(NamedTuple):
 
     Attributes
     ----------
-    step : str
-        Name of the exchange.
-    batch : int
-        Which part of its examples it is to use.
+    config : dict
+        Configuration of the message.
     parcels : dict of int to dict of str to ndarray
         Neighbour -> what it sent in the exchange before.
-    neighbours : tuple of int
-        To whom parcels may go.
-    config : dict
-        The message's configuration.
+    options : RelayOptions
+        Options of the strategy that travel: of the class that the client names.
     """
 
-    step: str
-    batch: int
+    config: Mapping[str, Any]
     parcels: dict[int, Arrays]
-    neighbours: tuple[int, ...]
-    config: dict[str, Any]
+    options: Any
+
+    @property
+    def server_round(self) -> int:
+        """Number of the round."""
+        return round_of(self.config)
+
+    @property
+    def batch(self) -> int:
+        """Part of its examples that the client is to use."""
+        return int(self.config.get("batch", 0))
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Ids of those to whom parcels may go."""
+        return tuple(int(j) for j in self.config.get("neighbours", ()))
 
     @property
     def max_examples(self) -> int:
-        """Most examples that a neighbour may claim: the strategy's ``max_examples``."""
+        """Most examples that a neighbour may claim."""
         return int(self.config.get("max-examples", MOST_EXAMPLES))
 
 
@@ -128,15 +134,16 @@ class RelayClient(ModelClient):
         see :class:`~fedntk.clients.PersonalisedClient`. A client that finds its weights missing
         begins with the first ones again, and reports ``"restarted"``.
     parcel_keys : ParcelKeys, optional
-        With which parcels are sealed, and opened. A client that is given them takes part in no run
-        whose strategy does not seal. By default, where the strategy does, the client draws a key
+        Keys that seal and open parcels. A client that is given them takes part in no run with
+        parcels in the clear. By default, if the strategy has parcels sealed, the client draws a key
         for the run, and keeps it in its folder.
     **model_options
-        Of :class:`ModelClient`.
+        Options of :class:`ModelClient`.
     """
 
     replies = "parcels"
     config_keys = OF_RELAYS
+    told: ClassVar[type[RelayOptions]] = RelayOptions  # what its strategy's messages bring
 
     def __init__(
         self,
@@ -151,7 +158,7 @@ class RelayClient(ModelClient):
         self._rejected = 0
 
     @abstractmethod
-    def steps(self, message: Message) -> Mapping[str, Callable[[Message], Answer]]:
+    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
         """Return what the client does in each step that it knows, by the step's name.
 
         Each is given the message, and returns receivers (``"to-<j>"``, or ``"to-neighbours"``) with
@@ -159,17 +166,11 @@ class RelayClient(ModelClient):
         """
 
     def answer(self, message: Message) -> Answer:
-        """Take the step that a message names.
-
-        Raises
-        ------
-        ValueError
-            If the client knows no such step.
-        """
-        steps = self.steps(message)
-        if message.step not in steps:
-            raise ValueError(f"step: expected one of {', '.join(steps)}, got {message.step!r}")
-        return steps[message.step](message)
+        """Take the step that a message names."""
+        steps, step = self.steps(), str(message.config.get("step", ""))
+        if step not in steps:
+            raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
+        return steps[step](message)
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
@@ -186,14 +187,11 @@ class RelayClient(ModelClient):
         self._rejected = len(unreadable)
         sealing = self._sealing(config)
         if sealing is not None:
-            parcels = dict(self._usable(parcels, sealing.opened))
-        neighbours = tuple(int(j) for j in config.get("neighbours", ()))  # type: ignore[union-attr]
-        message = Message(
-            str(config.get("step", "")), int(config.get("batch", 0)), parcels, neighbours, config
-        )
+            parcels = dict(self._usable(parcels, sealing.open))
+        message = Message(config, parcels, self.told.from_config(config))
         outgoing, num_examples, metrics = self.answer(message)
         if sealing is not None:
-            outgoing = sealing.sealed(outgoing)
+            outgoing = sealing.seal(outgoing)
         metrics["parcels-rejected"] = self._rejected  # always: odd names are left out of the means
         return NamedArrays(outgoing), num_examples, metrics
 
@@ -203,10 +201,9 @@ class RelayClient(ModelClient):
         With ``keep-both`` a record ``before`` has those of :meth:`keep_before`, if it took part.
         """
         records = {"arrays": self.own_weights(parameters, config)}
-        number = int(config.get("server-round", 0))
-        if config.get("keep-both") and int(config.get(ROUND, 0)) == number:
-            before = self._kept_weights(number, config, BEFORE)
-            records |= {} if before is None else {"before": before}
+        if config.get("keep-both") and int(config.get(ROUND, 0)) == round_of(config):
+            before = self._of_network(self._within(config, "before"))
+            records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
     def evaluate(
@@ -222,7 +219,7 @@ class RelayClient(ModelClient):
     # -------------------------------------------------------------------- keys
 
     def public_key(self, config: Mapping[str, Any]) -> bytes:
-        """Return the public key for which others are to seal, 32 raw bytes."""
+        """Return the public key with which others seal for this client, 32 raw bytes."""
         return self._keys(config).public_key
 
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
@@ -231,7 +228,7 @@ class RelayClient(ModelClient):
         return ParcelKeys(kept_key(self.store(config, KEYS).folder))
 
     def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
-        """Return what a message's parcels are opened and sealed with; None if they are not."""
+        """Return what opens and seals a message's parcels; None if they are in the clear."""
         if "parcel-run" in config:
             return SealedParcels(self._keys(config), config)
         if self.parcel_keys is not None:
@@ -250,20 +247,14 @@ class RelayClient(ModelClient):
         return weights
 
     def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
-        """Return the client's weights as of the round that counts, and whether they were lost.
-
-        Raises
-        ------
-        ValueError
-            If none count yet, and the first ones are lost or not the network's.
-        """
-        server_round = int(config.get(ROUND, 0))
-        if self._first and not server_round:  # they come once
-            late = int(config.get("server-round", 0)) > 1  # then they are the model as it is
+        """Return the client's weights from the round that counts, and whether they were lost."""
+        counted = int(config.get(ROUND, 0))
+        if self._first and not counted:  # they come once
+            late = round_of(config) > 1  # then they are the newest mean model
             first = self._first if late else self._drawn(self._first, config)
             self.store(config).save(0, first)
-        kept = self._kept_weights(server_round, config)
-        if server_round:
+        kept = self._kept_weights(counted, config)
+        if counted:
             if kept is not None:
                 return kept, False
             logger.log(WARNING, "a client lost its weights, and begins with the first ones again")
@@ -274,44 +265,72 @@ class RelayClient(ModelClient):
                 else f"{self.store(config).folder}: the first weights of this run are lost; the "
                 "strategy sends them again"
             )
-        return self.first_weights(config), server_round > 0
+        return self.first_weights(config), counted > 0
 
     def first_weights(self, config: Mapping[str, Any]) -> Arrays:
-        """Return the weights to begin with; of a client that lost them, the model's as it is."""
+        """Return the weights to begin with; the model's as it is, if the client lost them."""
         kept = self._kept_weights(0, config)
         return self._drawn(self.model_weights(), config) if kept is None else kept
 
     def _drawn(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
-        """Return weights of the client's own where clients begin with different ones."""
-        if config.get("same-weights", True):
+        """Return weights of the client's own if clients begin with different ones."""
+        if self.told.from_config(config).same_weights:
             return weights
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
         return drawn_weights(weights, "he", generator)
 
-    def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
-        """Keep weights within a round, for whoever judges them: averaged ones before training.
+    def _kept_weights(self, server_round: int, config: Mapping[str, Any]) -> Arrays | None:
+        return self._of_network(self.store(config).load(server_round) or {}) or None
 
-        Where averaging ends a round, these are the trained ones.
-        """
-        if config.get("keep-both"):
-            self.store(config, BEFORE).save(int(config.get("server-round", 0)), weights)
-
-    def _kept_weights(
-        self, server_round: int, config: Mapping[str, Any], what: str = ""
-    ) -> Arrays | None:
-        """Return the network's arrays that were kept in a round, in its order; None if missing."""
-        kept, names = self.store(config, what).load(server_round), list(self.model.state_dict())
-        if kept is None or kept.keys() != set(names):
-            return None
-        return {name: kept[name] for name in names}
+    def _of_network(self, kept: Arrays) -> Arrays:
+        """Return the network's arrays among what was kept, in its order; empty if some lack."""
+        names = list(self.model.state_dict())
+        return {name: kept[name] for name in names} if kept.keys() >= set(names) else {}
 
     def keep(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
         """Keep weights as those of the round at work, and those that count until it does."""
         needed = int(config.get(ROUND, 0))
-        self.store(config).save(int(config.get("server-round", 0)), weights, needed=needed)
+        self.store(config).save(round_of(config), weights, needed=needed)
+
+    # -------------------------------------------------------- within the round
+
+    def keep_within(self, config: Mapping[str, Any], **parts: Mapping[str, Any]) -> None:
+        """Keep parts of the round's work, such as weights or metrics, beside its other parts."""
+        store, kept = self.store(config, WITHIN), self._within(config)
+        kept = {name: a for name, a in kept.items() if name.partition(" ")[0] not in parts}
+        for part, arrays in parts.items():
+            kept |= {f"{part} {name}": np.asarray(array) for name, array in arrays.items()}
+        store.save(round_of(config), kept)
+
+    def _within(self, config: Mapping[str, Any], part: str = "") -> Arrays:
+        """Return a part of the round's work, empty if it was not kept; by default all parts."""
+        kept, begin = self.store(config, WITHIN).load(round_of(config)) or {}, part and f"{part} "
+        return {n.removeprefix(begin): array for n, array in kept.items() if n.startswith(begin)}
+
+    def weights_within(self, message: Message) -> Arrays:
+        """Return the weights that were kept in an earlier step of the round."""
+        kept = self._of_network(self._within(message.config, "weights"))
+        if not kept:
+            raise ValueError(
+                f"{self.store(message.config, WITHIN).folder}: the weights of this round are lost; "
+                "the client goes on with the next round"
+            )
+        return kept
+
+    def metrics_within(self, message: Message) -> dict[str, Scalar]:
+        """Return the metrics that were kept in earlier steps of the round."""
+        return {n: a.item() for n, a in self._within(message.config, "metrics").items()}
+
+    def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
+        """Keep weights within a round, for evaluation: averaged ones before training.
+
+        If averaging ends a round, these are the trained ones.
+        """
+        if config.get("keep-both"):
+            self.keep_within(config, before=weights)
 
     def store(self, config: Mapping[str, Any], what: str = "") -> PersonalStore:
-        """Return the folder of the client's weights, or of something else of a round's."""
+        """Return the folder of the client's weights, or of something else that it keeps."""
         return PersonalStore.of(self.cache, config, self.seed, what)
 
     def load_weights(self, weights: Mapping[str, NDArray[Any]]) -> None:
@@ -324,24 +343,38 @@ class RelayClient(ModelClient):
 
     # ----------------------------------------------------------------- parcels
 
-    def opened(self, message: Message, parse: Callable[[Arrays], T]) -> list[tuple[int, T]]:
+    def parcel(self, weights: Arrays) -> Mapping[str, NDArray[Any]]:
+        """Return weights as they go to neighbours."""
+        return WeightsParcel(weights, len(self._training)).to_arrays()
+
+    def send_weights(self, message: Message, *, though_lost: bool = False) -> Answer:
+        """Send the client's weights to all neighbours; one that lost them has nothing to say."""
+        own, lost = self.current(message.config)
+        silent = lost and not though_lost and message.neighbours
+        sent = {} if silent else {ALL: self.parcel(own)}
+        return sent, len(self._training), {RESTARTED: int(lost)}
+
+    def open(self, message: Message, parse: Callable[[Arrays], T]) -> list[tuple[int, T]]:
         """Parse the parcels, in the order of the neighbours; those that are bad are dropped."""
         return self._usable(message.parcels, lambda _, arrays: parse(arrays))
 
     def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
-        """Return the neighbours' weights; those that are not like one's own are dropped.
-
-        So are those whose norm is out of all proportion: see :meth:`screened`.
-        """
+        """Return the neighbours' weights, without those that are not like one's own."""
         most = message.max_examples
-        heard = self.opened(message, lambda arrays: WeightsParcel.from_arrays(arrays, own, most))
-        norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
-        return self.screened(heard, lambda factor: screen_sizes(norms, factor), message)
+        heard = self.open(message, lambda arrays: WeightsParcel.from_arrays(arrays, own, most))
+        return self.screen_norms(heard, own, message)
 
-    def screened(
+    def screen_norms(
+        self, heard: Sequence[tuple[int, Any]], own: Arrays, message: Message
+    ) -> list[tuple[int, Any]]:
+        """Drop the neighbours with weights of a norm out of all proportion: see :meth:`screen`."""
+        norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
+        return self.screen(heard, lambda factor: screen_sizes(norms, factor), message)
+
+    def screen(
         self,
         heard: Sequence[tuple[int, T]],
-        screen: Callable[[float], Sequence[BadReply | None]],
+        judge: Callable[[float], Sequence[BadReply | None]],
         message: Message,
     ) -> list[tuple[int, T]]:
         """Drop the neighbours that a rule over them and the client itself refuses.
@@ -350,12 +383,12 @@ class RelayClient(ModelClient):
         ----------
         heard : list of (int, T)
             Neighbours, and what they sent.
-        screen : callable
+        judge : callable
             The strategy's ``outlier_factor`` -> verdicts, the client's own first.
         message : Message
-            It tells the factor.
+            Message with the factor.
         """
-        verdicts = screen(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
+        verdicts = judge(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
         for (sender, _), bad in zip(heard, verdicts, strict=True):
             if bad is not None:
                 self.refuse(sender, bad)
@@ -379,17 +412,18 @@ class RelayClient(ModelClient):
         return good
 
 
+def round_of(config: Mapping[str, Any]) -> int:
+    """Return the number of a message's round."""
+    return int(config.get("server-round", 0))
+
+
+def require_names(arrays: Mapping[str, Any], expected: set[str]) -> None:
+    """Raise BadReply unless a parcel has the arrays of these names."""
+    if odd := sorted(arrays.keys() ^ expected):
+        raise BadReply("arrays", f"names differ from the network's in {odd[:5]}")
+
+
 def norm_of(weights: Mapping[str, NDArray[Any]]) -> float:
-    """Euclidean norm of all arrays of floating point, in float64."""
+    """Return the Euclidean norm of all arrays of floating point, in float64."""
     flat = [np.asarray(a, np.float64).ravel() for a in weights.values() if a.dtype.kind == "f"]
     return float(np.sqrt(sum(float(own @ own) for own in flat)))
-
-
-def mean_weights(parcels: list[WeightsParcel]) -> Arrays:
-    """Mean of weights by the numbers of examples, in float64 and cast back: eq. (1).
-
-    Source: Thompson et al., *NTK-DFL*, ICML 2025.
-    """
-    total = sum(parcel.num_examples for parcel in parcels)
-    shares = [parcel.num_examples / total for parcel in parcels]
-    return weighted_sum([parcel.weights for parcel in parcels], shares)

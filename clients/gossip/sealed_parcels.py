@@ -21,7 +21,7 @@ from fedntk.trust import (
 
 from ..core.disk_store import remove_stale
 
-__all__ = ["OF_SEALING", "SealedParcels", "kept_key"]
+__all__ = ["ALL", "OF_SEALING", "TO", "SealedParcels", "kept_key"]
 
 # in a message's configuration: all of them if parcels are sealed, else none
 OF_SEALING = frozenset(
@@ -48,12 +48,12 @@ class SealedParcels:
                 "it is asked again before the next round"
             )
 
-    def opened(self, sender: int, parcel: Arrays) -> dict[str, NDArray[Any]]:
+    def open(self, sender: int, parcel: Arrays) -> dict[str, NDArray[Any]]:
         """Open a parcel of the exchange before; SealError if it is something else."""
         info = self._binding(sender, int(self._config["parcel-exchange"]) - 1)
         return open_parcel(parcel, self._keys.private_key, info)
 
-    def sealed(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
+    def seal(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Seal the records of a reply, each for its receivers; omit those without any."""
         exchange = int(self._config["parcel-exchange"])
         info = self._binding(int(self._config["parcel-sender"]), exchange)

@@ -4,7 +4,6 @@ from .agreement import Agreement
 from .compression import UNQUANTISED, check_compression
 from .convex_task import ConvexTask, Solve
 from .ensemble_arrays import EnsembleArrays
-from .evolution_task import EvolutionTask
 from .feature_statistics import (
     FEATURE_GRAM,
     FeatureStatistics,
@@ -36,7 +35,6 @@ __all__ = [
     "Agreement",
     "ConvexTask",
     "EnsembleArrays",
-    "EvolutionTask",
     "FeatureStatistics",
     "FeatureUpload",
     "JacobianParcel",

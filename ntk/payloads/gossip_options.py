@@ -10,13 +10,17 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from ..evolution.flow_options import FlowOptions
+from ..evolution.gradient_flow import GradientFlow
 from ..options import Declared, option
+from .compression import UNQUANTISED, check_compression
 
 __all__ = [
     "DFedAvgOptions",
     "DisPFLOptions",
     "GossipOptions",
     "MixingMatrix",
+    "NTKDFLOptions",
     "RelayOptions",
     "mixing_row",
 ]
@@ -115,9 +119,7 @@ class DisPFLOptions(GossipOptions):
         at_least=1,
         to_clients=True,
     )
-    same_masks: bool = option(
-        "all clients begin with the same mask", default=True, to_clients=True
-    )
+    same_masks: bool = option("all clients begin with the same mask", default=True, to_clients=True)
     mixing: MixingMatrix = option(
         "how clients count in the average of those that have a number; equal in the authors' "
         "program",
@@ -135,3 +137,87 @@ class DisPFLOptions(GossipOptions):
         """Return the share of a mask that is pruned in a round."""
         done = min(server_round - 1, self.annealing_rounds) / self.annealing_rounds
         return self.prune_share / 2 * (1 + math.cos(math.pi * done))
+
+
+class NTKDFLOptions(FlowOptions, RelayOptions):
+    """How clients of NTK-DFL evolve."""
+
+    learning_rate: float = option("eta", default=0.01, above=0, to_clients=True)
+    learning_rate_decay: float = option(
+        "in round k the rate is eta exp(-decay (k - 1)); 0 in the paper, 0.07 in its program",
+        default=0.0,
+        at_least=0,
+        to_clients=True,
+    )
+    steps: Sequence[float] = option(
+        "grid of t, in steps of the learning rate",
+        default=tuple(map(float, range(100, 801, 100))),
+        at_least=0,
+        to_clients=True,
+    )
+    tolerance: float = option(
+        "error allowed per step of the solver, relative to the norm of the outputs",
+        default=1e-3,
+        above=0,
+        below=1,
+        to_clients=True,
+    )
+    selection: Literal["last", "true-loss", "own"] = option(
+        "which t. last: the paper's rule, the lowest loss of the evolved outputs, comes to that, "
+        "since this loss only falls; true-loss: the lowest loss of the network itself over the "
+        "neighbourhood, as in the authors' program (inputs then travel with the Jacobians, which "
+        "hold them anyway if the first layer is linear); own: the same over the client's examples",
+        default="last",
+        to_clients=True,
+    )
+    batches: int = option(
+        "m_1 of appendix E.1: parts of a client's examples, each with an evolution",
+        default=1,
+        at_least=1,
+        to_clients=True,
+    )
+    average: bool = option(
+        "weights are averaged with the neighbours' first: eq. (1)", default=True, to_clients=True
+    )
+    class_prior: bool = option(
+        "the classes' shares in a neighbourhood are an offset of the outputs that evolve (ours; "
+        "for cross-entropy): see fedntk.ntk.class_prior.log_class_prior",
+        default=False,
+        to_clients=True,
+    )
+    sparsity: float = option(
+        "share of the numbers of each tensor of a Jacobian that is not sent (appendix E.3: 0.5)",
+        default=0.0,
+        at_least=0,
+        below=1,
+        to_clients=True,
+    )
+    bits: int = option(
+        "bits of each number that is sent (appendix E.3: 6), 1 ... 16; 32 leaves them as they are",
+        default=UNQUANTISED,
+        at_least=1,
+        to_clients=True,
+    )
+
+    def check(self) -> None:
+        """Refuse an empty grid, bits that do not exist, and a prior that the loss does not use."""
+        super().check()
+        if not self.steps:
+            raise ValueError("steps: expected at least one time, got none")
+        if self.class_prior and self.loss != "cross-entropy":
+            raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
+        check_compression(self.sparsity, self.bits)
+
+    def flow_in(self, server_round: int) -> GradientFlow:
+        """Return what evolves outputs in a round; with the last t only if no other is needed."""
+        needs_all = self.selection != "last" or self.kernel == "corrected"
+        return GradientFlow(
+            loss=self.loss,
+            learning_rate=self.learning_rate
+            * math.exp(-self.learning_rate_decay * (server_round - 1)),
+            steps=self.steps if needs_all else self.steps[-1:],
+            kernel=self.kernel,
+            residuals=self.residuals,
+            kernel_dtype=self.kernel_dtype,
+            tolerance=self.tolerance,
+        )

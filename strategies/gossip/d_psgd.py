@@ -29,7 +29,7 @@ class DPSGD(GossipStrategy):
 
     Examples
     --------
-    >>> [step.name for step in DPSGD().steps(first=False)]
+    >>> [step.name for step in DPSGD().plan(first=False)]
     ['step']
     """
 

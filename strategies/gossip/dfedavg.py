@@ -33,13 +33,13 @@ class DFedAvg(DFedAvgOptions, GossipStrategy):
 
     Examples
     --------
-    >>> [step.name for step in DFedAvg(mixing="metropolis").steps(first=True)]
+    >>> [step.name for step in DFedAvg(mixing="metropolis").plan(first=True)]
     ['train', 'average']
     """
 
     client = "DFedAvgClient"
     ends_with = "averaged"
 
-    def steps(self, *, first: bool) -> Sequence[Step]:
+    def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the exchanges: trained weights, then their averages."""
         return [Step("train"), *(Step("average", k) for k in range(self.gossip_steps))]

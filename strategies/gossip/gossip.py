@@ -21,7 +21,7 @@ class GossipStrategy(GossipOptions, RelayStrategy):
     round before. If some did not take part then, there is one more, ``weights``.
     """
 
-    def steps(self, *, first: bool) -> Sequence[Step]:
+    def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the exchange, after one of the weights if these are not there yet."""
         return [Step("weights"), Step("step")] if first else [Step("step")]
 

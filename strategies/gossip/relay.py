@@ -142,7 +142,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             )
 
     @abstractmethod
-    def steps(self, *, first: bool) -> Sequence[Step]:
+    def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the steps of a round, in order.
 
         Parameters
@@ -168,7 +168,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
         self.neighbours = self.graph(server_round, clients)
         first = self.seal or any(client not in self._sent_last for client in clients)
-        self._planned, self._position = list(self.steps(first=first)), 0
+        self._planned, self._position = list(self.plan(first=first)), 0
         self._parcels = {} if first else self._addressed(self._sent_last)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -8,7 +8,7 @@ neighbours, rings, lines, Erdos-Renyi graphs and clusters, drawn anew in each ro
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from logging import WARNING, getLogger
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import networkx as nx
 import numpy as np
@@ -23,7 +23,7 @@ logger = getLogger("flwr")
 TopologyKind = Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"]
 TRIES = 100  # to draw a connected graph
 Neighbours = dict[int, tuple[int, ...]]
-Edges = nx.Graph | Iterable[Sequence[int]]
+Edges: TypeAlias = nx.Graph | Iterable[Sequence[int]]
 
 
 class Topology(Declared):
@@ -45,9 +45,7 @@ class Topology(Declared):
         default="regular",
         kw_only=False,
     )
-    degree: int = option(
-        "kappa, neighbours of a client (in the mean)", default=5, at_least=1
-    )
+    degree: int = option("kappa, neighbours of a client (in the mean)", default=5, at_least=1)
     dynamic: bool = option("the graph is drawn anew in each round", default=True)
     seed: int = option("seed of the draws, with the round", default=0, at_least=0)
     graph: Edges | None = argument(
@@ -58,7 +56,7 @@ class Topology(Declared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.edges = frozenset() if self.graph is None else _edges(self.graph)
+        self.edges = _edges(() if self.graph is None else self.graph)
         if self.kind == "clustered" and not self.dynamic:
             logger.log(WARNING, "static clusters never exchange anything with each other")
 
