@@ -44,7 +44,7 @@ class DFedAvgClient(GossipClient):
 
     def _average(self, message: Message) -> Answer:
         """Average what was trained, or averaged in the step before, with the neighbours'."""
-        own, metrics = self.weights_within(message), self.metrics_within(message)
+        own, metrics = self.weights_within(message)
         averaged = metrics.pop(AVERAGED)
         others = self.weights_heard(message, own)
         average = self.mix(own, others, message, with_own=bool(averaged) or not metrics[RESTARTED])

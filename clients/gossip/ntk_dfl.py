@@ -138,7 +138,7 @@ class NTKDFLClient(RelayClient):
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
         if message.config.get(HUB) is False:
             return {}, len(self._training), {}
-        average, options = self.weights_within(message), message.options
+        average, options = self.weights_within(message)[0], message.options
         own, others = self._all_rows(average, message)
         whole = JacobianUpload.concatenate([own.upload, *(each.upload for _, each in others)])
         offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
@@ -173,14 +173,14 @@ class NTKDFLClient(RelayClient):
 
     def _adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
-        noted, (expected, lost) = self.metrics_within(message), self.current(message.config)
+        (weights, noted), (expected, lost) = self.work_within(message), self.current(message.config)
         if LOSS not in noted:
             raise ValueError(
                 "adopt: the client has no Jacobian in this round; it keeps its weights, and goes "
                 "on with the next round"
             )
         if message.config[HUB]:
-            weights, t, heard = self.weights_within(message), noted[T], noted[HEARD]
+            t, heard = noted[T], noted[HEARD]
         else:
             others = self.open(message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected))
             if not others:

@@ -202,7 +202,7 @@ class RelayClient(ModelClient):
         """
         records = {"arrays": self.own_weights(parameters, config)}
         if config.get("keep-both") and int(config.get(ROUND, 0)) == round_of(config):
-            before = self._of_network(self._within(config, "before"))
+            before = self._of_network(_part(self._within(config), "before"))
             records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
@@ -302,24 +302,24 @@ class RelayClient(ModelClient):
             kept |= {f"{part} {name}": np.asarray(array) for name, array in arrays.items()}
         store.save(round_of(config), kept)
 
-    def _within(self, config: Mapping[str, Any], part: str = "") -> Arrays:
-        """Return a part of the round's work, empty if it was not kept; by default all parts."""
-        kept, begin = self.store(config, WITHIN).load(round_of(config)) or {}, part and f"{part} "
-        return {n.removeprefix(begin): array for n, array in kept.items() if n.startswith(begin)}
+    def _within(self, config: Mapping[str, Any]) -> Arrays:
+        return self.store(config, WITHIN).load(round_of(config)) or {}
 
-    def weights_within(self, message: Message) -> Arrays:
-        """Return the weights that were kept in an earlier step of the round."""
-        kept = self._of_network(self._within(message.config, "weights"))
-        if not kept:
+    def work_within(self, message: Message) -> tuple[Arrays, dict[str, Scalar]]:
+        """Return the weights and metrics that were kept in earlier steps of the round, if any."""
+        kept = self._within(message.config)
+        metrics = {n: array.item() for n, array in _part(kept, "metrics").items()}
+        return self._of_network(_part(kept, "weights")), metrics
+
+    def weights_within(self, message: Message) -> tuple[Arrays, dict[str, Scalar]]:
+        """Return the same, and fail if the weights are lost."""
+        weights, metrics = self.work_within(message)
+        if not weights:
             raise ValueError(
                 f"{self.store(message.config, WITHIN).folder}: the weights of this round are lost; "
                 "the client goes on with the next round"
             )
-        return kept
-
-    def metrics_within(self, message: Message) -> dict[str, Scalar]:
-        """Return the metrics that were kept in earlier steps of the round."""
-        return {n: a.item() for n, a in self._within(message.config, "metrics").items()}
+        return weights, metrics
 
     def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
         """Keep weights within a round, for evaluation: averaged ones before training.
@@ -410,6 +410,12 @@ class RelayClient(ModelClient):
             except Exception as error:  # a neighbour may send anything
                 self.refuse(sender, error)
         return good
+
+
+def _part(kept: Arrays, part: str) -> Arrays:
+    """Return a part of a round's work; empty if it was not kept."""
+    begin = f"{part} "
+    return {n.removeprefix(begin): array for n, array in kept.items() if n.startswith(begin)}
 
 
 def round_of(config: Mapping[str, Any]) -> int:
