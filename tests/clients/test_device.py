@@ -28,7 +28,8 @@ from fedntk.clients import (
 from fedntk.clients.gossip.relay import WeightsParcel
 from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTModel
 from fedntk.ntk.evolution.candidates import stack_candidates
-from fedntk.ntk.payloads import ConvexTask, EvolutionTask
+from fedntk.ntk.payloads import ConvexTask
+from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
 from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
 
 from ..fake_device import NAME, FakeDevice
@@ -192,10 +193,10 @@ def test_a_round_of_ntk_dfl(kernel, tmp_path):
 
     def work(device: str) -> tuple[Any, ...]:
         client = NTKDFLClient(network(), X, Y, device=device, cache=tmp_path / device, seed=1)
-        task = EvolutionTask(learning_rate=0.1, steps=(1.0, 4.0), kernel=kernel, selection="own")
+        task = NTKDFLOptions(learning_rate=0.1, steps=(1.0, 4.0), kernel=kernel, selection="own")
         config = {
             "server-round": 1, "batch": 0, "neighbours": [2], "personal-run": "r",
-            "personal-round": 0, "same-weights": True, **task.to_config(),
+            "personal-round": 0, **task.to_config(),
         }  # fmt: skip
         heard = WeightsParcel({k: 1.1 * a for k, a in floats().items()}, 5).to_arrays()
         heard |= {k: a for k, a in named_weights().items() if k not in floats()}

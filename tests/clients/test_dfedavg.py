@@ -1,4 +1,4 @@
-"""DFedAvgClient by itself: mixing rules, divergence, and what it refuses."""
+"""DFedAvgClient by itself: mixing rules, the rate, and what it refuses."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from fedntk.clients import DFedAvgClient, NamedArrays
 from fedntk.clients.gossip.relay import Message, WeightsParcel
+from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
 from ..strategies.federation import examples
 
@@ -23,9 +24,10 @@ def client(**options: Any) -> DFedAvgClient:
     return DFedAvgClient(linear(), *examples(3), learning_rate=0.1, **options)  # 8 examples
 
 
-def message(mixing: str, neighbours: tuple[int, ...], degrees: list[int] | None = None) -> Message:
-    config = {"mixing": mixing} | ({} if degrees is None else {"degrees": degrees})
-    return Message("average", 0, {}, neighbours, config)
+def message(**options: Any) -> Message:
+    """A message to a client with the neighbours 1, 4 and 7, which have 1, 2 and 5."""
+    config = {"neighbours": [1, 4, 7], "degrees": [1, 2, 5], "server-round": 2}
+    return Message(config, {}, DFedAvgOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -38,8 +40,7 @@ def message(mixing: str, neighbours: tuple[int, ...], degrees: list[int] | None 
     ],
 )
 def test_a_row_of_the_mixing_matrix_sums_to_one(mixing, expected):
-    heard = [(1, 2), (7, 10)]
-    shares = client().shares(heard, message(mixing, (1, 4, 7), [1, 2, 5]))
+    shares = client().shares([(1, 2), (7, 10)], message(mixing=mixing))
     assert shares == pytest.approx(expected, abs=1e-15)
     assert sum(shares) == pytest.approx(1, abs=1e-15)
 
@@ -51,23 +52,20 @@ def test_an_average_without_oneself_is_of_the_others():
         (1, WeightsParcel({"weight": np.ones((3, 4), np.float32)}, 2)),
         (7, WeightsParcel({"weight": np.full((3, 4), 4, np.float32)}, 10)),
     ]
-    told = message("examples", (1, 7))
-    average = client().mixed(own, others, told, alone=False)
+    average = client().mix(own, others, message(), with_own=False)
     np.testing.assert_allclose(average["weight"], 3.5, rtol=1e-7)
-    assert client().mixed(own, [], told, alone=False)["weight"].max() == 0
+    assert client().mix(own, [], message(), with_own=False)["weight"].max() == 0
 
 
-def test_an_unknown_rule_or_step_is_refused():
-    with pytest.raises(ValueError, match="mixing: expected examples, equal or metropolis"):
-        client().shares([], message("median", ()))
+def test_an_unknown_rule_or_step_and_an_average_without_training_are_refused():
+    told = DFedAvgOptions().to_config()
+    with pytest.raises(ValueError, match="mixing: expected one of examples, equal, metropolis"):
+        client().fit(NamedArrays({}), {**told, "option-mixing": "median"})
     with pytest.raises(ValueError, match="step: expected one of train, average, got 'jacobians'"):
-        client().fit(NamedArrays({}), {"step": "jacobians"})
-
-
-def test_an_average_without_training_before_it_is_refused_with_the_cause():
+        client().fit(NamedArrays({}), {**told, "step": "jacobians"})
     config = {"step": "average", "server-round": 3, "personal-run": "alone", "client-id": "3"}
-    with pytest.raises(ValueError, match="what was trained in this round is lost"):
-        client().fit(NamedArrays({}), config)
+    with pytest.raises(ValueError, match="the weights of this round are lost"):
+        client().fit(NamedArrays({}), {**told, **config})
 
 
 def test_a_global_model_to_be_near_to_is_refused():
@@ -78,11 +76,11 @@ def test_a_global_model_to_be_near_to_is_refused():
 def test_the_strategys_factor_multiplies_the_rate():
     """One full batch from zero: the step is in proportion to the rate; lr of train_config, too."""
     weights = {name: tensor.numpy() for name, tensor in linear().state_dict().items()}
-    whole, _ = client(batch_size=8).trained_from(weights, {"server-round": 1})
-    half, _ = client(batch_size=8).trained_from(weights, {"server-round": 1, "rate-factor": 0.5})
-    other, _ = client(batch_size=8).trained_from(
-        weights, {"server-round": 1, "rate-factor": 0.5, "lr": 0.2}
-    )
+    halved = message(learning_rate_factor=0.5)
+    whole, _ = client(batch_size=8).train_from(weights, message())
+    half, _ = client(batch_size=8).train_from(weights, halved)
+    twice = halved._replace(config={**halved.config, "lr": 0.2})
+    other, _ = client(batch_size=8).train_from(weights, twice)
     np.testing.assert_allclose(2 * half["weight"], whole["weight"], rtol=1e-6)
     np.testing.assert_array_equal(other["weight"], whole["weight"])
     assert np.abs(whole["weight"]).max() > 0.01

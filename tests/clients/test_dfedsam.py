@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, DFedSAMClient
+from fedntk.clients.gossip.relay import Message
+from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
 from ..strategies.federation import examples, network
+
+MESSAGE = Message({"server-round": 1}, {}, DFedAvgOptions())
 
 
 def linear() -> nn.Module:
@@ -43,7 +47,7 @@ def test_steps_are_along_the_gradient_at_the_point_nearby(rho):
         velocity = [momentum * v + g + decay * p
                     for v, g, p in zip(velocity, (dw, db), (w, b), strict=True)]  # fmt: skip
         w, b = w - rate * velocity[0], b - rate * velocity[1]
-    trained, metrics = own.trained_from(first, {"server-round": 1})
+    trained, metrics = own.train_from(first, MESSAGE)
     np.testing.assert_allclose(trained["weight"], w.numpy(), rtol=0, atol=1e-12)
     np.testing.assert_allclose(trained["bias"], b.numpy(), rtol=0, atol=1e-12)
     assert metrics["train-loss"] > 0
@@ -56,7 +60,7 @@ def test_the_loss_and_batchnorms_statistics_are_those_of_the_first_pass():
     weights = {name: tensor.numpy().copy() for name, tensor in network().state_dict().items()}
     for kind, options in ((DFedAvgClient, {}), (DFedSAMClient, {"rho": 0.5})):
         own = kind(network(), x, y, learning_rate=0.1, batch_size=len(x), **options)
-        found.append(own.trained_from(weights, {"server-round": 1}))
+        found.append(own.train_from(weights, MESSAGE))
     (plain, loss), (sharp, same) = found
     assert loss == same
     for name, _ in network().named_buffers():
@@ -72,7 +76,7 @@ def test_no_gradient_means_no_point_nearby():
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     own = DFedSAMClient(model, x, torch.zeros(5, dtype=torch.int64), rho=0.1, loss="mse")
     weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
-    trained, _ = own.trained_from(weights, {"server-round": 1})
+    trained, _ = own.train_from(weights, MESSAGE)
     for name, array in trained.items():
         np.testing.assert_array_equal(array, weights[name])
 

@@ -5,8 +5,9 @@ import pytest
 
 from fedntk.clients import DisPFLClient, NamedArrays
 from fedntk.clients.gossip.dispfl import SparseWeights
-from fedntk.clients.gossip.dispfl_masks import first_masks, layer_densities, searched
+from fedntk.clients.gossip.dispfl_masks import first_masks, layer_densities, search
 from fedntk.ntk import BadReply
+from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 
 from ..strategies.federation import examples, network
 
@@ -52,12 +53,12 @@ def test_the_smallest_weights_go_and_the_largest_gradients_come():
     mask = np.array([[True, True, True, True, False, False, False]])
     weights = np.array([[3.0, -0.1, 0.2, -4.0, 0.0, 0.0, 0.0]])
     gradient = np.array([[9.0, 8.0, 0.1, 9.0, 0.5, -0.7, 0.6]])
-    new = searched(mask, weights, gradient, 0.5)
+    new = search(mask, weights, gradient, 0.5)
     np.testing.assert_array_equal(new, [[True, True, False, True, False, True, False]])
-    np.testing.assert_array_equal(searched(mask, weights, gradient, 0.0), mask)
-    assert searched(mask, weights, gradient, 1.0).sum() == 4
+    np.testing.assert_array_equal(search(mask, weights, gradient, 0.0), mask)
+    assert search(mask, weights, gradient, 1.0).sum() == 4
     full = np.ones((2, 3), bool)
-    np.testing.assert_array_equal(searched(full, np.ones((2, 3)), np.ones((2, 3)), 0.5), full)
+    np.testing.assert_array_equal(search(full, np.ones((2, 3)), np.ones((2, 3)), 0.5), full)
 
 
 def sparse() -> SparseWeights:
@@ -84,7 +85,10 @@ def test_a_parcel_comes_back_as_it_was():
     [
         ("0.weight", np.zeros(3, np.float32), "shape"),
         ("0.bias", np.zeros(9, np.float32), "shape"),
+        ("0.bias", np.zeros(8, np.complex64), "dtype"),
+        ("0.bias", np.full(8, np.nan, np.float32), "non-finite"),
         ("sparse-masks", np.zeros(1, np.uint8), "shape"),
+        ("sparse-masks", np.full(7, 255, np.uint8), "shape"),
         ("sparse-masks", np.zeros(7, np.int8), "dtype"),
         ("1.running_var", np.full(8, -1, np.float32), "range"),
         ("num-examples", np.array(0), "range"),
@@ -101,7 +105,7 @@ def test_a_damaged_parcel_is_refused(name, array, reason):
 def test_a_client_trains_within_the_agreed_mask():
     """Two clients of one seed of masks have the same first one, whatever their own seeds."""
     told = {"server-round": 1, "personal-run": "masks", "step": "step", "neighbours": [],
-            "sparsity": 0.5, "prune-share": 0.5, "same-masks": True, "mask-seed": 4}  # fmt: skip
+            **DisPFLOptions(seed=4).to_config()}  # fmt: skip
     weights = {name: tensor.numpy().copy() for name, tensor in network().state_dict().items()}
     bits = []
     for k in (1, 2):
@@ -111,9 +115,3 @@ def test_a_client_trains_within_the_agreed_mask():
         assert 0 < metrics["mask-density"] < 0.5  # vectors, which are whole, take part of the half
         assert 0 < metrics["mask-changed"] < 1
     assert bits[0] == bits[1]
-
-
-def test_another_step_is_refused():
-    own = DisPFLClient(network(), *examples(3))
-    with pytest.raises(ValueError, match="step: expected one of weights, step, got 'average'"):
-        own.fit(NamedArrays({}), {"step": "average"})

@@ -195,7 +195,7 @@ def initial_bits(model: nn.Module | None = None) -> dict[str, bytes]:
     return bits(arrays_of(ArrayRecord(dict((model or network()).state_dict()))))
 
 
-def kept_by(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
+def kept_by(strategy: Any, client: int | str, server_round: int) -> dict[str, np.ndarray]:
     """What a client keeps to itself of a round."""
     folder = cache_dir() / "personal" / f"run-{strategy.run_key}-client-{client}"
     with np.load(folder / f"round-{server_round:08}.npz") as kept:
