@@ -5,12 +5,12 @@ Sources: Shi et al., *Improving the Model Consistency of Decentralized Federated
 Generalization*, ICLR 2021, eq. (2) and (3).
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fedntk.ntk.options import option
 
 from ..core.sgd_steps import Gradients
 from .dfedavg import DFedAvgClient
@@ -23,22 +23,13 @@ class DFedSAMClient(DFedAvgClient):
 
     Both gradients are of the same batch. ||g|| is over all parameters that are trained. Buffers,
     such as BatchNorm's statistics, are those of the first pass. Each step takes two passes.
-
-    Parameters
-    ----------
-    rho : float
-        Radius. 0 means plain steps: DFedAvg, bit for bit.
-    **options
-        Options of :class:`DFedAvgClient`.
     """
 
     strategy = "DFedSAM"
 
-    def __init__(self, *args: Any, rho: float = 0.01, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if not 0 <= rho < math.inf:
-            raise ValueError(f"rho: expected a finite number of at least 0, got {rho}")
-        self.rho = rho
+    rho: float = option(
+        "radius of the sharpest point; 0: DFedAvg, bit for bit", default=0.01, at_least=0
+    )
 
     def batch_gradients(
         self,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from logging import WARNING, getLogger
-from typing import Any
 
 import numpy as np
 
@@ -24,25 +23,20 @@ class GossipClient(RelayClient, SGDClient):
 
     The strategy's ``learning_rate_factor`` multiplies the learning rate in its round. Momentum
     begins at zero in each round.
-
-    Parameters
-    ----------
-    **options
-        Options of :class:`SGDClient` but for ``proximal_mu``: there is no global model to be near
-        to; of :class:`RelayClient`: cache, the folder for its weights; and of :class:`ModelClient`.
     """
 
     replies = "parcels"
     config_keys = RelayClient.config_keys | {"lr", "degrees"}
     told = GossipOptions
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if "proximal_mu" in options:
-            raise TypeError(
-                f"proximal_mu: {type(self).__name__} has no global model to be near to; leave it "
-                "out"
+    def check(self) -> None:
+        """Refuse FedProx's term: there is no global model to be near to."""
+        super().check()
+        if self.proximal_mu:
+            raise ValueError(
+                f"proximal_mu: expected 0, got {self.proximal_mu}; {type(self).__name__} has no "
+                "global model to be near to"
             )
-        super().__init__(*args, **options)
 
     def train_from(
         self, weights: Arrays, message: Message, adjust: Adjust | None = None

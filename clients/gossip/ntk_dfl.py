@@ -9,7 +9,7 @@ pass through the relay's hands, which can read them unless parcels are sealed.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fedntk.ntk.averages import weighted_sum
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian.differentiate import Plans
+from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
 from fedntk.ntk.payloads.gossip_options import NTKDFLOptions, mixing_row
 from fedntk.ntk.support.arrays import require_array
@@ -66,13 +67,6 @@ class NTKDFLClient(RelayClient):
 
     If one member of a cluster evolves for all, there is a last step, ``adopt``. The model is of
     float32 or float64. `sampling_rate` is 1 / m_2 of appendix E.3.
-
-    Parameters
-    ----------
-    chunk_size : int, optional
-        Examples differentiated at a time; :func:`~fedntk.ntk.jacobian` chooses by default.
-    **options
-        Options of :class:`RelayClient` and :class:`ModelClient`.
     """
 
     strategy = "NTKDFL"
@@ -80,10 +74,10 @@ class NTKDFLClient(RelayClient):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
     told = NTKDFLOptions
 
-    def __init__(self, *args: Any, chunk_size: int | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.chunk_size = chunk_size
-        self._plans: Plans = {}
+    chunk_size: int | None = argument(
+        "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
+    )
+    _plans: Plans = state(dict)
 
     def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
         """Return what the client does in each step."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.first_weights import drawn_weights
+from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
 from fedntk.ntk.payloads.gossip_options import RelayOptions
 from fedntk.ntk.support.arrays import require_array
@@ -127,35 +128,27 @@ class Message(NamedTuple):
 class RelayClient(ModelClient):
     """A client that has weights of its own, and neighbours.
 
-    Parameters
-    ----------
-    cache : path, optional
-        Folder for its weights; ``fedntk/personal`` in $XDG_CACHE_HOME or ``~/.cache`` by default:
-        see :class:`~fedntk.clients.PersonalisedClient`. A client that finds its weights missing
-        begins with the first ones again, and reports ``"restarted"``.
-    parcel_keys : ParcelKeys, optional
-        Keys that seal and open parcels. A client that is given them takes part in no run with
-        parcels in the clear. By default, if the strategy has parcels sealed, the client draws a key
-        for the run, and keeps it in its folder.
-    **model_options
-        Options of :class:`ModelClient`.
+    A client that finds its weights missing begins with the first ones again, and reports
+    ``"restarted"``.
     """
 
     replies = "parcels"
     config_keys = OF_RELAYS
     told: ClassVar[type[RelayOptions]] = RelayOptions  # what its strategy's messages bring
 
-    def __init__(
-        self,
-        *args: Any,
-        cache: str | os.PathLike[str] | None = None,
-        parcel_keys: ParcelKeys | None = None,
-        **model_options: Any,
-    ) -> None:
-        super().__init__(*args, **model_options)
-        self.cache = cache
-        self.parcel_keys = parcel_keys
-        self._rejected = 0
+    cache: str | os.PathLike[str] | None = argument(
+        "folder for its weights; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default, see "
+        "fedntk.clients.PersonalisedClient",
+        default=None,
+    )
+    parcel_keys: ParcelKeys | None = argument(
+        "keys that seal and open parcels; a client that is given them takes part in no run with "
+        "parcels in the clear. By default, if the strategy has parcels sealed, the client draws a "
+        "key for the run, and keeps it in its folder",
+        default=None,
+    )
+    _first: Arrays = state(dict)  # first weights that the message brings
+    _rejected: int = state(int)  # parcels of the message that could not be used
 
     @abstractmethod
     def steps(self) -> Mapping[str, Callable[[Message], Answer]]:

@@ -79,8 +79,3 @@ def test_no_gradient_means_no_point_nearby():
     trained, _ = own.train_from(weights, MESSAGE)
     for name, array in trained.items():
         np.testing.assert_array_equal(array, weights[name])
-
-
-def test_a_negative_radius_is_refused():
-    with pytest.raises(ValueError, match="rho: expected a finite number of at least 0, got -1"):
-        DFedSAMClient(network(), *examples(0), rho=-1)
