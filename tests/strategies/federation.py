@@ -2,7 +2,9 @@
 
 import copy
 import io
+import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,6 +140,12 @@ class InOrder(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         return super().send_and_receive(sorted(messages, key=lambda m: m.metadata.dst_node_id))
+
+
+def size(message: Message) -> int:
+    """Bytes of a message's arrays."""
+    records = message.content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
 
 
 def app(make: Callable[..., NumPyClient], **options: Any) -> ClientApp:
@@ -351,7 +359,10 @@ def replayed() -> Change:
 # Kind of damage -> (what becomes of the reply, reasons under which it may be counted). These reach
 # what each method makes of the arrays.
 DAMAGED_ARRAYS: dict[str, tuple[Change, str]] = {
-    "extra array": (with_arrays(lambda a: a | {"extra": np.zeros(3, np.float32)}), "arrays shape"),
+    "extra array": (
+        with_arrays(lambda a: a | {"extra": np.zeros(3, np.float32)}),
+        "arrays shape compression",
+    ),
     "missing array": (with_arrays(lambda a: dict(list(a.items())[:-1])), "arrays shape"),
     "two array records": (second_record("arrays"), "arrays"),
     "garbage": (garbage, "arrays"),
@@ -385,6 +396,23 @@ DAMAGED_REPLIES: dict[str, tuple[Change, str]] = {
     "from a node that was not asked": (lambda reply: from_node(reply, 77), "not-asked"),
     "in another client's name": (lambda reply: from_node(reply, 1), "not-asked"),
 }
+
+
+KINDS_OF_DAMAGE = sorted(DAMAGED_ARRAYS)
+HALVES = (KINDS_OF_DAMAGE[::2], KINDS_OF_DAMAGE[1::2])
+
+
+def run_damaged(strategy: BaseStrategy, clients: ClientApp, kinds: list[str]) -> dict[str, bytes]:
+    """Weights after a round in which clients 1 to 4 reply with damaged arrays, which is seen."""
+    changes = {k: DAMAGED_ARRAYS[kind][0] for k, kind in enumerate(kinds, 1)}
+    weights = start(strategy, grid := Grid(clients, changes=changes))
+    assert grid.damaged == 4
+    metrics = strategy.train_metrics[1]
+    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (2, 4)
+    counted = {k.removeprefix("rejected-"): v for k, v in metrics.items() if "rejected-" in k}
+    possible = [DAMAGED_ARRAYS[kind][1].split() for kind in kinds]
+    assert any(Counter(c) == counted for c in itertools.product(*possible)), (counted, possible)
+    return bits(weights)
 
 
 def renamed(name: str) -> Change:

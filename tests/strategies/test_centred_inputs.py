@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -23,17 +23,26 @@ from fedntk.simulations import run as simulate
 from fedntk.simulations.deploy.simulated_trust import projected
 from fedntk.simulations.engine.building import load_setup
 from fedntk.strategies import (
-    NTKDFL,
     NTKFL,
     SCAFFOLD,
     BaseStrategy,
-    FedPer,
     NoUsableReply,
     SeededFedAvg,
 )
 from fedntk.strategies.core.array_archive import load_tensors
 
-from .federation import NUM_CLIENTS, Change, Grid, bits, examples, failed, with_arrays, with_metrics
+from .federation import (
+    NUM_CLIENTS,
+    Change,
+    Grid,
+    bits,
+    examples,
+    failed,
+    renamed,
+    start,
+    with_arrays,
+    with_metrics,
+)
 
 BOUND = 1e-9
 NTK = {"learning_rate": 0.1, "steps": [5, 20, 50]}
@@ -82,9 +91,7 @@ def clients(
 def run(
     strategy: BaseStrategy, grid: Grid, model: nn.Module, rounds: int = 2, **options: Any
 ) -> dict[str, np.ndarray]:
-    initial = ArrayRecord(dict(model.state_dict()))
-    result = strategy.start(grid, initial, num_rounds=rounds, **options)
-    return {name: array.numpy() for name, array in result.arrays.items()}
+    return start(strategy, grid, rounds, model, **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,29 +184,19 @@ def test_clients_held_out_are_not_in_the_mean():
     np.testing.assert_allclose(found[CENTRE], mean, rtol=BOUND)
 
 
+moved = with_arrays(lambda arrays: arrays | {CENTRE: arrays[CENTRE] + 0.5})
+
+
 @pytest.mark.parametrize("method", ["SeededFedAvg", "SCAFFOLD"])
-def test_a_reply_with_another_mean_is_dropped(method):
+@pytest.mark.parametrize("renames", [False, True])
+def test_a_reply_with_another_mean_is_dropped_under_any_name(method, renames):
     make, client, options = METHODS[method]
 
-    def moved(arrays):
-        return arrays | {CENTRE: arrays[CENTRE] + 0.5}
+    def change(reply: Message) -> Message:
+        return renamed("arrays")(moved(reply)) if renames else moved(reply)
 
-    grid = Grid(clients(client, **options), changes={2: with_arrays(moved)})
+    grid = Grid(clients(client, **options), changes={2: change})
     strategy = make(centre_inputs=True, fraction_evaluate=0.0)
-    found = run(strategy, grid, centred(), rounds=1)
-    assert strategy.train_metrics[1]["rejected-arrays"] == 1
-    np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
-
-
-def test_a_reply_with_another_mean_is_dropped_under_any_name():
-    def moved(reply):
-        arrays = {name: array.numpy() for name, array in reply.content.pop("arrays").items()}
-        own = ArrayRecord({k: Array(a + 0.5 * (k == CENTRE)) for k, a in arrays.items()})
-        reply.content["weights"] = own
-        return reply
-
-    grid = Grid(clients(SGDClient, **SGD), changes={2: moved})
-    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
     found = run(strategy, grid, centred(), rounds=1)
     assert strategy.train_metrics[1]["rejected-arrays"] == 1
     np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
@@ -258,12 +255,6 @@ def test_within_another_strategy_it_is_refused():
     strategy = SeededFedAvg(centre_inputs=True)
     with pytest.raises(ValueError, match="centre_inputs: expected False within a NTKFL"):
         strategy.work_within(NTKFL(**NTK), everyone=False)
-
-
-@pytest.mark.parametrize(("make", "options"), [(NTKDFL, {}), (FedPer, {"network": network()})])
-def test_methods_that_cannot_are_refused(make, options):
-    with pytest.raises(ValueError, match=f"centre_inputs: expected False for {make.__name__}"):
-        make(centre_inputs=True, **options)
 
 
 @pytest.mark.parametrize("method", ["cp-ntk-fl", "fedavg", "scaffold"])

@@ -1,6 +1,5 @@
 """Fed-ensemble: who trains which model, and that each is what its strategy alone would make."""
 
-import json
 import tempfile
 from collections import Counter
 from logging import WARNING
@@ -38,6 +37,7 @@ from .federation import (
     NUM_CLIENTS,
     Contract,
     Grid,
+    InOrder,
     app,
     bits,
     damaged,
@@ -45,6 +45,7 @@ from .federation import (
     failed,
     lost,
     network,
+    size,
     start,
     with_metrics,
 )
@@ -190,14 +191,6 @@ def test_one_model_is_the_strategy_of_flowers_itself(name):
     assert list(own) == list(expected)
     floating = {k: v for k, v in own.items() if v.dtype == np.float32}
     assert bits(floating) == bits({k: expected[k].astype(np.float32) for k in floating})
-
-
-class InOrder(Grid):
-    """Flower asks nodes in an order of chance."""
-
-    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
-        messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
-        return super().send_and_receive(messages, timeout=timeout)
 
 
 def test_one_model_by_fedadam_is_fedadam_up_to_the_rounding_of_its_weights():
@@ -377,39 +370,16 @@ def test_a_list_for_a_number_is_left_out_of_the_metrics_over_all_models(inner, m
         assert strategy.train_metrics[1]["replies-accepted"] == 5
 
 
-class Watched(Grid):
-    """Keeps what each node is sent and replies, in bytes of its arrays."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.bytes: dict[str, set[tuple[int, int]]] = {}
-
-    def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
-        messages = list(messages)
-        down = {m.metadata.dst_node_id: size(m) for m in messages}
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        for kind in {m.metadata.message_type for m in messages}:
-            own = {(down[r.metadata.src_node_id], size(r)) for r in replies}
-            self.bytes[kind] = self.bytes.get(kind, set()) | own
-        return replies
-
-
-def size(message: Message) -> int:
-    records = message.content.array_records.values()
-    return sum(len(array.data) for record in records for array in record.values())
-
-
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_a_client_receives_and_sends_what_it_would_in_a_run_of_one_model(name):
     make, client = OWN[name]
-    clients, grids = app(client), []
+    clients, sizes = app(client), []
     for strategy in (make(**OPTIONS), FedEnsemble(inner=make, num_models=3, **OPTIONS)):
-        grid = Watched(clients)
+        grid = Grid(clients)
         start(strategy, grid, rounds=3)
-        grids.append(grid.bytes)
-    alone, ensemble = grids
-    assert {pair[0] for pair in ensemble["train"]} == {pair[0] for pair in alone["train"]}
-    assert {pair[1] for pair in ensemble["train"]} == {pair[1] for pair in alone["train"]}
+        kinds = ((way, each) for way, each in grid.seen if each.metadata.message_type == "train")
+        sizes.append({(way, size(each)) for way, each in kinds})
+    assert sizes[0] == sizes[1]
 
 
 # --------------------------------------------------------------------- evaluation
@@ -460,10 +430,7 @@ def test_the_inner_strategies_keep_their_state_over_a_checkpoint(inner: Any, tmp
 
     def run(rounds: int, folder: Any, node_ids: Any = None) -> dict[str, np.ndarray]:
         strategy = FedEnsemble(inner=inner, num_models=2, **OPTIONS)
-        initial = ArrayRecord(dict(network().state_dict()))
-        grid = Grid(clients, node_ids=node_ids)
-        result = strategy.start(grid, initial, num_rounds=rounds, checkpoint=folder)
-        return {name: array.numpy() for name, array in result.arrays.items()}
+        return start(strategy, Grid(clients, node_ids=node_ids), rounds, checkpoint=folder)
 
     straight = run(5, tmp_path / "a")
     run(3, tmp_path / "b")
@@ -480,36 +447,7 @@ def test_an_ensemble_can_go_on_from_the_models_of_another_run():
         FedEnsemble(num_models=3, **OPTIONS).begin(record, 1, 0)
 
 
-def test_state_is_json_and_arrays():
-    strategy = FedEnsemble(inner=FedAdam, num_models=2, **OPTIONS)
-    start(strategy, Grid(CLIENTS), rounds=2)
-    state = strategy.state_dict()
-    json.dumps({k: v for k, v in state.items() if not isinstance(v, np.ndarray)})
-    assert any(isinstance(value, np.ndarray) for value in state.values())
-
-
 # ---------------------------------------------------------------------- bad input
-
-
-def shared() -> Any:
-    one = FedAvg()
-    return lambda: one
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_models": 0}, "num_models: expected at least 1, got 0"),
-        ({"num_strata": 0}, "num_strata: expected at least 1, got 0"),
-        ({"schedule": "random"}, "schedule: expected"),
-        ({"init": "zeros"}, "init: expected"),
-        ({"inner": shared()}, "expected a new strategy at each call"),
-        ({"inner": FedEnsemble}, "expected a strategy of one model"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        FedEnsemble(**options)
 
 
 @pytest.mark.parametrize(
@@ -640,9 +578,8 @@ def test_a_network_whose_parts_are_called_models_is_one_network():
         return SGDClient(Twins(), *examples(int(context.node_config["partition-id"])))
 
     strategy = FedEnsemble(num_models=2, **OPTIONS)
-    initial = ArrayRecord(dict(Twins().state_dict()))
-    result = strategy.start(Grid(client_app(client_fn)), initial, num_rounds=2)
-    assert [len(own) for own in EnsembleArrays.from_arrays(result.arrays).models] == [4, 4]
+    after = start(strategy, Grid(client_app(client_fn)), 2, Twins())
+    assert [len(own) for own in models(after)] == [4, 4]
 
 
 # ------------------------------------------------------------------- who is there

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
@@ -14,6 +13,7 @@ from .federation import (
     NUM_CLIENTS,
     Contract,
     Grid,
+    InOrder,
     app,
     bits,
     damaged,
@@ -51,12 +51,7 @@ def test_result_is_that_of_flowers_own_class():
     """All clients, replies in one order: the same sums, so the same bits, floats at least."""
     ours = start(SeededFedAvg(fraction_evaluate=0.0), Grid(CLIENTS))
 
-    class Sorted(Grid):
-        def send_and_receive(self, messages: list[Message], *, timeout: float | None = None):  # type: ignore[override]
-            messages = sorted(messages, key=lambda m: m.metadata.dst_node_id)
-            return super().send_and_receive(messages, timeout=timeout)
-
-    theirs = start(FedAvg(fraction_evaluate=0.0), Sorted(CLIENTS))
+    theirs = start(FedAvg(fraction_evaluate=0.0), InOrder(CLIENTS))
     for name, array in ours.items():
         if not np.issubdtype(array.dtype, np.integer):
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name

@@ -49,9 +49,8 @@ CLIENTS: dict[str, type[NumPyClient]] = {
 
 def refused(strategy: Strategy, clients: ClientApp, **options: Any) -> str:
     """What the run says in the end."""
-    initial = ArrayRecord(dict(network().state_dict()))
     with pytest.raises(NoUsableReply) as caught:
-        strategy.start(Grid(clients), initial, num_rounds=1, **options)
+        start(strategy, Grid(clients), **options)
     return str(caught.value).partition("the last refused: ")[2]
 
 
@@ -109,11 +108,7 @@ def test_a_stock_strategy_is_told_from_the_clients_own(client, tmp_path, caplog)
     options = {"cache": tmp_path} if client == "TCT" else {}
     strategy = FedAvg(**OFF, min_available_nodes=6)
     with caplog.at_level("INFO", "flwr"):
-        strategy.start(
-            Grid(app(CLIENTS[client], **options)),
-            ArrayRecord(dict(network().state_dict())),
-            num_rounds=1,
-        )
+        start(strategy, Grid(app(CLIENTS[client], **options)))
     assert f"use fedntk.strategies.{client} on the server" in caplog.text
 
 
@@ -140,11 +135,7 @@ def test_another_loss_than_the_strategys_is_refused(name):
 
 def trained(config: dict[str, Any], kind: type[NumPyClient] = SGDClient, **own: Any) -> Any:
     strategy = STRATEGIES["SeededFedAvg" if kind is SGDClient else "SCAFFOLD"]()
-    initial = ArrayRecord(dict(network().state_dict()))
-    result = strategy.start(
-        Grid(app(kind, **own)), initial, num_rounds=2, train_config=ConfigRecord(config)
-    )
-    return bits({name: array.numpy() for name, array in result.arrays.items()})
+    return bits(start(strategy, Grid(app(kind, **own)), 2, train_config=ConfigRecord(config)))
 
 
 @pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
@@ -175,9 +166,7 @@ def test_a_client_class_of_ones_own_may_heed_more():
         config_keys = NTKFLClient.config_keys | {"colour"}
 
     strategy = STRATEGIES["NTKFL"]()
-    initial = ArrayRecord(dict(network().state_dict()))
-    config = ConfigRecord({"colour": "blue"})
-    strategy.start(Grid(app(Coloured)), initial, num_rounds=1, train_config=config)
+    start(strategy, Grid(app(Coloured)), train_config=ConfigRecord({"colour": "blue"}))
     assert strategy.train_metrics[1]["replies-accepted"] == 6
 
 

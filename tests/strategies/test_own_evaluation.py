@@ -27,6 +27,7 @@ from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
 from .federation import Grid, examples, network
 
 NUM_CLIENTS = 3
+INITIAL = ArrayRecord(dict(network().state_dict()))
 
 
 def loader(partition: int) -> DataLoader[Any]:
@@ -92,8 +93,7 @@ def test_replies_under_a_users_own_names_are_averaged_under_them(name):
     make, clients = STRATEGIES[name]
     strategy = make(min_train_nodes=2, min_available_nodes=NUM_CLIENTS)
     grid = Grid(clients, num_clients=NUM_CLIENTS)
-    initial = ArrayRecord(dict(network().state_dict()))
-    result = strategy.start(grid=grid, initial_arrays=initial, num_rounds=2)
+    result = strategy.start(grid, INITIAL, num_rounds=2)
     final = NetworkPredictor(network())
     final.network.load_state_dict(result.arrays.to_torch_state_dict())
     counts = [len(loader(p).dataset) for p in range(NUM_CLIENTS)]  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
     clients = app(TCTClient, by_predictor=True, cache=tmp_path, local_epochs=1)
     result = strategy.start(
         grid=Grid(clients, num_clients=NUM_CLIENTS),
-        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        initial_arrays=INITIAL,
         num_rounds=5,
         evaluate_fn=evaluate_fn,
     )
@@ -155,26 +155,26 @@ def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
 def test_a_client_that_lost_the_network_is_sent_it_again(tmp_path):
     """Before it trains, in the same round; before it evaluates, in the next."""
 
-    class Forgetful(Grid):
-        lost_before = ""
+    lost_before = ""
 
-        def send_and_receive(self, messages, *, timeout=None):  # type: ignore[no-untyped-def]
-            messages = list(messages)
-            if messages and messages[0].metadata.message_type == self.lost_before:
-                Forgetful.lost_before = ""
-                for file in tmp_path.glob("*/network.npz"):
-                    file.unlink()
-            return super().send_and_receive(messages, timeout=timeout)
+    def forget(messages: list[Message]) -> None:
+        nonlocal lost_before
+        if messages and messages[0].metadata.message_type == lost_before:
+            lost_before = ""
+            for file in tmp_path.glob("*/network.npz"):
+                file.unlink()
 
     def lose(server_round: int, arrays: ArrayRecord) -> None:
-        Forgetful.lost_before = {2: "train", 4: "evaluate"}.get(server_round, "")
+        nonlocal lost_before
+        lost_before = {2: "train", 4: "evaluate"}.get(server_round, "")
 
+    clients = app(TCTClient, by_predictor=True, cache=tmp_path)
     strategy = TCT(
         network=network(7), num_features=40, min_available_nodes=NUM_CLIENTS, local_steps=2
     )
     result = strategy.start(
-        grid=Forgetful(app(TCTClient, by_predictor=True, cache=tmp_path), num_clients=NUM_CLIENTS),
-        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        grid=Grid(clients, num_clients=NUM_CLIENTS, on_send=forget),
+        initial_arrays=INITIAL,
         num_rounds=6,
         evaluate_fn=lose,
     )
@@ -211,7 +211,7 @@ def test_augmented_examples_are_the_same_through_all_of_tcts_second_stage(tmp_pa
     )  # fmt: skip
     result = strategy.start(
         grid=Grid(client_app(client_fn), num_clients=NUM_CLIENTS),
-        initial_arrays=ArrayRecord(dict(network().state_dict())),
+        initial_arrays=INITIAL,
         num_rounds=5,
     )
     changed = [result.train_metrics_clientapp[r]["examples-changed"] for r in range(2, 6)]

@@ -1,6 +1,8 @@
 """Bad arguments are refused by name: beyond an option's limits, and what does not go together."""
 
+import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +10,33 @@ from typing import Any
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import fedntk.clients
 from fedntk.ntk.options import Declared, Option
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD
+from fedntk.strategies import (
+    CPNTKFL,
+    NTKDFL,
+    NTKFL,
+    SCAFFOLD,
+    TCT,
+    Distillation,
+    FedBE,
+    FedEnsemble,
+    FedPer,
+    SeededFedAvg,
+)
 from fedntk.trust import KeyServer, ShufflingServer
 
 from .test_contract import CONTRACTS
 
 SERVER = ShufflingServer()
 KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
+SHARED = itertools.repeat(FedAvg())  # the same strategy at each call
+AVERAGING = functools.partial(SeededFedAvg, average_decay=0.5)
+SUMS = {"solve": "statistics"}
+SHARE = {"ridge": "auto", "validation_share": 0.2}
 NAN = float("nan")
 NOISE = {"noise_multiplier": 1.0}
 BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
@@ -26,6 +44,23 @@ BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
 
 def ntk_fl(**options: Any) -> NTKFL:
     return NTKFL(**{"learning_rate": 0.1, "steps": [5, 20, 50]} | options)
+
+
+def fed_per(**options: Any) -> FedPer:
+    return FedPer(network=nn.Linear(4, 3), **options)
+
+
+def tct(**options: Any) -> TCT:
+    return TCT(network=nn.Linear(4, 3), **options)
+
+
+def held(count: int, label: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(count, 4), torch.full((count,), label)
+
+
+def distillation(**options: Any) -> Distillation:
+    given = {"network": nn.Linear(4, 3), "examples": torch.ones(5, 4), "learning_rate": 0.05}
+    return Distillation(**given | {"final_learning_rate": 0.01} | options)
 
 
 def cp_ntk_fl(**options: Any) -> CPNTKFL:
@@ -44,6 +79,77 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ntk_fl, {"selection": "validation"}, "goes with validation_loss or validation_partitions"),
     (ntk_fl, {"validation_partitions": (1,)}, "goes with validation_loss or validation_partiti"),
     (ntk_fl, {"selection": "validation"} | BOTH, "not both"),
+    (FedBE, {"distribution": "laplace"}, "expected gaussian or dirichlet, got 'laplace'"),
+    (FedBE, {"num_samples": -1}, "num_samples: expected at least 0, got -1"),
+    (FedBE, {"alpha": 0.0}, "alpha: expected 1e-6 ... 1e12, got 0.0"),
+    (FedBE, {"alpha": NAN}, "alpha: expected 1e-6 ... 1e12, got nan"),
+    (FedBE, {"distill": torch.ones(3)}, "expected a Distillation(network, examples), got"),
+    (distillation, {"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+    (distillation, {"epochs": 0}, "epochs: expected at least 1, got 0"),
+    (distillation, {"batch_size": 1}, "batch_size: expected at least 2, got 1"),
+    (distillation, {"cycle": 0}, "cycle: expected at least 1, got 0"),
+    (distillation, {"learning_rate": math.inf}, "learning_rate: expected a finite number above 0"),
+    (distillation, {"final_learning_rate": 1.0}, "expected at most learning_rate = 0.05"),
+    (distillation, {"momentum": 1.0}, "momentum: expected 0 <= momentum < 1, got 1.0"),
+    (distillation, {"weight_decay": -1.0}, "expected 0 <= weight_decay < inf, got -1.0"),
+    (distillation, {"swa_start": 1.0}, "swa_start: expected 0 <= swa_start < 1, got 1.0"),
+    (distillation, {"examples": torch.ones(1, 4)}, "examples: expected a Tensor of at least 2 "),
+    (distillation, {"examples": [1, 2]}, "of at least 2 unlabelled examples, got <class 'list'>"),
+    (distillation, {"examples": torch.full((5, 4), NAN)}, "examples: expected finite numbers"),
+    (distillation, {"examples": torch.ones(5, 9)}, "does not take two of them, of shape (9,)"),
+    (distillation, {"network": nn.Linear(4, 1)}, "network: expected outputs of shape (n, C)"),
+    (FedEnsemble, {"num_models": 0}, "num_models: expected at least 1, got 0"),
+    (FedEnsemble, {"num_strata": 0}, "num_strata: expected at least 1, got 0"),
+    (FedEnsemble, {"schedule": "random"}, "schedule: expected"),
+    (FedEnsemble, {"init": "zeros"}, "init: expected"),
+    (
+        FedEnsemble,
+        {"inner": SHARED.__next__},
+        "expected a new strategy at each call",
+    ),
+    (FedEnsemble, {"inner": FedEnsemble}, "expected a strategy of one model"),
+    (fed_per, {"average_decay": 0.5}, "average_decay: expected 0 for FedPer"),
+    (FedBE, {"average_decay": 0.5}, "average_decay: expected 0 for FedBE"),
+    (tct, {"average_decay": 0.5}, "average_decay: expected 0 for TCT"),
+    (tct, {"bootstrap": AVERAGING()}, "bootstrap: expected average_decay = 0, got 0.5"),
+    (FedEnsemble, {"inner": FedBE, "average_decay": 0.5}, "expected 0 with models by FedBE"),
+    (FedEnsemble, {"inner": AVERAGING}, "expected 0 within a FedEnsemble"),
+    (NTKDFL, {"centre_inputs": True}, "centre_inputs: expected False for NTKDFL"),
+    (fed_per, {"centre_inputs": True}, "centre_inputs: expected False for FedPer"),
+    (tct, {"optimizer": "adam"}, "optimizer: expected one of scaffold, fedavg, gd, got 'adam'"),
+    (tct, {"solve": "both"}, "expected one of clients, server, statistics, got 'both'"),
+    (tct, {"local_steps": 0}, "local_steps: expected a whole number from 1, got 0"),
+    (tct, {"local_steps": 2.5}, "local_steps: expected a whole number from 1, got 2.5"),
+    (tct, {"bootstrap_rounds": -1}, "bootstrap_rounds: expected a whole number from 0, got -1"),
+    *[
+        (tct, {"learning_rate": rate}, "learning_rate: expected a finite number above 0")
+        for rate in (0.0, NAN, math.inf)
+    ],
+    (tct, {"ridge": 0.0}, "ridge: expected a finite number above 0, got 0.0"),
+    (tct, {"bootstrap": SCAFFOLD()}, "bootstrap: expected a strategy whose replies are one set"),
+    (tct, {"features": "pixels"}, "expected one of entk, entk-sketch, last-layer, fourier, got"),
+    (tct, {"loss": "hinge"}, "hinge"),
+    (tct, {"bits": 8}, "sparsity and bits go with solve='server'"),
+    (tct, {"solve": "server", "loss": "cross-entropy"}, "solve='server' is for loss='mse'"),
+    (tct, {"head": "7"}, "head: expected the name of the network's last nn.Linear"),
+    (tct, SUMS | {"ridge": "auto"}, "ridge = auto: pass validation"),
+    (tct, SUMS | {"bits": 8}, "bits = 8: pass validation"),
+    (tct, SUMS | {"bits": 9}, "bits: expected 2 ... 8, or 32, got 9"),
+    (tct, SUMS | {"sparsity": 0.5}, "sparsity: expected 0"),
+    (tct, SUMS | {"bits": 8, "balanced": True}, "balanced: sums are no whole numbers"),
+    (tct, SUMS | {"loss": "cross-entropy"}, "solve='statistics' is for loss='mse'"),
+    (tct, {"solve": "server", "balanced": True}, "balanced goes with solve='statistics'"),
+    (tct, {"solve": "clients", "ridge": "auto"}, "ridge='auto' goes with solve='statistics'"),
+    (tct, SUMS | SHARE | {"validation_share": 0.6}, "validation_share: expected 0 ... 0"),
+    (tct, SUMS | {"validation_share": 0.2}, "and a ridge that is given"),
+    (tct, {"solve": "server", "validation_share": 0.2}, "validation_share: goes with solve='stat"),
+    (tct, SUMS | SHARE | {"bits": 8}, "bits = 8: pass validation"),
+    (tct, {"solve": "server", "keep_sums": "sums"}, "keep_sums: goes with solve='statistics'"),
+    (tct, SUMS | {"balanced": True, "keep_sums": "sums"}, "balanced=True"),
+    (tct, SUMS | {"ridge": "best"}, "ridge: expected a finite number above 0, got best"),
+    (tct, {"solve": "server", "validation": held(2)}, "validation: goes with solve='statistics'"),
+    (tct, SUMS | {"validation": (torch.zeros(2, 4), held(3)[1])}, "validation: expected examples"),
+    (tct, SUMS | {"validation": held(1, label=3)}, "labels 0 ... 2, got 3 ... 3"),
     (cp_ntk_fl, {"bits": 17}, "bits: expected 1 ... 16, or 32"),
     (cp_ntk_fl, NOISE, "use selection='linearised'"),
     (

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord
 from torch import nn
 
 from fedntk.clients import PersonalisedClient, SGDClient, WeightedFedAvgClient
@@ -19,10 +19,12 @@ from .federation import (
     Contract,
     Grid,
     app,
+    arrays_of,
     bits,
     damaged,
     examples,
     failed,
+    kept_by,
     network,
     start,
     with_arrays,
@@ -61,11 +63,16 @@ class Uploads(Grid):
         messages = list(messages)
         replies = list(super().send_and_receive(messages, timeout=timeout))
         if messages and messages[0].metadata.message_type == "train":
-            self.sent.append({self.partition(m.metadata.dst_node_id): of(m) for m in messages})
+            self.sent.append(
+                {
+                    self.partition(m.metadata.dst_node_id): arrays_of(m.content["arrays"])
+                    for m in messages
+                }
+            )
             self.came.append(
                 {
                     self.partition(r.metadata.src_node_id): {
-                        name: of(r, name) for name in r.content.array_records
+                        name: arrays_of(own) for name, own in r.content.array_records.items()
                     }
                     for r in replies
                     if r.has_content()
@@ -75,10 +82,6 @@ class Uploads(Grid):
 
     def partition(self, node: int) -> int:
         return int(self.contexts[node].node_config["partition-id"])
-
-
-def of(message: Message, record: str = "arrays") -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in message.content[record].items()}
 
 
 def prototypes(reply: dict[str, dict[str, np.ndarray]], width: int) -> Prototypes:
@@ -150,15 +153,7 @@ def test_at_temperature_zero_each_client_trains_alone():
     alone = LocalTraining(**ALL)
     start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
     for k in range(6):
-        assert_same(grid.sent[2][k], kept(alone, k, 2))
-
-
-def kept(strategy: Any, client: int, server_round: int) -> dict[str, np.ndarray]:
-    from fedntk.clients.personal.personal_store import PersonalStore
-
-    own = PersonalStore(None, strategy.run_key, str(client)).load(server_round)
-    assert own is not None
-    return own
+        assert_same(grid.sent[2][k], kept_by(alone, k, 2))
 
 
 def test_the_result_is_fedavgs_mean_of_what_came():
