@@ -38,6 +38,7 @@ QUICK = {
     },
     "ntk_dfl": {
         "rounds=5,": "rounds=2,",
+        "train_examples=800": "train_examples=240",
         'names = ("line", "ring", "erdos-renyi", "clustered", "complete")': 'names = ("ring",)',
         "rounds=2, out": "rounds=1, out",
     },
@@ -46,13 +47,17 @@ QUICK = {
         "rounds=5,": "rounds=2,",
     },
     "tct": {
-        "    rounds=16,": "    rounds=16,\n    train_examples=400,",
+        "    rounds=16,": "    rounds=16,\n    train_examples=200,",
+        "    local_epochs=2,\n    batch_size": "    local_epochs=1,\n    batch_size",
+        '"num_features": 1000,': '"num_features": 200,',
+        "rounds=12):": "rounds=3):",
         "epochs=20)": "epochs=2)",
         "SIZES = (100, 300, 1000, 3000)": "SIZES = (100, 1000)",
         '(10, ":"), (100, "--"), (1000, "-")': '(10, ":"), (100, "--")',
     },
     "weighted_fedavg": {
         "rounds=12,": "rounds=2,",
+        "local_epochs=5": "local_epochs=1",
         "round == 12": "round == 2",
         "[0.03, 0.1, 0.3, 1.0]": "[0.03, 1.0]",
     },

@@ -13,7 +13,6 @@ from .conftest import ROOT
 pytest.importorskip("scipy")
 pytest.importorskip("skimage")
 WIRES = ("dense", "factored")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -52,6 +51,7 @@ def test_closed_form_is_exact_without_protection(attack, wire):
         assert ((one.closed - original).abs() <= 2**-23 * original.abs()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
 def test_what_the_attacker_infers_is_true(attack, wire, sparsity):
@@ -69,6 +69,7 @@ def test_what_the_attacker_infers_is_true(attack, wire, sparsity):
         assert (missing.abs() <= one.bound * (1 + 1e-5)).all()
 
 
+@pytest.mark.slow
 def test_loss_of_deep_leakage_is_the_distance_of_the_jacobians(attack):
     """Between dense tensors built for both, all entries, zeros included, in float64."""
     model = attack.network(784, seed=0)
@@ -88,6 +89,7 @@ def test_loss_of_deep_leakage_is_the_distance_of_the_jacobians(attack):
         assert found == pytest.approx(float(distance - bias), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 def test_deep_leakage_and_the_adaptive_attack_succeed_without_protection(attack, wire):
     net, seen, x = seen_by_server(attack, wire, 0.0)
@@ -140,6 +142,7 @@ def test_projection_hides_the_direction_from_those_without_the_seed(attack):
     assert max(map(abs, cosines[1:])) < 5 / math.sqrt(784)
 
 
+@pytest.mark.slow
 def test_the_seed_and_a_prior_give_the_image_back_where_the_seed_alone_does_not(attack):
     """A prior on as few dimensions as are projected to (here 3 of them) leaves nothing open."""
     x = pictures(attack)
