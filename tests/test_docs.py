@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import sys
@@ -86,10 +87,17 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).lower().strip().replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+LINKING = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *ROOT.glob("notebooks/*.ipynb")]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=str)
 def test_links_lead_somewhere_in_the_checkout(page):
     """Relative paths, with the anchor of a heading; the reference exists on the site only."""
-    for link in LINK.findall(text_of(page)):
+    text = text_of(page)
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    for link in LINK.findall(text):
         parts = urlsplit(link)
         assert HOST not in link
         if parts.scheme:
