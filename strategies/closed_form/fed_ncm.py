@@ -29,16 +29,6 @@ __all__ = ["FedNCM"]
 class FedNCM(ClosedFormStrategy):
     """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
-    Parameters
-    ----------
-    **options
-        Of :class:`ClosedFormStrategy`: network, head, and those of all strategies.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
-
     Examples
     --------
     >>> from torch import nn
