@@ -9,7 +9,7 @@ from flwr.app import Message
 from torch import nn
 
 from fedntk.clients import DittoClient, NamedArrays, PersonalisedClient, SGDClient
-from fedntk.strategies import Ditto, LocalTraining, NoUsableReply, SeededFedAvg
+from fedntk.strategies import Ditto, LocalTraining, SeededFedAvg
 
 from .federation import (
     Contract,
@@ -104,9 +104,3 @@ def test_a_reply_that_did_not_count_leaves_the_clients_own_model_as_it_was():
     whole = Ditto(**OPTIONS)
     start(whole, Grid(CLIENTS), rounds=3)
     assert bits(kept_by(strategy, 2, 3)) != bits(kept_by(whole, 2, 3))
-
-
-@pytest.mark.parametrize("kind", [SGDClient, PersonalisedClient])
-def test_another_client_is_told_what_to_use(kind):
-    with pytest.raises(NoUsableReply, match="client_fn return a DittoClient"):
-        start(Ditto(**OPTIONS), Grid(app(kind)))

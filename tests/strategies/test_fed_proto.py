@@ -8,7 +8,7 @@ import torch
 from flwr.app import Message
 from torch import nn
 
-from fedntk.clients import FedProtoClient, PersonalisedClient, SGDClient
+from fedntk.clients import FedProtoClient, PersonalisedClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 from fedntk.strategies import FedProto, LocalTraining, NoUsableReply
@@ -20,7 +20,6 @@ from .federation import (
     bits,
     damaged,
     examples,
-    failed,
     initial_bits,
     kept_by,
     loaded,
@@ -155,25 +154,6 @@ def test_no_weights_travel_up_and_the_first_ones_once_down():
 )
 def test_false_counts_and_prototypes_far_larger_than_others_are_dropped(change, reason):
     run_as_if_lost(strategy, CLIENTS, change, reason)
-
-
-def test_a_reply_that_did_not_count_leaves_the_clients_network_as_it_was():
-    """Client 2's reply of round 2 is lost: in round 3 its network goes on from that of round 1."""
-    own = strategy()
-
-    def change(reply: Message) -> Message:
-        return failed(reply) if own.server_round == 2 else reply
-
-    grid = Grid(CLIENTS, changes={2: change})
-    start(own, grid, rounds=3)
-    asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
-    assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("kind", [SGDClient, PersonalisedClient])
-def test_another_client_is_told_what_to_use(kind):
-    with pytest.raises(NoUsableReply, match="client_fn return a FedProtoClient"):
-        start(strategy(), Grid(app(kind)))
 
 
 def test_a_strategy_made_for_another_network_says_so():

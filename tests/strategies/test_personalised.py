@@ -57,6 +57,17 @@ OPTIONS = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "fraction_evaluate": 0.0}
 
 
+NAMED = {
+    "PersonalisedStrategy": (lambda **o: PersonalisedStrategy(personal=NORM, **o), CLIENTS),
+    "LocalTraining": (LocalTraining, CLIENTS),
+    "Ditto": (Ditto, app(DittoClient)),
+    "FedProto": (lambda **o: FedProto(network=network(), **o), app(FedProtoClient)),
+    "WeightedFedAvg": (
+        lambda **o: WeightedFedAvg(network=network(), **o), app(WeightedFedAvgClient),
+    ),
+}  # fmt: skip
+
+
 def folders(strategy: PersonalisedStrategy) -> list[Path]:
     return sorted((cache_dir() / "personal").glob(f"run-{strategy.run_key}-*"))
 
@@ -121,14 +132,16 @@ def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_sam
     assert grid.exchanges[-2:] == [(stage, 6), ("evaluate", 6)]
 
 
-def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were():
+@pytest.mark.parametrize("name", ["PersonalisedStrategy", "FedProto"])
+def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were(name):
     """Client 2's reply of round 2 is lost: in round 3 its own arrays are those of round 1."""
-    strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
+    make, clients = NAMED[name]
+    strategy = make(**OPTIONS)
 
     def change(reply: Message) -> Message | None:
         return failed(reply) if strategy.server_round == 2 else reply
 
-    grid = Grid(CLIENTS, changes={2: change})
+    grid = Grid(clients, changes={2: change})
     start(strategy, grid, rounds=3)
     asked = [m.content["config"].get("personal-round") for way, m in grid.seen if way == "down"]
     assert asked == [None] * 6 + [1] * 6 + [2, 2, 1, 2, 2, 2]
@@ -161,17 +174,6 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     assert [folder.name for folder in folders(strategy)] == [
         f"run-{strategy.run_key}{ending}" for ending in endings
     ]
-
-
-NAMED = {
-    "PersonalisedStrategy": (lambda **o: PersonalisedStrategy(personal=NORM, **o), CLIENTS),
-    "LocalTraining": (LocalTraining, CLIENTS),
-    "Ditto": (Ditto, app(DittoClient)),
-    "FedProto": (lambda **o: FedProto(network=network(), **o), app(FedProtoClient)),
-    "WeightedFedAvg": (
-        lambda **o: WeightedFedAvg(network=network(), **o), app(WeightedFedAvgClient),
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -222,13 +224,6 @@ def test_the_rounds_that_a_run_may_go_on_from_are_kept_and_no_more():
     assert kept == [f"round-{number:08}.npz" for number in range(4, 24)]
 
 
-def test_a_client_of_fedavg_is_told_what_to_use():
-    """It gets fewer arrays than its network has, and says so in an error."""
-    strategy = PersonalisedStrategy(personal=NORM, **OPTIONS)
-    with pytest.raises(NoUsableReply, match="client_fn return a PersonalisedClient"):
-        start(strategy, Grid(app(SGDClient)))
-
-
 def test_predictor_of_a_client_is_its_own_network():
     """With what it keeps it scores as its evaluation says."""
     strategy = PersonalisedStrategy(
@@ -247,3 +242,15 @@ def test_predictor_of_a_client_is_its_own_network():
         accuracy = float((predictor(x).argmax(1) == y).double().mean())
         assert accuracy == pytest.approx(strategy.client_evaluations[client]["accuracy"])
         assert isinstance(predictor(x), torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["PersonalisedStrategy", "Ditto", "FedProto"])
+@pytest.mark.parametrize("kind", [SGDClient, PersonalisedClient])
+def test_another_client_is_told_what_to_use(name, kind):
+    """It gets other arrays than its network has, and says so in an error."""
+    make, _ = NAMED[name]
+    strategy = make(**OPTIONS)
+    if strategy.client == kind.__name__:
+        return
+    with pytest.raises(NoUsableReply, match=f"client_fn return a {strategy.client}"):
+        start(strategy, Grid(app(kind)))
