@@ -58,6 +58,8 @@ class Option:
         Whether the value travels to clients.
     compared : bool
         Whether a checkpoint is refused if its value is another.
+    in_files : bool
+        Whether configuration files hold it, as numbers or words.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Option:
     limits: Mapping[str, float]
     to_clients: bool
     compared: bool
+    in_files: bool
 
     def check(self, value: Any, key: str = "") -> Any:
         """Return a value as the option's type.
@@ -104,18 +107,15 @@ class Option:
             if not holds(number, bound):
                 raise ValueError(f"{key}: expected {words} {bound:g}, got {number}")
 
+    def field(self, **changes: Any) -> Any:
+        """Declare the same option for another class, with some changes."""
+        kept = {"default": self.default, "to_clients": self.to_clients, **self.limits}
+        return option(**{"meaning": self.meaning, **kept, **changes})
+
     @property
     def choices(self) -> tuple[str, ...]:
         """What the value may be, if it is one of several words."""
         return tuple(arg for arg in _alternatives(self.kind) if isinstance(arg, str))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a text file can hold the value: numbers, words and truth values."""
-        return all(
-            isinstance(kind, str) or kind in (bool, int, float, str) or _item_of(kind) is not None
-            for kind in _alternatives(self.kind)
-        )
 
     def from_text(self, text: str, key: str = "") -> Any:
         """Read a value from text; numbers of a tuple have commas between them.
@@ -152,18 +152,19 @@ def option(
     kw_only: bool = True,
     to_clients: bool = False,
     compared: bool = True,
+    in_files: bool = True,
     **limits: float,
 ) -> Any:
     """Declare an option of a :class:`Declared` class; see :class:`Option`."""
     if not limits.keys() <= _LIMITS.keys():
         raise TypeError(f"limits: expected some of {', '.join(_LIMITS)}, got {sorted(limits)}")
-    declared = (meaning, limits, to_clients, compared)
+    declared = (meaning, limits, to_clients, compared, in_files)
     return dataclasses.field(default=default, kw_only=kw_only, metadata={OPTION: declared})
 
 
 def argument(meaning: str, *, default: Any = dataclasses.MISSING, kw_only: bool = True) -> Any:
     """Declare an argument that no text file holds and no checkpoint compares, such as a model."""
-    return option(meaning, default=default, kw_only=kw_only, compared=False)
+    return option(meaning, default=default, kw_only=kw_only, compared=False, in_files=False)
 
 
 def state(
@@ -205,14 +206,17 @@ class Declared:
     ValueError: rate: expected more than 0, got 0.0
     """
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, *, frozen: bool = False, eq: bool = False) -> None:
         super().__init_subclass__()
         by_hand = any(
             "__init__" in vars(base) and base.__init__ is not base.__dict__.get("_made_init")
             for base in cls.__mro__
             if issubclass(base, Declared)
         )  # a constructor written by hand is handed down
-        dataclasses.dataclass(kw_only=True, eq=False, repr=False, init=not by_hand, **keywords)(cls)
+        made = dataclasses.dataclass(
+            kw_only=True, eq=eq, repr=False, init=not by_hand, frozen=frozen
+        )
+        made(cls)
         if not by_hand:
             cls._made_init = cls.__init__  # type: ignore[attr-defined]
         _list_parameters(cls)

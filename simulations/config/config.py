@@ -11,7 +11,6 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -35,8 +34,7 @@ PLUGGED_IN = "plugged-in"
 END = "# end of the settings\n"  # of a file that is whole
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
-class Config(SplitSettings):
+class Config(SplitSettings, frozen=True, eq=True):
     """All settings of a run; checked when made.
 
     ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
@@ -336,7 +334,7 @@ class Config(SplitSettings):
         return cls(**values)
 
     @classmethod
-    def convert(cls, key: str, text: str) -> Value:
+    def convert(cls, key: str, text: str) -> Any:
         """Read a value from text, as the type of its key.
 
         Raises
@@ -501,11 +499,10 @@ def _keys() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
     known = {Config.key(name): ("", name) for name in Config.options()}
     moved: dict[str, list[str]] = {}
     for table, method in all_methods().items():
-        for name, option in method.settings.options().items():
+        for name in method.settings.options():
             own = method.settings.key(name)
             known[own] = (table, name)
-            for former in {key_of(name), option.metadata["formerly"]} - {""}:
-                moved.setdefault(former, []).append(own)
+            moved.setdefault(key_of(name), []).append(own)
     return known, moved
 
 

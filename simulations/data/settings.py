@@ -1,6 +1,5 @@
 """Settings of the data set and of its split among the clients."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from ..config.settings import ConfigError, Settings, setting
@@ -17,8 +16,7 @@ WITH_OWNERS = (
 )  # data sets that say whose an example is
 
 
-@dataclass(frozen=True, kw_only=True)
-class DatasetSettings(Settings):
+class DatasetSettings(Settings, frozen=True, eq=True):
     """Which examples there are."""
 
     dataset: str = setting(
@@ -42,8 +40,7 @@ class DatasetSettings(Settings):
     test_examples_per_domain: int = setting(0, "the same, of the test set", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitSettings(DatasetSettings):
+class SplitSettings(DatasetSettings, frozen=True, eq=True):
     """Which client has which of them."""
 
     seed: int = setting(0, "of the split, the initial weights, and all sampling", at_least=0)

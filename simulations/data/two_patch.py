@@ -1,7 +1,6 @@
 """The two-patch data set of Huang et al. (ICLR 2024), drawn anew wherever it is loaded."""
 
 import re
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -15,8 +14,7 @@ from .parts import Domain, Part
 __all__ = ["TwoPatchOptions", "draw_two_patch"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoPatchOptions(Settings):
+class TwoPatchOptions(Settings, frozen=True, eq=True):
     """Options of ``dataset = "two-patch:<options>"``; the defaults are those of section 6.1.
 
     Examples

@@ -1,6 +1,5 @@
 """D-PSGD: decentralised; averages with neighbours, and one's own steps."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -14,8 +13,7 @@ from .method import Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPSGDSettings(GossipSettings):
+class DPSGDSettings(GossipSettings, frozen=True, eq=True):
     """Settings of D-PSGD."""
 
     table = "d-psgd"

@@ -1,7 +1,6 @@
 """What the decentralised methods share: the graph of the clients, and how good their models are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -34,8 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphSettings(Settings):
+class GraphSettings(Settings, frozen=True, eq=True):
     """Settings of methods whose clients have neighbours."""
 
     topology: Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"] = (
@@ -107,8 +105,7 @@ class GraphSettings(Settings):
         return graph
 
 
-@dataclass(frozen=True, kw_only=True)
-class GossipSettings(GraphSettings):
+class GossipSettings(GraphSettings, frozen=True, eq=True):
     """Settings of methods whose clients train by SGD and average with neighbours."""
 
     mixing: Literal["examples", "equal", "metropolis"] = setting(

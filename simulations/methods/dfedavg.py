@@ -1,6 +1,5 @@
 """DFedAvg and DFedAvgM: decentralised; local SGD, then averages with neighbours."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .method import Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DFedAvgSettings(GossipSettings):
+class DFedAvgSettings(GossipSettings, frozen=True, eq=True):
     """Settings of DFedAvg."""
 
     table = "dfedavg"

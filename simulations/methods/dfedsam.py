@@ -1,6 +1,5 @@
 """DFedSAM: decentralised; local steps along the gradient at the sharpest point nearby."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .method import Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DFedSAMSettings(GossipSettings):
+class DFedSAMSettings(GossipSettings, frozen=True, eq=True):
     """Settings of DFedSAM."""
 
     table = "dfedsam"

@@ -1,6 +1,5 @@
 """DisPFL: decentralised; a sparse model of each client's own."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .method import Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DisPFLSettings(GossipSettings):
+class DisPFLSettings(GossipSettings, frozen=True, eq=True):
     """Settings of DisPFL."""
 
     table = "dispfl"

@@ -1,6 +1,5 @@
 """Ditto: FedAvg, and beside it a model of each client's own, held near the global one."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .personal import PersonalMethod, personal_cache
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DittoSettings(Settings):
+class DittoSettings(Settings, frozen=True, eq=True):
     """Settings of Ditto."""
 
     table = "ditto"

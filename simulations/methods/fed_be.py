@@ -1,7 +1,6 @@
 """FedBE: an ensemble drawn around the clients' models, as it is or distilled into one network."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +19,7 @@ from .method import Method, Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedBESettings(Settings):
+class FedBESettings(Settings, frozen=True, eq=True):
     """Settings of FedBE."""
 
     table = "fed-be"

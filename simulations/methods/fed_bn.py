@@ -1,6 +1,5 @@
 """FedBN: FedAvg in which BatchNorm stays with the clients."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from fedntk.strategies import BaseStrategy, FedBN
@@ -12,8 +11,7 @@ from .personal import PersonalMethod
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedBNSettings(Settings):
+class FedBNSettings(Settings, frozen=True, eq=True):
     """FedBN has no settings of its own."""
 
     table = "fed-bn"

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,8 +25,7 @@ __all__ = ["METHOD"]
 FAR = 1_000_003  # between the seeds of two models, so that no other run has them
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedEnsembleSettings(Settings):
+class FedEnsembleSettings(Settings, frozen=True, eq=True):
     """Settings of Fed-ensemble."""
 
     table = "fed-ensemble"

@@ -1,29 +1,19 @@
-"""FedNCM: the classifier of the nearest class mean, from class means, in one exchange."""
+"""FedNCM: class means as the last layer, in one exchange."""
 
-from dataclasses import dataclass
-from typing import Any
+from fedntk.clients import ClosedFormClient
+from fedntk.strategies import FedNCM
 
-from fedntk.strategies import BaseStrategy, FedNCM
-
-from .closed_form import ClosedFormMethod, ClosedFormSettings
-from .method import Setup
+from ..config.settings import Settings
+from .method import Method
 
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedNCMSettings(ClosedFormSettings):
-    """Settings of FedNCM."""
-
-    table = "fed-ncm"
-
-
-class _FedNCM(ClosedFormMethod[FedNCMSettings]):
+class _FedNCM(Method[Settings]):
     name = "fed-ncm"
-    settings = FedNCMSettings
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        return FedNCM(network=setup.network, head=self.own(setup.config).head, **options)
+    strategy_class = FedNCM
+    client_class = ClosedFormClient
+    baseline = True
 
 
 METHOD = _FedNCM()

@@ -1,6 +1,5 @@
 """FedPer: FedAvg in which the last layer stays with the clients."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from fedntk.strategies import BaseStrategy, FedPer
@@ -12,8 +11,7 @@ from .personal import PersonalMethod
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedPerSettings(Settings):
+class FedPerSettings(Settings, frozen=True, eq=True):
     """Settings of FedPer."""
 
     table = "fed-per"

@@ -1,6 +1,5 @@
 """FedProto: clients keep their networks, and share class prototypes."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .personal import PersonalMethod, personal_cache
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedProtoSettings(Settings):
+class FedProtoSettings(Settings, frozen=True, eq=True):
     """Settings of FedProto."""
 
     table = "fed-proto"

@@ -1,41 +1,20 @@
-"""FedAvg, and with a proximal term FedProx."""
-
-from dataclasses import dataclass
-from typing import Any
-
-from flwr.client import NumPyClient
+"""FedAvg, and FedProx: Flower's, reproducible and safe from bad replies."""
 
 from fedntk.clients import SGDClient
-from fedntk.strategies import BaseStrategy, SeededFedAvg
+from fedntk.strategies import SeededFedAvg
 
-from ..config.settings import Settings, setting
-from .method import Method, Setup
+from ..config.settings import Settings
+from .method import Method
 
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedAvgSettings(Settings):
-    """Settings of FedAvg."""
-
-    table = "fedavg"
-
-    proximal_mu: float = setting(0.0, "mu of FedProx's proximal term; 0: none", at_least=0)
-
-
-class _FedAvg(Method[FedAvgSettings]):
+class _FedAvg(Method[Settings]):
     name = "fedavg"
-    settings = FedAvgSettings
+    strategy_class = SeededFedAvg
+    client_class = SGDClient
     baseline = True
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        del setup
-        return SeededFedAvg(**options)
-
-    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        del partition
-        own = self.own(setup.config)
-        return SGDClient(proximal_mu=own.proximal_mu, **setup.config.local_sgd, **options)
+    apart = frozenset({"proximal_mu"})
 
 
 METHOD = _FedAvg()

@@ -1,6 +1,5 @@
 """Local training: no communication, a network for each client."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from fedntk.strategies import BaseStrategy, LocalTraining
@@ -12,8 +11,7 @@ from .personal import PersonalMethod
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalTrainingSettings(Settings):
+class LocalTrainingSettings(Settings, frozen=True, eq=True):
     """Local training has no settings of its own."""
 
     table = "local-training"

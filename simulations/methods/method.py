@@ -1,8 +1,9 @@
 """What the simulations ask of a method; this file knows none of them."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import types
+from abc import ABC
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedntk.clients import SGDClient
+from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.predictors.network import NetworkPredictor, Predictor
 from fedntk.strategies import BaseStrategy
 
@@ -153,8 +156,15 @@ class Method(ConfiguredMethod[S], ABC):
     ----------
     name : str
         In kebab-case: the value of the setting ``method``, and the table of the method's settings.
+    strategy_class, client_class : type
+        Of the method. Their options that files can hold are the method's settings, but for those
+        that all strategies or clients have and those that are common settings.
+    own_settings : type of Settings
+        Settings that the classes lack, or have with another default or meaning.
+    apart : frozenset of str
+        Options that are the method's own settings though common settings have the same name.
     settings : type of Settings
-        The method's own settings; ``settings.table`` is the name.
+        All of the method's settings, made from these.
     baseline : bool
         Whether it is there to compare with: such methods have no notebook.
     headline : str
@@ -167,6 +177,10 @@ class Method(ConfiguredMethod[S], ABC):
         Names of what clients report of an evaluation besides loss and accuracy.
     """
 
+    strategy_class: ClassVar[type[BaseStrategy]]
+    client_class: ClassVar[type[NumPyClient]]
+    own_settings: ClassVar[type[Settings]] = Settings
+    apart: ClassVar[frozenset[str]] = frozenset()
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -175,16 +189,78 @@ class Method(ConfiguredMethod[S], ABC):
     def __init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
+        if not hasattr(self, "settings"):
+            self.settings = self._made_settings()
         if self.settings.table != self.name:
             raise ValueError(
                 f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
             )
 
+    def _made_settings(self) -> Any:
+        """Make the class of the method's settings from the options of its classes."""
+        common = {**Config.options(), **BaseStrategy.options(), **SGDClient.options()}
+        own = self.own_settings.options()
+        found: dict[str, Option] = {}
+        for kind in (self.strategy_class, self.client_class):
+            for name, declared in self._options(kind):
+                is_own = name in self.apart or name not in common
+                if declared.in_files and is_own and name not in own:
+                    found.setdefault(name, declared)
+        body: dict[str, Any] = {"table": self.name, "__doc__": f"Settings of {self.name}."}
+        body["__annotations__"] = {name: declared.kind for name, declared in found.items()}
+        body |= {name: declared.field() for name, declared in found.items()}
+        keywords, bases = {"frozen": True, "eq": True}, (self.own_settings,)
+        return types.new_class("MethodSettings", bases, keywords, lambda names: names.update(body))
+
+    @staticmethod
+    def _options(kind: type) -> Iterable[tuple[str, Option]]:
+        return kind.options().items() if issubclass(kind, Declared) else ()
+
+    def _values(self, kind: type, setup: Setup) -> dict[str, Any]:
+        """Return the options of a class that a run's settings or parts give."""
+        config, own = setup.config, self.own(setup.config)
+        parts = {
+            "network": setup.network,
+            "device": setup.device,
+            "cache": config.folder / "cache" / "personal",
+        }
+        values = {}
+        for name, declared in self._options(kind):
+            if name in parts:
+                values[name] = parts[name]
+            elif declared.in_files and name in self.settings.options():
+                values[name] = getattr(own, name)
+            elif declared.in_files and name in Config.options():
+                values[name] = getattr(config, name)
+        return values
+
+    def check(self, config: Config, settings: S) -> None:
+        """Refuse settings that do not go together, with a ConfigError."""
+        for kind in (getattr(self, "strategy_class", None), getattr(self, "client_class", None)):
+            if kind is None or not issubclass(kind, Declared):
+                continue
+            names = kind.options().keys()
+            values = {n: getattr(config, n) for n in names & Config.options().keys()}
+            values |= {n: getattr(settings, n) for n in names & self.settings.options().keys()}
+            try:
+                kind.check_together(values)
+            except ValueError as error:
+                raise ConfigError(self._in_keys(str(error))) from None
+
+    def _in_keys(self, message: str) -> str:
+        """Name settings by their keys in an error about options."""
+        keys = {name: self.settings.key(name) for name in self.settings.options()}
+        keys = {**{name: Config.key(name) for name in Config.options()}, **keys}
+        first, colon, rest = message.partition(":")
+        message = f"{keys.get(first, first)}{colon}{rest}"
+        long = [name for name in keys if "_" in name]
+        pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
+        return re.sub(pattern, lambda found: keys[found[1]], message)
+
     def own(self, config: Config) -> S:
         """Return the method's settings in a configuration."""
         return cast(S, config.settings_of(self.name))
 
-    @abstractmethod
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy.
 
@@ -200,10 +276,12 @@ class Method(ConfiguredMethod[S], ABC):
         ValueError
             If its arguments do not fit together.
         """
+        return self.strategy_class(**{**self._values(self.strategy_class, setup), **options})
 
-    @abstractmethod
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client with the examples of one partition; `options` are common to all."""
+        del partition
+        return self.client_class(**{**self._values(self.client_class, setup), **options})
 
     def predictor(
         self,

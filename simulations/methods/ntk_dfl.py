@@ -1,6 +1,5 @@
 """NTK-DFL: decentralised; clients send each other Jacobians."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from flwr.client import NumPyClient
@@ -18,8 +17,7 @@ from .personal import personal_cache
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NTKDFLSettings(GraphSettings):
+class NTKDFLSettings(GraphSettings, frozen=True, eq=True):
     """Settings of NTK-DFL."""
 
     table = "ntk-dfl"

@@ -1,83 +1,38 @@
 """NTK-FL: clients send Jacobians, the server evolves their kernel."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
-from flwr.client import NumPyClient
 
 from fedntk.clients import NTKFLClient, sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution import AUTO
 from fedntk.ntk.predictors.network import NetworkPredictor
-from fedntk.strategies import DEFAULT_STEPS, NTKFL, BaseStrategy
+from fedntk.strategies import NTKFL, BaseStrategy
 
 from ..config.config import Config
-from ..config.settings import ConfigError, Settings, numbers, setting
+from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected
 from .method import Method, Setup
 
 __all__ = ["METHOD", "EvolvingMethod", "EvolvingSettings"]
 
-S = TypeVar("S", bound="EvolvingSettings")
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvolvingSettings(Settings):
-    """Settings of the methods whose server evolves a kernel."""
+class EvolvingSettings(Settings, frozen=True, eq=True):
+    """What simulations add to the options of the methods whose server evolves a kernel."""
 
     auto_learning_rate: bool = setting(
         False, "take the learning rate of each round from its kernel's largest eigenvalue, instead "
-        "of learning-rate; steps has another default then: 10,30 ... 10000",
+        "of learning-rate",
     )  # fmt: skip
-    steps: str = setting(
-        ",".join(map(str, DEFAULT_STEPS)), "the grid of update steps t to choose from"
-    )
-    allow_no_step: bool = setting(True, "have t = 0, the weights as they are, among the candidates")
-    selection: Literal["clients", "linearised", "validation"] = setting(
-        "clients", "how t is chosen: by clients' losses, by the linearised network's, or by the "
-        "loss on validation-examples or of validation-clients",
-    )  # fmt: skip
-    class_prior: bool = setting(
-        False, "take the classes' shares among a round's examples out of what is learned from them"
-    )
-    class_target: Literal["uniform", "seen"] = setting(
-        "uniform",
-        "of class-prior: predict for classes that are equally common, or as common as so far",
-    )
-    kernel: Literal["mean", "corrected", "full"] = setting(
-        "mean", "over outputs; corrected: with exact outputs at each of the steps; or full"
-    )
-    residuals: Literal["integral", "sum"] = setting("integral", "over time: see fedntk.ntk.evolve")
-    kernel_dtype: Literal["outputs", "bfloat16"] = setting(
-        "outputs", "in which the mean kernel is multiplied; bfloat16 goes with a tolerance of 0.01"
-    )
-    tolerance: float = setting(1e-4, "of the solver", above=0, below=1)
-    memory_budget: float = setting(
-        0.0, "GB that the mean kernel may take; 0: what is available", at_least=0
-    )
-    structure: Literal["factored", "dense"] = setting(
-        "factored", "form in which Jacobians are sent", formerly="wire"
-    )
-
-    @property
-    def steps_grid(self) -> tuple[int, ...]:
-        """`steps` as numbers."""
-        return tuple(numbers(self.key("steps"), self.steps, int))
-
-    def check(self) -> None:
-        """Refuse steps that do not increase."""
-        grid = self.steps_grid
-        if not grid or any(a >= b for a, b in zip((0, *grid), grid, strict=False)):
-            raise ConfigError(
-                f"{self.key('steps')}: expected increasing whole numbers, got {self.steps!r}"
-            )
 
 
-class EvolvingMethod(Method[S]):
+class EvolvingMethod(Method[Any]):
     """What NTK-FL and CP-NTK-FL share."""
 
+    own_settings = EvolvingSettings
+    apart = frozenset({"class_prior"})
     metrics: ClassVar[tuple[str, ...]] = (
         "t",
         "learning-rate",
@@ -89,12 +44,9 @@ class EvolvingMethod(Method[S]):
         "solver-error-estimate",
     )
 
-    def check(self, config: Config, settings: S) -> None:
+    def check(self, config: Config, settings: Any) -> None:
         """Refuse a choice by examples that are not there, or that are to judge the choice."""
-        if settings.class_prior and config.loss != "cross-entropy":
-            raise ConfigError(
-                f"{settings.key('class_prior')} goes with loss = cross-entropy, got {config.loss}"
-            )
+        super().check(config, settings)
         if settings.selection != "validation":
             return
         key = settings.key("selection")
@@ -114,28 +66,15 @@ class EvolvingMethod(Method[S]):
         """Say whether t is chosen by held-out examples."""
         return bool(self.own(config).selection == "validation")
 
-    def evolution(self, setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the strategies that evolve a kernel."""
-        config, settings = setup.config, self.own(setup.config)
-        chooses = settings.selection == "validation"  # else what is held out is for others
-        return dict(
-            learning_rate=AUTO if settings.auto_learning_rate else config.learning_rate,
-            steps=() if settings.steps_grid == DEFAULT_STEPS else settings.steps_grid,
-            allow_no_step=settings.allow_no_step,
-            loss=config.loss,
-            selection=settings.selection,
-            validation_partitions=options.pop("held_out") if chooses else (),
-            validation_loss=_validation_loss(setup) if chooses else None,
-            class_prior=settings.class_prior,
-            class_target=settings.class_target,
-            kernel=settings.kernel,
-            residuals=settings.residuals,
-            kernel_dtype=settings.kernel_dtype,
-            tolerance=settings.tolerance,
-            memory_budget=settings.memory_budget,
-            device=setup.device,
-            **options,
-        )
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        """Make the strategy, with the automatic rate and the examples that choose t."""
+        settings = self.own(setup.config)
+        if settings.auto_learning_rate:
+            options["learning_rate"] = AUTO
+        if settings.selection == "validation":  # else what is held out is for others
+            options["validation_partitions"] = options.pop("held_out")
+            options["validation_loss"] = _validation_loss(setup)
+        return super().strategy(setup, options)
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Refuse a round of Jacobians, and their stack, that the server could not hold."""
@@ -172,23 +111,10 @@ def _validation_loss(setup: Setup) -> Callable[[ArrayRecord], float] | None:
     return loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class NTKFLSettings(EvolvingSettings):
-    """Settings of NTK-FL."""
-
-    table = "ntk-fl"
-
-
-class _NTKFL(EvolvingMethod[NTKFLSettings]):
+class _NTKFL(EvolvingMethod):
     name = "ntk-fl"
-    settings = NTKFLSettings
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        return NTKFL(**self.evolution(setup, options))
-
-    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        del partition
-        return NTKFLClient(structure=self.own(setup.config).structure, **options)
+    strategy_class = NTKFL
+    client_class = NTKFLClient
 
 
 METHOD = _NTKFL()

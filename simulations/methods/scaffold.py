@@ -1,6 +1,5 @@
 """SCAFFOLD: FedAvg with control variates."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from flwr.client import NumPyClient
@@ -15,8 +14,7 @@ from .method import Method, Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SCAFFOLDSettings(Settings):
+class SCAFFOLDSettings(Settings, frozen=True, eq=True):
     """Settings of SCAFFOLD."""
 
     table = "scaffold"
@@ -25,7 +23,6 @@ class SCAFFOLDSettings(Settings):
         "II",
         "a client's new control: II: mean gradient of its local steps; I: gradient of all its "
         "examples at the received weights",
-        formerly="scaffold-option",
     )
     server_learning_rate: float = setting(1.0, "eta_g", above=0)
 

@@ -1,7 +1,6 @@
 """TCT: federated averaging of a network, then a convex problem in its tangent features."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +25,7 @@ from .method import Method, Setup
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TCTSettings(Settings):
+class TCTSettings(Settings, frozen=True, eq=True):
     """Settings of TCT; those of stage 1's local SGD are common ones."""
 
     table = "tct"
@@ -46,18 +44,12 @@ class TCTSettings(Settings):
     feature_seed: int = setting(123, "of the new last layer and the coordinates", at_least=0)
     normalise: bool = setting(True, "whether features get mean 0 and variance 1")
     bias: bool = setting(False, "whether the linear model has a bias")
-    loss: Literal["mse", "cross-entropy"] = setting(
-        "mse", "of stage 2; cross-entropy: TCT-CE", formerly="convex-loss"
-    )
-    optimizer: Literal["scaffold", "fedavg", "gd"] = setting(
-        "scaffold", "of stage 2", formerly="convex-optimizer"
-    )
-    learning_rate: float = setting(5e-5, "eta of stage 2", above=0, formerly="convex-learning-rate")
-    local_steps: int = setting(
-        500, "M, full-batch steps of a client a round", at_least=1, formerly="convex-steps"
-    )
+    loss: Literal["mse", "cross-entropy"] = setting("mse", "of stage 2; cross-entropy: TCT-CE")
+    optimizer: Literal["scaffold", "fedavg", "gd"] = setting("scaffold", "of stage 2")
+    learning_rate: float = setting(5e-5, "eta of stage 2", above=0)
+    local_steps: int = setting(500, "M, full-batch steps of a client a round", at_least=1)
     local_solver: Literal["closed", "loop"] = setting(
-        "closed", "these steps in closed form, or one by one", formerly="convex-solver"
+        "closed", "these steps in closed form, or one by one"
     )
     solve: Literal["clients", "server", "statistics"] = setting(
         "clients",
@@ -103,9 +95,7 @@ class TCTSettings(Settings):
         "the fixed-point numbers summed up, 2 ... 8, with validation-examples; 32: none",
         at_least=1,
     )
-    dtype: Literal["float32", "float16"] = setting(
-        "float32", "in which features that fit are kept", formerly="feature-dtype"
-    )
+    dtype: Literal["float32", "float16"] = setting("float32", "in which features that fit are kept")
     keep: Literal["features", "nothing"] = setting(
         "features",
         "what a client keeps on disk; nothing: features are computed anew in each round",

@@ -1,6 +1,5 @@
 """Similarity-weighted FedAvg: a model for each client, mixed from those of clients like it."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,8 +19,7 @@ from .personal import PersonalMethod, personal_cache
 __all__ = ["METHOD"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightedFedAvgSettings(Settings):
+class WeightedFedAvgSettings(Settings, frozen=True, eq=True):
     """Settings of similarity-weighted FedAvg."""
 
     table = "weighted-fedavg"

@@ -313,7 +313,7 @@ def _conclude(search: Search, space: Space) -> Tuning:
 def _warn_of_edge(key: str, best: Value, values: Searched) -> str:
     """Warn of a grid beyond which better values may lie; not where the setting itself ends."""
     home, name = Config.home_of(key)
-    if isinstance(best, bool | str) or best in home.options()[name].metadata["limits"].values():
+    if isinstance(best, bool | str) or best in home.options()[name].limits.values():
         return ""
     ends = {min(_ends(values)): "smallest", max(_ends(values)): "largest"}
     if len(ends) < 2 or best not in ends:

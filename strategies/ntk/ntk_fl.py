@@ -105,7 +105,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         "the true network's loss on the server's validation examples, for selection='validation'",
         default=None,
     )
-    validation_partitions: Sequence[int] = option(
+    validation_partitions: Sequence[int] = argument(
         "partitions never sampled for training, which report the candidates' losses for "
         "selection='validation'",
         default=(),
@@ -134,6 +134,15 @@ class NTKFL(FlowOptions, BaseStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        given = [self.validation_loss is not None, len(self.validation_partitions) > 0]
+        if (self.selection == "validation") != any(given):
+            raise ValueError(
+                "selection='validation' goes with validation_loss or validation_partitions; got "
+                f"selection={self.selection!r} and "
+                f"{'one of them' if self.selection != 'validation' else 'neither'}"
+            )
+        if all(given):
+            raise ValueError("pass validation_loss or validation_partitions, not both")
         self.held_out = (*self.held_out, *self.validation_partitions)
         steps = self.steps or (AUTO_STEPS if self.has_auto_rate else DEFAULT_STEPS)
         if self.allow_no_step and steps[0] > 0:
@@ -153,15 +162,6 @@ class NTKFL(FlowOptions, BaseStrategy):
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
         if self.class_target == "seen" and not self.class_prior:
             raise ValueError("class_target: 'seen' goes with class_prior=True, got False")
-        given = [self.validation_loss is not None, len(self.validation_partitions) > 0]
-        if (self.selection == "validation") != any(given):
-            raise ValueError(
-                "selection='validation' goes with validation_loss or validation_partitions; got "
-                f"selection={self.selection!r} and "
-                f"{'one of them' if self.selection != 'validation' else 'neither'}"
-            )
-        if all(given):
-            raise ValueError("pass validation_loss or validation_partitions, not both")
 
     def agreement(self) -> Agreement:
         """Add the loss."""
