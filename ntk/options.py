@@ -138,10 +138,11 @@ class Option:
         plain: bool | int | float | str = value
         return plain
 
-    def describe(self, key: str = "") -> str:
-        """Return one line: name, default, choices, meaning."""
+    def describe(self, key: str = "", choices: Sequence[str] = ()) -> str:
+        """Return one line: name, default, choices (the type's by default), meaning."""
         default = "" if self.default is dataclasses.MISSING else f" = {self.plain(self.default)!r}"
-        among = f" ({', '.join(self.choices)})" if self.choices else ""
+        words = choices or self.choices
+        among = f" ({', '.join(words)})" if words else ""
         return f"{key or self.name}{default}{among}: {self.meaning}"
 
 

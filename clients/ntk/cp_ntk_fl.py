@@ -58,7 +58,9 @@ class CPNTKFLClient(NTKFLClient):
     noise_multiplier: float = option(
         "standard deviation of the noise over clip; 0: none", default=0.0, at_least=0
     )
-    label_noise: float = option("noise of the labels; 0: none", default=0.0, at_least=0)
+    label_noise: float = option(
+        "probability that a label is drawn anew; 0: none", default=0.0, at_least=0, at_most=1
+    )
     noise_seed: tuple[int, ...] | None = argument(
         "makes the noise repeatable in a simulation", default=None
     )

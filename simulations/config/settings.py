@@ -59,9 +59,15 @@ class Settings(Declared, frozen=True, eq=True):
         if isinstance(value, str) and isinstance(own.default, tuple):
             return cls.convert(name, value)
         try:
-            return own.check(value, cls.key(name))
+            found = own.check(value, cls.key(name))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if (choices := cls.choices(name)) and found not in choices:
+            raise ConfigError(
+                f"{cls.key(name)}: expected one of {', '.join(choices)}, got {found!r}"
+                f"{nearest(found, choices)}"
+            )
+        return found
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -94,7 +100,9 @@ class Settings(Declared, frozen=True, eq=True):
     @classmethod
     def describe(cls) -> list[str]:
         """One line for each key: default, choices, meaning."""
-        return [own.describe(cls.key(name)) for name, own in cls.options().items()]
+        return [
+            own.describe(cls.key(name), cls.choices(name)) for name, own in cls.options().items()
+        ]
 
 
 def numbers(key: str, text: str, kind: type) -> list[Any]:

@@ -81,6 +81,7 @@ class CPNTKFL(NTKFL):
         "epsilon-without-labels",
         default=0.0,
         at_least=0,
+        at_most=1,
     )
     delta: float = option("delta at which epsilon is reported", default=1e-5, above=0, below=1)
 

@@ -1,54 +1,51 @@
 """A method is an object with all that the simulations ask; other packages may bring one."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedntk.clients import WeightedFedAvgClient
+from fedntk.clients import SGDClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations.config import config as config_module
 from fedntk.simulations.config.settings import ConfigError, Settings, setting
-from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods import own_methods
-from fedntk.simulations.methods.fedavg import FedAvgSettings
+from fedntk.simulations.methods.method import Method
+from fedntk.strategies import SeededFedAvg
 
 from .settings import SETTINGS
 
 PACKAGE = """
-    from dataclasses import dataclass
     from fedntk.clients import SGDClient
-    from fedntk.simulations import Config
     from fedntk.simulations.methods.method import Method
     from fedntk.simulations.config.settings import ConfigError, Settings, setting
     from fedntk.strategies import SeededFedAvg
 
-    @dataclass(frozen=True, kw_only=True)
-    class HalfSettings(Settings):
-        table = "half-avg"
+    class HalfSettings(Settings, frozen=True, eq=True):
         share: float = setting(0.5, "of the rate that clients use", above=0, at_most=1)
 
     class Half(Method[HalfSettings]):
         name = "half-avg"
-        settings = HalfSettings
+        strategy_class = SeededFedAvg
+        client_class = SGDClient
+        own_settings = HalfSettings
 
         def check(self, config, settings):
             if config.loss == "mse":
                 raise ConfigError("half-avg takes loss = cross-entropy, got mse")
 
-        def strategy(self, setup, options):
-            return SeededFedAvg(**options)
-
         def client(self, setup, partition, options):
-            options |= setup.config.local_sgd
-            options["learning_rate"] *= self.own(setup.config).share
-            return SGDClient(**options)
+            options["learning_rate"] = setup.config.learning_rate * self.own(setup.config).share
+            return super().client(setup, partition, options)
 
     METHOD = Half()
 """
@@ -167,15 +164,16 @@ def test_the_command_knows_another_packages_method(package):
 def test_every_setting_is_documented_and_its_default_is_allowed():
     for name, method in own_methods().items():
         assert method.settings.table == method.name == name
-        for option in method.settings.options():
-            default = getattr(method.settings(), option)
-            assert method.settings.checked(option, default) == default
-            assert method.settings.options()[option].metadata["doc"]
+        for name in method.settings.options():
+            default = getattr(method.settings(), name)
+            assert method.settings.checked(name, default) == default
+            assert method.settings.options()[name].meaning
 
 
 def test_a_method_and_its_table_have_one_name():
     class Other(type(own_methods()["fedavg"])):
         name = "other"
+        settings = own_methods()["fedavg"].settings
 
     with pytest.raises(ValueError, match="expected table = 'other', got 'fedavg'"):
         Other()
@@ -187,9 +185,47 @@ def test_a_method_and_its_table_have_one_name():
         Odd()
 
 
+class ToyAvg(SeededFedAvg):
+    """FedAvg with one option more."""
+
+    depth: int = option("how deep", default=2, at_least=1, at_most=9)
+
+
+class Toy(Method[Settings]):
+    name = "toy-avg"
+    strategy_class = ToyAvg
+    client_class = SGDClient
+
+
+def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
+    """In the signature, the TOML table, the key of flwr run, checkpoints and the docs' table."""
+    assert inspect.signature(ToyAvg).parameters["depth"].default == 2
+    with pytest.raises(ValueError, match="expected depth = 2, got 3"):
+        ToyAvg().load_state_dict(ToyAvg(depth=3).state_dict())
+
+    methods = {**own_methods(), "toy-avg": Toy()}
+    for name in ("own_methods", "all_methods"):
+        monkeypatch.setattr(config_module, name, lambda: methods)
+    config_module._keys.cache_clear()
+    try:
+        file = tmp_path / "toy.toml"
+        file.write_text('method = "toy-avg"\n[toy-avg]\ndepth = 4\n')
+        config = Config.load(file)
+        assert config.settings.depth == 4
+        assert Config.default_run_config()["toy-avg.depth"] == 2
+        assert Config.parse({"method": "toy-avg", "toy-avg.depth": 5}).settings.depth == 5
+        with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
+            config.replace(toy_avg={"depth": 10})
+        assert Config.describe("toy-avg") == ["toy-avg.depth = 2: how deep"]
+        strategy = make_strategy(load_setup(config))
+        assert isinstance(strategy, ToyAvg)
+        assert strategy.depth == 4
+    finally:
+        config_module._keys.cache_clear()
+
+
 def test_settings_check_themselves_and_can_be_extended():
-    @dataclass(frozen=True, kw_only=True)
-    class More(FedAvgSettings):
+    class More(own_methods()["fedavg"].settings, frozen=True, eq=True):
         table = "more"
         depth: int = setting(1, "how deep", at_least=1)
 
