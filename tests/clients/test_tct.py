@@ -16,7 +16,7 @@ from torch import nn
 
 from fedntk.clients import NamedArrays, SGDClient, TCTClient, get_weights, shrink
 from fedntk.clients.core.disk_store import example_digests
-from fedntk.clients.tct.tct import feature_store
+from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import FixedPoint, tangent

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context
 from flwr.client import NumPyClient
 from torch import nn
 
@@ -335,19 +335,11 @@ def test_neither_the_strategy_nor_any_message_holds_the_seed():
     parties = Parties()
     secret = parties.server.projection_seed(RUN)
     matrix = project(torch.eye(4), 3, secret).numpy()
-    sent: list[Message] = []
-
-    class Recorded(Grid):
-        def send_and_receive(self, messages, *, timeout=None):
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            sent.extend(replies)
-            return replies
-
     strategy = CPNTKFL(**EVALUATING, key_server=Elsewhere(parties), run=RUN)
-    run_projected(strategy, Recorded(parties.app, on_send=sent.extend))
+    run_projected(strategy, grid := Grid(parties.app))
     strategy._grid = None  # the clients, in a simulation
     held = [*holding(strategy)]
-    for message in sent:
+    for _, message in grid.seen:
         if message.has_content():
             held += holding([dict(r) for r in message.content.config_records.values()])
             held += holding([dict(r) for r in message.content.metric_records.values()])
