@@ -93,8 +93,7 @@ COSTS: dict[str, dict[str, str]] = {
         "down": "d * (4 * (K + P - P_m) + P_m / 8 + 8)",
         "first": "4 * P",
         "model": "4 * P",
-        "kept": "4 * P",
-        "its masks, for each of these": "2 * P_m",
+        "kept": "4 * P + 2 * P_m",
     },
 }
 # TCT's rows have a formula for each way
