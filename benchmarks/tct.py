@@ -122,7 +122,8 @@ class Client:
         from fedntk.clients import NamedArrays
         from fedntk.ntk.payloads import ConvexTask
 
-        asked = ConvexTask(step=step, key=self.key, feature_map=self.map, learning_rate=ETA, **task)
+        own = {"num_features": self.map.num_features, "learning_rate": ETA}
+        asked = ConvexTask(step=step, network_key=self.key, **own, **task)
         client = self.make(**dict(more))
         start = time.perf_counter()
         config = asked.to_config() | {"server-round": server_round}

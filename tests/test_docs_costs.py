@@ -305,7 +305,7 @@ def test_c_travels_after_a_round_that_not_all_took_part_in(tmp_path):
     assert set(grid.down["train"][2:]) <= later
 
 
-SHARE = {"ridge": "auto", "validation_share": 0.2}
+SHARE = {"auto_ridge": True, "validation_share": 0.2}
 STATISTICS = {
     costs.SUMS: {},
     "sums, `bits` = 2 to 8": {"bits": 8},

@@ -13,11 +13,10 @@ features themselves. ``solve="statistics"`` gives sums over all of a client's ex
 example are its features, and those of few hold them.
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -34,12 +33,14 @@ from fedntk.ntk.convex import (
     residual_sum,
 )
 from fedntk.ntk.features import FeatureRows, FixedPoint
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import (
     UNQUANTISED,
     ConvexTask,
     FeatureStatistics,
     FeatureUpload,
     SplitStatistics,
+    SumStep,
     draw_held_out,
     sums_digest,
 )
@@ -56,8 +57,8 @@ from .feature_store import LESS_DISK, FeatureStore
 
 __all__ = ["TCTClient"]
 
-ONCE = ("features", "statistics", "masked-statistics")  # steps whose features are used once
-OF_SECURE_SUMS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
+ONCE = ("features", "statistics", "masked")  # steps whose features are used once
+OF_SECURE_SUMS = get_args(SumStep)
 logger = getLogger("flwr")
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -66,94 +67,64 @@ Records = Mapping[str, Mapping[str, NDArray[Any]]]
 class TCTClient(SGDClient):
     """Trains in stage 1 as :class:`SGDClient`; in stage 2 solves its part of the convex problem.
 
-    All settings of stage 2 come from the strategy. What is computed once is kept on disk: with p
-    features an example the features take ``4 n p`` bytes, or ``2 n p`` in float16, and ``4 n p``
-    beside that until they are normalised; as much for test examples that are not the training
-    examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of 128 MiB of features;
-    while the kernel is formed two blocks of 512 MiB and ``4 n^2`` bytes; and for the decomposition
-    about ``52 n^2``: with p = 100,000 and n = 6,000 4.8 GB on disk and 1.9 GB in memory. What would
-    not fit is refused with its size, in the first round of stage 1.
+    All settings of stage 2 come from the strategy; ``config["lr"]`` is of stage 1. What is computed
+    once is kept on disk: with p features an example the features take ``4 n p`` bytes, or ``2 n p``
+    in float16, and ``4 n p`` beside that until they are normalised; as much for test examples that
+    are not the training examples; kernel and eigenvectors ``12 n^2``. In memory are a chunk of
+    128 MiB of features; while the kernel is formed two blocks of 512 MiB and ``4 n^2`` bytes; and
+    for the decomposition about ``52 n^2``: with p = 100,000 and n = 6,000 4.8 GB on disk and 1.9 GB
+    in memory. What would not fit is refused with its size, in the first round of stage 1.
 
-    Parameters
-    ----------
-    cache : path, optional
-        Folder for that; ``fedntk/tct`` in $XDG_CACHE_HOME or ``~/.cache`` by default. A client has
-        a folder of its own in it for each run, and needs it from round to round. It goes when this
-        client begins another run more than a day after it was last used; see :func:`shrink`, too.
-        Examples may come in another order in each message. If they are others than before, the
-        client says so in its log and in the metric ``examples-changed``, computes the features
-        anew and keeps its correction as it was: return the same examples in all rounds.
-    dtype : {"float32", "float16"}
-        In which features are kept; one that float16 cannot hold has its set kept in float32.
-        Products are formed in float32.
-    keep : {"features", "nothing"}
-        With ``"nothing"`` features are computed anew whenever they are needed: twice a round, and
-        for the kernel once for each pair of its blocks of 512 MiB.
-    local_solver : {"closed", "loop"}
-        Closed form of the M steps, or one after another as in eq. (3), with all features in memory.
-    chunk_size : int, optional
-        Examples differentiated at a time.
-    parcel_keys : ParcelKeys, optional
-        The client's key pair for ``secure_aggregation``, and who is to vouch for the others' public
-        keys. By default it draws a key for the run, and keeps it beside `cache`'s folders.
-    only_masked : bool
-        Whether the client sends nothing in stage 2 but masked sums: no moments, counts, features
-        or sums, and no linear model, of which they could be computed. Nor does it evaluate linear
-        models on its training examples.
-    local_epochs, batch_size, learning_rate, weight_decay
-        Of :class:`SGDClient`, for stage 1; the paper's by default (section 5.1). ``config["lr"]``
-        is of stage 1, too.
-    **model_options
-        Of :class:`SGDClient` and :class:`ModelClient`. `seed` is (run's seed, partition).
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+    A client needs its folder in `cache` from round to round. It goes when this client begins
+    another run more than a day after it was last used; see also :func:`shrink`. Examples may come
+    in another order in each message. If they are others than before, the client says so in its log
+    and in the metric ``examples-changed``, computes the features anew and keeps its correction as
+    it was: return the same examples in all rounds.
     """
 
     strategy = "TCT"
     replies = "weights, then linear models"
 
-    def __init__(
-        self,
-        *args: Any,
-        cache: str | os.PathLike[str] | None = None,
-        dtype: Literal["float32", "float16"] = "float32",
-        keep: Literal["features", "nothing"] = "features",
-        local_solver: Literal["closed", "loop"] = "closed",
-        chunk_size: int | None = None,
-        parcel_keys: ParcelKeys | None = None,
-        only_masked: bool = False,
-        local_epochs: int = 5,
-        batch_size: int = 64,
-        learning_rate: float = 0.01,
-        weight_decay: float = 1e-5,
-        **model_options: Any,
-    ) -> None:
-        super().__init__(
-            *args,
-            local_epochs=local_epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            **model_options,
-        )
-        for name, value, known in (
-            ("dtype", dtype, ("float32", "float16")),
-            ("keep", keep, ("features", "nothing")),
-            ("local_solver", local_solver, ("closed", "loop")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: expected {' or '.join(known)}, got {value!r}")
-        self.dtype, self.keep, self.local_solver = dtype, keep, local_solver
-        self.chunk_size = chunk_size
-        self.parcel_keys, self.only_masked = parcel_keys, only_masked
-        self.cache = cache_dir() / "tct" if cache is None else Path(cache)
+    cache: Path | str | None = argument(
+        "folder for what is computed once, with a folder for each run and client in it; fedntk/tct "
+        "in $XDG_CACHE_HOME or ~/.cache by default",
+        default=None,
+    )
+    dtype: Literal["float32", "float16"] = option(
+        "dtype in which features are kept; one that float16 cannot hold has its set kept in "
+        "float32. Products are formed in float32",
+        default="float32",
+    )
+    keep: Literal["features", "nothing"] = option(
+        "what a client keeps on disk; nothing: features are computed anew whenever they are "
+        "needed, twice a round, and for the kernel once for each pair of its blocks of 512 MiB",
+        default="features",
+    )
+    local_solver: Literal["closed", "loop"] = option(
+        "the M steps in closed form, or one after another as in eq. (3), with all features in "
+        "memory",
+        default="closed",
+    )
+    chunk_size: int | None = argument("examples differentiated at a time", default=None)
+    parcel_keys: ParcelKeys | None = argument(
+        "the client's key pair for secure_aggregation, and who vouches for the others' public "
+        "keys; by default it draws a key for the run, and keeps it beside the cache's folders",
+        default=None,
+    )
+    only_masked: bool = argument(
+        "whether the client sends nothing in stage 2 except masked sums: no moments, counts, "
+        "features or sums, and no linear model, from which they could be computed. Nor does it "
+        "evaluate linear models on its training examples",
+        default=False,
+    )
+    local_epochs: int = option("local epochs of stage 1", default=5, at_least=0)
+    batch_size: int = option("batch size of stage 1", default=64, at_least=1)
+    learning_rate: float = option("learning rate of stage 1", default=0.01, at_least=0)
+    weight_decay: float = option("weight decay of stage 1", default=1e-5, at_least=0)
 
-    def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse to train for another strategy: see :meth:`ModelClient.require_agreement`."""
-        super().require_agreement({k: v for k, v in config.items() if not ConvexTask.owns(k)})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cache = cache_dir() / "tct" if self.cache is None else Path(self.cache)
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Do what the stage asks for.
@@ -170,7 +141,7 @@ class TCTClient(SGDClient):
             and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One whose
             steps overflow returns none, and ``"diverged"``.
         """
-        task = ConvexTask.from_config(config)
+        task = ConvexTask.of_message(config)
         if task is None or task.step == "bootstrap":
             if task is not None and int(config.get("server-round", 0)) == 1:
                 self._check(task, parameters, config)
@@ -180,11 +151,11 @@ class TCTClient(SGDClient):
                 f"this client sends masked sums alone, and was asked for {task.step}; have the "
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
-        if task.step in OF_SECURE_SUMS and task.step != "masked-statistics":
+        if task.step in OF_SECURE_SUMS and task.step != "masked":
             return self._towards_sum(task, parameters, config), len(self.inputs), {}
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
-            return [counts], len(self.inputs), _loss_at_zero(task, self.targets)
+            return _named(["counts"], [counts]), len(self.inputs), _loss_at_zero(task, self.targets)
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
         records = _records(parameters, *needed)
         store = self._store(task, records, config)
@@ -196,7 +167,7 @@ class TCTClient(SGDClient):
             return self._features(task, store, examples)
         if task.step == "statistics":
             return self._statistics(task, records, store, examples)
-        if task.step == "masked-statistics":
+        if task.step == "masked":
             return self._masked_statistics(task, records, store, examples, config)
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
@@ -214,7 +185,7 @@ class TCTClient(SGDClient):
         It goes by the client's id in the federation, or by its seed where the message does not come
         through :func:`~fedntk.clients.client_app`.
         """
-        return client_folder(self.cache, task.run, self._name(config))
+        return client_folder(self._cache, task.run_key, self._name(config))
 
     def _name(self, config: Mapping[str, Any]) -> str:
         return str(config.get(CLIENT_ID, "-".join(map(str, self.seed))))
@@ -274,9 +245,9 @@ class TCTClient(SGDClient):
             return
         if self.keep == "features":
             needed = n * width * (4 + np.dtype(self.dtype).itemsize)
-            require_disk(needed, f"{width} features of {n} examples", self.cache, cure=LESS_DISK)
+            require_disk(needed, f"{width} features of {n} examples", self._cache, cure=LESS_DISK)
         require_memory(
-            52 * n * n * (task.local_steps > 1),
+            52 * n * n * (task.num_steps > 1),
             f"stage 2 with {n} examples",
             cure="give the client fewer examples, or have it take its steps in a loop",
         )
@@ -288,7 +259,7 @@ class TCTClient(SGDClient):
             remove_stale(folder)
         store = FeatureStore(
             folder,
-            f"{task.key} {task.bias}",
+            f"{task.network_key} {task.bias}",
             self.model,
             task.feature_map,
             dtype=self.dtype,
@@ -300,7 +271,8 @@ class TCTClient(SGDClient):
 
     def _moments(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
         moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", examples.x))
-        return moments.to_arrays(), len(examples.x), _loss_at_zero(task, examples.targets)
+        arrays = _named(Moments.NAMES, moments.to_arrays())
+        return arrays, len(examples.x), _loss_at_zero(task, examples.targets)
 
     def _features(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
         x, targets = examples
@@ -311,14 +283,15 @@ class TCTClient(SGDClient):
         )
         upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), targets)
         arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
-        return arrays, len(x), _loss_at_zero(task, targets)
+        return _named(FeatureUpload.NAMES, arrays), len(x), _loss_at_zero(task, targets)
 
     def _statistics(
         self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
     ) -> Fit:
         sums, metrics = self._sums(task, records, store, examples)
         fixed_point = _fixed_point(task, records, store.width)
-        return sums.to_arrays(fixed_point), len(examples.x), metrics
+        arrays = _named(sums.NAMES, sums.to_arrays(fixed_point))
+        return arrays, len(examples.x), metrics
 
     def _sums(
         self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
@@ -372,10 +345,10 @@ class TCTClient(SGDClient):
         key = ConvexTask.key_of(task.feature_map, store.network)
         about = sums_digest(key, _fixed_point(task, records, store.width), words.dtype)
         masked = self._secure_sum(task, config).masked(message, words, about)
-        return [masked], len(examples.x), metrics
+        return _named(["masked"], [masked]), len(examples.x), metrics
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
-        folder = client_folder(self.cache, task.run, f"{self._name(config)}-secure")
+        folder = client_folder(self._cache, task.run_key, f"{self._name(config)}-secure")
         keys = self.parcel_keys
         if keys is None:
             keys = ParcelKeys(kept_key(folder))
@@ -411,7 +384,7 @@ class TCTClient(SGDClient):
             if self.keep == "nothing":
                 self._remember_vector(task, store, server_round, result - theta, control)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
-        return [result.numpy()], len(targets), metrics
+        return _named(TCTModel.ARRAYS[:1], [result.numpy()]), len(targets), metrics
 
     def _remember_vector(
         self,
@@ -424,7 +397,7 @@ class TCTClient(SGDClient):
         """Keep c_k = c_k - c - (theta_k - theta) / (M eta), as no features are there to form it."""
         before = store.carried(task.state_round) if task.state_round else torch.zeros_like(change)
         if before is not None:
-            span = task.local_steps * task.learning_rate
+            span = task.span
             store.remember_vector(server_round, before - control - change / span)
 
     def _in_a_loop(
@@ -451,10 +424,10 @@ class TCTClient(SGDClient):
             targets.to(features),
             vector - features.T @ coefficients - mean,
             learning_rate=task.learning_rate,
-            local_steps=task.local_steps,
+            local_steps=task.num_steps,
             loss=task.loss,
         )
-        after = total.cpu().double() / (len(features) * task.local_steps)
+        after = total.cpu().double() / (len(features) * task.num_steps)
         return result.cpu(), after, (features @ start).cpu(), {}
 
     def _in_closed_form(
@@ -473,7 +446,7 @@ class TCTClient(SGDClient):
         outputs, along = (rows @ joined).split(theta.shape[1], 1)
         kernel: Spectrum | Tensor = torch.empty(0, 0)
         drift = torch.zeros_like(outputs)
-        if task.local_steps > 1:
+        if task.num_steps > 1:
             matrix = store.kernel(rows)
             drift = -(matrix.double() @ before.coefficients) - along
             kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
@@ -485,12 +458,12 @@ class TCTClient(SGDClient):
             targets,
             drift,
             learning_rate=task.learning_rate,
-            local_steps=task.local_steps,
+            local_steps=task.num_steps,
             loss=task.loss,
         )
-        after = total / (rows.shape[0] * task.local_steps)
+        after = total / (rows.shape[0] * task.num_steps)
         change = rows.transposed_matmul((after - before.coefficients).float())
-        span = task.local_steps * task.learning_rate
+        span = task.span
         return theta + span * (change - (control - before.vector)), after, outputs, metrics
 
     def evaluate(
@@ -500,7 +473,7 @@ class TCTClient(SGDClient):
 
         A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.
         """
-        task = ConvexTask.from_config(config)
+        task = ConvexTask.of_message(config)
         if task is None:
             return super().evaluate(parameters, config)
         if self.only_masked and self.test_inputs is self.inputs:
@@ -537,7 +510,7 @@ class TCTClient(SGDClient):
         LookupError
             If the client lacks the network of stage 2; the server then sends it again next time.
         """
-        task = ConvexTask.from_config(config)
+        task = ConvexTask.of_message(config)
         if task is None:
             return super().predictor(parameters, config)
         records = _records(parameters, "linear")
@@ -619,9 +592,14 @@ def _server_control(
         return _only(records, "control")
     if task.control == "last":
         last = store.last(server_round - 1)
-        span = task.local_steps * task.learning_rate
+        span = task.span
         return None if last is None else mean_gradient(last, theta, span)
     return torch.zeros_like(theta)
+
+
+def _named(names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> NamedArrays:
+    """Return the arrays of a reply, by name."""
+    return NamedArrays({"arrays": dict(zip(names, arrays, strict=True))})
 
 
 def _lost(state: bool | int) -> Fit:

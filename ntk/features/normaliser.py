@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ class Moments:
 
     `sum_sq_dev` is the sum over the examples of (z - mean)^2.
     """
+
+    NAMES: ClassVar = ("mean", "sum-sq-dev")  # of the arrays in a message
 
     count: int
     mean: NDArray[np.float64]

@@ -2,11 +2,12 @@
 
 from .agreement import Agreement
 from .compression import UNQUANTISED, check_compression
-from .convex_task import ConvexTask, Solve
+from .convex_task import ConvexOptimizer, ConvexOptions, ConvexTask, MessageTask, Solve
 from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
     FEATURE_GRAM,
     FeatureStatistics,
+    SumStep,
     packed_size,
     sums_digest,
     word_dtype,
@@ -33,15 +34,19 @@ __all__ = [
     "OUTLIER_FACTOR",
     "UNQUANTISED",
     "Agreement",
+    "ConvexOptimizer",
+    "ConvexOptions",
     "ConvexTask",
     "EnsembleArrays",
     "FeatureStatistics",
     "FeatureUpload",
     "JacobianParcel",
     "MemoryBudget",
+    "MessageTask",
     "Prototypes",
     "Solve",
     "SplitStatistics",
+    "SumStep",
     "change_size",
     "check_compression",
     "check_privacy",

@@ -1,90 +1,176 @@
-"""What the server asks of a client in the rounds of TCT on the linear model."""
+"""The options of TCT's convex problem, and what one message asks of a client."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..features.feature_map import FeatureMap
+from ..features.feature_map import FeatureKind, FeatureMap
 from ..losses import Loss
+from ..options import Declared, option
 from .compression import UNQUANTISED
+from .feature_statistics import SumStep
 
-__all__ = ["ConvexTask", "Solve"]
+__all__ = ["ConvexOptimizer", "ConvexOptions", "ConvexTask", "MessageTask", "Solve"]
 
-PREFIX = "tct-"
-Step = Literal[
-    "bootstrap", "moments", "features", "counts", "statistics", "linear",
-    "public-key", "shares", "masked-statistics", "confirm", "reveal",
-]  # fmt: skip
+ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
 Solve = Literal["clients", "server", "statistics"]
+Step = Literal["bootstrap", "moments", "features", "counts", "statistics", "linear", SumStep]
 
 
-@dataclass(frozen=True)
-class ConvexTask:
-    """What the server asks of a client in stage 2; travels in a message's configuration.
+class ConvexOptions(Declared):
+    """Options of stage 2 that server and clients share."""
 
-    The arrays that it takes come in records of their own: ``"network"`` (its state dict),
-    ``"normaliser"``, ``"linear"``, ``"control"``, ``"steps"``, ``"class-weights"`` and
-    ``"secure-sum"``, those of them that the client lacks.
+    features: FeatureKind = option(
+        "tangent features: coordinates, or a sketch of them all; or the last layer's inputs "
+        "(Table 12), or random Fourier features of these: see fedntk.ntk.FeatureMap",
+        default="entk",
+        to_clients=True,
+    )
+    num_features: int = option(
+        "p; 0: all, except for entk-sketch and fourier, which need a number",
+        default=100_000,
+        at_least=0,
+        to_clients=True,
+    )
+    feature_seed: int = option(
+        "seed of the new last layer, and of the coordinates, the sketch or the frequencies",
+        default=123,
+        at_least=0,
+        to_clients=True,
+    )
+    head: str = option(
+        "name of the last linear layer; the last nn.Linear by default", default="", to_clients=True
+    )
+    bias: bool = option(
+        "whether the linear model has a bias (algorithm 2's b; eq. (1) has none)",
+        default=False,
+        to_clients=True,
+    )
+    loss: Loss = option(
+        "loss of stage 2; cross-entropy: TCT-CE (Table 11). Targets of least squares are one-hot "
+        "minus 1/C",
+        default="mse",
+        to_clients=True,
+    )
+    optimizer: ConvexOptimizer = option(
+        "optimizer of stage 2: SCAFFOLD; the same without a correction; gradient descent, one "
+        "step a round",
+        default="scaffold",
+        to_clients=True,
+    )
+    learning_rate: float = option(
+        "eta of stage 2, of L_k = ||Z W - Y||^2 / (2 n_k); steps diverge if eta times the largest "
+        "eigenvalue of Z Z^T / n_k, the metric rate-times-lambda, is above 2",
+        default=5e-5,
+        above=0,
+        to_clients=True,
+    )
+    local_steps: int = option(
+        "M, full-batch steps of a client a round", default=500, at_least=1, to_clients=True
+    )
+    solve: Solve = option(
+        "clients: rounds of local steps; server: clients send their features and labels and the "
+        "server solves, in one round; statistics: they send sums over their features",
+        default="clients",
+        to_clients=True,
+    )
+    sparsity: float = option(
+        "share of the features that is dropped, for solve = server",
+        default=0.0,
+        at_least=0,
+        below=1,
+        to_clients=True,
+    )
+    bits: int = option(
+        "bits of each feature sent, for solve = server: 1 ... 16; 32: float16. Bits of the "
+        "fixed-point numbers that are summed, for solve = statistics: 2 ... 8, which need "
+        "validation examples; 32: none",
+        default=UNQUANTISED,
+        at_least=1,
+        to_clients=True,
+    )
+    balanced: bool = option(
+        "whether all classes weigh the same, for solve = statistics; takes one more round, for "
+        "counts",
+        default=False,
+        to_clients=True,
+    )
+    validation_share: float = option(
+        "share of a client's examples that it holds out, by class, to choose the ridge by, for "
+        "solve = statistics and auto_ridge when the server has no examples; doubles the bytes up",
+        default=0.0,
+        at_least=0,
+        at_most=0.5,
+        to_clients=True,
+    )
 
-    Attributes
-    ----------
-    step : str
-        What the message is for: local training of the network (``"bootstrap"``, the rest tells what
-        will come), the moments of the features, the ``"features"`` themselves, the number of
-        examples of each class (``"counts"``), the sums that least squares are solved from
-        (``"statistics"``), or a round on the ``"linear"`` model, which it is to evaluate, too. With
-        secure aggregation the five exchanges for the sums are ``"public-key"``, ``"shares"``,
-        ``"masked-statistics"``, ``"confirm"`` and ``"reveal"``.
-    key : str
-        Names the bootstrapped network and the feature map: what a client keeps is good for one key.
-    feature_map : FeatureMap
-        Which features.
-    bias : bool
-        Whether the linear model has one.
-    loss : {"mse", "cross-entropy"}
-        Of the linear model.
-    learning_rate, local_steps : float, int
-        eta and M.
-    corrected : bool
-        Whether steps are corrected by h_k = c_k - c (SCAFFOLD), or not.
-    state_round : int
-        The round whose c_k counts; 0: c_k is zero.
-    control : {"zero", "last", "sent"}
-        Where c comes from: it is zero; the difference of the models of the last round and of this
-        one, over M eta; or it came with the message.
-    solve : {"clients", "server", "statistics"}
-        Who solves the problem, and from what.
-    sparsity, bits : float, int
-        Of features that are sent; 0 and 32: float16. `bits` are of the fixed-point numbers, too,
-        that are summed up with ``solve="statistics"``; 32: features as they are.
-    balanced : bool
-        Whether sums are weighted by the class of their examples.
-    validation_share : float
-        Share of a client's examples whose sums it sends apart; 0: none.
-    run : str
-        Names the training run: what a client keeps for one is not another's.
+    @property
+    def feature_map(self) -> FeatureMap:
+        """What turns examples into features."""
+        return FeatureMap(self.features, self.num_features, self.feature_seed, self.head)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a client a round: M, or 1 of gradient descent."""
+        return 1 if self.optimizer == "gd" else self.local_steps
+
+    @property
+    def span(self) -> float:
+        """Steps times learning rate, M eta."""
+        return self.num_steps * self.learning_rate
+
+    @property
+    def corrected(self) -> bool:
+        """Whether steps are corrected by h_k = c_k - c (SCAFFOLD)."""
+        return self.optimizer == "scaffold"
+
+
+class MessageTask(Declared):
+    """What one message asks for; the arrays that it takes come in records of their own.
+
+    The records are ``"network"`` (its state dict), ``"normaliser"``, ``"linear"``, ``"control"``,
+    ``"steps"``, ``"class-weights"`` and ``"secure-sum"``, those of them that the client lacks.
     """
 
-    step: Step
-    key: str
-    feature_map: FeatureMap
-    bias: bool = False
-    loss: Loss = "mse"
-    learning_rate: float = 5e-5
-    local_steps: int = 500
-    corrected: bool = True
-    state_round: int = 0
-    control: Literal["zero", "last", "sent"] = "zero"
-    solve: Solve = "clients"
-    sparsity: float = 0.0
-    bits: int = UNQUANTISED
-    balanced: bool = False
-    validation_share: float = 0.0
-    run: str = ""
+    step: Step = option(
+        "local training of the network (bootstrap); moments of the features; the features; the "
+        "number of examples of each class (counts); the sums from which least squares are solved "
+        "(statistics); a round on the linear model, or its evaluation; or an exchange of a secure "
+        "sum",
+        to_clients=True,
+    )
+    network_key: str = option(
+        "digest of the bootstrapped network and the feature map: what a client keeps is good for "
+        "one key",
+        default="",
+        to_clients=True,
+    )
+    run_key: str = option(
+        "name of the training run, in which alone a client uses what it keeps",
+        default="",
+        to_clients=True,
+    )
+    state_round: int = option(
+        "round from which c_k counts; 0: c_k is zero", default=0, at_least=0, to_clients=True
+    )
+    control: Literal["zero", "last", "sent"] = option(
+        "source of c: zero; the difference of the models of the last round and this one over "
+        "M eta; or the message",
+        default="zero",
+        to_clients=True,
+    )
+
+
+class ConvexTask(ConvexOptions, MessageTask):
+    """What a client reads from a message of TCT: options and task."""
+
+    @classmethod
+    def of_message(cls, config: Any) -> Self | None:
+        """Read a message's configuration; None if it is of no task."""
+        return cls.from_config(config) if "option-step" in config else None
 
     @staticmethod
     def key_of(feature_map: FeatureMap, network: Sequence[NDArray[Any]]) -> str:
@@ -94,27 +180,3 @@ class ConvexTask:
             digest.update(f"{array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
-
-    def to_config(self) -> dict[str, str | int | float | bool]:
-        """Return keys that begin with ``tct-`` and their values."""
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        own |= own.pop("feature_map").to_config()
-        return {PREFIX + name.replace("_", "-"): value for name, value in own.items()}
-
-    @staticmethod
-    def owns(key: str) -> bool:
-        """Whether a key of a configuration is one of these."""
-        return key.startswith(PREFIX)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self | None:
-        """Read what :meth:`to_config` returned among other keys; None where it is not there."""
-        if PREFIX + "step" not in config:
-            return None
-        own = {k.removeprefix(PREFIX): v for k, v in config.items() if k.startswith(PREFIX)}
-        values = {
-            field.name: own[field.name.replace("_", "-")]
-            for field in fields(cls)
-            if field.name != "feature_map"
-        }
-        return cls(**values, feature_map=FeatureMap.from_config(own))

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ..support.precision import full_float32
 __all__ = [
     "FEATURE_GRAM",
     "FeatureStatistics",
+    "SumStep",
     "packed_size",
     "require_counts",
     "sums_digest",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
+# exchanges of a secure sum, in order: see fedntk.trust.secure_sum
+SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]
 ROWS, COLUMNS = 1024, 1024  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
@@ -56,6 +59,8 @@ class FeatureStatistics:
     >>> (both - FeatureStatistics.of([z[:1]], y[:1], 2)).gram
     array([0., 0., 9.])
     """
+
+    NAMES: ClassVar = ("gram", "class-sums", "counts")  # of the arrays in a message
 
     gram: NDArray[Any]  # upper triangle of the sum of w z z^T, row by row: (p (p + 1) / 2,)
     class_sums: NDArray[Any]  # sum of w z over the examples of each class: (C, p)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ LARGEST = 1e38  # scale: features up to it, and a little over, are float32
 @dataclass(frozen=True, eq=False)
 class FeatureUpload:
     """A client's features and labels, for the server to solve the convex problem itself."""
+
+    NAMES: ClassVar = ("features", "scale", "labels")  # of the arrays in a message
 
     features: NDArray[Any]  # z / scale, in [-1, 1]: float16 or float32 (n, p)
     scale: NDArray[np.float32]  # largest magnitudes (p,): small features are not lost in float16

@@ -6,7 +6,7 @@ the second, and solves on both together: no example has to be on the server.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ __all__ = ["SplitStatistics", "draw_held_out"]
 @dataclass(frozen=True, eq=False)
 class SplitStatistics:
     """Sums over the examples to fit, and over those held out; of one client either may be empty."""
+
+    NAMES: ClassVar = (
+        *FeatureStatistics.NAMES,
+        *(f"held-out-{name}" for name in FeatureStatistics.NAMES),
+    )
 
     fitting: FeatureStatistics
     held_out: FeatureStatistics

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +24,17 @@ from ..methods.method import Setup
 from ..report.results import Run, read_run, require_same_data
 
 __all__ = ["Unlearned", "unlearn"]
+
+
+@runtime_checkable
+class CanUnlearn(Protocol):
+    """A strategy that can take clients out of what it learned, such as TCT from kept sums."""
+
+    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays of the model that never had some clients' examples."""
+
+    def forget_kept(self, clients: Sequence[int]) -> None:
+        """Remove what the server kept of some clients for that."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,10 @@ def unlearn(
     require_same_data(run)
     strategy = make_strategy(setup)
     before = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+    if not isinstance(strategy, CanUnlearn):
+        raise ConfigError(
+            f"{run.folder}: {type(strategy).__name__} cannot take a client out of what it learned"
+        )
     try:
         strategy.load_state_dict(checkpoint.strategy)
         after = strategy.without(gone, before)

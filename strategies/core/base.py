@@ -358,27 +358,6 @@ class BaseStrategy(Sampling):
         """
         return NetworkPredictor.from_arrays(network, named_arrays(arrays))
 
-    def without(self, clients: Sequence[int], arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays of a model that some clients never had a part in, where a method can.
-
-        Parameters
-        ----------
-        clients : sequence of int
-            Their ids: partitions, where nodes report them.
-        arrays : ArrayRecord
-            That :meth:`start` returned.
-
-        Raises
-        ------
-        ValueError
-            If the method cannot; it says what else it refuses.
-        """
-        del clients, arrays
-        raise ValueError(f"{type(self).__name__} cannot take a client out of what it learned")
-
-    def forget_kept(self, clients: Sequence[int]) -> None:
-        """Remove what the server kept of some clients for :meth:`without`, if anything."""
-
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with, `done` rounds of it run before.
 

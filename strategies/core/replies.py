@@ -129,6 +129,20 @@ class Reply:
         (record,) = records.values()
         return read_arrays(record)
 
+    def ordered_arrays(self, *names: str) -> list[NDArray[Any]]:
+        """Return the arrays of the one ArrayRecord in the order of these names.
+
+        Raises
+        ------
+        BadReply
+            If the names are others, or as for :meth:`arrays`.
+        """
+        arrays = self.arrays()
+        if arrays.keys() != set(names):
+            found = ", ".join(sorted(arrays))[:80] or "none"
+            raise BadReply("arrays", f"expected {', '.join(names)}, got {found}")
+        return [arrays[name] for name in names]
+
     def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
         """Name -> array of each of several ArrayRecords, which come by name.
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD's c where only models come up: who changed it, and how clients can know it.
+"""SCAFFOLD's c when only models come up: who changed it, and how clients can know it.
 
 Source: Karimireddy et al., *SCAFFOLD: Stochastic Controlled Averaging for Federated Learning*, ICML
 2020, option II; Yu et al., *TCT*, NeurIPS 2022, algorithm 1. Clients keep their own c_k; the server
@@ -15,53 +15,49 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk.convex import mean_gradient
+from fedntk.ntk.options import Declared, state
+
+from ..core.saved_state import pack, unpack
 
 __all__ = ["ControlVariate"]
 
 
-class ControlVariate:
-    """The server's c, and which round's c_k counts for each client.
-
-    Parameters
-    ----------
-    span : float
-        M eta.
+class ControlVariate(Declared):
+    """The server's c, and the round from which each client's c_k counts.
 
     Attributes
     ----------
     value : float32, shape (p, C)
         c; empty while it is zero.
+    total : float
+        n by which c was divided.
+    rounds : dict of int to int
+        Client -> round from which its c_k counts; other clients have c_k = 0.
+    examples : dict of int to int
+        Client -> number of examples that it reported first.
+    full_round : int
+        The last round, if all clients took part in it.
     """
 
-    def __init__(self, span: float) -> None:
-        self.span = span
-        self.value = np.zeros((0, 0), np.float32)
-        self._total = 0.0  # n that c was divided by
-        self._rounds: dict[int, int] = {}  # client -> round of its c_k
-        self._examples: dict[int, int] = {}
-        self._full_round = -1  # the last round, if all clients took part in it
-
-    def round_of(self, client: int) -> int:
-        """Return the round whose c_k counts for a client; 0: its c_k is zero."""
-        return self._rounds.get(client, 0)
+    value: NDArray[Any] = state(lambda: np.zeros((0, 0), np.float32))
+    total: float = state(float)
+    rounds: dict[int, int] = state(dict)
+    examples: dict[int, int] = state(dict)
+    full_round: int = state(lambda: -1)
 
     def source(self, client: int, server_round: int) -> Literal["zero", "last", "sent"]:
-        """Say how a client gets to know c: see :class:`fedntk.ntk.payloads.ConvexTask`.
+        """Return how a client gets to know c: see :class:`fedntk.ntk.payloads.MessageTask`.
 
-        ``"last"``, the difference of models, needs all clients in the last round, this one, too.
+        ``"last"``, the difference of models, needs all clients in the last round.
         """
         if not self.value.size:
             return "zero"
-        known = self._full_round == server_round - 1 == self.round_of(client)
+        known = self.full_round == server_round - 1 == self.rounds.get(client, 0)
         return "last" if known else "sent"
 
     def know(self, examples: Mapping[int, int]) -> None:
-        """Take note of the clients' numbers of examples; the first that a client tells counts."""
-        self._examples = {**examples, **self._examples}
-
-    def examples_of(self, client: int) -> int | None:
-        """Return the number of examples that a client first told; None if it told none yet."""
-        return self._examples.get(client)
+        """Note the clients' numbers of examples; the first that a client reports counts."""
+        self.examples = {**examples, **self.examples}
 
     def update(
         self,
@@ -70,60 +66,54 @@ class ControlVariate:
         mean: NDArray[Any],
         clients: Mapping[int, tuple[int, NDArray[Any]]],
         everyone: set[int],
+        span: float,
     ) -> None:
         """Take the changes of the clients' c_k into c.
 
         Parameters
         ----------
         server_round : int
-            Now.
+            The current round.
         theta, mean : float32, shape (p, C)
             The model before and after the round.
         clients : dict of int to (int, ndarray)
             Client id -> number of examples and returned model, of those that took part.
         everyone : set of int
-            Ids of all clients that are there; those that have been count, too. One that
-            never took part has c_k = 0, and counts with as many examples as the others have on
-            average.
+            Ids of all clients present; clients that left count as well. A client that never took
+            part has c_k = 0 and counts with the others' mean number of examples.
+        span : float
+            M eta.
         """
         self.know({client: count for client, (count, _) in clients.items()})
-        everyone = everyone | self._rounds.keys()  # who has left counts on
-        counts = [n for client, n in self._examples.items() if client in everyone]
+        everyone = everyone | self.rounds.keys()
+        counts = [n for client, n in self.examples.items() if client in everyone]
         total = len(everyone) * float(np.mean(counts)) if counts else 0.0
         began = bool(self.value.size)
-        full = clients.keys() >= everyone and (not began or total == self._total)
+        full = clients.keys() >= everyone and (not began or total == self.total)
         if full:
             before, after = torch.from_numpy(theta), torch.from_numpy(mean)
-            self.value = mean_gradient(before, after, self.span).numpy()
+            self.value = mean_gradient(before, after, span).numpy()
         else:
             control = self.value.astype(np.float64) if began else np.zeros(theta.shape)
-            summed = control * self._total
+            summed = control * self.total
             for count, linear in clients.values():
-                summed += count * ((theta - linear.astype(np.float64)) / self.span - control)
+                summed += count * ((theta - linear.astype(np.float64)) / span - control)
             self.value = (summed / total).astype(np.float32)
-        self._total = total
-        self._rounds |= dict.fromkeys(clients, server_round)
-        self._full_round = server_round if full else -1
+        self.total = total
+        self.rounds |= dict.fromkeys(clients, server_round)
+        self.full_round = server_round if full else -1
 
-    def reset(self) -> None:
-        """Start again from zero: a c_k that c holds is no more."""
-        self.value, self._total = np.zeros((0, 0), np.float32), 0.0
-        self._rounds, self._full_round = {}, -1
+    def restart(self) -> None:
+        """Start again from zero, because c includes a c_k that its client lost."""
+        examples = self.examples
+        self.reset_state()
+        self.examples = examples
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rounds depend on."""
-        return {
-            "control": self.value.copy(),
-            "control-examples": self._total,
-            "control-full-round": self._full_round,
-            "control-rounds": [list(pair) for pair in sorted(self._rounds.items())],
-            "examples": [list(pair) for pair in sorted(self._examples.items())],
-        }
+        return {k: v for name in self.states() for k, v in pack(name, getattr(self, name)).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned."""
-        self.value = np.array(state["control"])
-        self._total = float(state["control-examples"])
-        self._rounds = {int(k): int(v) for k, v in state["control-rounds"]}
-        self._examples = {int(k): int(v) for k, v in state["examples"]}
-        self._full_round = int(state["control-full-round"])
+        for name, kind in self.states().items():
+            setattr(self, name, unpack(name, kind, getattr(self, name), state))

@@ -15,7 +15,7 @@ from fedntk.ntk import require_disk
 
 from ..core.array_archive import ArrayArchive
 
-__all__ = ["KeptSums", "remaining"]
+__all__ = ["KeptSums", "clients_left"]
 
 STEPS = "steps"
 
@@ -28,7 +28,7 @@ class KeptSums:
     Parameters
     ----------
     folder : Path
-        Is made when the first sums are written.
+        Folder that is made when the first sums are written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,14 +56,14 @@ class KeptSums:
         Raises
         ------
         ValueError
-            If those of a client are not there any more, or damaged.
+            If a client's sums are missing or damaged.
         """
         for client in clients:
             found = self._archive(run, f"client-{client}").newest()
             if found is None:
                 raise ValueError(
                     f"sums: those of client {client} are not in {self.folder} any more, or are "
-                    "damaged; the model cannot be solved with them: take that client out, too"
+                    "damaged; the model cannot be solved with them: take that client out as well"
                 )
             yield found["arrays"]
 
@@ -72,13 +72,7 @@ class KeptSums:
         self._archive(run, STEPS).save_whole(server_round, {"step": step})
 
     def steps(self, run: str) -> NDArray[Any]:
-        """Return these steps.
-
-        Raises
-        ------
-        ValueError
-            If they are not there any more, or damaged.
-        """
+        """Return these steps; ValueError if they are missing or damaged."""
         found = self._archive(run, STEPS).newest()
         if found is None:
             raise ValueError(f"steps: not in {self.folder} any more, or damaged")
@@ -100,14 +94,8 @@ class KeptSums:
         return self.folder / f"run-{run}" / name
 
 
-def remaining(summed: Sequence[int], clients: Sequence[int]) -> list[int]:
-    """Return the clients whose sums are left without some, in the order in which they add up.
-
-    Raises
-    ------
-    ValueError
-        If one of them is not in the model, or none would be left.
-    """
+def clients_left(summed: Sequence[int], clients: Sequence[int]) -> list[int]:
+    """Return the clients whose sums are left without some, in the order in which they add up."""
     if unknown := sorted(set(clients) - set(summed)):
         raise ValueError(
             f"clients: expected some of those in the model, {_listed(summed)}, got "

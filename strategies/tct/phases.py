@@ -1,14 +1,13 @@
-"""The phases of TCT, in the order of the paper; each knows what it sends and what it makes of it.
+"""The phases of TCT, in the order of the paper: what each sends and makes of the replies.
 
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
-NeurIPS 2022, section 4 and algorithms 1 and 2. Which phase is at work is the strategy's to say.
+NeurIPS 2022, section 4 and algorithms 1 and 2. All that lasts is in the strategy's state.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -23,19 +22,18 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply, Moments, Normaliser, TCTModel, UploadLimits, available_memory
+from fedntk.ntk import BadReply, Moments, Normaliser, UploadLimits, available_memory
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.convex import pooled_ridge
-from fedntk.ntk.payloads import ConvexTask, FeatureUpload, screen_changes
+from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
+from fedntk.ntk.payloads.convex_task import Step
 
 from ..core.averaging import named_arrays
 from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
-
-if TYPE_CHECKING:
-    from .tct import TCT
+from .convex_strategy import LINEAR, MEAN, SCALE, ConvexStrategy
 
 __all__ = [
     "BootstrapRounds",
@@ -46,28 +44,23 @@ __all__ = [
     "StageTwo",
 ]
 
-LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
+Screen = Callable[[Sequence[Any], float], Sequence[BadReply | None]]
 T = TypeVar("T")
 
 
 class Phase(ABC):
-    """What TCT does in some successive rounds.
-
-    Parameters
-    ----------
-    tct : TCT
-        Whose phase it is: it samples, sends, checks replies, and holds the global arrays.
-    """
+    """What TCT does in some successive rounds."""
 
     name: ClassVar[str]
     asks_everyone: ClassVar[bool] = False
     changes_linear: ClassVar[bool] = False
 
-    def __init__(self, tct: "TCT") -> None:
+    def __init__(self, tct: ConvexStrategy) -> None:
         self.tct = tct
 
+    @abstractmethod
     def messages(
         self,
         server_round: int,
@@ -77,11 +70,10 @@ class Phase(ABC):
         grid: Grid,
     ) -> list[Message]:
         """Make the round's messages."""
-        return self.tct.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
+    @abstractmethod
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return what one client is sent for training."""
-        raise NotImplementedError
 
     @abstractmethod
     def aggregate(
@@ -99,9 +91,9 @@ class BootstrapRounds(Phase):
 
     name = "bootstrap"
 
-    def __init__(self, tct: "TCT", bootstrap: InnerStrategy, rounds: int) -> None:
+    def __init__(self, tct: ConvexStrategy, bootstrap: InnerStrategy) -> None:
         super().__init__(tct)
-        self.bootstrap, self.rounds = bootstrap, rounds
+        self.bootstrap = bootstrap
 
     def messages(
         self,
@@ -115,40 +107,48 @@ class BootstrapRounds(Phase):
 
         The task travels along, so that clients say in round 1 if they could not do stage 2.
         """
-        self.tct.prepare_config(config, server_round)
-        task = replace(self.tct.task, step="bootstrap", run=self.tct.run_key)
-        for key, value in task.to_config().items():
-            config[key] = value
-        return self.bootstrap.messages(
-            server_round, self.tct.network_of(arrays), config, grid, nodes
-        )
+        task = MessageTask(step="bootstrap", run_key=self.tct.run_key)
+        own = ConfigRecord({**config, **task.to_config()})
+        network = self.tct.network_of(arrays)
+        return self.bootstrap.messages(server_round, network, own, grid, nodes)
+
+    def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+        """Refuse to: the other strategy makes the messages."""
+        raise NotImplementedError
 
     def aggregate(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[Arrays | None, MetricRecord]:
         """Have the other strategy aggregate what passed the checks."""
-        network = self.tct.network_of(self.tct.global_arrays)
-        expected = named_arrays(network)
+        expected = named_arrays(self.tct.network_of(self.tct.global_arrays))
         return self.bootstrap.aggregate(server_round, replies, expected)
 
     def is_over(self, server_round: int, *, updated: bool) -> bool:
         """After T_1 rounds, whatever they did."""
-        return server_round >= self.rounds
+        return server_round >= self.tct.bootstrap_rounds
 
 
 class StageTwo(Phase):
-    """A phase whose clients need the bootstrapped network, and other parts, of which they keep."""
+    """A phase whose clients need the bootstrapped network and other parts, which they keep."""
 
-    needs: tuple[str, ...] = ("network",)
+    step: ClassVar[Step]
+    needs: ClassVar[tuple[str, ...]] = ("network",)
 
-    def task(self, client: int) -> ConvexTask:
-        """Return what a client is asked to do; the key is added to it."""
-        raise NotImplementedError
+    def messages(
+        self,
+        server_round: int,
+        nodes: list[int],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> list[Message]:
+        """Send each node its content."""
+        return self.tct.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, and those parts that the client has not been sent."""
         parts = self.tct.sent.lacks(client, *self.needs)
-        return self.tct.asked(self.task(client), parts, arrays, config)
+        return self.tct.task_message(self.step, parts, arrays, config)
 
     def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> Answers[T]:
         """Check replies, and note what those who sent good ones now have."""
@@ -158,16 +158,17 @@ class StageTwo(Phase):
         return found
 
     def gathered(
-        self,
-        replies: Iterable[Message],
-        parse: Callable[[Reply], T],
-        *screens: Callable[[Sequence[T], float], Sequence[BadReply | None]],
+        self, replies: Iterable[Message], parse: Callable[[Reply], T], *screens: Screen
     ) -> tuple[Pairs[T], MetricRecord]:
-        """Check replies one by one and against each other; return them and the round's metrics."""
+        """Check replies one by one and against each other; return them and the round's metrics.
+
+        Too few replies count as none.
+        """
         pairs, rejected, _ = self.answers(replies, parse)
         for screen in screens:
             pairs = self.tct.screened(pairs, rejected, screen)
-        return pairs, self.tct.round_metrics([reply for reply, _ in pairs], rejected)
+        metrics = self.tct.round_metrics([reply for reply, _ in pairs], rejected)
+        return pairs if self.tct.enough(len(pairs)) else [], metrics
 
     def is_over(self, server_round: int, *, updated: bool) -> bool:
         """Once a round gave what was asked for."""
@@ -178,26 +179,22 @@ class Convexify(StageTwo):
     """One exchange of the features' moments, for mean 0 and variance 1 (section 4.3)."""
 
     name = "convexify"
+    step = "moments"
     asks_everyone = True
-
-    def task(self, client: int) -> ConvexTask:
-        """Ask for the moments."""
-        return replace(self.tct.task, step="moments")
 
     def aggregate(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[Arrays | None, MetricRecord]:
         """Join the moments to the normaliser."""
-        tct = self.tct
 
         def parse(reply: Reply) -> Moments:
-            arrays = list(reply.arrays().values())
-            return Moments.from_arrays(arrays, reply.num_examples, tct.width)
+            arrays = reply.ordered_arrays(*Moments.NAMES)
+            return Moments.from_arrays(arrays, reply.num_examples, self.tct.width)
 
         pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
-        if not tct.enough(len(pairs)):
+        if not pairs:
             return None, metrics
-        tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
+        self.tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
         metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
         return {MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
@@ -207,26 +204,23 @@ class ConvexRounds(StageTwo):
     """Stage 2: rounds of SCAFFOLD on the linear model (algorithm 1)."""
 
     name = "convex-rounds"
+    step = "linear"
     changes_linear = True
     needs = ("network", "normaliser", "linear")
 
-    def task(self, client: int) -> ConvexTask:
-        """Ask for M steps, with the c_k that counts and the way to know c."""
+    def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+        """Return M steps as the task, what the client lacks, the linear model, and c if sent."""
         tct = self.tct
         source = tct.control.source(client, tct.server_round)
         if source == "last" and tct.sent.lacks(client, "linear"):
             source = "sent"  # it lost the last model
-        state_round = tct.control.round_of(client)
-        return replace(tct.task, state_round=state_round, control=source)
-
-    def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """Return the task, what the client lacks, the linear model, and c where it is sent."""
-        task = self.task(client)
-        parts = [*self.tct.sent.lacks(client, "network", "normaliser"), "linear"]
-        content = self.tct.asked(task, parts, arrays, config)
-        if task.control == "sent":
-            control = Array(self.tct.control.value)
-            content["control"] = ArrayRecord({CONTROL: control})
+        parts = [*tct.sent.lacks(client, "network", "normaliser"), "linear"]
+        state_round = tct.control.rounds.get(client, 0)
+        content = tct.task_message(
+            self.step, parts, arrays, config, state_round=state_round, control=source
+        )
+        if source == "sent":
+            content["control"] = ArrayRecord({CONTROL: Array(tct.control.value)})
         return content
 
     def aggregate(
@@ -240,96 +234,90 @@ class ConvexRounds(StageTwo):
             if "diverged" in reply.metrics:
                 rate = str(reply.metrics.get("rate-times-lambda"))[:20]
                 raise BadReply("diverged", f"its steps overflow; rate-times-lambda is {rate}")
-            arrays = list(reply.arrays().values())
-            if len(arrays) != 1:
-                raise BadReply("arrays", f"expected 1, got {len(arrays)}")
-            require_like(LINEAR, arrays[0], theta)
-            return {LINEAR: arrays[0]}
+            (linear,) = reply.ordered_arrays(LINEAR)
+            require_like(LINEAR, linear, theta)
+            return {LINEAR: linear}
 
         pairs, rejected, lost = self.answers(replies, parse)
         pairs = tct.screened(
             pairs, rejected, lambda own, most: screen_changes({LINEAR: theta}, own, most)
         )
-        metrics = tct.round_metrics([reply for reply, _ in pairs], rejected)
-        self._report_rates([reply for reply, _ in pairs], metrics)
-        if changed := [r.client for r, _ in pairs if r.metrics.get("examples-changed") == 1]:
-            logger.log(
-                WARNING,
-                "stage 2: %d clients have other examples than before (%s ...), and compute their "
-                "features anew; a client_fn must return the same examples in all rounds",
-                len(changed),
-                changed[0],
-            )
-        # some c_k is no more, and c still holds it
-        reset = any(tct.control.round_of(client) for client in lost)
-        if reset:
+        replied = [reply for reply, _ in pairs]
+        metrics = tct.round_metrics(replied, rejected)
+        _report(replied, metrics)
+        reset = any(tct.control.rounds.get(client, 0) for client in lost)
+        if reset:  # c still includes the c_k that was lost
             logger.log(WARNING, "a client lost its state: all corrections start again from zero")
-            tct.control.reset()
+            tct.control.restart()
         if not tct.enough(len(pairs)):
             return None, metrics
-        counts = [self._weight(reply) for reply, _ in pairs]
+        counts = [self._weight(reply) for reply in replied]
         mean = np.asarray(weighted_mean([own for _, own in pairs], counts)[LINEAR], np.float32)
-        if tct.task.corrected and not reset:
-            models = (linear[LINEAR] for _, linear in pairs)
+        if tct.corrected and not reset:
             own = {
-                reply.client: (count, model)
-                for (reply, _), count, model in zip(pairs, counts, models, strict=True)
+                reply.client: (count, model[LINEAR])
+                for (reply, model), count in zip(pairs, counts, strict=True)
             }
             everyone = tct.registry.clients(without=tct.held_out)
-            tct.control.update(server_round, theta, mean, own, everyone)
+            tct.control.update(server_round, theta, mean, own, everyone, tct.span)
         return {LINEAR: mean}, metrics
 
     def _weight(self, reply: Reply) -> int:
         """Return the examples that a client counts with: as many as it first said."""
-        known = self.tct.control.examples_of(reply.client)
-        if known is None or known == reply.num_examples:
-            return reply.num_examples
-        logger.log(
-            WARNING,
-            "stage 2: client %d had %d examples before and has %d now; it counts with %d",
-            *(reply.client, known, reply.num_examples, known),
-        )
-        return known
-
-    def _report_rates(self, replies: Sequence[Reply], metrics: MetricRecord) -> None:
-        given = [reply.metrics.get("rate-times-lambda") for reply in replies]
-        rates = [rate for rate in given if isinstance(rate, int | float) and rate >= 0]
-        if rates:
-            metrics["rate-times-lambda"] = max(rates)
-        if any(rate > 2 for rate in rates):
+        known = self.tct.control.examples.get(reply.client, reply.num_examples)
+        if known != reply.num_examples:
             logger.log(
                 WARNING,
-                "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
-                "above 2 its steps diverge: lower the learning rate",
-                max(rates),
+                "stage 2: client %d had %d examples before and has %d now; it counts with %d",
+                *(reply.client, known, reply.num_examples, known),
             )
+        return known
 
     def is_over(self, server_round: int, *, updated: bool) -> bool:
         """Until the run ends."""
         return False
 
 
+def _report(replies: Sequence[Reply], metrics: MetricRecord) -> None:
+    """Add the largest rate to the metrics; log rates too large and examples that changed."""
+    given = [reply.metrics.get("rate-times-lambda") for reply in replies]
+    rates = [rate for rate in given if isinstance(rate, int | float) and rate >= 0]
+    if rates:
+        metrics["rate-times-lambda"] = max(rates)
+    if any(rate > 2 for rate in rates):
+        logger.log(
+            WARNING,
+            "stage 2: learning rate times largest eigenvalue over n is %.3g on a client; "
+            "above 2 its steps diverge: lower the learning rate",
+            max(rates),
+        )
+    if changed := [r.client for r in replies if r.metrics.get("examples-changed") == 1]:
+        logger.log(
+            WARNING,
+            "stage 2: %d clients have other examples than before (%s ...), and compute their "
+            "features anew; a client_fn must return the same examples in all rounds",
+            len(changed),
+            changed[0],
+        )
+
+
 class ServerSolve(StageTwo):
     """Beyond the paper: clients send their features, and the server solves exactly."""
 
     name = "server-solve"
+    step = "features"
     asks_everyone = True
     changes_linear = True
-
-    def task(self, client: int) -> ConvexTask:
-        """Ask for the features."""
-        return replace(self.tct.task, step="features")
 
     def aggregate(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[Arrays | None, MetricRecord]:
         """Solve the ridge regression on all clients' features."""
-        tct = self.tct
-        limits = UploadLimits({}, tct.max_examples, tct.task.sparsity, tct.task.bits)
-        num_outputs = tct.shape[1]
+        tct, num_outputs = self.tct, self.tct.shape[1]
+        limits = UploadLimits({}, tct.max_examples, tct.sparsity, tct.bits)
 
         def parse(reply: Reply) -> FeatureUpload:
-            arrays = list(reply.arrays().values())
+            arrays = reply.ordered_arrays(*FeatureUpload.NAMES)
             upload = FeatureUpload.from_arrays(
                 arrays, limits, width=tct.width, num_outputs=num_outputs
             )
@@ -340,7 +328,7 @@ class ServerSolve(StageTwo):
             return upload
 
         pairs, metrics = self.gathered(replies, parse, screen_own_sizes, _affordable)
-        if not tct.enough(len(pairs)):
+        if not pairs:
             return None, metrics
         try:
             linear, normaliser = pooled_ridge(
@@ -348,7 +336,7 @@ class ServerSolve(StageTwo):
                 num_outputs,
                 ridge=tct.ridge,
                 normalise=tct.normalise,
-                bias=tct.task.bias,
+                bias=tct.bias,
                 device=tct.device,
             )
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:

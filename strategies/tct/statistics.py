@@ -12,7 +12,6 @@ import copy
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from logging import WARNING
 from typing import Any
 
@@ -22,23 +21,22 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import BadReply, Normaliser, NotEnoughMemory, TCTModel, require_memory
+from fedntk.ntk import Normaliser, NotEnoughMemory, require_memory
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.features.fixed_point import MOST_BITS
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask, FeatureStatistics, Solve, SplitStatistics
+from fedntk.ntk.payloads import UNQUANTISED, FeatureStatistics, SplitStatistics
 from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_counts
 from fedntk.ntk.predictors.network import load_arrays
 
 from ..core.averaging import named_arrays
 from ..core.exchange import logger
 from ..core.replies import Reply, screen_own_sizes
-from .kept_sums import remaining
+from .convex_strategy import LINEAR, MEAN, SCALE
+from .kept_sums import clients_left
 from .phases import Arrays, StageTwo
 
-__all__ = ["ClassCounts", "PooledStatistics", "check_statistics"]
+__all__ = ["ClassCounts", "PooledStatistics", "Sums", "steps_record"]
 
-LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
 Sums = FeatureStatistics | SplitStatistics
 
@@ -47,12 +45,9 @@ class ClassCounts(StageTwo):
     """One exchange of the classes' counts, from which all clients get the same weights."""
 
     name = "class-counts"
+    step = "counts"
     asks_everyone = True
     needs = ()
-
-    def task(self, client: int) -> ConvexTask:
-        """Ask for the counts."""
-        return replace(self.tct.task, step="counts")
 
     def aggregate(
         self, server_round: int, replies: Iterable[Message]
@@ -61,15 +56,12 @@ class ClassCounts(StageTwo):
         tct = self.tct
 
         def parse(reply: Reply) -> NDArray[np.int64]:
-            arrays = list(reply.arrays().values())
-            if len(arrays) != 1:
-                raise BadReply("arrays", f"expected the classes' counts, got {len(arrays)}")
-            (counts,) = arrays
+            (counts,) = reply.ordered_arrays("counts")
             require_counts(counts, tct.shape[1], reply.num_examples)
             return counts
 
         pairs, metrics = self.gathered(replies, parse)
-        if not tct.enough(len(pairs)):
+        if not pairs:
             return None, metrics
         tct.class_weights = class_weights(np.sum([counts for _, counts in pairs], axis=0))
         return {}, metrics
@@ -79,6 +71,7 @@ class PooledStatistics(StageTwo):
     """One exchange of sums over the features, from which the server solves exactly."""
 
     name = "pooled-statistics"
+    step = "statistics"
     asks_everyone = True
     changes_linear = True
     fixed_point: FixedPoint | None = None
@@ -87,18 +80,18 @@ class PooledStatistics(StageTwo):
     def memory(self) -> int:
         """Bytes on the server beside replies.
 
-        36 p^2: sums, normal equations of these and of validation examples, a factor.
-        40 p^2 where clients hold examples out, of whom there are sums, too.
+        36 p^2: sums, normal equations of these and of validation examples, a factor. 40 p^2 if
+        clients hold examples out and send sums of these as well.
         """
-        return int((40 if self.tct.task.validation_share else 36) * self.tct.width**2)
+        return int((40 if self.tct.validation_share else 36) * self.tct.width**2)
 
     @property
     def upload_bytes(self) -> int:
         """Bytes of the sums of one client, of at most 133,144 examples where they are integers."""
         width, classes = self.tct.width, self.tct.shape[1]
-        number = 8 if self.tct.task.bits == UNQUANTISED else 4
+        number = 8 if self.tct.bits == UNQUANTISED else 4
         one = number * (packed_size(width) + classes * width) + 8 * classes
-        return one * (2 if self.tct.task.validation_share else 1)
+        return one * (2 if self.tct.validation_share else 1)
 
     def messages(
         self,
@@ -108,26 +101,22 @@ class PooledStatistics(StageTwo):
         config: ConfigRecord,
         grid: Grid,
     ) -> list[Message]:
-        """Make the round's messages, with the steps of fixed-point numbers where these are used."""
-        if self.tct.task.bits != UNQUANTISED:
+        """Choose the steps of fixed-point numbers if these are used; make the messages."""
+        if self.tct.bits != UNQUANTISED:
             try:
                 features = next(self._validation_features(arrays))
             except ValueError as error:
                 logger.log(WARNING, "no features of the validation examples: %s", error)
                 return []
-            self.fixed_point = FixedPoint.of(features, self.tct.task.bits)
+            self.fixed_point = FixedPoint.of(features, self.tct.bits)
         return super().messages(server_round, nodes, arrays, config, grid)
-
-    def task(self, client: int) -> ConvexTask:
-        """Ask for the sums."""
-        return replace(self.tct.task, step="statistics")
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, the network, and what features are rounded or weighted by."""
         content = super().content_for(client, arrays, config)
         if self.fixed_point is not None:
-            content["steps"] = ArrayRecord({"tct.step": Array(self.fixed_point.step)})
-        if self.tct.task.balanced:
+            content["steps"] = steps_record(self.fixed_point)
+        if self.tct.balanced:
             weights = Array(self.tct.class_weights)
             content["class-weights"] = ArrayRecord({"tct.class-weights": weights})
         return content
@@ -154,58 +143,60 @@ class PooledStatistics(StageTwo):
         """Return sums by client, none if too few sent theirs, and the round's metrics."""
 
         def parse(reply: Reply) -> Sums:
-            return self._parsed(list(reply.arrays().values()), reply.num_examples)
+            return self._parsed(reply.ordered_arrays(*self._kind.NAMES), reply.num_examples)
 
         pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
-        enough = self.tct.enough(len(pairs))
-        return {reply.client: own for reply, own in pairs if enough}, metrics
+        return {reply.client: own for reply, own in pairs}, metrics
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> Arrays:
         """Solve again from the kept sums of all but some clients: see :meth:`TCT.without`."""
         tct = self.tct
-        if tct.keep_sums is None:
+        if tct.kept_sums is None:
             raise ValueError("keep_sums: set a folder before the run; no client's sums were kept")
         if not tct.summed:
             raise ValueError(
-                f"keep_sums: no sums were kept in {tct.keep_sums.folder} by this run yet; they "
+                f"keep_sums: no sums were kept in {tct.kept_sums.folder} by this run yet; they "
                 f"come with its round of {self.name}, and the log says if the disk was too small"
             )
-        left = remaining(tct.summed, clients)
+        left = clients_left(tct.summed, clients)
         require_memory(self.memory, f"{self.name} of {tct.width} features", cure=FEWER)
-        if tct.task.bits != UNQUANTISED:
-            steps = tct.keep_sums.steps(tct.run_key)
-            self.fixed_point = FixedPoint.from_arrays(steps, tct.task.bits, tct.width)
-        kept = tct.keep_sums.read(tct.run_key, left)
+        if tct.bits != UNQUANTISED:
+            steps = tct.kept_sums.steps(tct.run_key)
+            self.fixed_point = FixedPoint.from_arrays(steps, tct.bits, tct.width)
+        kept = tct.kept_sums.read(tct.run_key, left)
         changed, _ = self._solved(map(self._parsed, kept), arrays)
         return changed
 
     def _keep(self, sums: Mapping[int, Sums], server_round: int) -> None:
         """Write each client's sums where they are to be kept; a full disk is logged."""
         tct = self.tct
-        if tct.keep_sums is None:
+        if tct.kept_sums is None:
             return
         try:
-            tct.keep_sums.require_disk(self.upload_bytes, len(sums))
+            tct.kept_sums.require_disk(self.upload_bytes, len(sums))
             if self.fixed_point is not None:
-                tct.keep_sums.write_steps(tct.run_key, server_round, self.fixed_point.step)
+                tct.kept_sums.write_steps(tct.run_key, server_round, self.fixed_point.step)
             for client, own in sums.items():
                 arrays = own.to_arrays(self.fixed_point)
-                tct.keep_sums.write(tct.run_key, server_round, client, arrays)
+                tct.kept_sums.write(tct.run_key, server_round, client, arrays)
         except (NotEnoughMemory, OSError) as error:
             logger.log(WARNING, "the clients' sums are not kept: %s", error)
             with contextlib.suppress(OSError):
                 for client in sums:
-                    tct.keep_sums.remove(tct.run_key, client)
+                    tct.kept_sums.remove(tct.run_key, client)
             return
         tct.summed = tuple(sums)
 
+    @property
+    def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
+        return SplitStatistics if self.tct.validation_share else FeatureStatistics
+
     def _parsed(self, arrays: Sequence[NDArray[Any]], num_examples: int | None = None) -> Sums:
-        """Check the arrays of a client's sums, of as many examples as these count if not told."""
+        """Check the arrays of a client's sums, by default of as many examples as they count."""
         tct = self.tct
-        kind = SplitStatistics if tct.task.validation_share else FeatureStatistics
         if num_examples is None:
             num_examples = int(sum(counts.sum() for counts in arrays[2::3]))
-        return kind.from_arrays(
+        return self._kind.from_arrays(
             arrays,
             num_examples,
             tct.width,
@@ -228,16 +219,16 @@ class PooledStatistics(StageTwo):
         if isinstance(sums, SplitStatistics):
             ridge, sums = self._ridge_of_held_out(sums), sums.everyone
         normaliser, equations = self._equations(sums)
-        if tct.auto_ridge and not tct.task.validation_share:
+        if tct.auto_ridge and not tct.validation_share:
             held = self._validation_sums(arrays)
-            ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.task.bias))
+            ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.bias))
         linear, ridge = _solution(equations, ridge)
         return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, ridge
 
     def _equations(self, sums: FeatureStatistics) -> tuple[Normaliser, NormalEquations]:
         tct = self.tct
         normaliser = normaliser_of(sums) if tct.normalise else Normaliser.identity(tct.width)
-        return normaliser, NormalEquations.of(sums, normaliser, bias=tct.task.bias)
+        return normaliser, NormalEquations.of(sums, normaliser, bias=tct.bias)
 
     def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
         """Choose the ridge of the other examples, which the normaliser is of, too."""
@@ -247,7 +238,7 @@ class PooledStatistics(StageTwo):
                 f"{sums.fitting.num_examples} are not; expected some of both"
             )
         normaliser, equations = self._equations(sums.fitting)
-        held = NormalEquations.of(sums.held_out, normaliser, bias=self.tct.task.bias)
+        held = NormalEquations.of(sums.held_out, normaliser, bias=self.tct.bias)
         return best_ridge(equations, held)
 
     def _validation_sums(self, arrays: ArrayRecord) -> FeatureStatistics:
@@ -272,7 +263,7 @@ class PooledStatistics(StageTwo):
 
     @property
     def _weights(self) -> NDArray[np.float64] | None:
-        return self.tct.class_weights if self.tct.task.balanced else None
+        return self.tct.class_weights if self.tct.balanced else None
 
 
 def _solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
@@ -291,34 +282,6 @@ def _solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.floa
     return linear.numpy(), ridge
 
 
-def check_statistics(
-    solve: Solve,
-    sparsity: float,
-    bits: int,
-    *,
-    auto_ridge: bool,
-    balanced: bool,
-    validation_share: float,
-) -> str:
-    """Refuse what does not go with sums; return what of it needs validation examples, if any."""
-    if not 0 <= validation_share <= 0.5:
-        raise ValueError(f"validation_share: expected 0 ... 0.5, got {validation_share}")
-    if validation_share and not (solve == "statistics" and auto_ridge):
-        raise ValueError(
-            "validation_share: goes with solve='statistics' and ridge='auto', got "
-            f"solve={solve!r}{'' if auto_ridge else ' and a ridge that is given'}"
-        )
-    if solve != "statistics":
-        if balanced or auto_ridge:
-            name = "balanced" if balanced else "ridge='auto'"
-            raise ValueError(f"{name} goes with solve='statistics', got solve={solve!r}")
-        return ""
-    if sparsity:
-        raise ValueError(f"sparsity: expected 0 for solve='statistics', got {sparsity}")
-    if bits != UNQUANTISED:
-        if not 2 <= bits <= MOST_BITS:
-            raise ValueError(f"bits: expected 2 ... {MOST_BITS}, or {UNQUANTISED}, got {bits}")
-        if balanced:
-            raise ValueError(f"balanced: sums are no whole numbers; expected bits = {UNQUANTISED}")
-        return f"bits = {bits}"
-    return "ridge = auto" if auto_ridge and not validation_share else ""
+def steps_record(fixed_point: FixedPoint) -> ArrayRecord:
+    """Return the steps of fixed-point numbers as clients are sent them."""
+    return ArrayRecord({"tct.step": Array(fixed_point.step)})

@@ -155,10 +155,10 @@ def test_steps_of_scaffold(option):
 def test_rounds_of_tct(loss, solver, tmp_path):
     """Statistics, a corrected round, and evaluation of the linear model."""
     chosen = FeatureMap(num_features=30)
-    first = ConvexTask(step="moments", key="k", feature_map=chosen)
+    first = ConvexTask(step="moments", network_key="k", num_features=30)
     second = ConvexTask(
-        step="linear", key="k", feature_map=chosen, learning_rate=0.05, local_steps=10, loss=loss,
-        control="sent",
+        step="linear", network_key="k", num_features=30, learning_rate=0.05, local_steps=10,
+        loss=loss, control="sent",
     )  # fmt: skip
     normal = Normaliser.of(Moments.of(chosen.extractor(network())(X)))
     theta, control = np.random.default_rng(0).standard_normal((2, 30, 3)).astype(np.float32)
@@ -179,7 +179,7 @@ def test_rounds_of_tct(loss, solver, tmp_path):
             NamedArrays(controlled), {"server-round": 2, **second.to_config()}
         )
         evaluated = ConvexTask(
-            step="linear", key="k", feature_map=chosen, loss=loss, control="zero"
+            step="linear", network_key="k", num_features=30, loss=loss, control="zero"
         )
         value, _, found = client.evaluate(NamedArrays(records), evaluated.to_config())
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}

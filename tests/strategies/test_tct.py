@@ -196,7 +196,7 @@ def assert_mean_of_clients(strategy: TCT, cache: Path) -> None:
     total = sum(len(z) for z, _ in data)
     mean = torch.zeros(12, 3).double()
     for k, (z, _) in enumerate(data):
-        newest = strategy.control.round_of(k)
+        newest = strategy.control.rounds.get(k, 0)
         if newest:
             (folder,) = cache.glob(f"run-*-client-{k}")
             with np.load(folder / f"state-{newest:06}.npz") as saved:
@@ -219,7 +219,7 @@ def test_a_reply_that_never_came_does_not_change_c(clients, tmp_path):
     grid.changes = {2: sometimes}
     start(strategy, grid, rounds=6)
     assert strategy.train_metrics[3]["replies-accepted"] == 5
-    assert strategy.control.round_of(2) == 6
+    assert strategy.control.rounds[2] == 6
     assert_mean_of_clients(strategy, tmp_path)
 
 
@@ -387,7 +387,7 @@ def test_c_travels_where_the_last_round_was_not_all_of_them(clients):
     messages = list(strategy.configure_train(4, strategy.global_arrays, ConfigRecord(), grid))
     assert len(messages) == 3
     for message in messages:
-        assert message.content["config"]["tct-control"] == "sent"
+        assert message.content["config"]["option-control"] == "sent"
         assert list(message.content.array_records)[-2:] == ["linear", "control"]
         (control,) = message.content["control"].values()
         assert control.numpy().tobytes() == strategy.control.value.tobytes()

@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, Context
 
-from fedntk.clients import TCTClient, client_app
+from fedntk.clients import NamedArrays, TCTClient, client_app
 from fedntk.ntk import BadReply, FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
@@ -21,7 +21,7 @@ from .federation import Grid, app, bits, examples, lost, network, start, start_i
 from .test_tct_statistics import LINEAR, held
 from .test_tct_statistics import make as make_statistics
 
-STEPS = ("public-key", "shares", "masked-statistics", "confirm", "reveal")
+STEPS = ("public-key", "shares", "masked", "confirm", "reveal")
 
 
 def make(clients: int = 6, **options: Any) -> TCT:
@@ -30,7 +30,7 @@ def make(clients: int = 6, **options: Any) -> TCT:
 
 
 def step_of(config: Mapping[str, Any]) -> str:
-    task = ConvexTask.from_config(config)
+    task = ConvexTask.of_message(config)
     return "" if task is None else task.step
 
 
@@ -141,7 +141,7 @@ def test_the_server_gets_no_clients_sums(clients):
     fixed = FixedPoint.of(extract(held()[0]), 8)
     masked = {
         int(r.content["metrics"]["partition-id"]): next(iter(r.content["arrays"].values())).numpy()
-        for r in grid.replies["masked-statistics"]
+        for r in grid.replies["masked"]
     }
     total = np.zeros(12 * 13 // 2 + 3 * 13, np.int64)
     for k, words in masked.items():
@@ -173,7 +173,7 @@ def test_other_masks_each_time(clients):
     first, second = (Recording(clients()) for _ in range(2))
     for grid in (first, second):
         start(make(), grid)
-    for a, b in zip(*(g.replies["masked-statistics"] for g in (first, second)), strict=True):
+    for a, b in zip(*(g.replies["masked"] for g in (first, second)), strict=True):
         one, other = (next(iter(r.content["arrays"].values())).numpy() for r in (a, b))
         assert not (one == other).any()
 
@@ -188,14 +188,14 @@ def test_a_client_masks_and_gives_shares_once(tmp_path):
     class Twice(TCTClient):
         def fit(self, parameters, config):
             first = super().fit(parameters, config)
-            if step_of(config) in ("masked-statistics", "reveal"):
+            if step_of(config) in ("masked", "reveal"):
                 with pytest.raises(ValueError, match=r"already|given its shares before"):
                     super().fit(parameters, config)
                 asked.append(step_of(config))
             return first
 
     start(make(), Grid(app(Twice, cache=tmp_path)))
-    assert asked == ["masked-statistics"] * 6 + ["reveal"] * 6
+    assert asked == ["masked"] * 6 + ["reveal"] * 6
     assert not list(tmp_path.glob("*/sum-*"))  # no secrets are left
     assert not list(tmp_path.glob("*/*.npy"))  # nor features
 
@@ -217,7 +217,9 @@ def damaged(step: str, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -
         def fit(self, parameters, config):
             arrays, n, metrics = super().fit(parameters, config)
             if self.seed[-1] == 2 and step_of(config) == step:
-                return change([np.array(a) for a in arrays]), n, metrics
+                changed = change([np.array(a) for a in arrays])
+                names = [*arrays.records["arrays"], "more", "and more"]
+                return NamedArrays({"arrays": dict(zip(names, changed, strict=False))}), n, metrics
             return arrays, n, metrics
 
     return Hostile
@@ -232,8 +234,8 @@ def damaged(step: str, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -
         ("public-key", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0], arrays[1][:-1]]),
         ("shares", lambda arrays: [arrays[0].astype(np.int64), arrays[1]]),
-        ("masked-statistics", lambda arrays: [arrays[0][:-1]]),
-        ("masked-statistics", lambda arrays: [arrays[0].astype(np.uint64)]),
+        ("masked", lambda arrays: [arrays[0][:-1]]),
+        ("masked", lambda arrays: [arrays[0].astype(np.uint64)]),
     ],
 )
 def test_what_a_client_sends_in_another_form_leaves_it_out(clients, step, change):
@@ -270,7 +272,7 @@ def test_wrong_shares_of_one_client_do_no_harm(clients, change):
     [
         ("shares", lambda a: [a[0][::-1].copy(), a[1]], "not of what it promised"),
         ("shares", lambda a: [a[0], a[1] * 0], "no secure sum"),  # no other client can open it
-        ("masked-statistics", lambda a: [a[0] + np.uint32(2**30)], "no secure sum"),
+        ("masked", lambda a: [a[0] + np.uint32(2**30)], "no secure sum"),
     ],
 )
 def test_a_client_that_breaks_the_protocol_leaves_the_model_and_is_no_end(
@@ -301,7 +303,7 @@ class Lying(Grid):
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
         for message in messages[1:2]:
-            if step_of(message.content.get("config", {})) == "masked-statistics":
+            if step_of(message.content.get("config", {})) == "masked":
                 own = message.content[self.record]
                 name, array = next(iter(own.items()))
                 changed = Array(array.numpy() * np.float32(0.5))
@@ -403,11 +405,9 @@ def test_a_client_that_masks_alone_evaluates_no_linear_model_on_what_its_sums_ar
     ("options", "words"),
     [
         ({"bits": 32, "validation": None}, "masks are added to whole numbers"),
-        ({"solve": "server", "bits": 8, "validation": None}, "masks are added to whole numbers"),
+        ({"solve": "server", "validation": None}, "secure_aggregation: goes with solve = stat"),
         ({"keep_sums": "sums"}, "no client's sums to keep"),
-        ({"ridge": "auto", "validation_share": 0.1}, "nor of what clients hold out"),
-        ({"secure_threshold": 0.5}, "above 0.5 to 1"),
-        ({"secure_threshold": 1.1}, "above 0.5 to 1"),
+        ({"auto_ridge": True, "validation_share": 0.1}, "nor of what clients hold out"),
         ({"vouching": object()}, "the name of the run"),
         ({"vouching": object(), "run": "a run", "secure_aggregation": False}, "vouching: expected"),
     ],

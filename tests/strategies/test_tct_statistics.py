@@ -50,7 +50,7 @@ CONTRACT = {
     "TCT, statistics with a share held out": Contract(
         lambda **options: TCT(
             **{"network": network(), "num_features": 12, "solve": "statistics"}
-            | {"ridge": "auto", "validation_share": 0.25}
+            | {"auto_ridge": True, "validation_share": 0.25}
             | options
         ),
         app(TCTClient, cache=CACHE.name),
@@ -186,7 +186,7 @@ def test_balanced_classes_take_one_exchange_of_counts_before(clients):
 
 def test_the_ridge_is_chosen_on_the_servers_examples(clients):
     """That with the least squared error of all; the solution is that ridge's."""
-    strategy = make(ridge="auto", validation=held())
+    strategy = make(auto_ridge=True, validation=held())
     after = start(strategy, Grid(clients))
     x, y = held()
     z = normalised(rows(x), rows(pooled()[0]), torch.ones(len(pooled()[1])).double())
@@ -236,9 +236,9 @@ def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
         right = z[own].T @ (weights[own, None] * targets[own])
         misses = z[held_out] @ torch.linalg.solve(gram + ridge * scale, right) - targets[held_out]
         error[ridge] = float((weights[held_out, None] * misses.square()).sum())
-    strategy = make(ridge="auto", validation_share=0.25, **options)
+    strategy = make(auto_ridge=True, validation_share=0.25, **options)
     after = start(strategy, Grid(clients), rounds=2)
-    found = strategy.train_metrics[1 + strategy.task.balanced]["ridge"]
+    found = strategy.train_metrics[1 + strategy.balanced]["ridge"]
     if "bits" in options:
         assert error[found] <= 1.02 * min(error.values())
         assert distance(after[LINEAR], solved(found)) < 0.05
@@ -253,7 +253,7 @@ def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
 def test_what_is_held_out_is_in_the_model_with_the_same_bits_in_fixed_point(clients):
     """Whole numbers: both parts are all examples, whatever was held out."""
     options = {"bits": 8, "validation": held()}
-    strategy = make(ridge="auto", validation_share=0.2, **options)
+    strategy = make(auto_ridge=True, validation_share=0.2, **options)
     after = start(strategy, Grid(clients))
     ridge = strategy.train_metrics[1]["ridge"]
     assert bits(after) == bits(start(make(ridge=ridge, **options), Grid(clients)))
@@ -266,7 +266,7 @@ def test_where_no_example_can_be_held_out_the_model_stays_and_says_so(clients, c
         x, y = examples(0)
         return TCTClient(network(), x[:1], y[:1], seed=(0, 0), cache=CACHE.name)
 
-    strategy = make(1, min_train_nodes=1, ridge="auto", validation_share=0.3)
+    strategy = make(1, min_train_nodes=1, auto_ridge=True, validation_share=0.3)
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, Grid(client_app(client_fn), num_clients=1))
     assert not after[LINEAR].any()
@@ -304,7 +304,7 @@ def bad_sums(first: int) -> list[tuple[Change, str]]:
     ]
 
 
-SHARE = {"ridge": "auto", "validation_share": 0.25}  # two parts of sums, the first at 0 and 3
+SHARE = {"auto_ridge": True, "validation_share": 0.25}  # two parts of sums, the first at 0 and 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,305 @@
+"""Sums over clients of which the server sees only the total, for any strategy.
+
+Source: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Machine Learning*, CCS
+2017: see :mod:`fedntk.trust.secure_sum`. It takes five exchanges: public keys; shares of the
+clients' secrets, which the server hands on; masked words; tags by which clients see that all were
+told of the same words; shares, by which the sum is opened. The client half is
+:mod:`fedntk.clients.core.secure_sum`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import SumStep
+from fedntk.ntk.support.arrays import require_array
+from fedntk.trust import MaskedSum, NotEnrolled, Promise, Roster, SealError, check_public_key
+from fedntk.trust.sealing import KEY_BYTES
+from fedntk.trust.secure_sum import (
+    EXCHANGE_BYTES,
+    FEWEST,
+    PARCEL_BYTES,
+    SECRET_BYTES,
+    TAG_BYTES,
+    Words,
+    exchange_of,
+)
+
+from .base import BaseStrategy
+from .exchange import Pairs, logger
+from .replies import Reply
+from .trust_protocols import VouchesForKeys
+
+__all__ = ["PublicPart", "SecureSums", "WordFormat"]
+
+Records = dict[str, NDArray[Any]]
+T = TypeVar("T")
+
+
+class PublicPart(NamedTuple):
+    """What the server knows of a client before a sum."""
+
+    key: bytes
+    voucher: bytes  # empty if nobody vouches
+    nonce: bytes
+
+
+class WordFormat(NamedTuple):
+    """Number and dtype of a client's words, and a digest of what they are about."""
+
+    size: int
+    dtype: np.dtype[Any]
+    about: bytes
+
+
+class _Shared(NamedTuple):
+    promise: Promise
+    parcels: NDArray[np.uint8]  # a row for each client of the roster
+
+
+class Ask(Protocol):
+    """One more exchange with some nodes, such as a strategy's ``exchange`` of one stage."""
+
+    def __call__(
+        self, nodes: Sequence[int], parse: Callable[[Reply], T]
+    ) -> tuple[Pairs[T], Counter[str]]:
+        """Return what was parsed, sorted by client, and why replies were rejected."""
+
+
+class SecureSums:
+    """The server's part in a secure sum.
+
+    Clients that drop out after they gave shares do not keep the sum closed, as long as a share of
+    the clients go on to the end; what they had masked is left out. Each message must tell
+    :attr:`step`, and hold the arrays of :meth:`record_for`.
+
+    Parameters
+    ----------
+    strategy : BaseStrategy
+        Screens replies, and says how many are enough.
+    ask : Ask
+        Makes an exchange.
+    threshold : float
+        Share of the clients with public keys who are needed to open the sum.
+    vouching : VouchesForKeys, optional
+        Vouches for the public keys.
+
+    Attributes
+    ----------
+    step : str
+        The exchange at work.
+    """
+
+    def __init__(
+        self,
+        strategy: BaseStrategy,
+        ask: Ask,
+        *,
+        threshold: float,
+        vouching: VouchesForKeys | None = None,
+    ) -> None:
+        self._strategy, self._ask = strategy, ask
+        self._threshold, self._vouching = threshold, vouching
+        self.begin()
+
+    def begin(self) -> None:
+        """Go to the first exchange, of public keys."""
+        self._prepare("public-key")
+
+    def _prepare(
+        self,
+        step: SumStep,
+        common: Mapping[str, NDArray[Any]] | None = None,
+        own: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
+    ) -> None:
+        self.step: SumStep = step
+        self._common, self._own = common or {}, own or {}
+
+    def record_for(self, client: int) -> ArrayRecord | None:
+        """Return the arrays that a client is sent for the exchange at work, if there are any."""
+        found = {**self._common, **self._own.get(client, {})}
+        return ArrayRecord({name: Array(array) for name, array in found.items()}) or None
+
+    def public_part(self, reply: Reply) -> PublicPart:
+        """Check the reply to the first exchange."""
+        key, nonce = reply.ordered_arrays("public-key", "nonce")
+        require_array("public key", key, shape=(KEY_BYTES,), dtype=np.uint8)
+        require_array("nonce", nonce, shape=(EXCHANGE_BYTES,), dtype=np.uint8)
+        try:
+            public = check_public_key(key.tobytes())
+            vouching, run = self._vouching, self._strategy.run
+            voucher = b"" if vouching is None else vouching.voucher(public, run)
+            return PublicPart(public, voucher, nonce.tobytes())
+        except (SealError, NotEnrolled, ConnectionError) as error:
+            raise BadReply("public-key", str(error)) from None
+
+    def opened(
+        self,
+        pairs: Pairs[PublicPart],
+        rejected: Counter[str],
+        format_for: Callable[[int], WordFormat],
+        read: Callable[[Words, int], T],
+    ) -> tuple[T | None, list[Reply]]:
+        """Go through the other exchanges and read the sum of the words that came.
+
+        Parameters
+        ----------
+        pairs : list of (Reply, PublicPart)
+            Of the first exchange.
+        rejected : Counter
+            Reason -> rejected replies; those of all exchanges are added.
+        format_for : callable
+            Returns the format of the words, from the number of examples of all clients.
+        read : callable
+            Makes the result of the sum and its number of examples; ValueError if it cannot be.
+
+        Returns
+        -------
+        tuple of object and list of Reply
+            None if the sum stays closed; the replies of the clients in the sum.
+        """
+        last: list[Reply] = []
+        try:
+            pairs = self._strategy.screened(pairs, rejected, _screen_copied_keys)
+            last = [reply for reply, _ in pairs]
+            counts = {reply.client: reply.num_examples for reply in last}
+            roster, described = self._roster({r.client: known for r, known in pairs})
+            words = format_for(sum(counts.values()))
+            exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
+
+            self._prepare("shares", described)
+            shared = self._next(last, _shares_for(roster), rejected)
+            promises = {reply.client: own.promise for reply, own in shared}
+            parcels = [own.parcels for _, own in shared]
+            rows = {r.client: {"parcels": _addressed(r, roster, parcels)} for r, _ in shared}
+            word_bytes = np.array(words.dtype.itemsize, np.int64)
+            common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
+            self._prepare("masked", common, rows)
+            masked = self._next([r for r, _ in shared], _words_of(counts, words), rejected)
+            last = [reply for reply, _ in masked]
+            arrived = [reply.client for reply in last]
+            if not self._strategy.enough(len(masked)):
+                return None, last
+
+            self._prepare("confirm", {**exchange, "clients": _ids(arrived)})
+            told = self._next(last, _tags_for(roster), rejected)
+            tags = [own for _, own in told]
+            rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
+            clients = _ids(reply.client for reply, _ in told)
+            self._prepare("reveal", {**exchange, "clients": clients}, rows)
+            revealed = self._next([r for r, _ in told], _shares_of(sorted(promises)), rejected)
+            total = masked[0][1].copy()
+            for _, own_words in masked[1:]:
+                total += own_words
+            given = {reply.client: own for reply, own in revealed}
+            total = MaskedSum(roster, promises, words.about).opened(total, arrived, given)
+            return read(total, sum(counts[client] for client in arrived)), last
+        except ValueError as error:  # SealError, BadReply, vouchers of several lengths
+            logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)
+            rejected["secure-sum"] += len(last)
+            return None, []
+        finally:
+            self.begin()
+
+    def _next(
+        self, replies: Iterable[Reply], parse: Callable[[Reply], T], rejected: Counter[str]
+    ) -> Pairs[T]:
+        """Make one more exchange with the clients of some replies."""
+        pairs, failed = self._ask([reply.node for reply in replies], parse)
+        rejected += failed
+        return pairs
+
+    def _roster(self, known: Mapping[int, PublicPart]) -> tuple[Roster, Records]:
+        """Return who takes part, and the arrays that say so."""
+        clients, threshold = sorted(known), max(FEWEST, math.ceil(self._threshold * len(known)))
+        keys, vouchers, nonces = ([known[k][i] for k in clients] for i in range(3))
+        roster = Roster(exchange_of(nonces), tuple(clients), tuple(keys), threshold)
+        described: Records = {
+            "nonces": _rows(nonces),
+            "clients": _ids(clients),
+            "keys": _rows(keys),
+            "vouchers": _rows(vouchers),
+            "threshold": np.array(threshold, np.int64),
+        }
+        return roster, described
+
+
+def _screen_copied_keys(known: Sequence[PublicPart], _: float) -> list[BadReply | None]:
+    """Refuse public keys that more than one client sent: who copied is not known."""
+    times = Counter(own.key for own in known)
+    return [
+        None if times[own.key] == 1 else BadReply("public-key", "another client sent the same")
+        for own in known
+    ]
+
+
+def _shares_for(roster: Roster) -> Callable[[Reply], _Shared]:
+    def parse(reply: Reply) -> _Shared:
+        promise, parcels = reply.ordered_arrays("promise", "parcels")
+        require_array("promise", promise, shape=(2, KEY_BYTES), dtype=np.uint8)
+        shape = (len(roster.clients), PARCEL_BYTES)
+        require_array("parcels", parcels, shape=shape, dtype=np.uint8)
+        return _Shared(Promise(promise[0].tobytes(), promise[1].tobytes()), parcels)
+
+    return parse
+
+
+def _words_of(counts: Mapping[int, int], words: WordFormat) -> Callable[[Reply], Words]:
+    """Return how masked words are checked: only their number and dtype can be."""
+
+    def parse(reply: Reply) -> Words:
+        (masked,) = reply.ordered_arrays("masked")
+        require_array("masked words", masked, shape=(words.size,), dtype=words.dtype)
+        if reply.num_examples != counts[reply.client]:
+            raise BadReply(
+                "num-examples",
+                f"{counts[reply.client]} with the public key, {reply.num_examples} now",
+            )
+        return masked
+
+    return parse
+
+
+def _tags_for(roster: Roster) -> Callable[[Reply], NDArray[np.uint8]]:
+    def parse(reply: Reply) -> NDArray[np.uint8]:
+        (tags,) = reply.ordered_arrays("tags")
+        require_array("tags", tags, shape=(len(roster.clients), TAG_BYTES), dtype=np.uint8)
+        return tags
+
+    return parse
+
+
+def _shares_of(senders: list[int]) -> Callable[[Reply], dict[int, bytes]]:
+    def parse(reply: Reply) -> dict[int, bytes]:
+        clients, shares = reply.ordered_arrays("clients", "shares")
+        require_array("clients", clients, shape=(len(senders),), dtype=np.int64)
+        require_array("shares", shares, shape=(len(senders), SECRET_BYTES), dtype=np.uint8)
+        if clients.tolist() != senders:
+            raise BadReply("clients", "expected shares of the secrets of all whose parcels came")
+        return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
+
+    return parse
+
+
+def _addressed(
+    reply: Reply, roster: Roster, sent: Sequence[NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Return the rows for one client, one from each sender."""
+    position = roster.position(reply.client)
+    return np.stack([own[position] for own in sent])
+
+
+def _ids(clients: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(sorted(clients), np.int64)
+
+
+def _rows(parts: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Return byte strings of one length as rows."""
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(parts), -1)

@@ -1,0 +1,237 @@
+"""What TCT's phases share: its options, its state, and what clients are sent in stage 2."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedntk.ntk import TCTModel
+from fedntk.ntk.features.fixed_point import MOST_BITS
+from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.payloads import (
+    UNQUANTISED,
+    ConvexOptions,
+    ConvexTask,
+    MessageTask,
+    check_compression,
+)
+from fedntk.ntk.payloads.convex_task import Step
+
+from ..core.lost_state import ResendingStrategy
+from ..core.registry import SentParts
+from ..core.trust_protocols import VouchesForKeys
+from .control import ControlVariate
+from .kept_sums import KeptSums
+
+__all__ = ["LINEAR", "MEAN", "SCALE", "ConvexStrategy"]
+
+LINEAR, MEAN, SCALE = TCTModel.ARRAYS
+PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the network
+OF_STATISTICS = (
+    "auto_ridge", "balanced", "validation_share", "keep_sums", "secure_aggregation", "validation"
+)  # fmt: skip
+
+
+class ConvexStrategy(ConvexOptions, ResendingStrategy):
+    """A strategy on a linear model of a network's features, from clients that keep these.
+
+    Attributes
+    ----------
+    width, shape : int, tuple of int
+        Number of features p, and the shape (p, C) of the linear model, with the bias if any.
+    linear_rounds : int
+        Rounds so far that changed the linear model.
+    class_weights : ndarray of float64, shape (C,)
+        Weights of the classes' examples in sums; empty before the counts came.
+    summed : tuple of int
+        Clients whose kept sums make up the linear model, in the order in which they add up.
+    run_key : str
+        Names the run for the clients' folders; drawn at random when it begins.
+    """
+
+    network: nn.Module = argument("the clients' architecture; its weights do not matter")
+    bootstrap: Strategy | None = argument(
+        "Flower strategy of stage 1 with one set of weights as replies, which chooses among the "
+        "nodes that this strategy samples. None: stage 2 begins with the initial weights, such as "
+        "those of a pre-trained network",
+        default=None,
+    )
+    bootstrap_rounds: int = option(
+        "T_1, rounds of the bootstrap; without one there are none", default=100, at_least=0
+    )
+    normalise: bool = option("whether features get mean 0 and variance 1", default=True)
+    ridge: float = option(
+        "ridge of solve = server and statistics, over the mean of the diagonal; one too small for "
+        "a Cholesky factor is raised tenfold: see fedntk.ntk.ridge_regression",
+        default=1e-2,
+        above=0,
+    )
+    auto_ridge: bool = option(
+        "for solve = statistics: the ridge of 1e-4 ... 10 with the least squared error on "
+        "validation examples, or on what clients hold out (validation_share)",
+        default=False,
+    )
+    secure_aggregation: bool = option(
+        "for solve = statistics with bits = 2 ... 8: clients mask their sums, and the server "
+        "learns only the sum over all of them (Bonawitz et al., CCS 2017), the same to the bit; "
+        "four more exchanges in the round, and at least three clients",
+        default=False,
+    )
+    secure_threshold: float = option(
+        "share of the clients who must stay to the end of that",
+        default=2 / 3,
+        above=0.5,
+        at_most=1,
+    )
+    vouching: VouchesForKeys | None = argument(
+        "vouches for the clients' public keys in the run `run`, such as fedntk.trust.KeyServer; "
+        "without it a server that breaks the protocol could name keys of its own for the clients",
+        default=None,
+    )
+    keep_sums: str | Path | None = argument(
+        "for solve = statistics: folder on the server's disk in which each client's sums are "
+        "kept, as many bytes as it sent, so that `without` can take a client out again; each run "
+        "has a folder in it, which nothing removes",
+        default=None,
+    )
+    validation: tuple[Tensor, Tensor] | None = argument(
+        "examples x (m, ...) on the server, as the network takes them, that nobody trains on, and "
+        "their labels (m,), int64: for auto_ridge, and for bits, which uses only x",
+        default=None,
+    )
+    device: torch.device | str = argument(
+        "where the server solves from features, and computes features of validation examples; it "
+        "solves from sums on the CPU",
+        default="cpu",
+    )
+
+    linear_rounds: int = state(int)
+    run_key: str = state(str)
+    class_weights: NDArray[Any] = state(lambda: np.ones(0))
+    summed: tuple[int, ...] = state(tuple)
+    control: ControlVariate = state(ControlVariate)
+    sent: SentParts = state(SentParts)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _, last = self.feature_map.last_layer(self.network)
+        self.width = self.feature_map.width(self.network)
+        self.shape = (self.width + self.bias, last.out_features)
+        self.kept_sums = None if self.keep_sums is None else KeptSums(Path(self.keep_sums))
+        self._check_validation()
+
+    def check(self) -> None:
+        """Refuse what does not go with the way in which the problem is solved."""
+        super().check()
+        check_compression(self.sparsity, self.bits)
+        _ = self.feature_map  # has rules of its own
+        solve = f"solve = {self.solve}"
+        if self.solve != "clients" and self.loss != "mse":
+            raise ValueError(f"loss: expected mse for {solve}, got {self.loss}")
+        if self.solve == "clients" and (self.sparsity, self.bits) != (0.0, UNQUANTISED):
+            raise ValueError(f"sparsity, bits: go with solve = server, got {solve}")
+        for name in OF_STATISTICS if self.solve != "statistics" else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: goes with solve = statistics, got {solve}")
+        quantised = self.bits != UNQUANTISED
+        if self.solve == "statistics":
+            if self.sparsity:
+                raise ValueError(f"sparsity: expected 0 for {solve}, got {self.sparsity}")
+            if quantised and not 2 <= self.bits <= MOST_BITS:
+                raise ValueError(
+                    f"bits: expected 2 ... {MOST_BITS}, or {UNQUANTISED}, got {self.bits}, "
+                    f"with {solve}"
+                )
+        if self.balanced and quantised:
+            raise ValueError(
+                "balanced: sums of weighted examples are no whole numbers; expected bits = "
+                f"{UNQUANTISED}, got {self.bits}"
+            )
+        if self.balanced and self.keep_sums:
+            raise ValueError(
+                "keep_sums: expected balanced = False, as its weights come from all clients' "
+                "counts, got True"
+            )
+        if self.validation_share and not self.auto_ridge:
+            raise ValueError("validation_share: goes with auto_ridge = True, got False")
+        if self.secure_aggregation and not quantised:
+            raise ValueError(
+                f"secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
+                f"{MOST_BITS}, got {self.bits}"
+            )
+        if self.secure_aggregation and (self.keep_sums or self.validation_share):
+            raise ValueError(
+                "secure_aggregation: the server has no client's sums to keep, nor of what clients "
+                "hold out; leave out keep_sums and validation_share"
+            )
+        if self.vouching is not None and not (self.secure_aggregation and self.run):
+            raise ValueError(
+                "vouching: expected secure_aggregation = True and the name of the run, run=..., as "
+                "clients have it"
+            )
+
+    def _check_validation(self) -> None:
+        """Refuse validation examples that are missing, or that do not fit the network."""
+        if self.validation is None:
+            if self.solve == "statistics" and self.bits != UNQUANTISED:
+                raise ValueError(f"bits = {self.bits}: pass validation, examples on the server")
+            if self.auto_ridge and not self.validation_share:
+                raise ValueError("auto_ridge: pass validation, examples on the server")
+            return
+        if self._seeds is not None:
+            raise ValueError("validation: expected no key_server, which projects examples, got one")
+        x, labels = self.validation
+        if not 0 < len(x) == len(labels):
+            raise ValueError(
+                f"validation: expected examples and as many labels, got {len(x)} and {len(labels)}"
+            )
+        low, high = (int(label) for label in labels.aminmax())
+        if low < 0 or high >= self.shape[1]:
+            raise ValueError(
+                f"validation: expected labels 0 ... {self.shape[1] - 1}, got {low} ... {high}"
+            )
+
+    def task_message(
+        self,
+        step: Step,
+        parts: Iterable[str],
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        **task: Any,
+    ) -> RecordDict:
+        """Return a task of stage 2 and some parts of the arrays, each a record of its name.
+
+        Parameters
+        ----------
+        step, **task
+            Fields of :class:`~fedntk.ntk.payloads.MessageTask`.
+        parts : iterable of str
+            Of ``"network"``, ``"normaliser"`` and ``"linear"``.
+        arrays, config
+            As in ``content_for``.
+        """
+        asked = MessageTask(step=step, network_key=self._key(arrays), run_key=self.run_key, **task)
+        content = RecordDict({self.configrecord_key: ConfigRecord({**config, **asked.to_config()})})
+        for part in parts:
+            names = PARTS.get(part, tuple(self.network.state_dict()))
+            content[part] = ArrayRecord({name: arrays[name] for name in names})
+        return content
+
+    def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the arrays without the linear model and the normaliser."""
+        own = {name: array for name, array in arrays.items() if name not in TCTModel.ARRAYS}
+        return ArrayRecord(own)
+
+    def _key(self, arrays: ArrayRecord) -> str:
+        if arrays is not self._keyed[0]:
+            network = [array.numpy() for array in self.network_of(arrays).values()]
+            self._keyed = (arrays, ConvexTask.key_of(self.feature_map, network))
+        return self._keyed[1]
+
+    _keyed: tuple[ArrayRecord | None, str] = state(lambda: (None, ""), saved=False)
