@@ -18,7 +18,7 @@ import fedntk.clients
 import fedntk.strategies
 from fedntk.simulations.config.config import Config
 from fedntk.simulations.methods import own_methods
-from fedntk.strategies import BaseStrategy
+from fedntk.strategies import TCT, BaseStrategy
 from fedntk.strategies.core.sampling import Sampling
 
 from .conftest import ROOT
@@ -172,7 +172,7 @@ def test_every_strategy_and_client_is_exported(room, base):
         for name, value in vars(module).items():
             own = isinstance(value, type) and value.__module__ == module.__name__
             if own and issubclass(value, base) and not name.startswith("_"):
-                is_layer = value in BaseStrategy.__bases__ + Sampling.__bases__
+                is_layer = value in BaseStrategy.__bases__ + Sampling.__bases__ + TCT.__bases__
                 assert name in package.__all__ or is_layer
 
 
