@@ -22,7 +22,7 @@ class DPSGDClient(GossipClient):
     added to the average. Buffers, such as BatchNorm's statistics, are averaged after the training,
     the client's own new ones with the neighbours'. A client that lost its weights takes over the
     average of its neighbours. With batches of all examples and one epoch it is the paper's
-    algorithm 1. Parameters are those of :class:`GossipClient`.
+    algorithm 1.
     """
 
     strategy = "DPSGD"

@@ -21,8 +21,7 @@ class DFedAvgClient(GossipClient):
     """Answers the steps of DFedAvg: ``train`` and ``average``.
 
     A client that lost its weights trains from the first ones again. It sends nothing in that round,
-    and takes over the average of its neighbours. Parameters are those of :class:`GossipClient`;
-    with momentum above 0 it is DFedAvgM.
+    and takes over the average of its neighbours. With momentum above 0 it is DFedAvgM.
     """
 
     strategy = "DFedAvg"

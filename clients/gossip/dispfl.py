@@ -68,13 +68,9 @@ class SparseWeights(NamedTuple):
         masked: Sequence[str],
         max_examples: int = MOST_EXAMPLES,
     ) -> "SparseWeights":
-        """Check what :meth:`to_arrays` made against a network's arrays.
+        """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply.
 
-        Raises
-        ------
-        BadReply
-            As :meth:`WeightsParcel.from_arrays`, or if the numbers of an array in `masked` are not
-            as many as its mask says.
+        Arrays in `masked` must have as many numbers as their masks say.
         """
         require_names(arrays, {*expected, COUNT, MASKS})
         sizes = [expected[name].size for name in masked]
@@ -105,7 +101,7 @@ class DisPFLClient(GossipClient):
 
     Arrays of two axes or more that are trained have masks; biases, norms and buffers are whole. A
     client that lost its weights begins with the first ones again: it sends nothing until it has
-    averaged. Parameters are those of :class:`GossipClient`; ``batch_size`` is also that of the
+    averaged. ``batch_size`` is also that of the
     gradient by which masks regrow.
     """
 

@@ -41,22 +41,11 @@ class GossipClient(RelayClient, SGDClient):
     def train_from(
         self, weights: Arrays, message: Message, adjust: Adjust | None = None
     ) -> tuple[Arrays, dict[str, float]]:
-        """Run the local epochs of a round.
+        """Run the local epochs of a round from some weights, in the network's order.
 
-        Parameters
-        ----------
-        weights : dict of str to ndarray
-            Where to begin, in the network's order.
-        message : Message
-            It seeds the shuffling, and has the learning rate's factor.
-        adjust : callable, optional
-            Argument of :meth:`SGDClient.descend`.
-
-        Returns
-        -------
-        tuple of dict, dict
-            New weights, and ``{"train-loss": ...}``. Training that diverged gives the weights
-            where it began; a loss that is not finite is left out.
+        `adjust` is that of :meth:`SGDClient.descend`. Returns new weights, and ``{"train-loss":
+        ...}``. Training that diverged gives the weights where it began; a loss that is not finite
+        is left out.
         """
         config, options = dict(message.config), message.options
         x, targets = self.training_examples(config)
@@ -80,16 +69,8 @@ class GossipClient(RelayClient, SGDClient):
     ) -> Arrays:
         """Return sum over j of W_ij x_j, in float64 and cast back.
 
-        Parameters
-        ----------
-        own : dict of str to ndarray
-            x_i.
-        others : list of (int, WeightsParcel)
-            Neighbours that were heard, and their x_j.
-        message : Message
-            It names W.
-        with_own : bool
-            Whether x_i counts. If not, and there are neighbours, the others' shares grow.
+        x_i are the client's `own` weights; those of the `others` were heard. If x_i does not count
+        (`with_own`), and there are others, their shares grow.
         """
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         weights = [own, *(parcel.weights for _, parcel in others)]
@@ -100,12 +81,8 @@ class GossipClient(RelayClient, SGDClient):
     def shares(self, heard: Sequence[tuple[int, int]], message: Message) -> list[float]:
         """Return a row of W: the client's own share, then those of the neighbours heard.
 
-        Parameters
-        ----------
-        heard : list of (int, int)
-            Neighbours and their numbers of examples.
-        message : Message
-            It names the rule, and with ``"metropolis"`` has the neighbours' degrees.
+        Each neighbour comes with its number of examples. With ``"metropolis"`` the message has the
+        neighbours' degrees.
         """
         counts = [len(self._training), *(n for _, n in heard)]
         near = message.neighbours

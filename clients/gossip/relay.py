@@ -65,14 +65,7 @@ class WeightsParcel(NamedTuple):
         expected: Arrays,
         max_examples: int = MOST_EXAMPLES,
     ) -> "WeightsParcel":
-        """Check what :meth:`to_arrays` made against a network's arrays.
-
-        Raises
-        ------
-        BadReply
-            If names, shapes or dtypes differ, numbers are not finite, or there are no examples or
-            more than `max_examples`.
-        """
+        """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply."""
         require_names(arrays, {*expected, COUNT})
         for name, own in expected.items():
             require_array(
@@ -88,21 +81,11 @@ class WeightsParcel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a client is to do now.
-
-    Attributes
-    ----------
-    config : dict
-        Configuration of the message.
-    parcels : dict of int to dict of str to ndarray
-        Neighbour -> what it sent in the exchange before.
-    options : RelayOptions
-        Options of the strategy that travel: of the class that the client names.
-    """
+    """What a client is to do now."""
 
     config: Mapping[str, Any]
-    parcels: dict[int, Arrays]
-    options: Any
+    parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
+    options: Any  # the strategy's options that travel, of the class that the client names
 
     @property
     def server_round(self) -> int:
@@ -158,13 +141,6 @@ class RelayClient(ModelClient):
         arrays, the number of examples, and metrics.
         """
 
-    def answer(self, message: Message) -> Answer:
-        """Take the step that a message names."""
-        steps, step = self.steps(), str(message.config.get("step", ""))
-        if step not in steps:
-            raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
-        return steps[step](message)
-
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
         records = getattr(parameters, "records", {})
@@ -181,8 +157,11 @@ class RelayClient(ModelClient):
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self._usable(parcels, sealing.open))
+        steps, step = self.steps(), config.get("step", "")
+        if step not in steps:
+            raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
         message = Message(config, parcels, self.told.from_config(config))
-        outgoing, num_examples, metrics = self.answer(message)
+        outgoing, num_examples, metrics = steps[str(step)](message)
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
         metrics["parcels-rejected"] = self._rejected  # always: odd names are left out of the means
@@ -372,14 +351,7 @@ class RelayClient(ModelClient):
     ) -> list[tuple[int, T]]:
         """Drop the neighbours that a rule over them and the client itself refuses.
 
-        Parameters
-        ----------
-        heard : list of (int, T)
-            Neighbours, and what they sent.
-        judge : callable
-            The strategy's ``outlier_factor`` -> verdicts, the client's own first.
-        message : Message
-            Message with the factor.
+        `judge` turns the strategy's ``outlier_factor`` into verdicts, the client's own first.
         """
         verdicts = judge(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
         for (sender, _), bad in zip(heard, verdicts, strict=True):

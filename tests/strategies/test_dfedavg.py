@@ -142,6 +142,7 @@ def test_without_steps_rounds_are_powers_of_the_mixing_matrix(rule):
     stationary = np.real(vectors[:, order[0]] / vectors[:, order[0]].sum())
     second = float(np.abs(values[order[1]]))
     assert 0.3 < second < 0.95
+    assert own.train_metrics[5]["spectral-gap"] == pytest.approx(1 - second)
     if rule == "metropolis":
         np.testing.assert_allclose(stationary, 1 / 6, atol=1e-12)
     mean = stationary @ found[1]

@@ -419,47 +419,6 @@ def test_the_rate_falls_from_round_to_round_as_set():
 # ------------------------------------------------------------------------ the relay
 
 
-def test_the_relay_hands_parcels_on_as_they_came_and_reads_none():
-    """Parcels that no reader could parse reach their receivers byte by byte."""
-    seen: list[tuple[str, int, str, int, bytes]] = []
-
-    class Opaque(Grid):
-        """All parcels are replaced by bytes that are no arrays."""
-
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            messages = list(messages)
-            for message in messages:
-                for name, record in message.content.array_records.items():
-                    if name.startswith("from-"):
-                        data = record["sealed"].data
-                        receiver = message.metadata.dst_node_id - 1
-                        seen.append(("down", receiver, name, own.server_round, data))
-                        assert record["sealed"].stype == "sealed"
-                for name in [n for n in message.content.array_records if n.startswith("from-")]:
-                    del message.content[name]
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            for reply in replies:
-                sender = reply.metadata.src_node_id - 1
-                for name in list(reply.content.array_records):
-                    if name.startswith("to-"):
-                        data = f"{name} of {sender}, exchange {len(self.exchanges)}".encode()
-                        reply.content[name] = ArrayRecord(
-                            {"sealed": Array("bytes", (len(data),), "sealed", data)}
-                        )
-            return replies
-
-    own = strategy(topology=Topology("ring", seed=3), collect=False, **ALL)
-    own.start(Opaque(clients()), as_record(weights()), num_rounds=2)
-    assert seen
-    for _, receiver, name, number, data in seen:
-        sender = int(name.removeprefix("from-"))
-        near = Topology("ring", seed=3).neighbours(number, range(6))
-        assert sender in near[receiver]
-        text = data.decode()
-        assert text.startswith(("to-neighbours of", f"to-{receiver} of"))
-        assert f"of {sender}," in text
-
-
 def test_inputs_out_of_proportion_have_no_say_in_which_t_is_taken():
     """Losses on two clients' inputs overflow, or are huge: as if they had sent no rows to judge by.
 

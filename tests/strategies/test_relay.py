@@ -23,7 +23,6 @@ from fedntk.strategies import (
     RelayStrategy,
     Topology,
     mixing_matrix,
-    spectral_gap,
 )
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
@@ -364,23 +363,6 @@ def test_vouchers_without_sealing_or_a_name_are_refused():
 # ------------------------------------------------------------------------- mixing
 
 
-@pytest.mark.parametrize("mixing", ["examples", "equal", "metropolis"])
-def test_clients_average_by_the_mixing_matrix_whose_gap_is_reported(mixing):
-    """Each client's row of W, by its number of examples and its neighbours', and no others."""
-    case = CASES["DFedAvg"]
-    own = case.make(mixing=mixing, gossip_steps=1, same_weights=False)
-    clients = app(DFedAvgClient, **{**SGD, "local_epochs": 0})
-    start(own, Grid(clients), rounds=2)
-    near = own.topology.neighbours(2, range(6))
-    matrix = mixing_matrix(near, {k: 5 + k for k in range(6)}, mixing)
-    before, after = (
-        np.stack([kept_by(own, k, number)["3.weight"].ravel() for k in range(6)])
-        for number in (1, 2)
-    )
-    np.testing.assert_allclose(after, matrix @ before, atol=1e-6)  # sums of 4 in float32
-    assert own.train_metrics[2]["spectral-gap"] == pytest.approx(spectral_gap(matrix))
-
-
 def test_a_part_of_the_clients_has_a_gap_and_a_method_without_averages_none():
     some = {"topology": Topology("complete"), "fraction_train": 0.5, "min_train_nodes": 3}
     own, alone = CASES["DPSGD"].make(**some), CASES["NTKDFL"].make(average=False, **some)
@@ -390,8 +372,10 @@ def test_a_part_of_the_clients_has_a_gap_and_a_method_without_averages_none():
     assert "spectral-gap" not in alone.train_metrics[1]
 
 
-def test_without_edges_it_is_training_alone(case):
+@pytest.mark.parametrize("name", ["NTKDFL", "DisPFL"])
+def test_without_edges_it_is_training_alone(name):
     """A client's weights are those of a run in which it is the only one."""
+    case = CASES[name]
     none = {"topology": Topology("own", graph=[]), "collect": False}
     own, alone = case.make(**none), case.make(**none, min_train_nodes=1, min_available_nodes=1)
     start(own, Grid(case.app()), rounds=2)
