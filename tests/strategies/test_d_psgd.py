@@ -9,8 +9,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
-from fedntk.clients import DFedAvgClient, DPSGDClient, SGDClient
-from fedntk.strategies import DPSGD, DFedAvg, NoUsableReply, Topology
+from fedntk.clients import DFedAvgClient, DPSGDClient
+from fedntk.strategies import DPSGD, DFedAvg, Topology
 
 from .federation import Contract, Grid, app, examples, failed, kept_by, with_arrays
 from .test_dfedavg import (
@@ -125,8 +125,3 @@ def test_a_client_that_failed_goes_on_from_the_round_before():
     assert kinds == [6, 6, 6, 6, 6, 6]  # two in rounds 1 and 3, one in rounds 2 and 4
     assert [own.train_metrics[k]["replies-accepted"] for k in (1, 2, 3, 4)] == [6, 5, 6, 6]
     assert own.trained == dict.fromkeys(range(6), 4)
-
-
-def test_another_client_is_told_what_to_use():
-    with pytest.raises(NoUsableReply, match="client_fn return a DPSGDClient"):
-        run(DPSGD(**OPTIONS), Grid(app(SGDClient)))

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, Message
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, SGDClient, cache_dir
-from fedntk.strategies import DFedAvg, NoUsableReply, SeededFedAvg, Topology
+from fedntk.strategies import DFedAvg, SeededFedAvg, Topology
 
 from .federation import (
     Change,
@@ -279,8 +279,3 @@ def test_training_that_diverges_leaves_the_weights_and_the_run_goes_on():
     mean = run(own, grid, 2)
     assert all(np.isfinite(array).all() for array in mean.values())
     assert own.train_metrics[2]["replies-accepted"] == 6
-
-
-def test_another_client_is_told_what_to_use():
-    with pytest.raises(NoUsableReply, match="client_fn return a DFedAvgClient"):
-        run(DFedAvg(**OPTIONS), Grid(app(SGDClient)))

@@ -13,7 +13,14 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from fedntk.clients import DFedAvgClient, DisPFLClient, DPSGDClient, NTKDFLClient, cache_dir
+from fedntk.clients import (
+    DFedAvgClient,
+    DisPFLClient,
+    DPSGDClient,
+    NTKDFLClient,
+    SGDClient,
+    cache_dir,
+)
 from fedntk.strategies import (
     DPSGD,
     NTKDFL,
@@ -604,6 +611,11 @@ def test_a_client_that_lost_the_first_weights_is_sent_them_again():
     asked = Counter(m.metadata.dst_node_id - 1 for way, m in grid.seen
                     if way == "down" and "arrays" in m.content)  # fmt: skip
     assert asked == {**dict.fromkeys(range(5), 1), 5: 2}
+
+
+def test_another_client_is_told_what_to_use(case):
+    with pytest.raises(NoUsableReply, match=f"client_fn return a {case.client.__name__}"):
+        start(case.make(), Grid(app(SGDClient)))
 
 
 @pytest.mark.parametrize(("said", "counted"), [([1, 2], 0), (-5, 0), (0.5, 0), (10**15, 6), (2, 2)])
