@@ -157,10 +157,10 @@ class RelayClient(ModelClient):
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self._usable(parcels, sealing.open))
+        message = Message(config, parcels, self.told.from_config(config))
         steps, step = self.steps(), config.get("step", "")
         if step not in steps:
             raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
-        message = Message(config, parcels, self.told.from_config(config))
         outgoing, num_examples, metrics = steps[str(step)](message)
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
