@@ -82,9 +82,9 @@ class FeatureStore(DiskStore):
     # ------------------------------------------------------------- what was sent
 
     def take(self, records: Mapping[str, Arrays]) -> None:
-        """Keep the network and the normaliser, where they came: records of those names.
+        """Keep the network and the normaliser if records of those names came.
 
-        Another normaliser than the one before makes what was computed with that one void.
+        A new normaliser makes void what was computed with the one before.
         """
         if "network" in records:
             arrays = records["network"].values()
@@ -123,25 +123,14 @@ class FeatureStore(DiskStore):
     # ----------------------------------------------------------------- examples
 
     def examples(self, name: str) -> NDArray[np.uint64] | None:
-        """Return the digests (n, 2) of the examples that what is kept is of; None if nothing is.
+        """Return the digests (n, 2) of the examples from which all in a set was computed, if any.
 
-        Parameters
-        ----------
-        name : {"train", "test"}
-            Which set.
+        `name` is ``"train"`` or ``"test"``.
         """
         return self.load(f"examples-{name}").get("digests")
 
     def note_examples(self, name: str, digests: NDArray[np.uint64]) -> None:
-        """Note of which examples everything is that is kept from now on.
-
-        Parameters
-        ----------
-        name : {"train", "test"}
-            Which set.
-        digests : ndarray of uint64, shape (n, 2)
-            Sorted: see :func:`~fedntk.clients.core.disk_store.example_digests`.
-        """
+        """Note the examples of a set by their sorted digests, uint64 (n, 2)."""
         self.save(f"examples-{name}", digests=digests)
 
     def replace(self, name: str, digests: NDArray[np.uint64]) -> None:

@@ -137,7 +137,7 @@ class TCTClient(SGDClient):
             :class:`~fedntk.ntk.payloads.FeatureStatistics` or of
             :class:`~fedntk.ntk.payloads.SplitStatistics`, masked sums and what goes before and
             after them, or the classes' counts; the number of examples; and ``"train-loss"`` at the
-            received model. A client that lacks what the message takes for granted returns no arrays
+            received model. A client that lacks what the message presumes returns no arrays
             and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One whose
             steps overflow returns none, and ``"diverged"``.
         """
@@ -148,7 +148,7 @@ class TCTClient(SGDClient):
             return super().fit(parameters, config)
         if self.only_masked and task.step not in OF_SECURE_SUMS:
             raise ValueError(
-                f"this client sends masked sums alone, and was asked for {task.step}; have the "
+                f"this client sends only masked sums, and was asked for {task.step}; have the "
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
         if task.step in OF_SECURE_SUMS and task.step != "masked":
@@ -162,19 +162,16 @@ class TCTClient(SGDClient):
         if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
             return _lost(0)
         digests, order = _sorted(self.inputs, self.targets)
-        examples = _Examples(self._projected(self.inputs[order], config), self.targets[order])
+        x = self._projected(self.inputs[order], config)
+        work = _Work(task, records, store, x, self.targets[order], config)
         if task.step == "features":
-            return self._features(task, store, examples)
+            return self._features(work)
         if task.step == "statistics":
-            return self._statistics(task, records, store, examples)
+            return self._statistics(work)
         if task.step == "masked":
-            return self._masked_statistics(task, records, store, examples, config)
+            return self._masked_statistics(work)
         changed = self._note_examples(task, store, digests, config)
-        if task.step == "moments":
-            result = self._moments(task, store, examples)
-        else:
-            server_round = int(config.get("server-round", 0))
-            result = self._linear(task, records, store, examples, server_round)
+        result = self._moments(work) if task.step == "moments" else self._linear(work)
         if "lost-state" not in result[2]:
             result[2]["examples-changed"] = int(changed)
         return result
@@ -182,7 +179,7 @@ class TCTClient(SGDClient):
     def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
         """Return the folder of what this client keeps in a run.
 
-        It goes by the client's id in the federation, or by its seed where the message does not come
+        Its name has the client's id in the federation, or its seed if the message does not come
         through :func:`~fedntk.clients.client_app`.
         """
         return client_folder(self._cache, task.run_key, self._name(config))
@@ -223,15 +220,7 @@ class TCTClient(SGDClient):
     def _check(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> None:
-        """Refuse, before stage 1, what stage 2 could not do.
-
-        Raises
-        ------
-        ValueError
-            If the network's last layer is not the one that the task takes for it.
-        NotEnoughMemory
-            If features, or kernel and eigenvectors, or sums of features, would not fit.
-        """
+        """Refuse, before stage 1, what stage 2 could not do or not hold in memory."""
         set_weights(self.model, parameters)
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
         task.feature_map.extractor(self.model)(self._projected(self.inputs[:1], config))
@@ -269,55 +258,44 @@ class TCTClient(SGDClient):
         store.take(records)
         return store
 
-    def _moments(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
-        moments = Moments.join(Moments.of(chunk) for chunk in store.raw("train", examples.x))
-        arrays = _named(Moments.NAMES, moments.to_arrays())
-        return arrays, len(examples.x), _loss_at_zero(task, examples.targets)
+    def _moments(self, work: "_Work") -> Fit:
+        moments = Moments.join(Moments.of(chunk) for chunk in work.store.raw("train", work.x))
+        return _named(Moments.NAMES, moments.to_arrays()), len(work.x), work.loss_at_zero
 
-    def _features(self, task: ConvexTask, store: FeatureStore, examples: "_Examples") -> Fit:
-        x, targets = examples
+    def _features(self, work: "_Work") -> Fit:
+        task, store, x = work.task, work.store, work.x
         require_memory(
             3 * 4 * len(x) * store.width,
             f"sending {store.width} features of {len(x)} examples",
             cure="lower num_features, or solve on the clients",
         )
-        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), targets)
+        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), work.targets)
         arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
-        return _named(FeatureUpload.NAMES, arrays), len(x), _loss_at_zero(task, targets)
+        return _named(FeatureUpload.NAMES, arrays), len(x), work.loss_at_zero
 
-    def _statistics(
-        self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
-    ) -> Fit:
-        sums, metrics = self._sums(task, records, store, examples)
-        fixed_point = _fixed_point(task, records, store.width)
-        arrays = _named(sums.NAMES, sums.to_arrays(fixed_point))
-        return arrays, len(examples.x), metrics
+    def _statistics(self, work: "_Work") -> Fit:
+        sums = self._sums(work)
+        arrays = _named(sums.NAMES, sums.to_arrays(work.fixed_point))
+        return arrays, len(work.x), work.loss_at_zero
 
-    def _sums(
-        self, task: ConvexTask, records: Records, store: FeatureStore, examples: "_Examples"
-    ) -> tuple[FeatureStatistics | SplitStatistics, dict[str, Scalar]]:
-        x, targets = examples
-        fixed_point = _fixed_point(task, records, store.width)
-        weights = _only(records, "class-weights").numpy() if task.balanced else None
-        labels, num_classes = targets.argmax(1), targets.shape[1]
+    def _sums(self, work: "_Work") -> FeatureStatistics | SplitStatistics:
+        task, store, x = work.task, work.store, work.x
+        options: dict[str, Any] = {
+            "weights": _only(work.records, "class-weights").numpy() if task.balanced else None,
+            "fixed_point": work.fixed_point,
+        }
+        labels, num_classes = work.targets.argmax(1), work.targets.shape[1]
 
         def sums_of(own: Tensor | slice) -> FeatureStatistics:
             if not len(x[own]):
-                return FeatureStatistics.none(
-                    store.width, num_classes, weights=weights, fixed_point=fixed_point
-                )
+                return FeatureStatistics.none(store.width, num_classes, **options)
             chunks = store.raw("train", x[own])
-            return FeatureStatistics.of(
-                chunks, labels[own], num_classes, weights=weights, fixed_point=fixed_point
-            )
+            return FeatureStatistics.of(chunks, labels[own], num_classes, **options)
 
-        sums: FeatureStatistics | SplitStatistics
-        if task.validation_share:
-            held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
-            sums = SplitStatistics(sums_of(~held), sums_of(held))
-        else:
-            sums = sums_of(slice(None))
-        return sums, _loss_at_zero(task, targets)
+        if not task.validation_share:
+            return sums_of(slice(None))
+        held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
+        return SplitStatistics(sums_of(~held), sums_of(held))
 
     def _towards_sum(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
@@ -329,23 +307,15 @@ class TCTClient(SGDClient):
         answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
         return NamedArrays({"arrays": answers[task.step](found["secure-sum"])})
 
-    def _masked_statistics(
-        self,
-        task: ConvexTask,
-        records: Records,
-        store: FeatureStore,
-        examples: "_Examples",
-        config: Mapping[str, Any],
-    ) -> Fit:
-        message = records["secure-sum"]
-        sums, metrics = self._sums(task, records, store, examples)
+    def _masked_statistics(self, work: "_Work") -> Fit:
+        task, message, sums = work.task, work.records["secure-sum"], self._sums(work)
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("validation_share: expected none under secure aggregation")
         words = sums.to_words(f"u{int(message['word-bytes'])}")
-        key = ConvexTask.key_of(task.feature_map, store.network)
-        about = sums_digest(key, _fixed_point(task, records, store.width), words.dtype)
-        masked = self._secure_sum(task, config).masked(message, words, about)
-        return _named(["masked"], [masked]), len(examples.x), metrics
+        key = ConvexTask.key_of(task.feature_map, work.store.network)
+        about = sums_digest(key, work.fixed_point, words.dtype)
+        masked = self._secure_sum(task, work.config).masked(message, words, about)
+        return _named(["masked"], [masked]), len(work.x), work.loss_at_zero
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = client_folder(self._cache, task.run_key, f"{self._name(config)}-secure")
@@ -357,22 +327,17 @@ class TCTClient(SGDClient):
             folder.mkdir(parents=True, exist_ok=True)
         return SecureSum(folder, keys)
 
-    def _linear(
-        self,
-        task: ConvexTask,
-        records: Records,
-        store: FeatureStore,
-        examples: "_Examples",
-        server_round: int,
-    ) -> Fit:
+    def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
-        theta = _only(records, "linear")
-        targets = centred_targets(examples.targets, task.loss)
+        task, store = work.task, work.store
+        server_round = int(work.config.get("server-round", 0))
+        theta = _only(work.records, "linear")
+        targets = centred_targets(work.targets, task.loss)
         before = _own_control(task, store, targets)
-        control = _server_control(task, records, store, theta, server_round)
+        control = _server_control(task, work.records, store, theta, server_round)
         if before is None or control is None:
             return _lost(before is None)
-        rows = store.rows("train", examples.x, bias=task.bias, device=self.device)
+        rows = store.rows("train", work.x, bias=task.bias, device=self.device)
         take_steps = self._in_a_loop if self.local_solver == "loop" else self._in_closed_form
         result, after, outputs, metrics = take_steps(
             task, store, rows, targets, theta, before, control
@@ -478,7 +443,7 @@ class TCTClient(SGDClient):
             return super().evaluate(parameters, config)
         if self.only_masked and self.test_inputs is self.inputs:
             raise ValueError(
-                "this client sends masked sums alone, and losses of linear models on its training "
+                "this client sends only masked sums, and losses of linear models on its training "
                 "examples would tell what is in its sums; give it examples for evaluation (x_test, "
                 "y_test), or set fraction_evaluate = 0"
             )
@@ -522,11 +487,28 @@ class TCTClient(SGDClient):
         return TCTModel(self.model, task.feature_map, store.normaliser, linear, loss=task.loss)
 
 
-class _Examples(NamedTuple):
-    """Projected inputs (n, ...) and one-hot targets (n, C), in the order of what is kept."""
+class _Work(NamedTuple):
+    """A task of stage 2, and the examples in the order of what is kept."""
 
-    x: Tensor
-    targets: Tensor
+    task: ConvexTask
+    records: Records
+    store: FeatureStore
+    x: Tensor  # projected, (n, ...)
+    targets: Tensor  # one-hot, (n, C)
+    config: Mapping[str, Any]
+
+    @property
+    def fixed_point(self) -> FixedPoint | None:
+        """How features are rounded, if they are."""
+        if self.task.bits == UNQUANTISED:
+            return None
+        step = _only(self.records, "steps").numpy()
+        return FixedPoint.from_arrays(step, self.task.bits, self.store.width)
+
+    @property
+    def loss_at_zero(self) -> dict[str, Scalar]:
+        """The loss of the linear model that is zero."""
+        return _loss_at_zero(self.task, self.targets)
 
 
 class _OwnControl(NamedTuple):
@@ -555,13 +537,6 @@ def _own_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> _Own
         return _OwnControl(coefficients, zero)
     vector = store.carried(task.state_round)
     return None if vector is None else _OwnControl(none, vector)
-
-
-def _fixed_point(task: ConvexTask, records: Records, width: int) -> FixedPoint | None:
-    """Return how features are rounded, if they are."""
-    if task.bits == UNQUANTISED:
-        return None
-    return FixedPoint.from_arrays(_only(records, "steps").numpy(), task.bits, width)
 
 
 def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:

@@ -217,7 +217,9 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
             As in ``content_for``.
         """
         asked = MessageTask(step=step, network_key=self._key(arrays), run_key=self.run_key, **task)
-        content = RecordDict({self.configrecord_key: ConfigRecord({**config, **asked.to_config()})})
+        # the options again: within another strategy the configuration has that one's
+        own = ConfigRecord({**config, **self.to_config(), **asked.to_config()})
+        content = RecordDict({self.configrecord_key: own})
         for part in parts:
             names = PARTS.get(part, tuple(self.network.state_dict()))
             content[part] = ArrayRecord({name: arrays[name] for name in names})

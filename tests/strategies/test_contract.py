@@ -96,7 +96,9 @@ def after_one_round(
 
 def without_random_names(state: dict[str, Any]) -> dict[str, Any]:
     """What each run draws anew."""
-    return {name: value for name, value in state.items() if not name.endswith("run-key")}
+    return {
+        name: value for name, value in state.items() if not name.endswith(("run-key", "run_key"))
+    }
 
 
 def before_learning(name: str) -> dict[str, np.ndarray]:
