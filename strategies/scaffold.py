@@ -19,7 +19,7 @@ anew from all c_i in each round; with unequal n_i, sums over S alone would leave
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO, WARNING
+from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.averages import weighted_mean
+from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
 
 from .core.averaging import cast_like, named_arrays
@@ -65,14 +66,6 @@ class SCAFFOLD(BaseStrategy):
     controls of zero are not trained, such as BatchNorm's statistics, and are averaged as in FedAvg
     whatever eta_g; so are integers.
 
-    Parameters
-    ----------
-    server_learning_rate : float
-        eta_g, more than 0. At 1 the new weights are the clients' mean.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg. N are the clients that are not `held_out`.
-
     Attributes
     ----------
     controls : dict of int to ndarray, shape (P,)
@@ -80,11 +73,6 @@ class SCAFFOLD(BaseStrategy):
         the model's order and dtype (the widest of several).
     examples : dict of int to int
         Client -> n_i, as last reported.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
 
     Examples
     --------
@@ -97,61 +85,17 @@ class SCAFFOLD(BaseStrategy):
     replies = "weights and controls"
     centres = True
 
-    def __init__(self, *, server_learning_rate: float = 1.0, **options: Any) -> None:
-        super().__init__(**options)
-        if not 0 < server_learning_rate < np.inf:
-            raise ValueError(
-                "server_learning_rate: expected a finite number of more than 0, got "
-                f"{server_learning_rate}"
-            )
-        self.server_learning_rate = server_learning_rate
-        self.controls: dict[int, NDArray[Any]] = {}
-        self.examples: dict[int, int] = {}
-        self._control = np.zeros(0)  # c of the round at work
-
-    def summary(self) -> None:
-        """Log the settings."""
-        super().summary()
-        rate = self.server_learning_rate
-        logger.log(INFO, "\t└──> SCAFFOLD: server learning rate %g", rate)
-
-    # ------------------------------------------------------------------- state
-
-    def settings(self) -> dict[str, Any]:
-        """Add the server's learning rate."""
-        return {**super().settings(), "server_learning_rate": self.server_learning_rate}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add each client's control, shape (P,), and its number of examples."""
-        return {
-            **super().state_dict(),
-            "examples": {str(client): n for client, n in sorted(self.examples.items())},
-            **{f"{CONTROLS}.{client}": c for client, c in sorted(self.controls.items())},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.examples = {int(client): int(n) for client, n in state["examples"].items()}
-        self.controls = {
-            client: np.array(state[f"{CONTROLS}.{client}"]) for client in self.examples
-        }
-
-    def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with controls of zero, unless a state was loaded."""
-        if not done:
-            self.controls, self.examples = {}, {}
-        return super().begin(initial_arrays, num_rounds, done)
-
-    # ---------------------------------------------------------------- controls
+    server_learning_rate: float = option(
+        "eta_g; at 1 the new weights are the clients' mean", default=1.0, above=0
+    )
+    controls: dict[int, NDArray[Any]] = state(dict)
+    examples: dict[int, int] = state(dict)
+    _control: NDArray[np.float64] = state(lambda: np.zeros(0), saved=False)  # c of the round
 
     def control(self) -> NDArray[np.float64]:
-        """c: mean of all clients' controls by their examples; of those not heard of they are 0.
+        """Return c, shape (P,): the mean of all clients' controls, weighted by their examples.
 
-        Returns
-        -------
-        ndarray of float64, shape (P,)
-            Empty before the first reply.
+        Clients not heard of have a control of 0. Before the first reply c is empty.
         """
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
@@ -162,12 +106,9 @@ class SCAFFOLD(BaseStrategy):
             control += np.multiply(self.controls[client], weight, dtype=np.float64)
         return control
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Send the global model and its own correction, c - c_i, to each of a sample."""
-        self._control = np.zeros(0)  # formed when the clients that are there are known
-        return super().configure_train(server_round, arrays, config, grid)
+    def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
+        """Form c, now that the live clients are known."""
+        self._control = self.control()
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
@@ -183,16 +124,14 @@ class SCAFFOLD(BaseStrategy):
 
     def _control_of(self, floating: Arrays) -> NDArray[np.float64]:
         size = sum(array.size for array in floating.values())
-        if not len(self._control):
-            self._control = self.control() if self.controls else np.zeros(size)
+        if not self.controls:
+            return np.zeros(size)
         if len(self._control) != size:
             raise ValueError(
                 f"the model has {size} numbers, the controls of {len(self._control)} are of "
                 "another; start from the weights that belong to the state"
             )
         return self._control
-
-    # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

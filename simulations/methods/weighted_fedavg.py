@@ -68,7 +68,7 @@ class _WeightedFedAvg(PersonalMethod[WeightedFedAvgSettings]):
             head=own.head,
             num_features=own.num_features,
             feature_seed=own.feature_seed,
-            memory_budget=own.memory_budget * 2**30,
+            memory_budget=own.memory_budget,
             **options,
         )
 

@@ -131,8 +131,7 @@ class ClosedFormStrategy(BaseStrategy):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add where features are taken."""
         super().prepare_config(config, server_round)
-        for key, value in self.feature_map.to_config().items():
-            config[key] = value
+        config.update(self.feature_map.to_config())
 
     # ------------------------------------------------------------- aggregation
 

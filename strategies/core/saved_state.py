@@ -25,10 +25,10 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, set | frozenset):
         return {name: sorted(value)}
     if isinstance(value, dict):
-        value = {key: own for key, own in value.items() if isinstance(key, str) or key >= 0}
-        if any(isinstance(own, np.ndarray) for own in value.values()):
-            return {f"{name}.{key}": value[key] for key in sorted(value)}
-        return {name: {str(key): value[key] for key in sorted(value)}}
+        kept = {key: value[key] for key in sorted(value) if isinstance(key, str) or key >= 0}
+        arrays = {key: own for key, own in kept.items() if isinstance(own, np.ndarray)}
+        plain = {str(key): own for key, own in kept.items() if key not in arrays}
+        return {name: plain, **{f"{name}.{key}": own for key, own in arrays.items()}}
     return {name: value}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.array_archive import under
+
 __all__ = ["ClientModels"]
 
 logger = getLogger("flwr")
@@ -26,12 +28,10 @@ class ClientModels(MutableMapping[int, Arrays]):
     Parameters
     ----------
     budget : float
-        Bytes of arrays in memory.
+        Bytes of arrays in memory, at least 0; it may change.
     """
 
     def __init__(self, budget: float = np.inf) -> None:
-        if not budget >= 0:
-            raise ValueError(f"memory budget: expected at least 0 bytes, got {budget}")
         self.budget = budget
         self._models: dict[int, Arrays] = {}
         self._in_memory: dict[int, int] = {}  # client -> bytes, in the order in which they came
@@ -69,8 +69,18 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     @property
     def bytes_in_memory(self) -> int:
-        """Of the arrays that are not on disk."""
+        """Bytes of the arrays that are not on disk."""
         return sum(self._in_memory.values())
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Return all arrays, as ``<client>.<name>``; placeholders end with their nodes."""
+        models = {client: own for client, own in self.items() if client >= 0}
+        return {f"{client}.{n}": a for client, own in models.items() for n, a in own.items()}
+
+    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Add what :meth:`state_dict` returned."""
+        for client in {int(name.partition(".")[0]) for name in state}:
+            self[client] = under(f"{client}.", state)
 
     def _write(self, client: int) -> None:
         """Move a client's arrays to disk, as one file of the bytes of all of them."""

@@ -6,30 +6,17 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
     min over v_k of  F_k(v_k) + (lambda / 2) ||v_k - w*||^2,  with w* the global model's optimum
 """
 
-from typing import Any
-
-from .personalised import PersonalisedStrategy
+from .personalised import PersonalStrategy
 
 __all__ = ["Ditto"]
 
 
-class Ditto(PersonalisedStrategy):
+class Ditto(PersonalStrategy):
     """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.
 
     The global model is FedAvg's, bit for bit, and what the Result holds. Each client keeps its
     model v_k, which never comes to the server. It counts as of the last round in which the client's
     reply was accepted.
-
-    Parameters
-    ----------
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
 
     Examples
     --------
@@ -39,6 +26,3 @@ class Ditto(PersonalisedStrategy):
 
     client = "DittoClient"
     replies = "global weights"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(personal=(), **options)

@@ -5,31 +5,18 @@ ICLR 2021, section 3 and algorithm 1: all layers but BatchNorm's are averaged; B
 parameters and statistics are each client's own.
 """
 
-from typing import Any
-
 from torch import nn
 
+from fedntk.ntk.options import argument
 from fedntk.ntk.parts import batch_norm_arrays
 
-from .personalised import PersonalisedStrategy
+from .personalised import PersonalStrategy
 
 __all__ = ["FedBN"]
 
 
-class FedBN(PersonalisedStrategy):
+class FedBN(PersonalStrategy):
     """FedBN (Li et al. 2021). Clients are :class:`~fedntk.clients.PersonalisedClient`.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Of the clients' architecture; its weights do not matter.
-    **options
-        Of :class:`PersonalisedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        If the network has no BatchNorm layer, or an argument is out of range.
 
     Examples
     --------
@@ -38,11 +25,13 @@ class FedBN(PersonalisedStrategy):
     ['1.bias', '1.num_batches_tracked']
     """
 
-    def __init__(self, *, network: nn.Module, **options: Any) -> None:
-        personal = batch_norm_arrays(network)
-        if not personal:
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.personal = batch_norm_arrays(self.network)
+        if not self.personal:
             raise ValueError(
                 "network: expected one with BatchNorm layers, got one without any; without them "
                 "FedBN is FedAvg"
             )
-        super().__init__(personal=personal, **options)

@@ -5,33 +5,18 @@ and 2: base layers are averaged, personalization layers are each client's own. H
 last linear layer, the paper's K_P = 1.
 """
 
-from typing import Any
-
 from torch import nn
 
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.parts import head_arrays
 
-from .personalised import PersonalisedStrategy
+from .personalised import PersonalStrategy
 
 __all__ = ["FedPer"]
 
 
-class FedPer(PersonalisedStrategy):
+class FedPer(PersonalStrategy):
     """FedPer (Arivazhagan et al. 2019). Clients: :class:`~fedntk.clients.PersonalisedClient`.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Of the clients' architecture; its weights do not matter.
-    head : str
-        Name of the layer that stays with the clients; by default the last ``nn.Linear``.
-    **options
-        Of :class:`PersonalisedStrategy`.
-
-    Raises
-    ------
-    ValueError
-        If there is no such layer, or an argument is out of range.
 
     Examples
     --------
@@ -40,5 +25,11 @@ class FedPer(PersonalisedStrategy):
     ['2.bias', '2.weight']
     """
 
-    def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
-        super().__init__(personal=head_arrays(network, head), **options)
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+    head: str = option(
+        "layer that stays with the clients; the last linear one by default", default=""
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.personal = head_arrays(self.network, self.head)

@@ -19,38 +19,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import FeatureMap
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes, screen_sizes
 
 from ..core.averaging import named_arrays
 from ..core.exchange import Pairs
 from ..core.replies import Reply
-from .personalised import PersonalisedStrategy
+from .personalised import PersonalStrategy
 
 __all__ = ["FedProto"]
 
 
-class FedProto(PersonalisedStrategy):
+class FedProto(PersonalStrategy):
     """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.
 
     All of the network stays with the clients; they start from the same first weights. What the
     Result holds are these, and beside them the global prototypes: ``global-prototypes.means``
     (C, p), of float32, and ``global-prototypes.counts`` (C,), the examples that each is of. A count
     of 0 means that there is none yet. A class that no client of a round has keeps its prototype.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Of the clients' architecture; its weights do not matter.
-    head : str
-        Name of the last linear layer, before which features are taken; by default the last
-        ``nn.Linear``.
-    **options
-        Of :class:`PersonalisedStrategy`, but for `personal`.
-
-    Raises
-    ------
-    ValueError
-        If there is no such layer, or an argument is out of range.
 
     Examples
     --------
@@ -62,15 +48,16 @@ class FedProto(PersonalisedStrategy):
     client = "FedProtoClient"
     replies = "prototypes"
 
-    def __init__(self, *, network: nn.Module, head: str = "", **options: Any) -> None:
-        super().__init__(personal=(), **options)
-        self.feature_map = FeatureMap("last-layer", head=head)
-        _, last = self.feature_map.last_layer(network)
-        self.shape = (last.out_features, last.in_features)  # (C, p)
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+    head: str = option(
+        "layer before which features are taken; the last linear one by default", default=""
+    )
 
-    def settings(self) -> dict[str, Any]:
-        """Add where features are taken; all arrays of the network are personal."""
-        return {**super().settings(), "personal": [], **self.feature_map.to_config()}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.feature_map = FeatureMap("last-layer", head=self.head)
+        _, last = self.feature_map.last_layer(self.network)
+        self.shape = (last.out_features, last.in_features)  # (C, p)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin without prototypes, unless a state was loaded."""
@@ -90,13 +77,10 @@ class FedProto(PersonalisedStrategy):
         """The global prototypes that the round at work, or the last one, began with."""
         return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
 
-    # ----------------------------------------------------------------- messages
-
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add where features are taken."""
         super().prepare_config(config, server_round)
-        for key, value in self.feature_map.to_config().items():
-            config[key] = value
+        config.update(self.feature_map.to_config())
 
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's prototypes, which must be of as many examples as it reports."""

@@ -8,17 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedntk.ntk.averages import weighted_mean
+from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
 
 from ..core.averaging import cast_like, named_arrays
@@ -27,63 +21,38 @@ from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, checked_weights
 
-__all__ = ["PersonalisedStrategy"]
+__all__ = ["PersonalStrategy", "PersonalisedStrategy"]
 
 PERSONAL = "personal"  # record of first values
 Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
-class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
+class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     """Average the shared arrays, and leave the personal ones with the clients.
 
     Clients are :class:`~fedntk.clients.PersonalisedClient`. Personal arrays never come to the
-    server: all clients start from those of the initial arrays, and those are what the Result holds
-    of them. A client that lost what it kept starts from them again; so does a new one.
+    server: all clients start from the initial ones, and the Result holds these. A new client starts
+    from them, and so does one that lost what it kept.
 
     A client's personal arrays count as of the last round in which its reply was accepted. So a
     reply that is lost or dropped leaves both its parts as they were.
 
-    Parameters
-    ----------
-    personal : collection of str
-        Names of the arrays that stay with the clients.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` (seed, min_completed) and of Flower's
-        FedAvg.
-
     Attributes
     ----------
-    trained : dict of int to int
-        Client -> the last round in which its reply was accepted.
-    run_key : str
-        Names the run for the clients' folders; drawn at random when it begins.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range; and when it starts, if an array is not in the network.
+    personal : collection of str
+        Names of the arrays that stay with the clients; a method sets it.
     """
 
     client = "PersonalisedClient"
     replies = "shared weights"
     averages = False
 
-    def __init__(self, *, personal: Collection[str] = (), **options: Any) -> None:
-        super().__init__(**options)
-        if isinstance(personal, str):
-            raise ValueError(f"personal: expected names of arrays, got the text {personal!r}")
-        self.personal = frozenset(personal)
-
-    # ------------------------------------------------------------------- state
-
-    def settings(self) -> dict[str, Any]:
-        """Add the names of the personal arrays."""
-        return {**super().settings(), "personal": sorted(self.personal)}
+    personal: Collection[str] = state(frozenset, saved=False, reset=False)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Check that the network has the personal arrays."""
-        if odd := sorted(self.personal - initial_arrays.keys()):
+        if odd := sorted(set(self.personal) - initial_arrays.keys()):
             raise ValueError(f"personal: the network has no arrays named {odd[:5]}")
         return super().begin(initial_arrays, num_rounds, done)
 
@@ -101,7 +70,7 @@ class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
         return content
 
     def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
-        """Return a client's shared arrays: the global ones, as it stands."""
+        """Return a client's shared arrays: the global ones by default."""
         del client
         return shared
 
@@ -138,11 +107,11 @@ class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
         return {name: array for name, array in arrays.items() if name not in self.personal}
 
     def parse(self, reply: Reply) -> Any:
-        """Return what is needed of a reply, or raise BadReply: shared arrays, as it stands."""
+        """Return what the method needs of a reply, or raise BadReply; by default its weights."""
         return checked_weights(reply.arrays(), self.shared)
 
     def sound(self, pairs: Pairs[T], rejected: Counter[str]) -> Pairs[T]:
-        """Drop the replies that others show to be out of range."""
+        """Drop the replies that are far out of the others' range."""
 
         def changes(own: Sequence[T], most: float) -> Any:
             return screen_changes(self.shared, [self.weights_of(each) for each in own], most)
@@ -160,3 +129,19 @@ class PersonalisedStrategy(KeepingStrategy, ResendingStrategy):
         if not self.shared:
             return {}
         return weighted_mean(weights, [reply.num_examples for reply, _ in pairs])
+
+
+class PersonalisedStrategy(PersonalStrategy):
+    """FedAvg of all but some named arrays (Pillutla et al. 2022, FedSim).
+
+    Examples
+    --------
+    >>> PersonalisedStrategy(personal=["2.weight", "2.bias"]).personal
+    ('2.bias', '2.weight')
+    """
+
+    personal: Sequence[str] = option("names of arrays that stay with the clients", default=())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.personal = tuple(sorted(self.personal))

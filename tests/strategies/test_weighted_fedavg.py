@@ -255,7 +255,7 @@ def test_a_state_has_all_that_models_are_mixed_from_but_for_placeholders(over):
     again.load_state_dict(state)
     assert again.model_of(-10) is None
     if over == "all":  # without the placeholder, which was mixed, too
-        for own in (strategy._known, strategy._models):
+        for own in (strategy._means, strategy._counts, strategy._models):
             del own[-10]
         strategy._mixed.clear()
     for client in range(5):
@@ -364,7 +364,7 @@ def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
     own = strategy.model_of(0)
     assert own is not None
     state = strategy.state_dict()
-    state["models.0.3.bias"] = own["3.bias"] + np.float32(40)
+    state["_models.0.3.bias"] = own["3.bias"] + np.float32(40)
     again = weighted(outlier_factor=20, **ALL)
     again.load_state_dict(state)
     came = Uploads(CLIENTS)
@@ -386,7 +386,7 @@ def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
         ({"over": "some"}, "over: expected one of round, all, got 'some'"),
         ({"temperature": 0}, "temperature: expected more than 0, got 0"),
         ({"head": "1"}, "head: expected the name of"),
-        ({"memory_budget": -1}, "memory budget: expected at least 0 bytes, got -1"),
+        ({"memory_budget": -1}, "memory_budget: expected at least 0, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
