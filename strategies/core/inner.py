@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import Agreement, screen_changes
 
 from .array_archive import under
@@ -27,7 +28,7 @@ from .base import BaseStrategy
 from .exchange import logger
 from .replies import Reply, checked_weights, kinds_of
 
-__all__ = ["CheckedStrategy", "InnerStrategy", "Shown"]
+__all__ = ["CheckedStrategy", "GridSubset", "InnerStrategy"]
 
 
 class InnerStrategy:
@@ -38,28 +39,23 @@ class InnerStrategy:
     argument : str
         Name under which the strategy was given, for errors.
     strategy : Strategy
-        Whose replies are one set of weights, the network's.
+        One whose replies are one set of weights, the network's.
     owner : BaseStrategy
         Samples the nodes and checks the replies: its ``min_completed`` and ``max_examples`` are
         what counts.
-
-    Raises
-    ------
-    ValueError
-        If the strategy is one of those here whose replies are something else, or averages its
-        weights over rounds.
     """
 
     def __init__(self, argument: str, strategy: Strategy, owner: BaseStrategy) -> None:
-        if isinstance(strategy, BaseStrategy) and strategy.replies != BaseStrategy.replies:
-            raise ValueError(
-                f"{argument}: expected a strategy whose replies are one set of weights, such as "
-                f"FedAvg, got {type(strategy).__name__}"
-            )
-        if isinstance(strategy, BaseStrategy) and strategy.averaged is not None:
-            raise ValueError(
-                f"{argument}: expected average_decay = 0, got {strategy.averaged.decay}"
-            )
+        if isinstance(strategy, BaseStrategy):
+            if strategy.replies != BaseStrategy.replies:
+                raise ValueError(
+                    f"{argument}: expected a strategy whose replies are one set of weights, such "
+                    f"as FedAvg, got {type(strategy).__name__}"
+                )
+            if strategy.average_decay:
+                raise ValueError(
+                    f"{argument}: expected average_decay = 0, got {strategy.average_decay}"
+                )
         self.argument, self.strategy, self.owner = argument, strategy, owner
         self._fresh = dict(vars(strategy))
 
@@ -88,19 +84,13 @@ class InnerStrategy:
         grid: Grid,
         nodes: list[int],
     ) -> list[Message]:
-        """Return the strategy's instructions to some or all of the nodes.
-
-        Raises
-        ------
-        ValueError
-            If it would wait for more nodes than it is shown.
-        """
+        """Return the strategy's instructions to some or all of the nodes."""
         if len(nodes) < self.waits_for:
             raise ValueError(
                 f"{self.argument}: it waits for min_available_nodes = {self.waits_for}, and "
                 f"{len(nodes)} nodes are sampled in a round; lower that, or sample more"
             )
-        shown: Any = Shown(grid, nodes)
+        shown: Any = GridSubset(grid, nodes)
         own = list(self.strategy.configure_train(server_round, network, config, shown))
         for message in own:  # clients are to agree with the owner
             for record in message.content.config_records.values():
@@ -116,14 +106,7 @@ class InnerStrategy:
     ) -> tuple[dict[str, NDArray[Any]] | None, MetricRecord]:
         """Return the new network, if there is one, and the round's metrics.
 
-        Parameters
-        ----------
-        server_round : int
-            Now.
-        replies : iterable of Message
-            In any order.
-        expected : mapping of str to ndarray
-            The network as it was sent.
+        `expected` is the network as it was sent.
         """
         pairs, rejected = self.owner.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
@@ -217,51 +200,33 @@ class CheckedStrategy(BaseStrategy):
 
     Same seed, same bits; a bad reply is dropped, logged and counted; moments and momenta are saved.
     (Flower: Beutel et al., *Flower: A Friendly Federated Learning Research Framework*, 2020.)
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replies are one set of weights. What it samples by, and how many nodes it waits for,
-        is set so that it asks all nodes that it is shown.
-    argument : str
-        Name under which the strategy was given, for errors.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy`.
-
-    Raises
-    ------
-    ValueError
-        If its replies are more than weights, or it wraps another strategy, as those of differential
-        privacy do.
     """
 
-    def __init__(self, strategy: Strategy, *, argument: str = "strategy", **options: Any) -> None:
-        super().__init__(**options)
-        if isinstance(getattr(strategy, "strategy", None), Strategy):
+    strategy: Strategy = argument(
+        "strategy whose replies are one set of weights; how it samples, and how many nodes it "
+        "waits for, is set so that it asks all nodes that it is shown",
+        kw_only=False,
+    )
+    name: str = argument("name under which the strategy was given, for errors", default="strategy")
+    inner: InnerStrategy = state(lambda: None, reset=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(getattr(self.strategy, "strategy", None), Strategy):
             raise ValueError(
-                f"{argument}: expected a strategy that aggregates itself, got the wrapper "
-                f"{type(strategy).__name__}, which samples by another one"
+                f"{self.name}: expected a strategy that aggregates itself, got the wrapper "
+                f"{type(self.strategy).__name__}, which samples by another one"
             )
-        self.inner = InnerStrategy(argument, strategy, self)
+        self.inner = InnerStrategy(self.name, self.strategy, self)
         self.inner.ask_whoever_is_shown()
 
     def agreement(self) -> Agreement:
         """Return what clients must agree with: the strategy's name is that of Flower's."""
-        return replace(super().agreement(), strategy=type(self.inner.strategy).__name__)
+        return replace(super().agreement(), strategy=type(self.strategy).__name__)
 
     def settings(self) -> dict[str, Any]:
         """Add the strategy's own."""
         return {**super().settings(), "inner": self.inner.settings()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add what the strategy keeps from round to round."""
-        own = self.inner.state_dict()
-        return {**super().state_dict(), **{f"inner.{name}": value for name, value in own.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.inner.load_state_dict(under("inner.", state))
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Forget what the strategy kept of an earlier run, unless a state was loaded."""
@@ -294,16 +259,8 @@ class CheckedStrategy(BaseStrategy):
         return ArrayRecord({name: Array(array) for name, array in arrays.items()}), metrics
 
 
-class Shown:
-    """A grid of which a strategy sees only some nodes.
-
-    Parameters
-    ----------
-    grid : Grid
-        That sends and receives.
-    nodes : list of int
-        Their ids.
-    """
+class GridSubset:
+    """A grid of which a strategy sees only some nodes."""
 
     def __init__(self, grid: Grid, nodes: list[int]) -> None:
         self._grid, self._nodes = grid, nodes

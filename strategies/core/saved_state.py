@@ -20,6 +20,9 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     """
     if hasattr(value, "state_dict"):
         return {f"{name}.{part}": own for part, own in value.state_dict().items()}
+    if _is_of_objects(value):
+        each = [pack(f"{name}.{k}", own) for k, own in enumerate(value)]
+        return {part: own for packed in each for part, own in packed.items()}
     if isinstance(value, torch.Tensor):
         return {name: value.numpy()}
     if isinstance(value, set | frozenset):
@@ -50,6 +53,8 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
     if hasattr(fresh, "load_state_dict"):
         fresh.load_state_dict(parts)
         return fresh
+    if _is_of_objects(fresh):
+        return tuple(unpack(f"{name}.{k}", kind, own, state) for k, own in enumerate(fresh))
     whole = get_origin(kind) or kind
     if whole in (dict, Counter):
         key_type = get_args(kind)[0]
@@ -59,6 +64,10 @@ def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
     if isinstance(fresh, torch.Tensor):
         return torch.from_numpy(value)
     return whole(value) if whole in (int, float, str, bool, list, set, tuple) else value
+
+
+def _is_of_objects(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and hasattr(value[0], "state_dict")
 
 
 def _copied(value: Any) -> Any:

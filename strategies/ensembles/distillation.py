@@ -7,91 +7,58 @@ and the mean of the weights at the ends of the cycles).
 """
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+from fedntk.ntk.options import Declared, argument, option
+
 __all__ = ["Distillation", "descend", "distil", "sharpened", "soft_cross_entropy"]
 
 
-@dataclass(frozen=True, eq=False)
-class Distillation:
+class Distillation(Declared):
     """How the server of :class:`~fedntk.strategies.FedBE` makes one network of an ensemble.
 
-    Attributes
-    ----------
-    network : nn.Module
-        Of the clients' architecture, with C >= 2 outputs. It is copied; its weights do not matter.
-    examples : Tensor, shape (n, ...)
-        The server's unlabelled examples, at least two, as the network takes them.
-    temperature : float
-        T of :func:`sharpened`.
-    epochs : int
-        Passes over the examples.
-    batch_size : int
-        Examples a step, at least two. A last batch of one joins the batch before it.
-    learning_rate : float
-        Of SGD at the beginning of each cycle. The loss is the mean over the examples of
-        -sum_c q_c log p_c; a program that averages over the C classes, too, has C times this rate.
-    final_learning_rate : float
-        At the end of each cycle; at most `learning_rate`.
-    cycle : int
-        Steps of a cycle, in which the rate falls linearly.
-    momentum, weight_decay : float
-        Of SGD.
-    swa : bool
-        Take the mean of the weights at the ends of cycles, and after the last step; else the
-        weights after the last step.
-    swa_start : float
-        Share of the steps after which weights are averaged.
-    device : str
-        Where the networks run.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or the network does not take the examples.
+    The loss of SGD is the mean over the examples of -sum_c q_c log p_c. A program that also takes
+    the mean over the C classes has C times this rate. A last batch of one example joins the batch
+    before it.
     """
 
-    network: nn.Module = field(repr=False)
-    examples: Tensor = field(repr=False)
-    temperature: float = 0.5
-    epochs: int = 20
-    batch_size: int = 128
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 4e-4
-    cycle: int = 25
-    momentum: float = 0.9
-    weight_decay: float = 1e-5
-    swa: bool = True
-    swa_start: float = 0.3
-    device: str = "cpu"
+    network: nn.Module = argument(
+        "the clients' architecture, with C >= 2 outputs; it is copied, its weights do not matter",
+        kw_only=False,
+    )
+    examples: Tensor = argument(
+        "the server's unlabelled examples, at least two, as the network takes them", kw_only=False
+    )
+    temperature: float = option("T that sharpens the labels", default=0.5, above=0)
+    epochs: int = option("passes over the examples", default=20, at_least=1)
+    batch_size: int = option("examples of a step", default=128, at_least=2)
+    learning_rate: float = option(
+        "rate of SGD at the beginning of each cycle", default=1e-3, above=0
+    )
+    final_learning_rate: float = option("rate at the end of each cycle", default=4e-4, above=0)
+    cycle: int = option("steps in which the rate falls linearly", default=25, at_least=1)
+    momentum: float = option("momentum of SGD", default=0.9, at_least=0, below=1)
+    weight_decay: float = option("weight decay of SGD", default=1e-5, at_least=0)
+    swa: bool = option(
+        "take the mean of the weights at the ends of cycles and after the last step, not the last",
+        default=True,
+    )
+    swa_start: float = option(
+        "share of the steps after which weights count in that mean",
+        default=0.3,
+        at_least=0,
+        below=1,
+    )
+    device: str = argument("where the networks run", default="cpu")
 
     def __post_init__(self) -> None:
-        for name, fewest in (("epochs", 1), ("batch_size", 2), ("cycle", 1)):
-            if getattr(self, name) < fewest:
-                raise ValueError(f"{name}: expected at least {fewest}, got {getattr(self, name)}")
-        for name in ("temperature", "learning_rate", "final_learning_rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}: expected a finite number above 0, got {getattr(self, name)}"
-                )
-        if self.final_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"final_learning_rate: expected at most learning_rate = {self.learning_rate}, got "
-                f"{self.final_learning_rate}"
-            )
-        for name, most in (("momentum", 1.0), ("swa_start", 1.0), ("weight_decay", math.inf)):
-            if not 0 <= getattr(self, name) < most:
-                raise ValueError(
-                    f"{name}: expected 0 <= {name} < {most:g}, got {getattr(self, name)}"
-                )
+        super().__post_init__()
         if not isinstance(self.examples, Tensor) or len(self.examples) < 2:
             got = len(self.examples) if isinstance(self.examples, Tensor) else type(self.examples)
             raise ValueError(
@@ -99,9 +66,18 @@ class Distillation:
             )
         if self.examples.is_floating_point() and not bool(self.examples.isfinite().all()):
             raise ValueError("examples: expected finite numbers, got NaN or infinity")
-        object.__setattr__(self, "network", copy.deepcopy(self.network).to(self.device))
-        object.__setattr__(self, "examples", _cast_like(self.examples, self.network))
+        self.network = copy.deepcopy(self.network).to(self.device)
+        self.examples = _cast_like(self.examples, self.network)
         self._probe()
+
+    def check(self) -> None:
+        """Refuse a rate that rises in a cycle."""
+        super().check()
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate: expected at most learning_rate = {self.learning_rate:g}, "
+                f"got {self.final_learning_rate:g}; lower it"
+            )
 
     def _probe(self) -> None:
         """Refuse a network that cannot be trained on the examples."""
@@ -121,10 +97,7 @@ class Distillation:
 
     def settings(self) -> dict[str, Any]:
         """Return the numbers, and how many examples there are."""
-        shallow = Distillation.__dataclass_fields__.keys() - {"network", "examples", "device"}
-        return {name: getattr(self, name) for name in sorted(shallow)} | {
-            "examples": len(self.examples)
-        }
+        return {**self.compared_options(), "examples": len(self.examples)}
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, 1 for the first (Izmailov et al. 2018, 3.1)."""
@@ -150,16 +123,9 @@ def _cast_like(x: Tensor, network: nn.Module) -> Tensor:
 
 
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return p^(1/T) / sum p^(1/T) over the last axis.
+    """Return p^(1/T) / sum p^(1/T) over the last axis, for rows p of sum 1.
 
     T = 1 leaves p as it is; towards T = 0 all goes to the most likely class.
-
-    Parameters
-    ----------
-    probabilities : Tensor, shape (n, C)
-        p, rows of sum 1.
-    temperature : float
-        T > 0.
 
     Examples
     --------
@@ -170,13 +136,7 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def soft_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return -sum_c q_c log softmax(f)_c, averaged over the examples.
-
-    Parameters
-    ----------
-    outputs, labels : Tensor, shape (n, C)
-        f, and rows q of sum 1.
-    """
+    """Return -sum_c q_c log softmax(f)_c, averaged over the examples; both are (n, C)."""
     return -(labels * outputs.log_softmax(1)).sum(1).mean()
 
 
@@ -185,16 +145,8 @@ def descend(
 ) -> Iterator[tuple[int, int]]:
     """Train a network towards labels by SGD, and yield (step, steps in all) after each step.
 
-    Parameters
-    ----------
-    student : nn.Module
-        On the options' device; it changes, in training mode.
-    labels : Tensor, shape (n, C)
-        Of the options' examples.
-    options : Distillation
-        Examples and rates.
-    generator : torch.Generator
-        Shuffles.
+    The network is on the options' device and changes, in training mode. Labels (n, C) are of the
+    options' examples. The generator shuffles these.
     """
     x, device = options.examples, options.device
     optimizer = torch.optim.SGD(
@@ -228,23 +180,15 @@ def _batches(order: Tensor, batch_size: int) -> list[Tensor]:
 def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int) -> nn.Module:
     """Train a network towards labels; with `swa`, return the mean of its weights on the way.
 
-    The statistics of BatchNorm are then those of the server's examples under the mean weights.
+    The statistics of BatchNorm are then those of the server's examples under the mean weights. The
+    seed is of the shuffling and of what the network draws; torch's global state is restored.
 
     Parameters
     ----------
     student : nn.Module
-        On the options' device, at the weights to begin with; it changes.
+        Network on the options' device, at the weights to begin with; it changes.
     labels : Tensor, shape (n, C)
-        Of the options' examples.
-    options : Distillation
-        How.
-    seed : int
-        Of the shuffling and of what the network draws. Torch's global state is the same afterwards.
-
-    Returns
-    -------
-    nn.Module
-        The student, or the network of the mean weights.
+        Rows q of sum 1 for the options' examples.
     """
     with _own_state(options.device):
         torch.manual_seed(seed)

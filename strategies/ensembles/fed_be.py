@@ -15,8 +15,8 @@ unlabelled examples towards the sharpened p(x), its weights averaged on the way 
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from logging import INFO, WARNING
-from typing import Any, get_args
+from logging import WARNING
+from typing import Any
 
 import numpy as np
 from flwr.app import (
@@ -33,6 +33,7 @@ from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value, require_memory
 from fedntk.ntk.averages import convex_combination, weighted_mean
+from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import EnsembleArrays, screen_changes
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
@@ -64,31 +65,7 @@ class FedBE(BaseStrategy):
     Without distillation what is learned is the newest round's ensemble, as
     :class:`~fedntk.ntk.payloads.EnsembleArrays`: model 0 is the mean, which the next round's
     clients are sent; then come the M that were drawn, then the clients' own, by client. Before the
-    first round it is the initial network alone. With distillation what is learned is one network.
-
-    Parameters
-    ----------
-    distribution : {"gaussian", "dirichlet"}
-        From which models are drawn: a Gaussian of the clients' variance at each coordinate, or
-        convex combinations of the clients' models.
-    num_samples : int
-        M: models drawn a round. 0, with ``client_models=False``, is FedAvg.
-    alpha : float
-        Concentration of the Dirichlet distribution, 1e-6 ... 1e12: many clients share a model if it
-        is large.
-    client_models : bool
-        Have the clients' own models in the ensemble. Without distillation they are part of what is
-        returned, and of checkpoints.
-    distill : Distillation, optional
-        Server examples, network and rates of the distillation. None: the ensemble is kept.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` and of Flower's FedAvg: seed (of the models
-        drawn and of the distillation, too), fraction_train, ...
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+    first round it is only the initial network. With distillation what is learned is one network.
 
     Examples
     --------
@@ -100,57 +77,34 @@ class FedBE(BaseStrategy):
 
     averages = False
 
-    def __init__(
-        self,
-        *,
-        distribution: Distribution = "gaussian",
-        num_samples: int = 10,
-        alpha: float = 1.0,
-        client_models: bool = True,
-        distill: Distillation | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        if distribution not in get_args(Distribution):
-            raise ValueError(
-                f"distribution: expected {' or '.join(get_args(Distribution))}, "
-                f"got {distribution!r}"
-            )
-        if num_samples < 0:
-            raise ValueError(f"num_samples: expected at least 0, got {num_samples}")
-        if not 1e-6 <= alpha <= 1e12:
-            raise ValueError(f"alpha: expected 1e-6 ... 1e12, got {alpha}")
-        if distill is not None and not isinstance(distill, Distillation):
-            raise ValueError(
-                f"distill: expected a Distillation(network, examples), got {type(distill).__name__}"
-            )
-        self.distribution, self.num_samples, self.alpha = distribution, num_samples, alpha
-        self.client_models, self.distill = client_models, distill
+    distribution: Distribution = option("from which models are drawn", default="gaussian")
+    num_samples: int = option("M: models drawn a round", default=10, at_least=0)
+    alpha: float = option(
+        "concentration of distribution = dirichlet: many clients share a model if it is large",
+        default=1.0,
+        at_least=1e-6,
+        at_most=1e12,
+    )
+    client_models: bool = option(
+        "the clients' own models are in the ensemble, and so in the Result and in checkpoints",
+        default=True,
+    )
+    distill: Distillation | None = argument(
+        "the server's examples, network and rates of the distillation; None: none", default=None
+    )
 
-    def summary(self) -> None:
-        """Log the settings."""
-        super().summary()
-        logger.log(
-            INFO,
-            "\t└──> FedBE: the mean, %d models of a %s distribution%s, %s distillation",
-            self.num_samples,
-            self.distribution,
-            " and the clients'" if self.client_models else "",
-            "no" if self.distill is None else "with",
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill is not None and not isinstance(self.distill, Distillation):
+            raise ValueError(
+                "distill: expected a Distillation(network, examples), got "
+                f"{type(self.distill).__name__}"
+            )
 
     def settings(self) -> dict[str, Any]:
-        """Add the distribution's and the distillation's."""
-        return {
-            **super().settings(),
-            "distribution": self.distribution,
-            "num_samples": self.num_samples,
-            "alpha": self.alpha,
-            "client_models": self.client_models,
-            "distill": None if self.distill is None else self.distill.settings(),
-        }
-
-    # ------------------------------------------------------------------ learned
+        """Add those of the distillation."""
+        distill = None if self.distill is None else self.distill.settings()
+        return {**super().settings(), "distill": distill}
 
     @property
     def learned(self) -> str:
@@ -173,13 +127,7 @@ class FedBE(BaseStrategy):
         return EnsemblePredictor(NetworkPredictor.from_arrays(network, own) for own in models)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with an ensemble of the initial network alone, unless it is an ensemble already.
-
-        Raises
-        ------
-        ValueError
-            If the network to distil into is another.
-        """
+        """Begin with an ensemble of only the initial network, unless it is an ensemble already."""
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         size = sum(len(array.data) for array in self.network_of(initial_arrays).values())
         models = 1 + self.num_samples + (self.min_train_nodes if self.client_models else 0)
@@ -198,8 +146,7 @@ class FedBE(BaseStrategy):
                     "initial_arrays: expected those of the network that distill was given, got "
                     f"others: {', '.join(odd[:5])[:200]}; give both the same architecture"
                 )
-            return initial_arrays
-        if EnsembleArrays.are_in(initial_arrays):
+        if self.distill is not None or EnsembleArrays.are_in(initial_arrays):
             return initial_arrays
         return ArrayRecord(EnsembleArrays((dict(initial_arrays),)).to_arrays())
 
@@ -208,8 +155,6 @@ class FedBE(BaseStrategy):
     ) -> RecordDict:
         """Send the global model, whatever the stage."""
         return super().content_for(client, stage, self.network_of(arrays), config)
-
-    # -------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

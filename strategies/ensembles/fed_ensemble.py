@@ -13,7 +13,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from logging import INFO, WARNING
+from logging import WARNING
 from typing import Any, get_args
 
 import numpy as np
@@ -33,13 +33,13 @@ from torch import nn
 
 from fedntk.ntk import BadReply, EnsemblePredictor
 from fedntk.ntk.first_weights import Initialisation, drawn_weights
+from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
 
-from ..core.array_archive import under
 from ..core.averaging import named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
-from ..core.inner import CheckedStrategy, Shown
+from ..core.inner import CheckedStrategy, GridSubset
 from ..core.registry import Exchange
 from ..core.replies import checked_weights, kinds_of, read_arrays
 from .strata import Schedule, Strata, permutations
@@ -64,48 +64,12 @@ class FedEnsemble(BaseStrategy):
     What is learned travels, and is returned, as :class:`~fedntk.ntk.payloads.EnsembleArrays`:
     ``EnsembleArrays.from_arrays(result.arrays).models`` are the K models' own arrays.
 
-    Parameters
-    ----------
-    inner : callable
-        Makes the strategy of one model, a new one at each call: one of Flower's whose replies are
-        weights (FedAvg, FedProx, FedAdam, FedMedian, Krum, ...), or one of those here (NTKFL, TCT,
-        SCAFFOLD, ...). They have to be alike but for their seeds. What they sample by is not
-        heeded; clients that they hold out are held out of the ensemble. `max_examples` and
-        `outlier_factor` of this strategy hold for Flower's; those here have their own. Where a
-        model has fewer than three replies of weights, the changes of all models' clients are
-        compared by the `outlier_factor` of this strategy.
-    num_models : int
-        K.
-    num_strata : int, optional
-        Q; K by default. At least as many clients have to be sampled in a round.
-    schedule : {"independent", "balanced"}
-        ``"independent"``: each stratum draws its permutation by itself (algorithm 1). In a round,
-        models then have different numbers of clients, some none. ``"balanced"``: the permutations
-        are drawn together, so that in each round the models have the same number of strata, or one
-        more.
-    init : {"he", "xavier"} or callable
-        First weights of all K models. All arrays of floating point with two axes or more are drawn,
-        (outputs, inputs, ...) (He et al. 2015, eq. (10); Glorot and Bengio 2010, eq. (16)), and
-        biases are 0; other arrays, such as BatchNorm's, are those that :meth:`start` is given. Or a
-        function that makes the module of model k, for k = 0 ... K - 1: for networks with other
-        matrices, such as buffers, frozen layers or transposed convolutions. To begin with weights
-        of your own, give :meth:`start` those of all K models, as ``EnsembleArrays``.
-    **options
-        Of :class:`~fedntk.strategies.BaseStrategy` and of Flower's FedAvg: seed (of strata,
-        permutations, sampling and first weights), fraction_train, ...
-
     Attributes
     ----------
     members : tuple of BaseStrategy
         The strategy of each model.
     strata : Strata
         Which client belongs to which stratum.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range, if `inner` returns the same object twice or strategies that
-        differ, or makes one that cannot work with some of the clients.
 
     Examples
     --------
@@ -117,27 +81,48 @@ class FedEnsemble(BaseStrategy):
 
     client = "FedEnsembleClient"
 
-    def __init__(
-        self,
-        *,
-        inner: Callable[[], Strategy] = FedAvg,
-        num_models: int = 5,
-        num_strata: int | None = None,
-        schedule: Schedule = "independent",
-        init: Initialisation | Callable[[int], nn.Module] = "he",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        num_strata = num_models if num_strata is None else num_strata
-        for name, value in (("num_models", num_models), ("num_strata", num_strata)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if schedule not in get_args(Schedule):
-            raise ValueError(f"schedule: expected {get_args(Schedule)}, got {schedule!r}")
-        if not callable(init) and init not in get_args(Initialisation):
-            raise ValueError(f"init: expected {get_args(Initialisation)} or a function, got {init}")
-        made = [inner() for _ in range(num_models)]
-        if len({id(strategy) for strategy in made}) < num_models:
+    inner: Callable[[], Strategy] = argument(
+        "makes the strategy of one model, a new one at each call: one of Flower's with replies of "
+        "weights (FedAvg, FedAdam, Krum, ...), or one of those here (NTKFL, TCT, SCAFFOLD, ...); "
+        "they must differ only in their seeds. Their sampling options are ignored; clients that "
+        "they hold out are held out of the ensemble. max_examples and outlier_factor of the "
+        "ensemble hold for Flower's; those here have their own. If a model has fewer than three "
+        "replies of weights, the changes of all models are compared by the ensemble's "
+        "outlier_factor",
+        default=FedAvg,
+    )
+    num_models: int = option("K", default=5, at_least=1)
+    num_strata: int = option(
+        "Q, groups of clients, of which at least as many are sampled in a round; 0: as many as "
+        "models",
+        default=0,
+        at_least=0,
+    )
+    schedule: Schedule = option(
+        "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "
+        "balanced: in each round the models have as many strata, or one more",
+        default="independent",
+    )
+    init: Initialisation | Callable[[int], nn.Module] = argument(
+        "first weights of all K models. he or xavier: all arrays of floating point with two axes "
+        "or more are drawn, (outputs, inputs, ...) (He et al. 2015, eq. (10); Glorot and Bengio "
+        "2010, eq. (16)), biases are 0, and other arrays, such as BatchNorm's, are those given to "
+        "start. Or a function that makes the module of model k, for k = 0 ... K - 1: for "
+        "networks with other matrices, such as buffers, frozen layers or transposed convolutions. "
+        "To begin with weights of your own, give start those of all K models, as EnsembleArrays",
+        default="he",
+    )
+    members: tuple[BaseStrategy, ...] = state(tuple, reset=False)
+    strata: Strata = state(Strata, reset=False)
+    _model_of: dict[int, int] = state(dict, saved=False)  # node -> model that it trains now
+    # metrics of the clients of the round, all models'
+    _reported: list[RecordDict] = state(list, saved=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.strata = Strata(self.num_strata or self.num_models, self.seed)
+        made = [self.inner() for _ in range(self.num_models)]
+        if len({id(strategy) for strategy in made}) < self.num_models:
             raise ValueError("inner: expected a new strategy at each call, got the same one twice")
         self.members = tuple(self._member(strategy) for strategy in made)
         if self.averaged is not None and not self.members[0].averages:
@@ -145,13 +130,17 @@ class FedEnsemble(BaseStrategy):
                 f"average_decay: expected 0 with models by {type(self.members[0]).__name__}, whose "
                 f"arrays have no mean over rounds, got {self.averaged.decay}"
             )
-        self.schedule, self.init = schedule, init
-        self.strata = Strata(num_strata, self.seed)
         self._share()
-        self._model_of: dict[int, int] = {}  # node -> model that it trains in the round at work
-        self._reported: list[RecordDict] = []  # metrics of the clients of the round, all models'
         for member in self.members:
             member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
+
+    def check(self) -> None:
+        """Refuse words for first weights that are not known."""
+        super().check()
+        if not callable(self.init) and self.init not in get_args(Initialisation):
+            raise ValueError(
+                f"init: expected {get_args(Initialisation)} or a function, got {self.init}"
+            )
 
     def _share(self) -> None:
         """Give all members what the ensemble has, and the ensemble what they were made with."""
@@ -175,7 +164,7 @@ class FedEnsemble(BaseStrategy):
             return strategy
         return CheckedStrategy(
             strategy,
-            argument="inner",
+            name="inner",
             max_examples=self.max_examples,
             outlier_factor=self.outlier_factor,
         )
@@ -189,51 +178,10 @@ class FedEnsemble(BaseStrategy):
 
         return collected
 
-    @property
-    def num_models(self) -> int:
-        """K."""
-        return len(self.members)
-
-    def summary(self) -> None:
-        """Log the settings."""
-        super().summary()
-        logger.log(
-            INFO,
-            "\t└──> Fed-ensemble: %d models by %s, %d strata, %s permutations",
-            self.num_models,
-            self.members[0].agreement().strategy,
-            self.strata.count,
-            self.schedule,
-        )
-
-    # ------------------------------------------------------------------- state
-
     def settings(self) -> dict[str, Any]:
-        """Add the ensemble's, and the inner strategy's."""
-        return {
-            **super().settings(),
-            "num_models": self.num_models,
-            "num_strata": self.strata.count,
-            "schedule": self.schedule,
-            "init": self.init if isinstance(self.init, str) else "a function",
-            "inner": self.members[0].settings(),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Add the strata, and the state of each model's strategy."""
-        members = EnsembleArrays(tuple(member.state_dict() for member in self.members))
-        return {
-            **super().state_dict(),
-            "strata": self.strata.state_dict(),
-            **members.to_arrays(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.strata.load_state_dict(state["strata"])
-        for k, member in enumerate(self.members):
-            member.load_state_dict(under(f"model-{k}.", state))
+        """Add the first weights, and the inner strategy's settings."""
+        init = self.init if isinstance(self.init, str) else "a function"
+        return {**super().settings(), "init": init, "inner": self.members[0].settings()}
 
     @property
     def learned(self) -> str:
@@ -266,13 +214,7 @@ class FedEnsemble(BaseStrategy):
         )
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Draw the first weights of the models, unless all are given.
-
-        Raises
-        ------
-        ValueError
-            If several models are given, and not K.
-        """
+        """Draw the first weights of the models, unless all are given."""
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if not done:
             self.strata.of = {}
@@ -303,18 +245,10 @@ class FedEnsemble(BaseStrategy):
         drawn = drawn_weights(named_arrays(given), self.init, generator, zero_biases=True)
         return {name: Array(array) for name, array in drawn.items()}
 
-    # ----------------------------------------------------------------- sending
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Have each model's strategy instruct the sampled clients of its strata.
-
-        Raises
-        ------
-        ValueError
-            In the first round, if there are fewer clients than strata, or fewer are sampled.
-        """
+        """Have each model's strategy instruct the sampled clients of its strata."""
         self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
@@ -324,7 +258,7 @@ class FedEnsemble(BaseStrategy):
         for k, (member, model) in enumerate(zip(self.members, models, strict=True)):
             nodes = [node for node, own in self._model_of.items() if own == k]
             if nodes:
-                shown: Any = Shown(grid, nodes)
+                shown: Any = GridSubset(grid, nodes)
                 own_config = ConfigRecord(dict(config))
                 messages += member.configure_train(
                     server_round, ArrayRecord(model), own_config, shown
@@ -382,8 +316,6 @@ class FedEnsemble(BaseStrategy):
         merged = ConfigRecord({**shared, **own.to_arrays()})
         return RecordDict({**records.to_arrays(), self.configrecord_key: merged})
 
-    # ------------------------------------------------------------- aggregation
-
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
@@ -421,16 +353,18 @@ class FedEnsemble(BaseStrategy):
         may_go_back = self.min_completed > 1
         before = [member.state_dict() for member in self.members] if may_go_back else []
         new: list[dict[str, Array] | None] = [None] * self.num_models
-        told: list[MetricRecord] = []
+        reported: list[MetricRecord] = []
         self._reported = []
         for k, own in of_model.items():
             found, metrics = self.members[k].aggregate_train(server_round, own)
             new[k] = None if found is None else dict(found)
-            told += [] if metrics is None else [metrics]
+            reported += [] if metrics is None else [metrics]
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
-        record = self._merged(told, rejected)
-        accepted = sum(count for own in told if isinstance(count := own["replies-accepted"], int))
+        record = self._merged(reported, rejected)
+        accepted = sum(
+            count for own in reported if isinstance(count := own["replies-accepted"], int)
+        )
         if not self.enough(accepted):
             new = [None] * self.num_models
             for member, state in zip(self.members, before, strict=may_go_back):

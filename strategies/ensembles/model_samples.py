@@ -40,19 +40,7 @@ def standard_deviation(
     """Return the clients' standard deviation at each coordinate, weighted by their examples.
 
     Deviations are taken from the first model's weights, which the variance does not depend on: it
-    is exactly 0 where all clients agree.
-
-    Parameters
-    ----------
-    models : sequence of dict of str to ndarray
-        w_i, of the same names and shapes.
-    num_examples : sequence of int
-        n_i.
-
-    Returns
-    -------
-    dict of str to ndarray
-        sqrt(var) of the arrays of floating point, in float64. Whole numbers have none.
+    is exactly 0 where all clients agree. Arrays of floating point have one, in float64.
     """
     shares = np.asarray(num_examples, dtype=np.float64) / sum(num_examples)
     found = {}
@@ -84,18 +72,11 @@ def gaussian_model(
     Parameters
     ----------
     mean : dict of str to ndarray
-        In the dtypes of the model.
+        Weights in the dtypes of the model; numbers of floating point are drawn in float64.
     deviation : dict of str to ndarray
-        As :func:`standard_deviation` returns it.
+        Result of :func:`standard_deviation`.
     models : sequence of dict of str to ndarray
-        w_i.
-    generator : numpy Generator
-        Draws e.
-
-    Returns
-    -------
-    dict of str to ndarray
-        By the names of `mean`, in its order; numbers of floating point are float64.
+        Clients' weights w_i.
     """
     drawn: dict[str, NDArray[Any]] = {}
     for name, centre in mean.items():
@@ -133,23 +114,8 @@ def mean_probabilities(
 ) -> Tensor:
     """Return the mean of the models' probabilities of examples (n, ...): Bayesian model averaging.
 
-    One model at a time is held, in evaluation mode.
-
-    Parameters
-    ----------
-    network : nn.Module
-        Of the models' architecture; it is copied.
-    models : iterable of dict of str to ndarray
-        At least one.
-    x : Tensor, shape (n, ...)
-        Examples.
-    device : torch.device or str
-        Where the networks run.
-
-    Returns
-    -------
-    Tensor, shape (n, C)
-        Float64, on the CPU.
+    One model at a time is held, in evaluation mode, in a copy of the network. The result (n, C) is
+    float64, on the CPU.
     """
     predictor = NetworkPredictor(network, device=device)
     total, count = torch.zeros(()), 0

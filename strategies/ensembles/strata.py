@@ -24,35 +24,20 @@ class Strata:
     permutations are drawn anew, the fewest clients are moved that make the sizes differ by at most
     one again.
 
-    Parameters
-    ----------
-    count : int
-        Q.
-    seed : int
-        Of the first division and of all moves.
-
     Attributes
     ----------
+    count, seed : int
+        Q, and the seed of the first division and of all moves.
     of : dict of int to int
         Client -> its stratum, 0 ... Q - 1.
     """
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, count: int = 1, seed: int = 0) -> None:
         self.count, self.seed = count, seed
         self.of: dict[int, int] = {}
 
     def update(self, clients: Iterable[int], server_round: int, *, new_age: bool) -> None:
-        """Take note of the clients that are there.
-
-        Parameters
-        ----------
-        clients : iterable of int
-            Their ids.
-        server_round : int
-            Seeds who goes where.
-        new_age : bool
-            Whether sizes may be evened out.
-        """
+        """Take note of the clients that are there; in a new age, also even out the sizes."""
         clients = set(clients)
         self.of = {client: q for client, q in self.of.items() if client in clients}
         generator = np.random.default_rng([self.seed, server_round, *b"strata"])
@@ -81,20 +66,11 @@ class Strata:
         return sorted(client for client, q in self.of.items() if q == stratum)
 
     def sample(self, size: int, generator: np.random.Generator) -> list[int]:
-        """Draw clients from all strata, in equal shares as far as that goes.
+        """Draw clients from all strata, in equal shares as far as that goes, and sort them.
 
-        Parameters
-        ----------
-        size : int
-            M: how many in all, or all clients if they are fewer. What is left over after equal
-            shares comes from strata chosen at random; a stratum with too few gives all it has.
-        generator : Generator
-            Of the round. With one stratum the draw is that of any other strategy here.
-
-        Returns
-        -------
-        list of int
-            Clients, in their order.
+        If the clients are fewer than `size`, all are drawn. What is left over after equal shares
+        comes from strata chosen at random; a stratum with too few gives all it has. With one
+        stratum the draw is that of any other strategy here.
         """
         sizes = np.array(self.sizes())
         shares = np.zeros_like(sizes)
@@ -124,25 +100,18 @@ class Strata:
 def permutations(
     num_strata: int, num_models: int, schedule: Schedule, seed: int, age: int
 ) -> NDArray[np.int64]:
-    """Draw P: in round r of the age, stratum q trains model ``P[q, r]``.
+    """Draw P, shape (Q, K): in round r of the age, stratum q trains model ``P[q, r]``.
 
-    Each row is a permutation, so that in K rounds every model visits every stratum once.
+    Each row is a permutation, so that in the K rounds of an age every model visits every stratum
+    once.
 
     Parameters
     ----------
-    num_strata, num_models : int
-        Q and K.
     schedule : {"independent", "balanced"}
         ``"independent"``: each stratum draws a permutation of its own, as in algorithm 1; in a
         round some models may be trained by several strata and some by none. ``"balanced"``: rows
         are the shifts of one random order, dealt out at random; in each round the numbers of strata
         that train two models differ by at most one. Each row by itself is as random as before.
-    seed, age : int
-        Seed the draw; an age has K rounds.
-
-    Returns
-    -------
-    ndarray of int64, shape (Q, K)
     """
     generator = np.random.default_rng([seed, age, *b"permutations"])
     if schedule == "independent":

@@ -203,7 +203,7 @@ def test_names_that_the_network_has_not_are_refused_before_the_first_round():
     strategy = PersonalisedStrategy(personal=["3.weight", "nowhere.bias"], **OPTIONS)
     with pytest.raises(ValueError, match=r"personal: the network has no arrays named \['nowhere"):
         start(strategy, Grid(CLIENTS))
-    with pytest.raises(ValueError, match="personal: expected a sequence of str, got '3.weight'"):
+    with pytest.raises(ValueError, match=r"personal: expected a sequence of str, got '3\.weight'"):
         PersonalisedStrategy(personal="3.weight")
 
 
