@@ -68,10 +68,6 @@ def cp_ntk_fl(**options: Any) -> CPNTKFL:
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    *[
-        (SCAFFOLD, {"server_learning_rate": rate}, "expected a finite number of more")
-        for rate in (0.0, -1.0, float("inf"), NAN)
-    ],
     (ntk_fl, {"steps": (2, 1)}, "steps: expected increasing times"),
     (ntk_fl, {"steps": [0]}, "steps: expected at least one t above 0, got [0.0]"),
     (ntk_fl, {"class_prior": True, "loss": "mse"}, "expected the loss cross-entropy"),
@@ -79,28 +75,21 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ntk_fl, {"selection": "validation"}, "goes with validation_loss or validation_partitions"),
     (ntk_fl, {"validation_partitions": (1,)}, "goes with validation_loss or validation_partiti"),
     (ntk_fl, {"selection": "validation"} | BOTH, "not both"),
-    (FedBE, {"distribution": "laplace"}, "expected gaussian or dirichlet, got 'laplace'"),
-    (FedBE, {"num_samples": -1}, "num_samples: expected at least 0, got -1"),
-    (FedBE, {"alpha": 0.0}, "alpha: expected 1e-6 ... 1e12, got 0.0"),
-    (FedBE, {"alpha": NAN}, "alpha: expected 1e-6 ... 1e12, got nan"),
     (FedBE, {"distill": torch.ones(3)}, "expected a Distillation(network, examples), got"),
-    (distillation, {"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+    (distillation, {"temperature": 0.0}, "temperature: expected more than 0, got 0.0"),
     (distillation, {"epochs": 0}, "epochs: expected at least 1, got 0"),
     (distillation, {"batch_size": 1}, "batch_size: expected at least 2, got 1"),
     (distillation, {"cycle": 0}, "cycle: expected at least 1, got 0"),
-    (distillation, {"learning_rate": math.inf}, "learning_rate: expected a finite number above 0"),
+    (distillation, {"learning_rate": math.inf}, "learning_rate: expected a finite number, got inf"),
     (distillation, {"final_learning_rate": 1.0}, "expected at most learning_rate = 0.05"),
-    (distillation, {"momentum": 1.0}, "momentum: expected 0 <= momentum < 1, got 1.0"),
-    (distillation, {"weight_decay": -1.0}, "expected 0 <= weight_decay < inf, got -1.0"),
-    (distillation, {"swa_start": 1.0}, "swa_start: expected 0 <= swa_start < 1, got 1.0"),
+    (distillation, {"momentum": 1.0}, "momentum: expected less than 1, got 1.0"),
+    (distillation, {"weight_decay": -1.0}, "weight_decay: expected at least 0, got -1.0"),
+    (distillation, {"swa_start": 1.0}, "swa_start: expected less than 1, got 1.0"),
     (distillation, {"examples": torch.ones(1, 4)}, "examples: expected a Tensor of at least 2 "),
     (distillation, {"examples": [1, 2]}, "of at least 2 unlabelled examples, got <class 'list'>"),
     (distillation, {"examples": torch.full((5, 4), NAN)}, "examples: expected finite numbers"),
     (distillation, {"examples": torch.ones(5, 9)}, "does not take two of them, of shape (9,)"),
     (distillation, {"network": nn.Linear(4, 1)}, "network: expected outputs of shape (n, C)"),
-    (FedEnsemble, {"num_models": 0}, "num_models: expected at least 1, got 0"),
-    (FedEnsemble, {"num_strata": 0}, "num_strata: expected at least 1, got 0"),
-    (FedEnsemble, {"schedule": "random"}, "schedule: expected"),
     (FedEnsemble, {"init": "zeros"}, "init: expected"),
     (
         FedEnsemble,
