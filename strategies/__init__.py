@@ -30,7 +30,7 @@ from .personal.fed_bn import FedBN
 from .personal.fed_per import FedPer
 from .personal.fed_proto import FedProto
 from .personal.local_training import LocalTraining
-from .personal.personalised import PersonalisedStrategy
+from .personal.personalised import PersonalisedStrategy, PersonalStrategy
 from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
 from .tct.tct import TCT, ConvexOptimizer
@@ -67,6 +67,7 @@ __all__ = [
     "Mixing",
     "MixingMatrix",
     "NoUsableReply",
+    "PersonalStrategy",
     "PersonalisedStrategy",
     "RelayStrategy",
     "ResendingStrategy",
