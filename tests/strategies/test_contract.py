@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from fedntk.clients import SGDClient
 from fedntk.strategies import (
     BaseStrategy,
+    GossipStrategy,
     KeepingStrategy,
     PersonalStrategy,
     ResendingStrategy,
@@ -429,7 +430,7 @@ def test_every_strategy_is_listed():
     exported = (getattr(fedntk.strategies, name) for name in fedntk.strategies.__all__)
     classes = {c for c in exported if isinstance(c, type) and issubclass(c, Strategy)}
     bases = {c for c in classes if inspect.isabstract(c)} | {
-        BaseStrategy, KeepingStrategy, PersonalStrategy, ResendingStrategy,
+        BaseStrategy, GossipStrategy, KeepingStrategy, PersonalStrategy, ResendingStrategy,
     }  # fmt: skip
     assert {c.__name__ for c in classes - bases} == {
         type(make()).__name__ for make, _ in STRATEGIES.values()
