@@ -21,19 +21,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Lost:
-    """A client's word that it no longer has what it was sent.
+    """A client's word that it no longer has what it was sent."""
 
-    Attributes
-    ----------
-    own : bool
-        Whether what it made itself is lost, too, which the server cannot send again.
-    """
-
-    own: bool
+    own: bool  # whether it also lost what it made itself, which the server cannot send again
 
     @classmethod
-    def said_in(cls, reply: Reply) -> "Lost | None":
-        """Read it from a reply; BadReply if arrays came, too, or it is neither 0 nor 1."""
+    def from_reply(cls, reply: Reply) -> "Lost | None":
+        """Read it from a reply; BadReply if arrays came as well, or it is neither 0 nor 1."""
         if "lost-state" not in reply.metrics:
             return None
         said = reply.metrics["lost-state"]
@@ -53,8 +47,8 @@ class Answers(NamedTuple, Generic[T]):
 class ResendingStrategy(BaseStrategy):
     """A strategy whose clients keep something from round to round, and may lose it.
 
-    Such a client replies with no arrays and the metric ``lost-state``: 0 where the server can send
-    what is lost, 1 where it cannot.
+    Such a client replies with no arrays and the metric ``lost-state``: 0 if the server can send
+    what is lost, 1 if it cannot.
     """
 
     def forget_lost(self, client: int) -> None:
@@ -66,8 +60,7 @@ class ResendingStrategy(BaseStrategy):
     ) -> Answers[T]:
         """Check replies; clients that lost what they were sent are sent it, and asked, once more.
 
-        A client of whose own state nothing is left is dropped, as is one that loses again what it
-        got.
+        A client that lost its own state is dropped, as is one that loses again what it got.
         """
         parse_any = _or_lost(parse)
         return self._answered(*self.accepted(replies, parse_any, stage), parse_any, stage)
@@ -110,4 +103,4 @@ class ResendingStrategy(BaseStrategy):
 
 
 def _or_lost(parse: Callable[[Reply], T]) -> Callable[[Reply], T | Lost]:
-    return lambda reply: Lost.said_in(reply) or parse(reply)
+    return lambda reply: Lost.from_reply(reply) or parse(reply)
