@@ -7,7 +7,7 @@ the server sees both. The mean becomes an array of the model, which all clients 
 import logging
 from collections.abc import Sequence
 from logging import INFO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -20,9 +20,7 @@ from fedntk.ntk.payloads import screen_sizes
 from fedntk.ntk.support.arrays import require_array
 
 from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
-
-if TYPE_CHECKING:
-    from .base import BaseStrategy
+from .sampling import Sampling
 
 __all__ = ["centred_by_clients"]
 
@@ -31,7 +29,7 @@ STAGE = "query.input_sums"
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 
 
-def centred_by_clients(arrays: ArrayRecord, strategy: "BaseStrategy", grid: Grid) -> ArrayRecord:
+def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> ArrayRecord:
     """Return the model's arrays with the mean over the inputs of all clients that may train.
 
     Raises
