@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import graphlib
 import importlib
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -28,7 +30,7 @@ METHODS = own_methods()
 PUBLIC = fedntk.strategies.__all__
 
 
-BASES = {"closed_form", "decentralised", "method", "personal"}  # in simulations/methods
+BASES = {"decentralised", "method", "personal"}  # in simulations/methods
 
 
 def stem(method):
@@ -258,3 +260,24 @@ def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_pac
     version, file = done.stdout.split()
     assert version == fedntk.__version__
     assert Path(file) == ROOT / "ntk" / "__init__.py"
+
+
+def imported_modules():
+    """Module -> the package's modules that it imports, at its top, in a function or for types."""
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    modules = {dotted(path).removesuffix(".__init__"): path for path in files}
+    found = {module: set() for module in modules}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                named = "." * node.level + (node.module or "")
+                home = importlib.util.resolve_name(named, package)
+                names = {f"{home}.{alias.name}" for alias in node.names}
+                found[module] |= {name if name in modules else home for name in names}
+        found[module] &= modules.keys()
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    graphlib.TopologicalSorter(imported_modules()).prepare()  # raises CycleError, with the circle

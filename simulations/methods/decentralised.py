@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import networkx as nx
 import numpy as np
@@ -22,12 +22,9 @@ from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected
 from ..report.figures import selection_accuracies
 from .method import Method, Setup
-from .personal import personal_cache
 
 __all__ = [
     "DecentralisedMethod",
-    "GossipMethod",
-    "GossipSettings",
     "GraphSettings",
     "selection_sets",
 ]
@@ -44,12 +41,6 @@ class GraphSettings(Settings, frozen=True, eq=True):
     )
     degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
     dynamic: bool = setting(True, "the graph is drawn anew in each round")
-    same_weights: bool = setting(True, "all clients begin with the same weights")
-    seal: bool = setting(
-        False,
-        "what clients send each other is sealed for its receivers; one exchange more in a round",
-    )
-
     both_accuracies: bool = setting(
         True,
         "clients' models are judged both after they averaged and after they trained, in rounds "
@@ -73,20 +64,12 @@ class GraphSettings(Settings, frozen=True, eq=True):
         if self.graph:  # the same file for every process
             object.__setattr__(self, "graph", str(Path(self.graph).expanduser().absolute()))
 
-    def of_relay(self, config: Config) -> dict[str, Any]:
-        """Return the options that the strategies of these methods share, with a run's graphs."""
-        return {
-            "topology": Topology(
-                self.topology,
-                degree=self.degree,
-                dynamic=self.dynamic,
-                seed=config.seed,
-                graph=self._read_graph(config.num_clients) if self.graph else None,
-            ),
-            "same_weights": self.same_weights,
-            "seal": self.seal,
-            "collect_both": self.both_accuracies,
-        }
+    def drawn(self, config: Config) -> Topology:
+        """Return the graphs of a run."""
+        graph = self._read_graph(config.num_clients) if self.graph else None
+        return Topology(
+            self.topology, degree=self.degree, dynamic=self.dynamic, seed=config.seed, graph=graph
+        )
 
     def _read_graph(self, num_clients: int) -> nx.Graph:
         named = f"{self.key('graph')} = {self.graph}"
@@ -105,39 +88,34 @@ class GraphSettings(Settings, frozen=True, eq=True):
         return graph
 
 
-class GossipSettings(GraphSettings, frozen=True, eq=True):
-    """Settings of methods whose clients train by SGD and average with neighbours."""
-
-    mixing: Literal["examples", "equal", "metropolis"] = setting(
-        "examples",
-        "a client and its neighbours count by examples, each the same, or by the doubly stochastic "
-        "rule of Metropolis and Hastings",
-    )
-    learning_rate_factor: float = setting(
-        1.0, "in round k the learning rate is multiplied by factor^(k - 1)", above=0
-    )
-
-
-D = TypeVar("D", bound=GraphSettings)
-G = TypeVar("G", bound=GossipSettings)
-
-
-class DecentralisedMethod(Method[D]):
+class DecentralisedMethod(Method[Any]):
     """A method whose clients have neighbours, and weights of their own."""
 
+    own_settings = GraphSettings
     metrics: ClassVar[tuple[str, ...]] = (
         "inter-client-deviation", "models-collected", "neighbours-heard", "parcels-rejected",
         "restarted", "spectral-gap",
     )  # fmt: skip
 
-    def check(self, config: Config, settings: D) -> None:
+    def check(self, config: Config, settings: Any) -> None:
         """Refuse more neighbours than there are others in a round."""
+        super().check(config, settings)
         taking_part = config.clients_per_round
         if settings.topology in ("regular", "clustered") and settings.degree >= taking_part:
             raise ConfigError(
                 f"{settings.key('degree')}: expected less than clients-per-round = {taking_part}, "
                 f"got {settings.degree}"
             )
+
+    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
+        """Return the graphs."""
+        return {"topology": settings.drawn(config)}
+
+    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
+        """Make the strategy, with a run's graphs."""
+        own = self.own(setup.config)
+        options |= {"topology": own.drawn(setup.config), "collect_both": own.both_accuracies}
+        return super().strategy(setup, options)
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""
@@ -205,22 +183,3 @@ def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
     order = torch.from_numpy(generator.permutation(len(y)))
     judging, sorting = order[: len(y) // 2], order[len(y) // 2 :]
     return (x[judging], y[judging]), (x[sorting], y[sorting])
-
-
-class GossipMethod(DecentralisedMethod[G]):
-    """A decentralised method whose clients train by SGD and average with neighbours."""
-
-    baseline = True
-
-    def shared(self, setup: Setup) -> dict[str, Any]:
-        """Return the options that the strategies of these methods share."""
-        own = self.own(setup.config)
-        return {
-            **own.of_relay(setup.config),
-            "mixing": own.mixing,
-            "learning_rate_factor": own.learning_rate_factor,
-        }
-
-    def of_clients(self, setup: Setup) -> dict[str, Any]:
-        """Return the options that the clients of these methods share."""
-        return {"cache": personal_cache(setup.config), **setup.config.local_sgd}

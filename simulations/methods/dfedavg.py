@@ -1,38 +1,18 @@
 """DFedAvg and DFedAvgM: decentralised; local SGD, then averages with neighbours."""
 
-from typing import Any
-
-from flwr.client import NumPyClient
-
 from fedntk.clients import DFedAvgClient
-from fedntk.strategies import BaseStrategy, DFedAvg
+from fedntk.strategies import DFedAvg
 
-from ..config.settings import setting
-from .decentralised import GossipMethod, GossipSettings
-from .method import Setup
+from .decentralised import DecentralisedMethod
 
 __all__ = ["METHOD"]
 
 
-class DFedAvgSettings(GossipSettings, frozen=True, eq=True):
-    """Settings of DFedAvg."""
-
-    table = "dfedavg"
-
-    gossip_steps: int = setting(1, "averages in a round, an exchange each", at_least=1)
-
-
-class _DFedAvg(GossipMethod[DFedAvgSettings]):
+class _DFedAvg(DecentralisedMethod):
     name = "dfedavg"
-    settings = DFedAvgSettings
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        own = self.own(setup.config)
-        return DFedAvg(gossip_steps=own.gossip_steps, **self.shared(setup), **options)
-
-    def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
-        del partition
-        return DFedAvgClient(**self.of_clients(setup), **options)
+    strategy_class = DFedAvg
+    client_class = DFedAvgClient
+    baseline = True
 
 
 METHOD = _DFedAvg()

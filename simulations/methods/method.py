@@ -242,10 +242,16 @@ class Method(ConfiguredMethod[S], ABC):
             names = kind.options().keys()
             values = {n: getattr(config, n) for n in names & Config.options().keys()}
             values |= {n: getattr(settings, n) for n in names & self.settings.options().keys()}
+            values |= self.arguments(config, settings)
             try:
                 kind.check_together(values)
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
+
+    def arguments(self, config: Config, settings: S) -> dict[str, Any]:
+        """Return arguments of the strategy that the settings say, and its rules speak of."""
+        del config, settings
+        return {}
 
     def _in_keys(self, message: str) -> str:
         """Name settings by their keys in an error about options."""

@@ -74,10 +74,6 @@ class BaseStrategy(Sampling):
     # means, weighted by examples, are the rule
     combined_by: ClassVar[Mapping[str, Callable[[Sequence[float]], float]]] = {}
 
-    held_out: Sequence[int] = option("partitions never sampled for training", default=())
-    evaluate_without: Sequence[int] = option(
-        "partitions never sampled for evaluation", default=(), compared=False
-    )
     evaluate_every: int = option(
         "clients evaluate in every so many rounds, and in the last one",
         default=1,

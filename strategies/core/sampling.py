@@ -5,7 +5,7 @@ and clients are drawn by it, from a generator of (seed, round, stage).
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from logging import INFO
 
 import numpy as np
@@ -22,6 +22,10 @@ class Sampling(Exchanges):
     """A strategy that samples its nodes by the partitions that they report."""
 
     seed: int = option("seed of the sampling of clients", default=0, at_least=0)
+    held_out: Sequence[int] = option("partitions never sampled for training", default=())
+    evaluate_without: Sequence[int] = option(
+        "partitions never sampled for evaluation", default=(), compared=False
+    )
 
     def sample(
         self,

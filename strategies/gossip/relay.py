@@ -93,18 +93,16 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         "who is whose neighbour; by default five random neighbours each, drawn anew in each round",
         default=Topology(),
     )
-    collect: bool = option(
+    collect: bool = argument(
         "clients are asked for their models; else the global arrays stay what they were, and the "
         "clients' own evaluations are all that is known of the models",
         default=True,
-        compared=False,
     )
-    collect_both: bool = option(
+    collect_both: bool = argument(
         "clients are also asked for their models as they were before the last thing that they did "
         "in the round: as averaged, before they trained; or as trained, before they averaged. "
         "Methods can so be compared at one point",
         default=False,
-        compared=False,
     )
     seal: bool = option(
         "parcels are sealed for their receivers; what ends a round is then sent again as the next "
