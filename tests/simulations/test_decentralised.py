@@ -29,10 +29,10 @@ def test_a_graph_with_more_neighbours_than_others_is_refused(method):
 @pytest.mark.parametrize(
     ("own", "more", "message"),
     [
-        ({"evolve_once": True}, {}, "evolve-once goes with topology = clustered and average"),
-        ({"evolve_once": True, "topology": "clustered", "average": False}, {}, "and false"),
-        ({"class_prior": True}, {"loss": "mse"}, "class-prior goes with loss = cross-entropy"),
-        ({"bits": 20}, {}, "ntk-dfl: bits: expected 1 ... 16"),
+        ({"evolve_once": True}, {}, "evolve-once: expected clusters"),
+        ({"evolve_once": True, "topology": "clustered", "average": False}, {}, "evolve-once: expected clusters"),
+        ({"class_prior": True}, {"loss": "mse"}, "class-prior: expected the loss cross-entropy"),
+        ({"bits": 20}, {}, "bits: expected 1 ... 16"),
     ],
 )
 def test_settings_of_ntk_dfl_that_do_not_go_together_are_refused(own, more, message):
