@@ -30,7 +30,11 @@ def test_a_graph_with_more_neighbours_than_others_is_refused(method):
     ("own", "more", "message"),
     [
         ({"evolve_once": True}, {}, "evolve-once: expected clusters"),
-        ({"evolve_once": True, "topology": "clustered", "average": False}, {}, "evolve-once: expected clusters"),
+        (
+            {"evolve_once": True, "topology": "clustered", "average": False},
+            {},
+            "evolve-once: expected clusters",
+        ),
         ({"class_prior": True}, {"loss": "mse"}, "class-prior: expected the loss cross-entropy"),
         ({"bits": 20}, {}, "bits: expected 1 ... 16"),
     ],
