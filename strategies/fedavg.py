@@ -23,13 +23,7 @@ class SeededFedAvg(BaseStrategy):
 
     Clients are :class:`~fedntk.clients.SGDClient`, or any whose reply is one set of weights. With
     three clients or more, weights that moved over 100 times as far as the median client's are
-    dropped. Its options are those of :class:`~fedntk.strategies.BaseStrategy` (seed,
-    min_completed) and of Flower's FedAvg.
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of range.
+    dropped.
     """
 
     centres = True

@@ -79,13 +79,7 @@ class ClosedFormStrategy(BaseStrategy):
 
     @abstractmethod
     def parse(self, reply: Reply) -> Any:
-        """Check a client's sums, which must be of as many examples as it reports.
-
-        Raises
-        ------
-        BadReply
-            If they are not such sums.
-        """
+        """Check a client's sums, which must be of as many examples as it reports."""
 
     # ------------------------------------------------------------------- state
 
@@ -101,17 +95,11 @@ class ClosedFormStrategy(BaseStrategy):
         return super().begin(initial_arrays, num_rounds, done)
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Share another strategy's clients, if it shows all of them.
-
-        Raises
-        ------
-        ValueError
-            If it does not: the layer would be of some clients' examples alone.
-        """
+        """Share another strategy's clients, if it shows all of them."""
         if not everyone:
             raise ValueError(
                 f"{type(self).__name__}: expected a strategy that shows all clients in a round, "
-                f"got a {type(owner).__name__}, under which the layer would be of some alone"
+                f"got a {type(owner).__name__}, under which the layer would be of only some"
             )
         super().work_within(owner, everyone=everyone)
 

@@ -25,18 +25,12 @@ NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 class AveragedModel:
     """Exponential moving average (EMA) of the weights that a strategy learned.
 
-    Each change of them counts once.
-
-    Of several models in one set of arrays all count again where one of them changed.
+    Each change of them counts once; of several models in one set of arrays all count again if one
+    of them changed.
 
     After n changes to the weights w_1 ... w_n it is the sum of decay^(n-k) w_k over the sum of
     these factors, so that the first weights, which nobody learned, have no part in it. Whole
     numbers, as of BatchNorm's batches, are the newest.
-
-    Parameters
-    ----------
-    decay : float
-        Above 0, below 1: the older the weights, the less they count.
 
     Attributes
     ----------
@@ -44,11 +38,6 @@ class AveragedModel:
         w_n, which the next round begins with; empty before the first change.
     mean : ArrayRecord
         Their mean; empty before the first change.
-
-    Raises
-    ------
-    ValueError
-        If the decay is out of range.
 
     Examples
     --------
@@ -60,8 +49,6 @@ class AveragedModel:
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise ValueError(f"average_decay: expected 0, or a number between 0 and 1, got {decay}")
         self.decay = decay
         self.reset()
 

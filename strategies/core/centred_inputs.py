@@ -34,8 +34,6 @@ def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> A
 
     Raises
     ------
-    ValueError
-        If the model has no such array.
     NoUsableReply
         If not more than half of the clients gave a sum that can be used, or fewer than
         ``min_completed``.

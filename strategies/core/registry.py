@@ -116,13 +116,8 @@ class Exchange:
     """Messages that were sent together, and which of them have been answered.
 
     A reply counts if it answers one of the messages, comes from the node that was asked, and is the
-    first to do so. Messages are told apart by the ids that the grid gives them when it sends them;
-    on a grid that gives none, by their nodes.
-
-    Parameters
-    ----------
-    messages : iterable of Message
-        One to a node.
+    first to do so. There is one message to a node. Messages are told apart by the ids that the grid
+    gives them when it sends them; on a grid that gives none, by their nodes.
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
@@ -149,10 +144,7 @@ class Exchange:
     def take(self, reply: Message) -> int:
         """Return the node that a reply comes from, and count its message as answered.
 
-        Raises
-        ------
-        BadReply
-            With the reason ``"not-asked"`` or ``"duplicate"``.
+        Raises BadReply with the reason ``"not-asked"`` or ``"duplicate"``.
         """
         node, source = self.node_asked(reply), reply.metadata.src_node_id
         if node is None or node != source:

@@ -56,8 +56,6 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
             raise ValueError(f"personal: the network has no arrays named {odd[:5]}")
         return super().begin(initial_arrays, num_rounds, done)
 
-    # ----------------------------------------------------------------- sending
-
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
@@ -77,8 +75,6 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     def forget_lost(self, client: int) -> None:
         """Have a client start from the initial personal arrays again."""
         self.trained.pop(client, None)
-
-    # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -161,8 +161,6 @@ class WeightedFedAvg(PersonalStrategy):
             models.budget = self.memory_budget * 2**30 / len(both)
         return initial_arrays
 
-    # ----------------------------------------------------------------- sending
-
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add which features clients are compared by."""
         super().prepare_config(config, server_round)
@@ -187,8 +185,6 @@ class WeightedFedAvg(PersonalStrategy):
             _, weights = self._compared([client], known)
             self._mixed[client] = next(mixtures(weights, [self._models[k] for k in known]))
         return self._mixed[client]
-
-    # ------------------------------------------------------------- aggregation
 
     def parse(self, reply: Reply) -> _Upload:
         """Check weights and prototypes."""
