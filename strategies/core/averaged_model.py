@@ -41,6 +41,7 @@ class AveragedModel:
 
     Examples
     --------
+    >>> import numpy as np
     >>> averaged = AveragedModel(0.5)
     >>> for value in (1.0, 4.0):
     ...     averaged.add(ArrayRecord({"w": Array(np.array([value]))}))
