@@ -1,29 +1,18 @@
 """FedBN: FedAvg in which BatchNorm stays with the clients."""
 
-from typing import Any
+from fedntk.clients import PersonalisedClient
+from fedntk.strategies import FedBN
 
-from fedntk.strategies import BaseStrategy, FedBN
-
-from ..config.settings import Settings
-from .method import Setup
 from .personal import PersonalMethod
 
 __all__ = ["METHOD"]
 
 
-class FedBNSettings(Settings, frozen=True, eq=True):
-    """FedBN has no settings of its own."""
-
-    table = "fed-bn"
-
-
-class _FedBN(PersonalMethod[FedBNSettings]):
+class _FedBN(PersonalMethod):
     name = "fed-bn"
-    settings = FedBNSettings
+    strategy_class = FedBN
+    client_class = PersonalisedClient
     baseline = True
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        return FedBN(network=setup.network, **options)
 
 
 METHOD = _FedBN()

@@ -26,33 +26,21 @@ FAR = 1_000_003  # between the seeds of two models, so that no other run has the
 
 
 class FedEnsembleSettings(Settings, frozen=True, eq=True):
-    """Settings of Fed-ensemble."""
-
-    table = "fed-ensemble"
+    """What simulations add to the options of Fed-ensemble."""
 
     inner: str = setting("fedavg", "method of each model; its own settings are in its own table")
-    num_models: int = setting(5, "K", at_least=1)
-    num_strata: int = setting(0, "Q, groups of clients; 0: as many as models", at_least=0)
-    schedule: Literal["independent", "balanced"] = setting(
-        "independent",
-        "permutations of the models: independent: each stratum's by itself, as by Shi et al. 2021; "
-        "balanced: in each round the models have as many strata, or one more",
-    )
     init: Literal["he", "xavier", "network"] = setting(
         "he",
         "first weights of all K models: he or xavier, with biases of 0; or network, drawn as the "
         "network's layers draw them",
     )
 
-    @property
-    def strata(self) -> int:
-        """Q."""
-        return self.num_strata or self.num_models
 
-
-class _FedEnsemble(Method[FedEnsembleSettings]):
+class _FedEnsemble(Method[Any]):
     name = "fed-ensemble"
-    settings = FedEnsembleSettings
+    strategy_class = FedEnsemble
+    client_class = FedEnsembleClient
+    own_settings = FedEnsembleSettings
     metrics = ("models-updated",)
     evaluation_metrics = (
         "model-accuracy-max",
@@ -67,17 +55,19 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
         inner: Method[Any] = all_methods()[self.own(config).inner]
         return inner
 
-    def check(self, config: Config, settings: FedEnsembleSettings) -> None:
+    def check(self, config: Config, settings: Any) -> None:
+        super().check(config, settings)
+        strata = settings.num_strata or settings.num_models
         known = sorted(all_methods().keys() - {self.name})
         if settings.inner not in known:
             raise ConfigError(
                 f"{settings.key('inner')}: expected one of {', '.join(known)}, "
                 f"got {settings.inner!r}"
             )
-        if config.clients_per_round < settings.strata:
+        if config.clients_per_round < strata:
             raise ConfigError(
                 f"clients-per-round: expected at least one client of each of the "
-                f"{settings.strata} strata, got {config.clients_per_round}; sample more, or set "
+                f"{strata} strata, got {config.clients_per_round}; sample more, or set "
                 f"{settings.key('num-strata')}"
             )
         if config.weights:
@@ -96,14 +86,9 @@ class _FedEnsemble(Method[FedEnsembleSettings]):
 
         seeds = itertools.count(setup.config.seed, step=FAR)
         of_inner = {**options, "key_server": None, "min_completed": 1, "average_decay": 0.0}
-        return FedEnsemble(
-            inner=lambda: inner.strategy(setup, {**of_inner, "seed": next(seeds)}),
-            num_models=own.num_models,
-            num_strata=own.strata,
-            schedule=own.schedule,
-            init=drawn if own.init == "network" else own.init,
-            **options,
-        )
+        options["inner"] = lambda: inner.strategy(setup, {**of_inner, "seed": next(seeds)})
+        options["init"] = drawn if own.init == "network" else own.init
+        return super().strategy(setup, options)
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         client = self.inner(setup.config).client(setup, partition, options)

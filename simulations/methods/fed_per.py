@@ -1,31 +1,18 @@
 """FedPer: FedAvg in which the last layer stays with the clients."""
 
-from typing import Any
+from fedntk.clients import PersonalisedClient
+from fedntk.strategies import FedPer
 
-from fedntk.strategies import BaseStrategy, FedPer
-
-from ..config.settings import Settings, setting
-from .method import Setup
 from .personal import PersonalMethod
 
 __all__ = ["METHOD"]
 
 
-class FedPerSettings(Settings, frozen=True, eq=True):
-    """Settings of FedPer."""
-
-    table = "fed-per"
-
-    head: str = setting("", "layer that stays with the clients; the last linear one by default")
-
-
-class _FedPer(PersonalMethod[FedPerSettings]):
+class _FedPer(PersonalMethod):
     name = "fed-per"
-    settings = FedPerSettings
+    strategy_class = FedPer
+    client_class = PersonalisedClient
     baseline = True
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        return FedPer(network=setup.network, head=self.own(setup.config).head, **options)
 
 
 METHOD = _FedPer()

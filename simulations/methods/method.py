@@ -3,7 +3,7 @@
 import re
 import types
 from abc import ABC
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -159,10 +159,13 @@ class Method(ConfiguredMethod[S], ABC):
     strategy_class, client_class : type
         Of the method. Their options that files can hold are the method's settings, but for those
         that all strategies or clients have and those that are common settings.
+    parts : tuple of type
+        Further classes with options, from which the strategy is made.
     own_settings : type of Settings
         Settings that the classes lack, or have with another default or meaning.
     apart : frozenset of str
-        Options that are the method's own settings though common settings have the same name.
+        Options that are the method's own settings though common settings have the same name; of the
+        first of these classes that has them.
     settings : type of Settings
         All of the method's settings, made from these.
     baseline : bool
@@ -179,6 +182,7 @@ class Method(ConfiguredMethod[S], ABC):
 
     strategy_class: ClassVar[type[BaseStrategy]]
     client_class: ClassVar[type[NumPyClient]]
+    parts: ClassVar[tuple[type[Declared], ...]] = ()
     own_settings: ClassVar[type[Settings]] = Settings
     apart: ClassVar[frozenset[str]] = frozenset()
     baseline: ClassVar[bool] = False
@@ -201,8 +205,8 @@ class Method(ConfiguredMethod[S], ABC):
         common = {**Config.options(), **BaseStrategy.options(), **SGDClient.options()}
         own = self.own_settings.options()
         found: dict[str, Option] = {}
-        for kind in (self.strategy_class, self.client_class):
-            for name, declared in self._options(kind):
+        for kind in self._declared():
+            for name, declared in kind.options().items():
                 is_own = name in self.apart or name not in common
                 if declared.in_files and is_own and name not in own:
                     found.setdefault(name, declared)
@@ -212,39 +216,43 @@ class Method(ConfiguredMethod[S], ABC):
         keywords, bases = {"frozen": True, "eq": True}, (self.own_settings,)
         return types.new_class("MethodSettings", bases, keywords, lambda names: names.update(body))
 
-    @staticmethod
-    def _options(kind: type) -> Iterable[tuple[str, Option]]:
-        return kind.options().items() if issubclass(kind, Declared) else ()
+    def _declared(self) -> list[type[Declared]]:
+        """Return the classes of the method that declare options."""
+        kinds = (self.strategy_class, *self.parts, self.client_class)
+        return [kind for kind in kinds if issubclass(kind, Declared)]
+
+    def _given(self, kind: type, config: Config, settings: S) -> dict[str, Any]:
+        """Return the options of a class that the settings say."""
+        given = {}
+        for name, declared in kind.options().items() if kind in self._declared() else ():
+            homes = [home for home in self._declared() if name in home.options()]
+            is_own = name not in self.apart or kind is homes[0]
+            if declared.in_files and is_own and name in self.settings.options():
+                given[name] = getattr(settings, name)
+            elif declared.in_files and name in Config.options():
+                given[name] = getattr(config, name)
+        return given
 
     def _values(self, kind: type, setup: Setup) -> dict[str, Any]:
         """Return the options of a class that a run's settings or parts give."""
-        config, own = setup.config, self.own(setup.config)
+        config = setup.config
         parts = {
             "network": setup.network,
             "device": setup.device,
             "cache": config.folder / "cache" / "personal",
         }
-        values = {}
-        for name, declared in self._options(kind):
-            if name in parts:
-                values[name] = parts[name]
-            elif declared.in_files and name in self.settings.options():
-                values[name] = getattr(own, name)
-            elif declared.in_files and name in Config.options():
-                values[name] = getattr(config, name)
-        return values
+        names = kind.options() if kind in self._declared() else ()
+        shared = {name: part for name, part in parts.items() if name in names}
+        return {**shared, **self._given(kind, config, self.own(config))}
 
     def check(self, config: Config, settings: S) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
-        for kind in (getattr(self, "strategy_class", None), getattr(self, "client_class", None)):
-            if kind is None or not issubclass(kind, Declared):
-                continue
-            names = kind.options().keys()
-            values = {n: getattr(config, n) for n in names & Config.options().keys()}
-            values |= {n: getattr(settings, n) for n in names & self.settings.options().keys()}
-            values |= self.arguments(config, settings)
+        for kind in self._declared():
+            given = self._given(kind, config, settings)
+            if kind is self.strategy_class:
+                given |= self.arguments(config, settings)
             try:
-                kind.check_together(values)
+                kind.check_together(given)
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
 
