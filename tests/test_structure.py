@@ -281,3 +281,11 @@ def imported_modules():
 
 def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(imported_modules()).prepare()  # raises CycleError, with the circle
+
+
+def test_every_folder_with_modules_is_installed():
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {path.parent for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    found = {"fedntk", "fedntk.simulations.conf"}
+    found |= {"fedntk." + ".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(described["tool"]["setuptools"]["packages"]) == found
