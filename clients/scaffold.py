@@ -58,7 +58,9 @@ class SCAFFOLDClient(SGDClient):
         """Refuse what has no place in SCAFFOLD."""
         super().check()
         if self.local_epochs < 1:
-            raise ValueError(f"local_epochs: expected at least 1, got {self.local_epochs}")
+            raise ValueError(
+                f"local_epochs: expected at least 1 with SCAFFOLD, got {self.local_epochs}"
+            )
         _refuse_mu("proximal_mu", self.proximal_mu)
 
     def fit(

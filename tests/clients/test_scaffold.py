@@ -219,7 +219,7 @@ def test_momentum_is_of_the_corrected_gradients_and_the_control_still_their_mean
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"local_epochs": 0}, "local_epochs: expected at least 1, got 0"),
+        ({"local_epochs": 0}, "local_epochs: expected at least 1 with SCAFFOLD, got 0"),
         ({"proximal_mu": 0.1}, "proximal_mu: expected 0, as SCAFFOLD has no proximal term, got"),
     ],
 )

@@ -94,14 +94,14 @@ DP = {
         (DP | {"cp-ntk-fl.label-noise": 2.0}, "cp-ntk-fl.label-noise: expected at most 1, got 2"),
         (DP | {"cp-ntk-fl.delta": 0.0}, "cp-ntk-fl.delta: expected more than 0, got 0.0"),
         ({"fedavg.proximal-mu": -0.1}, "fedavg.proximal-mu: expected at least 0, got -0.1"),
-        ({"scaffold.option": "2"}, "scaffold.option: expected one of II, I, got '2'"),
+        ({"scaffold.option": "2"}, "scaffold.option: expected one of I, II, got '2'"),
         (
             {"scaffold": {"server-learning-rate": 0}},
             "scaffold.server-learning-rate: expected more than 0, got 0",
         ),
         (
             {"method": "scaffold", "local-epochs": 0},
-            "local-epochs: expected at least 1 with method = scaffold, got 0",
+            "local-epochs: expected at least 1 with SCAFFOLD, got 0",
         ),
         ({"tct": {"num-features": -1}}, "tct.num-features: expected at least 0, got -1"),
         ({"tct": {"solve": "server", "loss": "cross-entropy"}}, "needs tct.loss = mse, got cross"),
@@ -269,7 +269,7 @@ def test_description_names_every_key():
     described = "\n".join(Config.describe())
     assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in described
     assert f"method = 'ntk-fl' ({', '.join(sorted(all_methods()))}): what to run" in described
-    assert Config.describe("scaffold")[0].startswith("scaffold.option = 'II' (II, I): ")
+    assert Config.describe("scaffold")[1].startswith("scaffold.option = 'II' (I, II): ")
     with pytest.raises(ConfigError, match="got 'scafold'; did you mean 'scaffold'"):
         Config.describe("scafold")
 
