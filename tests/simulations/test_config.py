@@ -104,18 +104,24 @@ DP = {
             "local-epochs: expected at least 1 with SCAFFOLD, got 0",
         ),
         ({"tct": {"num-features": -1}}, "tct.num-features: expected at least 0, got -1"),
-        ({"tct": {"solve": "server", "loss": "cross-entropy"}}, "needs tct.loss = mse, got cross"),
-        ({"tct.bits": 8}, "tct.sparsity and tct.bits go with tct.solve = server, got clients"),
-        ({"tct.balanced": True}, "tct.balanced go with tct.solve = statistics, got clients"),
-        ({"tct": {"solve": "statistics", "sparsity": 0.5}}, "tct.sparsity goes with tct.solve = s"),
         (
-            {"tct": {"solve": "statistics", "balanced": True, "bits": 8}},
-            "sums of weighted examples are no whole numbers; set tct.bits = 32",
+            {"method": "tct", "tct": {"solve": "server", "loss": "cross-entropy"}},
+            "tct.loss: expected mse for solve = server, got cross-entropy",
+        ),
+        ({"method": "tct", "tct.bits": 8}, "go with solve = server, got solve = clients"),
+        ({"method": "tct", "tct.balanced": True}, "tct.balanced: goes with solve = statistics"),
+        (
+            {"method": "tct", "tct": {"solve": "statistics", "sparsity": 0.5}},
+            "tct.sparsity: expected 0 for solve = statistics, got 0.5",
+        ),
+        (
+            {"method": "tct", "tct": {"solve": "statistics", "balanced": True, "bits": 8}},
+            "sums of weighted examples are no whole numbers; expected bits = 32",
         ),
         ({"tct.validation-share": 0.6}, "tct.validation-share: expected at most 0.5, got 0.6"),
         (
-            {"tct": {"solve": "statistics", "validation-share": 0.2}},
-            "tct.validation-share goes with tct.auto-ridge = true, got false",
+            {"method": "tct", "tct": {"solve": "statistics", "validation-share": 0.2}},
+            "tct.validation-share: goes with tct.auto-ridge = True, got False",
         ),
         (
             {
@@ -126,14 +132,17 @@ DP = {
             },
             "tct.bits needs validation-examples, and no projection",
         ),
-        ({"tct.keep-sums": True}, "counts; got clients and False"),
+        ({"method": "tct", "tct.keep-sums": True}, "tct.keep-sums: goes with solve = statistics"),
         (
-            {"tct": {"solve": "statistics", "keep-sums": True, "balanced": True}},
-            "counts; got statistics and True",
+            {
+                "method": "tct",
+                "tct": {"solve": "statistics", "keep-sums": True, "balanced": True},
+            },
+            "as its weights come from all clients' counts, got True",
         ),
         (
-            {"tct": {"solve": "statistics", "secure-aggregation": True}},
-            "set tct.solve = statistics and tct.bits = 8, got statistics and 32",
+            {"method": "tct", "tct": {"solve": "statistics", "secure-aggregation": True}},
+            "masks are added to whole numbers; expected bits = 2 ... 8, got 32",
         ),
         (
             {
