@@ -155,11 +155,12 @@ def _settings(method: str) -> str:
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in kind.options().items():
         choices = ", ".join(f"`{choice}`" for choice in kind.choices(name))
-        default = str(field.default).lower()
-        if isinstance(field.default, str):
-            default = html.escape(f'"{field.default}"').replace(",", ",<wbr>")
+        plain = field.plain(field.default)
+        default = str(plain).lower()
+        if isinstance(plain, str):
+            default = html.escape(f'"{plain}"').replace(",", ",<wbr>")
         default = f'<code class="whole">{default}</code>'
-        meaning = html.escape(field.metadata["doc"], quote=False).replace("|", "&#124;")
+        meaning = html.escape(field.meaning, quote=False).replace("|", "&#124;")
         choices = f"<br>One of {choices}" if choices else ""
         lines.append(f"| `{kind.key(name)}` | {default} | {meaning}{choices} |")
     return "\n".join(lines)

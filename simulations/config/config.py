@@ -290,6 +290,10 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     # ------------------------------------------------------------------ derived
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the values: classes of settings that are made from options have no module."""
+        return type(self).parse, (self.values(),)
+
     @property
     def folder(self) -> Path:
         """Where results go: `out`, or a folder in ``runs`` of its own for each configuration."""

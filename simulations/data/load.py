@@ -77,9 +77,8 @@ class Data:
 
     def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
         if x.shape[1:] != self.input_shape:
-            raise ConfigError(
-                f"{what}expected examples of shape {('n', *self.input_shape)}, got {x.shape}"
-            )
+            sizes = ", ".join(map(str, self.input_shape))
+            raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
         if len(y) and (y.min() < 0 or y.max() >= self.num_classes):
             raise ConfigError(
                 f"{what}expected labels 0 ... {self.num_classes - 1}, got {y.min()} ... {y.max()}"

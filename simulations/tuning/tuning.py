@@ -195,7 +195,8 @@ def _dimension(given: str, values: Any, *, ranged: bool) -> Space:
     each = [checked(value) for value in values]
     if not each or len(set(each)) < len(each):
         raise ConfigError(f"{key}: expected at least one value, each once, got {each}")
-    return {key: CategoricalDistribution(each)}
+    own = home.options()[name]
+    return {key: CategoricalDistribution([own.plain(value) for value in each])}
 
 
 def _ends(values: Searched) -> Sequence[Any]:

@@ -107,8 +107,8 @@ def test_a_node_that_names_no_examples_is_refused_in_one_line():
     ("change", "message"),
     [
         (lambda x, y: {"x": x}, "must hold x and y"),
-        (lambda x, y: {"x": x[..., :4], "y": y}, r"shape \(n, 1, 8, 8\) and n labels"),
-        (lambda x, y: {"x": x, "y": y[:-1]}, "n labels"),
+        (lambda x, y: {"x": x[..., :4], "y": y}, r"shape \(n, 1, 8, 8\), got \(453, 1, 8, 4\)"),
+        (lambda x, y: {"x": x, "y": y[:-1]}, "examples and one label each"),
         (lambda x, y: {"x": x * np.nan, "y": y}, "NaN or infinity"),
         (lambda x, y: {"x": x.astype(str), "y": y}, "expected numbers"),
         (lambda x, y: {"x": x, "y": y.astype(float)}, "whole numbers"),

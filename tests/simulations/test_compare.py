@@ -41,7 +41,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, monkeypatc
     ran: list[tuple[str, str]] = []
     serve = runs.serve
 
-    def counted(grid, config, on_round):
+    def counted(grid, config, on_round, setup=None):
         ran.append((f"{config.name} {config.seed}", run_state(config)))
 
         def stop(record):
@@ -68,7 +68,7 @@ def test_a_run_that_another_process_finishes_meanwhile_is_kept(tmp_path, monkeyp
 
     serve, ran = runs.serve, []
 
-    def slow(grid, config, on_round):
+    def slow(grid, config, on_round, setup=None):
         ran.append(config.seed)
         if len(ran) == 1:  # the other process
             with monkeypatch.context() as patch:
@@ -87,7 +87,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
     serve = runs.serve
 
-    def failing(grid, config, on_round):
+    def failing(grid, config, on_round, setup=None):
         if config.name == "NTK-FL":
             raise RuntimeError("out of luck")
         serve(grid, config, on_round)

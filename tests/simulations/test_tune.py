@@ -64,7 +64,7 @@ def started(monkeypatch):
     """Folders of the runs that began or went on."""
     ran = []
 
-    def counted(grid, config, on_round):
+    def counted(grid, config, on_round, setup=None):
         ran.append(f"{config.folder.parent.name}/{config.folder.name}")
         serve(grid, config, on_round)
 
@@ -477,7 +477,7 @@ def test_a_trial_that_diverges_is_marked_and_the_best_is_another(tmp_path):
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, spoiled):
     """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
 
-    def spoil(grid, config, on_round):
+    def spoil(grid, config, on_round, setup=None):
         serve(grid, config, on_round)
         if config.learning_rate == 0.3:
             path = config.folder / "rounds.jsonl"
@@ -495,7 +495,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, spoil
 def test_a_failed_trial_is_tried_again(tmp_path, monkeypatch, started):
     """A full disk in one run of the second trial; only that run is run again."""
 
-    def full(grid, config, on_round):
+    def full(grid, config, on_round, setup=None):
         if config.folder.parent.name == "001" and config.seed == 1:
             raise OSError("No space left on device")
         serve(grid, config, on_round)
@@ -535,7 +535,7 @@ def test_the_best_at_the_edge_of_a_grid_is_said(tmp_path, caplog, pretended):
         ({}, {"random": {"width": (5, 10)}}, "as grid or as random, and not as both"),
         ({}, {"grid": {"learning-rat": [1.0]}}, "unknown key 'learning-rat'; did you mean"),
         ({}, {"grid": {"learning-rate": [0.1, -1.0]}}, "learning-rate: expected more than 0, got"),
-        ({}, {"grid": {"learning-rate": ["a"]}}, "learning-rate: expected float, got str 'a'"),
+        ({}, {"grid": {"learning-rate": ["a"]}}, "learning-rate: expected float, got 'a'"),
         ({}, {"grid": {"learning-rate": 0.1}}, "learning-rate: expected a list of values, got 0.1"),
         ({}, {"grid": {"learning-rate": []}}, "expected at least one value, each once, got []"),
         ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
@@ -577,7 +577,7 @@ def test_what_cannot_work_is_refused_before_any_run(tmp_path, pretended, config,
 
 
 def test_two_searches_in_one_folder_at_a_time_are_refused(tmp_path, monkeypatch):
-    def again(grid, config, on_round):
+    def again(grid, config, on_round, setup=None):
         with pytest.raises(ConfigError, match="another process is at work in"):
             search(tmp_path)
         serve(grid, config, on_round)

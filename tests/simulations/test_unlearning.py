@@ -6,7 +6,15 @@ import shutil
 import pytest
 import torch
 
-from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run, unlearn
+from fedntk.simulations import (
+    Config,
+    ConfigError,
+    RunFailed,
+    load_model,
+    load_predictor,
+    run,
+    unlearn,
+)
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.report.results import read_run
@@ -138,6 +146,6 @@ def test_a_disk_too_small_for_the_sums_is_refused_before_the_first_round(tmp_pat
     """4 p^2 / 2 bytes of each client, and some."""
     usage = shutil.disk_usage(tmp_path)._replace(free=6 * 2 * 60**2 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=r"sums of all clients need .* tct\.keep-sums = false"):
+    with pytest.raises(RunFailed, match=r"sums of 6 clients need .* set no keep_sums"):
         run(SMALL, out=str(tmp_path / "a"), progress=False)
     assert not (tmp_path / "a" / "rounds.jsonl").exists()

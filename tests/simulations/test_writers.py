@@ -33,7 +33,7 @@ def in_two_parts(folder, monkeypatch, writer):
     config = SMALL.replace(out=str(folder))
     serve = runs.serve
 
-    def cut(grid, config, on_round):
+    def cut(grid, config, on_round, setup=None):
         def stop(record):
             on_round(record)
             if record["round"] == 1:

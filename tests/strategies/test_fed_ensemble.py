@@ -477,7 +477,7 @@ def test_an_exchange_with_all_clients_is_refused_where_only_some_are_shown(optio
     def make() -> TCT:
         return TCT(network=network(), **options)
 
-    with pytest.raises(ValueError, match="one round shows some of the clients alone"):
+    with pytest.raises(ValueError, match="a round shows only some of the clients"):
         FedEnsemble(inner=make, num_models=2)
     FedEnsemble(inner=make, num_models=1)
 
