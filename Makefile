@@ -67,7 +67,7 @@ docs: links ## the site, in build/site; any warning or dead link fails
 pages: install ## write results and costs into the tables of the pages
 	$(BIN)/python docs/tables.py
 
-check: lint types docs test slow federation ## all that CI runs
+check: lint types docs test slow federation ## everything; CI leaves `slow` out
 
 format: install ## let ruff format and fix
 	$(BIN)/ruff format .
