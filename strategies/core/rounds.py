@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -15,13 +15,6 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 AfterRound = Callable[[int, ArrayRecord, Result], None]
 logger = logging.getLogger("flwr")
-
-
-class Judged(Protocol):
-    """A strategy that says which arrays are evaluated and returned."""
-
-    def judged(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the arrays to evaluate, given the newest ones."""
 
 
 def run_rounds(
