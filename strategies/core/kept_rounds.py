@@ -1,6 +1,7 @@
 """Tracks the last accepted round of the arrays that each client keeps on its disk."""
 
 import secrets
+from typing import Any
 
 from flwr.app import ConfigRecord
 
@@ -33,6 +34,15 @@ class KeepingStrategy(BaseStrategy):
             f"{type(self).__name__} cannot work within a {type(owner).__name__}: models are the "
             "clients' own, and the server has none to predict with"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Leave out placeholder ids of clients: what their nodes keep ends with the run."""
+        saved = super().state_dict()
+        for name in self.states() & saved.keys():
+            if isinstance(by_client := saved[name], dict):
+                saved[name] = {k: own for k, own in by_client.items() if not k.startswith("-")}
+        placeholders = tuple(f"{name}.-" for name in self.states())
+        return {name: own for name, own in saved.items() if not name.startswith(placeholders)}
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the name of the run."""

@@ -16,7 +16,7 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     """Return one field's value as arrays and what JSON holds, by name.
 
     Parts of objects and of dictionaries of arrays have names with a dot, such as
-    ``controls.<client>``. Keys below 0 are left out: placeholder ids of clients end with the run.
+    ``controls.<client>``.
     """
     if hasattr(value, "state_dict"):
         return {f"{name}.{part}": own for part, own in value.state_dict().items()}
@@ -28,9 +28,8 @@ def pack(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, set | frozenset):
         return {name: sorted(value)}
     if isinstance(value, dict):
-        kept = {key: value[key] for key in sorted(value) if isinstance(key, str) or key >= 0}
-        arrays = {key: own for key, own in kept.items() if isinstance(own, np.ndarray)}
-        plain = {str(key): own for key, own in kept.items() if key not in arrays}
+        arrays = {k: value[k] for k in sorted(value) if isinstance(value[k], np.ndarray)}
+        plain = {str(k): value[k] for k in sorted(value) if k not in arrays}
         return {name: plain, **{f"{name}.{key}": own for key, own in arrays.items()}}
     return {name: value}
 

@@ -134,10 +134,11 @@ class CPNTKFL(NTKFL):
 
     @property
     def uploads_asked(self) -> Counter[int]:
-        """How many uploads each partition was asked for."""
+        """How many uploads each partition was asked for; under -1, nodes of unknown partitions."""
         asked = Counter(self._asked_before)
         for node, count in self._asked.items():
-            asked[self.registry.partitions[node]] += count
+            partition = self.registry.partitions[node]
+            asked[-1 if partition == node else partition] += count
         return asked
 
     def settings(self) -> dict[str, Any]:
@@ -169,10 +170,9 @@ class CPNTKFL(NTKFL):
 
     @property
     def _most_uploads(self) -> int:
-        """Of one client, at most: a node that reports no partition may have been another before."""
-        if all(node != partition for node, partition in self.registry.partitions.items()):
-            return max(self.uploads_asked.values(), default=0)
-        return self.rounds_asked
+        """Of one client, at most: a node of an unknown partition may have been another before."""
+        asked = self.uploads_asked
+        return self.rounds_asked if asked[-1] else max(asked.values(), default=0)
 
     def _epsilon(self, uploads: int, num_outputs: int) -> float:
         return epsilon_after(

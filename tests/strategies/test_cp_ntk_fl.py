@@ -479,6 +479,19 @@ def test_without_partition_ids_a_client_may_have_been_asked_each_round():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_uploads_of_nodes_that_are_not_known_yet_count_when_a_run_goes_on():
+    """All first replies, which tell the partitions, are refused; then the run is cut off."""
+    clients = app(CPNTKFLClient, clip=1.0, noise_seed=(0,), **NOISE)
+    refused = dict.fromkeys(range(6), with_metrics(num_examples=-5))
+    first, again = (CPNTKFL(**strategy_options(fraction_train=1.0)) for _ in range(2))
+    start_in_vain(first, Grid(clients, node_ids=range(50, 56), changes=refused))
+    again.load_state_dict(first.state_dict())
+    start(again, Grid(clients), rounds=2)
+    expected = epsilon_after(2, num_outputs=3, delta=1e-5, **NOISE)
+    assert again.train_metrics[2]["epsilon"] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "claims", [{"noise_multiplier": 2.0}, {"noise_multiplier": None}, {"label_noise": 0.0}]
 )

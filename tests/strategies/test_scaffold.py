@@ -21,6 +21,7 @@ from .federation import (
     Grid,
     app,
     arrays_of,
+    as_record,
     bits,
     damaged,
     examples,
@@ -337,6 +338,23 @@ def test_a_lost_reply_leaves_the_clients_control_as_it_was():
 
 
 # ------------------------------------------------------------------ arguments and state
+
+
+def test_a_client_with_a_placeholder_id_keeps_its_control_when_a_run_goes_on():
+    """Nodes 1 and 4 claim partition 0: node 4 is client -5."""
+
+    def grid() -> Grid:
+        made = Grid(CLIENTS)
+        made.contexts[4].node_config["partition-id"] = 0
+        return made
+
+    straight, first, again = SCAFFOLD(**ALL), SCAFFOLD(**ALL), SCAFFOLD(**ALL)
+    expected = start(straight, grid(), rounds=2)
+    halfway = start(first, grid())
+    again.load_state_dict(first.state_dict())
+    result = again.start(grid(), as_record(halfway), num_rounds=2)
+    assert sorted(again.controls) == [-5, 0, 1, 2, 4, 5]
+    assert bits(arrays_of(result.arrays)) == bits(expected)
 
 
 def test_controls_of_mixed_precision_keep_their_bits():
