@@ -24,7 +24,7 @@ from typing import Any, Literal, Self, Union, dataclass_transform, get_args, get
 
 import numpy as np
 
-__all__ = ["Declared", "Option", "argument", "key_of", "nearest", "option", "state"]
+__all__ = ["Declared", "Option", "argument", "key_of", "nearest", "option", "shared", "state"]
 
 OPTION, STATE, RESET = "option", "state", "reset"  # keys of a field's metadata
 PREFIX = "option-"  # begins the names under which options travel
@@ -163,6 +163,11 @@ def option(
     return dataclasses.field(default=default, kw_only=kw_only, metadata={OPTION: declared})
 
 
+def shared(meaning: str, *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """Declare an option that travels to clients."""
+    return option(meaning, default=default, to_clients=True, **limits)
+
+
 def argument(meaning: str, *, default: Any = dataclasses.MISSING, kw_only: bool = True) -> Any:
     """Declare an argument that no text file holds and no checkpoint compares, such as a model."""
     return option(meaning, default=default, kw_only=kw_only, compared=False, in_files=False)
@@ -192,7 +197,7 @@ def state(
     return dataclasses.field(init=init, default_factory=factory, metadata=metadata)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(option, argument, state))
+@dataclass_transform(kw_only_default=True, field_specifiers=(option, shared, argument, state))
 class Declared:
     """Base of classes with declared options and state; they become dataclasses.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..losses import Loss
-from ..options import Declared, option
+from ..options import Declared, shared
 from .learning_rate import AUTO
 
 __all__ = ["FlowOptions", "Kernel", "KernelDtype"]
@@ -17,44 +17,36 @@ KernelDtype = Literal["outputs", "bfloat16"]
 class FlowOptions(Declared):
     """How outputs evolve; :class:`GradientFlow` says what each choice means."""
 
-    loss: Loss = option(
-        "loss that evolves; the clients' must be the same", default="cross-entropy", to_clients=True
-    )
-    learning_rate: float | Literal["auto"] = option(
+    loss: Loss = shared("loss that evolves; the clients' must be the same", default="cross-entropy")
+    learning_rate: float | Literal["auto"] = shared(
         "eta; 'auto': the largest at which gradient descent on the linearised network overshoots "
         "along no eigenvector of the round's kernel, for networks of any kind (a rate for an MLP "
         "is far too large for a convolutional network)",
         above=0,
-        to_clients=True,
     )
-    steps: Sequence[float] = option(
+    steps: Sequence[float] = shared(
         "increasing times t, in steps of the learning rate, at which the evolution is known",
         at_least=0,
-        to_clients=True,
     )
-    kernel: Kernel = option(
+    kernel: Kernel = shared(
         "mean: one kernel for all outputs, as in the paper; corrected: the same, with the outputs "
         "of the exact linearised network at each of the steps, which learns in fewer rounds (keep "
         "the steps few); full: all outputs coupled",
         default="mean",
-        to_clients=True,
     )
-    residuals: Literal["integral", "sum"] = option(
+    residuals: Literal["integral", "sum"] = shared(
         "how residuals add up over time: their integral, or the paper's sum over whole steps",
         default="integral",
-        to_clients=True,
     )
-    kernel_dtype: KernelDtype = option(
+    kernel_dtype: KernelDtype = shared(
         "dtype in which a mean kernel is multiplied; bfloat16 goes with a tolerance of 0.01",
         default="outputs",
-        to_clients=True,
     )
-    tolerance: float = option(
+    tolerance: float = shared(
         "error allowed per step of the solver, relative to the norm of the outputs",
         default=1e-4,
         above=0,
         below=1,
-        to_clients=True,
     )
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..features.feature_map import FeatureKind, FeatureMap
 from ..losses import Loss
-from ..options import Declared, option
+from ..options import Declared, shared
 from .compression import UNQUANTISED
 from .feature_statistics import SumStep
 
@@ -23,88 +23,71 @@ Step = Literal["bootstrap", "moments", "features", "counts", "statistics", "line
 class ConvexOptions(Declared):
     """Options of stage 2 that server and clients share."""
 
-    features: FeatureKind = option(
+    features: FeatureKind = shared(
         "tangent features: coordinates, or a sketch of them all; or the last layer's inputs "
         "(Table 12), or random Fourier features of these: see fedntk.ntk.FeatureMap",
         default="entk",
-        to_clients=True,
     )
-    num_features: int = option(
+    num_features: int = shared(
         "p; 0: all, except for entk-sketch and fourier, which need a number",
         default=100_000,
         at_least=0,
-        to_clients=True,
     )
-    feature_seed: int = option(
+    feature_seed: int = shared(
         "seed of the new last layer, and of the coordinates, the sketch or the frequencies",
         default=123,
         at_least=0,
-        to_clients=True,
     )
-    head: str = option(
-        "name of the last linear layer; the last nn.Linear by default", default="", to_clients=True
+    head: str = shared("name of the last linear layer; the last nn.Linear by default", default="")
+    bias: bool = shared(
+        "whether the linear model has a bias (algorithm 2's b; eq. (1) has none)", default=False
     )
-    bias: bool = option(
-        "whether the linear model has a bias (algorithm 2's b; eq. (1) has none)",
-        default=False,
-        to_clients=True,
-    )
-    loss: Loss = option(
+    loss: Loss = shared(
         "loss of stage 2; cross-entropy: TCT-CE (Table 11). Targets of least squares are one-hot "
         "minus 1/C",
         default="mse",
-        to_clients=True,
     )
-    optimizer: ConvexOptimizer = option(
+    optimizer: ConvexOptimizer = shared(
         "optimizer of stage 2: SCAFFOLD; the same without a correction; gradient descent, one "
         "step a round",
         default="scaffold",
-        to_clients=True,
     )
-    learning_rate: float = option(
+    learning_rate: float = shared(
         "eta of stage 2, of L_k = ||Z W - Y||^2 / (2 n_k); steps diverge if eta times the largest "
         "eigenvalue of Z Z^T / n_k, the metric rate-times-lambda, is above 2",
         default=5e-5,
         above=0,
-        to_clients=True,
     )
-    local_steps: int = option(
-        "M, full-batch steps of a client a round", default=500, at_least=1, to_clients=True
-    )
-    solve: Solve = option(
+    local_steps: int = shared("M, full-batch steps of a client a round", default=500, at_least=1)
+    solve: Solve = shared(
         "clients: rounds of local steps; server: clients send their features and labels and the "
         "server solves, in one round; statistics: they send sums over their features",
         default="clients",
-        to_clients=True,
     )
-    sparsity: float = option(
+    sparsity: float = shared(
         "share of the features that is dropped, for solve = server",
         default=0.0,
         at_least=0,
         below=1,
-        to_clients=True,
     )
-    bits: int = option(
+    bits: int = shared(
         "bits of each feature sent, for solve = server: 1 ... 16; 32: float16. Bits of the "
         "fixed-point numbers that are summed, for solve = statistics: 2 ... 8, which need "
         "validation examples; 32: none",
         default=UNQUANTISED,
         at_least=1,
-        to_clients=True,
     )
-    balanced: bool = option(
+    balanced: bool = shared(
         "whether all classes weigh the same, for solve = statistics; takes one more round, for "
         "counts",
         default=False,
-        to_clients=True,
     )
-    validation_share: float = option(
+    validation_share: float = shared(
         "share of a client's examples that it holds out, by class, to choose the ridge by, for "
         "solve = statistics and auto_ridge when the server has no examples; doubles the bytes up",
         default=0.0,
         at_least=0,
         at_most=0.5,
-        to_clients=True,
     )
 
     @property
@@ -135,32 +118,25 @@ class MessageTask(Declared):
     ``"steps"``, ``"class-weights"`` and ``"secure-sum"``, those of them that the client lacks.
     """
 
-    step: Step = option(
+    step: Step = shared(
         "local training of the network (bootstrap); moments of the features; the features; the "
         "number of examples of each class (counts); the sums from which least squares are solved "
         "(statistics); a round on the linear model, or its evaluation; or an exchange of a secure "
-        "sum",
-        to_clients=True,
+        "sum"
     )
-    network_key: str = option(
+    network_key: str = shared(
         "digest of the bootstrapped network and the feature map: what a client keeps is good for "
         "one key",
         default="",
-        to_clients=True,
     )
-    run_key: str = option(
-        "name of the training run, in which alone a client uses what it keeps",
-        default="",
-        to_clients=True,
+    run_key: str = shared(
+        "name of the training run, in which alone a client uses what it keeps", default=""
     )
-    state_round: int = option(
-        "round from which c_k counts; 0: c_k is zero", default=0, at_least=0, to_clients=True
-    )
-    control: Literal["zero", "last", "sent"] = option(
+    state_round: int = shared("round from which c_k counts; 0: c_k is zero", default=0, at_least=0)
+    control: Literal["zero", "last", "sent"] = shared(
         "source of c: zero; the difference of the models of the last round and this one over "
         "M eta; or the message",
         default="zero",
-        to_clients=True,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..evolution.flow_options import FlowOptions
 from ..evolution.gradient_flow import GradientFlow
-from ..options import Declared, option
+from ..options import Declared, shared
 from .compression import UNQUANTISED, check_compression
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 MixingMatrix = Literal["examples", "equal", "metropolis"]
+_FLOW = FlowOptions.options()
 
 
 def mixing_row(
@@ -33,14 +34,7 @@ def mixing_row(
 ) -> list[float]:
     """Return the shares of a client and of the neighbours that it heard, in this order.
 
-    Parameters
-    ----------
-    mixing : {"examples", "equal", "metropolis"}
-        Rule: see :class:`GossipOptions`.
-    num_examples : sequence of int
-        Number of examples of each.
-    degrees : sequence of int
-        Number of neighbours of each, for ``"metropolis"``.
+    `num_examples` and, for ``"metropolis"``, `degrees` (numbers of neighbours) are of each of them.
     """
     if mixing == "metropolis":
         each = [1 / (1 + max(degrees[0], degree)) for degree in degrees[1:]]
@@ -52,40 +46,32 @@ def mixing_row(
 class RelayOptions(Declared):
     """What all clients with neighbours are told."""
 
-    same_weights: bool = option(
+    same_weights: bool = shared(
         "all clients begin with the same weights; else each with its own, drawn as He et al. 2015",
         default=True,
-        to_clients=True,
     )
 
 
 class GossipOptions(RelayOptions):
     """How clients train by SGD and average with their neighbours."""
 
-    mixing: MixingMatrix = option(
+    mixing: MixingMatrix = shared(
         "a client and its neighbours count by examples, each the same (doubly stochastic if all "
         "have as many neighbours), or by the rule of Metropolis and Hastings, W_ij = "
         "1 / (1 + max(d_i, d_j)) of the numbers of neighbours d (doubly stochastic on any graph); "
         "the share of a neighbour that is not heard goes to the others, or to the client itself",
         default="examples",
-        to_clients=True,
     )
-    learning_rate_factor: float = option(
-        "in round k the learning rate is multiplied by factor^(k - 1)",
-        default=1.0,
-        above=0,
-        to_clients=True,
+    learning_rate_factor: float = shared(
+        "in round k the learning rate is multiplied by factor^(k - 1)", default=1.0, above=0
     )
 
 
 class DFedAvgOptions(GossipOptions):
     """How clients of DFedAvg average."""
 
-    gossip_steps: int = option(
-        "averages in a round, an exchange each: W^Q for W; 1 in the paper",
-        default=1,
-        at_least=1,
-        to_clients=True,
+    gossip_steps: int = shared(
+        "averages in a round, an exchange each: W^Q for W; 1 in the paper", default=1, at_least=1
     )
 
 
@@ -99,38 +85,30 @@ class DisPFLOptions(GossipOptions):
     [0.5, 0.25, 0.0]
     """
 
-    sparsity: float = option(
-        "share of the network that a client does not have",
-        default=0.5,
-        at_least=0,
-        below=1,
-        to_clients=True,
+    sparsity: float = shared(
+        "share of the network that a client does not have", default=0.5, at_least=0, below=1
     )
-    prune_share: float = option(
+    prune_share: float = shared(
         "alpha: share of a mask that changes in the first round; 0: none ever",
         default=0.5,
         at_least=0,
         at_most=1,
-        to_clients=True,
     )
-    annealing_rounds: int = option(
+    annealing_rounds: int = shared(
         "T: after so many rounds masks stay; set it to the rounds of the run",
         default=500,
         at_least=1,
-        to_clients=True,
     )
-    same_masks: bool = option("all clients begin with the same mask", default=True, to_clients=True)
-    mixing: MixingMatrix = option(
+    same_masks: bool = shared("all clients begin with the same mask", default=True)
+    mixing: MixingMatrix = shared(
         "how clients count in the average of those that have a number; equal in the authors' "
         "program",
         default="equal",
-        to_clients=True,
     )
-    seed: int = option(
+    seed: int = shared(
         "seed of the sampling of clients, and of the mask with which all begin",
         default=0,
         at_least=0,
-        to_clients=True,
     )
 
     def pruned_share(self, server_round: int) -> float:
@@ -142,61 +120,42 @@ class DisPFLOptions(GossipOptions):
 class NTKDFLOptions(FlowOptions, RelayOptions):
     """How clients of NTK-DFL evolve."""
 
-    learning_rate: float = option("eta", default=0.01, above=0, to_clients=True)
-    learning_rate_decay: float = option(
+    learning_rate: float = shared("eta", default=0.01, above=0)
+    learning_rate_decay: float = shared(
         "in round k the rate is eta exp(-decay (k - 1)); 0 in the paper, 0.07 in its program",
         default=0.0,
         at_least=0,
-        to_clients=True,
     )
-    steps: Sequence[float] = option(
-        "grid of t, in steps of the learning rate",
-        default=tuple(map(float, range(100, 801, 100))),
-        at_least=0,
-        to_clients=True,
-    )
-    tolerance: float = option(
-        "error allowed per step of the solver, relative to the norm of the outputs",
-        default=1e-3,
-        above=0,
-        below=1,
-        to_clients=True,
-    )
-    selection: Literal["last", "true-loss", "own"] = option(
+    steps: Sequence[float] = _FLOW["steps"].field(default=tuple(map(float, range(100, 801, 100))))
+    tolerance: float = _FLOW["tolerance"].field(default=1e-3)
+    selection: Literal["last", "true-loss", "own"] = shared(
         "which t. last: the paper's rule, the lowest loss of the evolved outputs, comes to that, "
         "since this loss only falls; true-loss: the lowest loss of the network itself over the "
         "neighbourhood, as in the authors' program (inputs then travel with the Jacobians, which "
         "hold them anyway if the first layer is linear); own: the same over the client's examples",
         default="last",
-        to_clients=True,
     )
-    batches: int = option(
+    batches: int = shared(
         "m_1 of appendix E.1: parts of a client's examples, each with an evolution",
         default=1,
         at_least=1,
-        to_clients=True,
     )
-    average: bool = option(
-        "weights are averaged with the neighbours' first: eq. (1)", default=True, to_clients=True
-    )
-    class_prior: bool = option(
+    average: bool = shared("weights are averaged with the neighbours' first: eq. (1)", default=True)
+    class_prior: bool = shared(
         "the classes' shares in a neighbourhood are an offset of the outputs that evolve (ours; "
         "for cross-entropy): see fedntk.ntk.class_prior.log_class_prior",
         default=False,
-        to_clients=True,
     )
-    sparsity: float = option(
+    sparsity: float = shared(
         "share of the numbers of each tensor of a Jacobian that is not sent (appendix E.3: 0.5)",
         default=0.0,
         at_least=0,
         below=1,
-        to_clients=True,
     )
-    bits: int = option(
+    bits: int = shared(
         "bits of each number that is sent (appendix E.3: 6), 1 ... 16; 32 leaves them as they are",
         default=UNQUANTISED,
         at_least=1,
-        to_clients=True,
     )
 
     def check(self) -> None:
@@ -211,13 +170,7 @@ class NTKDFLOptions(FlowOptions, RelayOptions):
     def flow_in(self, server_round: int) -> GradientFlow:
         """Return what evolves outputs in a round; with the last t only if no other is needed."""
         needs_all = self.selection != "last" or self.kernel == "corrected"
-        return GradientFlow(
-            loss=self.loss,
-            learning_rate=self.learning_rate
-            * math.exp(-self.learning_rate_decay * (server_round - 1)),
-            steps=self.steps if needs_all else self.steps[-1:],
-            kernel=self.kernel,
-            residuals=self.residuals,
-            kernel_dtype=self.kernel_dtype,
-            tolerance=self.tolerance,
-        )
+        options = {name: getattr(self, name) for name in _FLOW}
+        options["learning_rate"] *= math.exp(-self.learning_rate_decay * (server_round - 1))
+        options["steps"] = self.steps if needs_all else self.steps[-1:]
+        return GradientFlow(**options)

@@ -8,7 +8,7 @@ and (3): g is the gradient of a batch at y, and the step goes along its gradient
     y + rho g / ||g||
 """
 
-from fedntk.ntk.options import option
+from fedntk.ntk.options import shared
 
 from .dfedavg import DFedAvg
 
@@ -20,10 +20,9 @@ class DFedSAM(DFedAvg):
 
     client = "DFedSAMClient"
 
-    learning_rate_factor: float = option(
+    learning_rate_factor: float = shared(
         "in round k the learning rate is multiplied by factor^(k - 1); 0.95 in the comparison of "
         "Thompson et al. 2025, appendix C.2",
         default=0.95,
         above=0,
-        to_clients=True,
     )
