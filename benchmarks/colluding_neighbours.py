@@ -122,10 +122,9 @@ def upload_of(grid: Curious, curious: int) -> tuple[JacobianUpload, Arrays]:
     weights = {
         n: a for n, a in grid.got[VICTIM, "jacobians", curious].items() if n != "num-examples"
     }
-    blocks = sorted(key for key in arrays if key.startswith("block-"))
-    parts = [arrays[key].copy() for key in ("outputs", "targets", "layout", *blocks)]
+    rows = {key: array.copy() for key, array in arrays.items() if key != "inputs"}
     shapes = {key: array.shape for key, array in weights.items()}
-    return JacobianUpload.from_arrays(parts, parameters=shapes), weights
+    return JacobianUpload.from_arrays(rows, parameters=shapes), weights
 
 
 def closed_form(grid: Curious, curious: Sequence[int], shape: torch.Size) -> Tensor:

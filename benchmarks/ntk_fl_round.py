@@ -48,7 +48,7 @@ def child(clients: int, kernel: str, device: str, data_dir: str) -> dict[str, An
     pictures, targets = x.to(device).split(sizes), one_hot(labels, 10).split(sizes)
     parts: dict[str, float] = {}
 
-    def upload(x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+    def upload(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         with torch.no_grad():
             outputs = model(x).cpu()
         return JacobianUpload(jacobian(model, x), outputs, y).to_arrays()

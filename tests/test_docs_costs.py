@@ -358,7 +358,7 @@ def test_what_ntk_dfl_sends(once):
     upload = JacobianUpload(
         jacobian(network().eval(), x), torch.zeros(EXAMPLES, CLASSES), one_hot(y, CLASSES)
     )
-    row = {key: value(f, d=2, U=size(upload.to_arrays())) for key, f in rows.items()}
+    row = {key: value(f, d=2, U=size(upload.to_arrays().values())) for key, f in rows.items()}
     own = {"topology": Topology("clustered", degree=2), "evolve_once": True} if once else {}
     grid = decentralised(NTKDFL, "NTKDFLClient", 2, **own)
     weights = 4 * KNOWN["P"] + 8  # once more, in the first round

@@ -17,11 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from numpy.typing import NDArray
 
-from fedntk.ntk.payloads import from_npy, to_npy
-
 from .key_server import check_voucher
 from .sealing import SealError, public_bytes, seal, unseal
-from .wire import frame, unframe
+from .wire import frame_arrays, unframe_arrays
 
 __all__ = ["ParcelKeys", "open_parcel", "seal_parcel"]
 
@@ -76,7 +74,7 @@ def seal_parcel(
     >>> open_parcel(sealed, key, b"round 1")
     {'weight': array([1., 1.])}
     """
-    plain = frame(part for name, array in arrays.items() for part in (name.encode(), to_npy(array)))
+    plain = frame_arrays(arrays)
     key = secrets.token_bytes(32)
     try:
         content = ChaCha20Poly1305(key).encrypt(NONCE, plain, info)
@@ -102,9 +100,7 @@ def open_parcel(
     key = unseal(sealed[name].tobytes(), private_key, info)
     try:
         plain = ChaCha20Poly1305(key).decrypt(NONCE, sealed[CONTENT].tobytes(), info)
-        parts = unframe(plain)
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        return {own.decode(): from_npy(data).copy() for own, data in pairs}
+        return {own: array.copy() for own, array in unframe_arrays(plain).items()}
     except (InvalidTag, ValueError, OverflowError) as error:  # SealError is a ValueError
         raise SealError(
             f"the parcel's content does not open: damaged, or no arrays ({error!r:.80})"

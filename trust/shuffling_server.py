@@ -30,10 +30,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, NotEnoughMemory, UploadLimits
-from fedntk.ntk.payloads import MemoryBudget, from_npy, screen_uploads, to_npy
+from fedntk.ntk.payloads import MemoryBudget, screen_uploads
 
 from .sealing import SealError, check_run, new_key, public_bytes, seal, unseal
-from .wire import frame, pack, unframe, unpack
+from .wire import frame_arrays, pack, unframe_arrays, unpack
 
 __all__ = ["Shuffled", "ShufflingServer", "seal_upload"]
 
@@ -62,15 +62,15 @@ class Shuffled:
     def to_bytes(self) -> bytes:
         """Write all of it, the upload as arrays."""
         rejected = [[i, bad.reason, bad.detail] for i, bad in sorted(self.rejected.items())]
-        arrays = [] if self.upload is None else self.upload.to_arrays()
+        parts = [] if self.upload is None else [frame_arrays(self.upload.to_arrays())]
         head = {"rejected": rejected, "accepted": self.accepted, "message": self.message}
-        return pack(head, map(to_npy, arrays))
+        return pack(head, parts)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, parameters: Mapping[str, Sequence[int]]) -> Self:
         """Read what :meth:`to_bytes` wrote; check the upload against the model's `parameters`."""
         head, parts = unpack(data)
-        arrays = [from_npy(part) for part in parts]
+        arrays = unframe_arrays(parts[0]) if parts else {}
         return cls(
             JacobianUpload.from_arrays(arrays, parameters=parameters) if arrays else None,
             {int(i): BadReply(reason, detail) for i, reason, detail in head["rejected"]},
@@ -80,14 +80,14 @@ class Shuffled:
 
 
 def seal_upload(
-    arrays: Sequence[NDArray[Any]], public_key: bytes, *, run: str, server_round: int
+    arrays: Mapping[str, NDArray[Any]], public_key: bytes, *, run: str, server_round: int
 ) -> NDArray[np.uint8]:
     """Seal the arrays of a client's :class:`~fedntk.ntk.CompressedUpload`, less than 2 GiB in all.
 
     They open only for the shuffling server, in this run and round. Its `public_key`, 32 raw bytes,
     must not be from the aggregation server. The array that is returned travels as any other.
     """
-    sealed = seal(frame(map(to_npy, arrays)), public_key, _binding(run, server_round))
+    sealed = seal(frame_arrays(arrays), public_key, _binding(run, server_round))
     return np.frombuffer(sealed, np.uint8)
 
 
@@ -182,8 +182,8 @@ class ShufflingServer:
                     raise BadReply("replayed", "the same sealed bytes came before")
                 seen.add(data)
                 upload = self._open(data, info, limits)
-                if num_examples is not None and num_examples[i] != upload.jacobian.num_examples:
-                    raise BadReply("num-examples", "claims another number of examples than it has")
+                if num_examples is not None:
+                    upload.claimed(num_examples[i])
                 uploads[i] = budget.hold(upload)
             except BadReply as error:
                 rejected[i] = error
@@ -199,7 +199,7 @@ class ShufflingServer:
         except SealError as error:
             raise BadReply("sealed", str(error)) from None
         try:
-            arrays = [from_npy(part) for part in unframe(opened)]
+            arrays = unframe_arrays(opened)
         except Exception as error:  # whatever hostile bytes provoke
             raise BadReply("arrays", f"the sealed bytes hold no arrays: {error}") from error
         try:

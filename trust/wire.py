@@ -4,9 +4,23 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from numpy.typing import NDArray
+
+from fedntk.ntk.payloads import from_npy, to_npy
+
 from .sealing import SealError
 
-__all__ = ["SEALED_SEED", "SHUFFLE", "VOUCHER", "frame", "pack", "unframe", "unpack"]
+__all__ = [
+    "SEALED_SEED",
+    "SHUFFLE",
+    "VOUCHER",
+    "frame",
+    "frame_arrays",
+    "pack",
+    "unframe",
+    "unframe_arrays",
+    "unpack",
+]
 
 SEALED_SEED, VOUCHER, SHUFFLE = "/sealed-seed", "/voucher", "/shuffle"
 LENGTH_BYTES = 8
@@ -36,6 +50,18 @@ def unframe(data: bytes) -> list[bytes]:
             raise SealError(f"cut off: expected {end} bytes or more, got {len(data)}")
         parts.append(data[start:end])
     return parts
+
+
+def frame_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Join arrays and their names."""
+    return frame(part for name, own in arrays.items() for part in (name.encode(), to_npy(own)))
+
+
+def unframe_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+    """Part what :func:`frame_arrays` joined, as read-only views; ValueError for other bytes."""
+    parts = unframe(data)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name.decode(): from_npy(own) for name, own in pairs}
 
 
 def pack(head: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:

@@ -24,6 +24,7 @@ from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
+from ..core.named_arrays import NamedArrays
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
 from .ntk_fl import NTKFLClient
@@ -86,33 +87,30 @@ class CPNTKFLClient(NTKFLClient):
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
-        """Return the arrays of a :class:`~fedntk.ntk.CompressedUpload`; the weights stay.
+        """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays; the weights stay.
 
         Returns
         -------
-        tuple of list of ndarray, int, dict
-            The upload, or its sealed bytes as one array; the number of examples; the noise under
+        tuple of NamedArrays, int, dict
+            The upload, or its bytes ``sealed``; the number of examples; the noise under
             differential privacy, else, of an upload that is not sealed, ``{"train-loss": ...}`` at
             the received weights.
         """
-        upload = self.upload(parameters, config)
-        sealed = self.shuffling_key is not None
+        upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}
         if self.noise_multiplier:
             upload = self._privatised(upload, config)
             metrics["noise-multiplier"] = self.noise_multiplier
             metrics["label-noise"] = self.label_noise
-        elif not sealed:
+        elif key is None:
             metrics["train-loss"] = loss_value(upload.outputs, upload.targets, self.loss)
         arrays = CompressedUpload.compress(
-            upload, sparsity=self.sparsity, bits=self.bits, by_row=sealed
+            upload, sparsity=self.sparsity, bits=self.bits, by_row=key is not None
         ).to_arrays()
-        if self.shuffling_key is not None:
+        if key is not None:
             server_round = int(config.get("server-round", 0))
-            arrays = [
-                seal_upload(arrays, self.shuffling_key, run=self.run, server_round=server_round)
-            ]
-        return arrays, len(upload.outputs), metrics
+            arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
+        return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
 
     def _privatised(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
         generator = None

@@ -18,6 +18,7 @@ from fedntk.ntk.evolution import unstack_candidates
 from fedntk.ntk.options import argument, option
 
 from ..core.base import ModelClient
+from ..core.named_arrays import NamedArrays
 from ..core.weights import Scalar, set_weights
 
 __all__ = ["NTKFLClient"]
@@ -45,16 +46,17 @@ class NTKFLClient(ModelClient):
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
-        """Return the arrays of a :class:`~fedntk.ntk.JacobianUpload`; the weights stay.
+        """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
 
         Returns
         -------
-        tuple of list of ndarray, int, dict
+        tuple of NamedArrays, int, dict
             The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
         """
         upload = self.upload(parameters, config)
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)
-        return upload.to_arrays(), len(upload.outputs), {"train-loss": train_loss}
+        arrays = NamedArrays({"arrays": upload.to_arrays()})
+        return arrays, len(upload.outputs), {"train-loss": train_loss}
 
     def upload(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> JacobianUpload:
         """Return Jacobian, outputs and targets of the round's examples at the given weights."""

@@ -1,6 +1,6 @@
 """Uploads of CP-NTK-FL."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from ..losses import one_hot
 from ..support.arrays import require_array
 from ..support.memory import require_memory
 from .compression import UNQUANTISED, Encoded, compress
-from .jacobian_format import jacobian_of, jacobian_to_arrays
+from .jacobian_format import jacobian_of, jacobian_to_arrays, own_arrays
 from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits, require_labels
 
@@ -28,14 +28,13 @@ class CompressedUpload:
     """What one client sends up in a round of CP-NTK-FL (Yue et al. 2022, section 4.2).
 
     Outputs (n, C) are those of :class:`JacobianUpload`; labels (n,) are the classes, in the
-    smallest unsigned integer that holds C - 1. The arrays of the Jacobian's blocks, described by
-    `layout`, are each compressed by :func:`compress`; tokens stay as they are.
+    smallest unsigned integer that holds C - 1. Of the Jacobian's arrays each of floating point is
+    compressed by :func:`compress`.
     """
 
     outputs: NDArray[np.floating]
     labels: NDArray[np.unsignedinteger]
-    layout: NDArray[np.uint8]
-    tensors: tuple[NDArray[Any], ...]
+    jacobian: dict[str, NDArray[Any]]
 
     @classmethod
     def compress(
@@ -53,58 +52,57 @@ class CompressedUpload:
         Jacobian, are then zero if either factor is. With `by_row` each example's part is compressed
         by itself.
         """
-        layout, *arrays = jacobian_to_arrays(upload.jacobian)
         num_outputs = upload.targets.shape[1]
         labels = upload.targets.argmax(1).numpy()
         return cls(
             upload.outputs.cpu().numpy(),
             labels.astype(np.min_scalar_type(num_outputs - 1)),
-            layout,
-            tuple(
-                compress(a, sparsity=sparsity, bits=bits, by_row=by_row)
-                if a.dtype.kind == "f"
-                else a
-                for a in arrays
-            ),
+            {
+                name: compress(array, sparsity=sparsity, bits=bits, by_row=by_row)
+                if array.dtype.kind == "f"
+                else array
+                for name, array in jacobian_to_arrays(upload.jacobian).items()
+            },
         )
 
-    def to_arrays(self) -> list[NDArray[Any]]:
-        """Wire format: outputs, labels, layout, then the tensors."""
-        return [self.outputs, self.labels, self.layout, *self.tensors]
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return outputs, labels and the encoded Jacobian's arrays, by name."""
+        return {"outputs": self.outputs, "labels": self.labels, **self.jacobian}
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[NDArray[Any]], limits: UploadLimits) -> JacobianUpload:
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], limits: UploadLimits
+    ) -> JacobianUpload:
         """Check what :meth:`to_arrays` made against the limits, then decode it.
 
         Sizes are compared with the model, with the outputs' rows and with `limits` before anything
         of these sizes is allocated. BadReply has the reason ``"compression"``, or one of
         :meth:`JacobianUpload.from_arrays`.
         """
-        if len(arrays) < 4:
-            raise BadReply("shape", f"expected at least 4 arrays, got {len(arrays)}")
-        outputs, labels, layout, *tensors = arrays
+        own = own_arrays(arrays, "outputs", "labels")
+        outputs, labels, (layout, *tensors) = arrays["outputs"], arrays["labels"], own.values()
         require_array("outputs", outputs, shape=(-1, -1), dtype=(np.float32, np.float64))
         n, num_outputs = outputs.shape
         limits.require_examples(n)
         require_labels(labels, n, num_outputs)
         codes = [t if t.dtype == np.int64 else Encoded.parse(t) for t in tensors]
+        numbers, meta = 0, []
         for code in codes:
             if isinstance(code, Encoded):
                 limits.require(code, n)
-        meta = [
-            code.meta_tensor() if isinstance(code, Encoded) else torch.from_numpy(code.copy())
-            for code in codes
-        ]
+                numbers += code.count
+                meta.append(code.meta_tensor())
+            else:
+                meta.append(torch.from_numpy(code.copy()))
         size = _checked_size(jacobian_of(layout, meta, limits.parameters), num_outputs)
-        numbers = sum(code.count for code in codes if isinstance(code, Encoded))
         require_memory(
             2 * size + DECODING_BYTES * numbers, f"a client's Jacobian of {n} examples, decoded,"
         )
         decoded = [code.decode() if isinstance(code, Encoded) else code for code in codes]
         targets = one_hot(torch.from_numpy(labels.astype(np.int64)), num_outputs).numpy()
-        return JacobianUpload.from_arrays(
-            [outputs, targets.astype(outputs.dtype), layout, *decoded], parameters=limits.parameters
-        )
+        rows = {"outputs": outputs, "targets": targets.astype(outputs.dtype)}
+        rows |= zip(own, [layout, *decoded], strict=True)
+        return JacobianUpload.from_arrays(rows, parameters=limits.parameters)
 
 
 def _checked_size(jacobian: Jacobian, num_outputs: int) -> int:

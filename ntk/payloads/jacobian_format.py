@@ -1,7 +1,7 @@
 """A Jacobian as the arrays that travel, and the check of what comes.
 
-The layout, as UTF-8 bytes, lists the blocks; their arrays follow. A layout may come from anyone:
-nothing is built of a size that the global model does not justify.
+``layout``, as UTF-8 bytes, lists the blocks; their arrays are ``block-000``, ``block-001``, ... A
+layout may come from anyone: nothing is built of a size that the global model does not justify.
 """
 
 import json
@@ -20,31 +20,39 @@ from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
 from ..jacobian.operator import Jacobian
 from ..support.arrays import require_array
 
-__all__ = ["jacobian_from_arrays", "jacobian_of", "jacobian_to_arrays"]
+__all__ = ["jacobian_from_arrays", "jacobian_of", "jacobian_to_arrays", "own_arrays"]
 
 MAX_LAYOUT_BYTES = 1_000_000
 LARGEST = 1e12  # of a Jacobian's numbers: products of its factors must stay within float32
 LARGEST_STRIDE = 2**16
 
 
-def jacobian_to_arrays(jacobian: Jacobian) -> list[NDArray[Any]]:
-    """Return the layout as UTF-8 bytes, then each block's arrays."""
+def jacobian_to_arrays(jacobian: Jacobian) -> dict[str, NDArray[Any]]:
+    """Return the layout and each block's arrays, by name."""
+    arrays = [a.cpu().numpy() for block in jacobian.blocks for a in block.arrays]
     layout = np.frombuffer(jacobian.layout.encode(), dtype=np.uint8)
-    return [layout, *(a.cpu().numpy() for block in jacobian.blocks for a in block.arrays)]
+    return {"layout": layout, **{f"block-{k:03}": array for k, array in enumerate(arrays)}}
+
+
+def own_arrays(arrays: Mapping[str, NDArray[Any]], *beside: str) -> dict[str, NDArray[Any]]:
+    """Return a Jacobian's layout and its blocks' arrays, in order, of those with some `beside`."""
+    names = ["layout", *(f"block-{k:03}" for k in range(len(arrays) - 1 - len(beside)))]
+    if odd := sorted(arrays.keys() ^ {*names, *beside}):
+        raise BadReply("arrays", f"names differ from those of a Jacobian's in {str(odd[:5])[:200]}")
+    return {name: arrays[name] for name in names}
 
 
 def jacobian_from_arrays(
-    arrays: Sequence[NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
+    arrays: Mapping[str, NDArray[Any]], *beside: str, parameters: Mapping[str, Sequence[int]]
 ) -> Jacobian:
     """Check what :func:`jacobian_to_arrays` made, and build the Jacobian, in float32 or float64.
 
     `parameters` has the shape of each array of the global model; the Jacobian may hold any of them,
-    each once. BadReply has the reason ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or
-    ``"scale"``.
+    each once. Arrays named `beside` are left alone. BadReply has the reason ``"arrays"``,
+    ``"layout"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or ``"scale"``.
     """
-    if not arrays:
-        raise BadReply("shape", "expected a layout and the blocks' arrays, got no array")
-    return jacobian_of(arrays[0], [_tensor(array) for array in arrays[1:]], parameters)
+    layout, *blocks = own_arrays(arrays, *beside).values()
+    return jacobian_of(layout, [_tensor(array) for array in blocks], parameters)
 
 
 def jacobian_of(
@@ -54,15 +62,11 @@ def jacobian_of(
 
     Shapes and dtypes are checked, numbers are not.
     """
-    blocks, start = [], 0
-    for empty in _parse_layout(layout, parameters):
-        own = tensors[start : start + len(empty.arrays)]
-        start += len(empty.arrays)
-        if len(own) < len(empty.arrays):
-            raise BadReply("shape", f"expected {len(empty.arrays)} arrays for {empty.layout}")
-        blocks.append(empty.with_arrays(own))
-    if start < len(tensors):
-        raise BadReply("shape", f"expected {start} arrays after the layout, got {len(tensors)}")
+    left = iter(tensors)
+    empty = _parse_layout(layout, parameters)
+    if len(tensors) != (count := sum(len(block.arrays) for block in empty)):
+        raise BadReply("shape", f"expected {count} arrays after the layout, got {len(tensors)}")
+    blocks = [block.with_arrays([next(left) for _ in block.arrays]) for block in empty]
     _check_shapes(blocks, parameters)
     return Jacobian(tuple(blocks))
 
@@ -72,13 +76,10 @@ def _parse_layout(raw: NDArray[Any], parameters: Mapping[str, Sequence[int]]) ->
     if raw.dtype != np.uint8 or raw.ndim != 1 or raw.nbytes > MAX_LAYOUT_BYTES:
         raise BadReply("layout", "expected the layout as at most 1 MB of uint8")
     try:
-        entries = json.loads(raw.tobytes())
-        blocks: list[Block] = []
-        for entry in entries:
-            blocks.append(_parse_block(entry, parameters))
+        blocks = [_parse_block(entry, parameters) for entry in json.loads(raw.tobytes())]
+    except BadReply:
+        raise
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, BadReply):
-            raise
         raise BadReply("layout", f"expected a JSON list of blocks ({error})") from None
     names = Counter(name for block in blocks for name in block.names)
     if not names:

@@ -18,9 +18,7 @@ from .limits import UploadLimits
 
 __all__ = ["JacobianParcel"]
 
-INPUTS = "inputs"  # name of an array beside a Jacobian's
-HEAD = ("outputs", "targets", "layout")  # names of the arrays before the blocks
-COMPRESSED_HEAD = ("outputs", "labels", "layout")
+INPUTS = "inputs"  # name of an array beside an upload's
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +32,11 @@ class JacobianParcel:
         self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
     ) -> dict[str, NDArray[Any]]:
         """Return arrays by name: the upload, compressed if asked for, and the exact inputs."""
+        upload: JacobianUpload | CompressedUpload = self.upload
         if _compresses(sparsity, bits):
             upload = CompressedUpload.compress(self.upload, sparsity=sparsity, bits=bits)
-            head, arrays = COMPRESSED_HEAD, upload.to_arrays()
-        else:
-            head, arrays = HEAD, self.upload.to_arrays()
-        named = dict(zip(head, arrays, strict=False))
-        named |= {f"block-{k:03}": a for k, a in enumerate(arrays[len(head) :])}
-        return named if self.inputs is None else {**named, INPUTS: self.inputs.cpu().numpy()}
+        inputs = {} if self.inputs is None else {INPUTS: self.inputs.cpu().numpy()}
+        return upload.to_arrays() | inputs
 
     @classmethod
     def from_arrays(
@@ -52,17 +47,13 @@ class JacobianParcel:
         Rows must have the form of the receiver's `own` rows, and inputs, if it has some, the shape
         and dtype of its inputs.
         """
-        head = COMPRESSED_HEAD if _compresses(limits.sparsity, limits.bits) else HEAD
-        blocks = [f"block-{k:03}" for k in range(len(arrays.keys() - {INPUTS, *head}))]
-        expected = {*head, *blocks} | ({INPUTS} if own.inputs is not None else set())
-        if arrays.keys() != expected:
-            odd = sorted(arrays.keys() ^ expected)
-            raise BadReply("arrays", f"names differ from those of a Jacobian's in {odd[:5]}")
-        listed = [arrays[name] for name in (*head, *blocks)]
+        if (INPUTS in arrays) != (own.inputs is not None):
+            raise BadReply("arrays", "expected inputs if one sends some, and none else")
+        rows = {name: array for name, array in arrays.items() if name != INPUTS}
         upload = (
-            CompressedUpload.from_arrays(listed, limits)
-            if head is COMPRESSED_HEAD
-            else JacobianUpload.from_arrays(listed, parameters=limits.parameters)
+            CompressedUpload.from_arrays(rows, limits)
+            if _compresses(limits.sparsity, limits.bits)
+            else JacobianUpload.from_arrays(rows, parameters=limits.parameters)
         )
         limits.require_examples(n := upload.jacobian.num_examples)
         if upload.jacobian.form != own.upload.jacobian.form:

@@ -31,33 +31,36 @@ class JacobianUpload:
     outputs: Tensor
     targets: Tensor
 
-    def to_arrays(self) -> list[NDArray[Any]]:
-        """Wire format: outputs, targets, then the Jacobian's arrays."""
-        rows = [self.outputs.cpu().numpy(), self.targets.cpu().numpy()]
-        return rows + jacobian_to_arrays(self.jacobian)
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return outputs, targets and the Jacobian's arrays, by name."""
+        rows = {"outputs": self.outputs.cpu().numpy(), "targets": self.targets.cpu().numpy()}
+        return rows | jacobian_to_arrays(self.jacobian)
 
     @classmethod
     def from_arrays(
-        cls, arrays: Sequence[NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
+        cls, arrays: Mapping[str, NDArray[Any]], *, parameters: Mapping[str, Sequence[int]]
     ) -> Self:
         """Check what :meth:`to_arrays` made, given the shape of each array of the global model.
 
-        BadReply has the reason ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``,
-        ``"labels"`` or ``"layout"``.
+        BadReply has the reason ``"labels"`` or one of :func:`jacobian_from_arrays`.
         """
-        if len(arrays) < 3:
-            raise BadReply("shape", f"expected at least 3 arrays, got {len(arrays)}")
-        jacobian = jacobian_from_arrays(arrays[2:], parameters=parameters)
+        jacobian = jacobian_from_arrays(arrays, "outputs", "targets", parameters=parameters)
         shape = (jacobian.num_examples, jacobian.num_outputs)
-        dtype = arrays[-1].dtype  # the Jacobian's
+        dtype = jacobian.blocks[-1].arrays[-1].numpy().dtype
         checked = []
-        for name, array in zip(("outputs", "targets"), arrays, strict=False):
-            require_array(name, array, shape=shape, dtype=dtype)
-            checked.append(torch.from_numpy(np.require(array, requirements=["C", "W"])))
+        for name in ("outputs", "targets"):
+            require_array(name, arrays[name], shape=shape, dtype=dtype)
+            checked.append(torch.from_numpy(np.require(arrays[name], requirements=["C", "W"])))
         outputs, targets = checked
         if ((targets != 0) & (targets != 1)).any() or (targets.sum(1) != 1).any():
             raise BadReply("labels", "targets: expected one-hot rows")
         return cls(jacobian, outputs, targets)
+
+    def claimed(self, num_examples: int) -> Self:
+        """Return itself if its client claims as many examples; else BadReply."""
+        if (sent := self.jacobian.num_examples) != num_examples:
+            raise BadReply("num-examples", f"claims {num_examples} and sends {sent}")
+        return self
 
     @staticmethod
     def concatenate(uploads: Sequence["JacobianUpload"]) -> "JacobianUpload":

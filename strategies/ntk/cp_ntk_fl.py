@@ -7,7 +7,7 @@ bits whether and however they were permuted.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from logging import WARNING
 from typing import Any
 
@@ -22,7 +22,6 @@ from fedntk.ntk.payloads import (
     MemoryBudget,
     check_compression,
     check_privacy,
-    screen_uploads,
 )
 
 from ..core.base import BaseStrategy
@@ -31,7 +30,7 @@ from ..core.replies import Reply
 from ..core.saved_state import pack
 from ..core.trust_protocols import Shuffles
 from .accounting import epsilon_after
-from .ntk_fl import NTKFL, Gathered, matching
+from .ntk_fl import NTKFL, Gathered
 
 __all__ = ["CPNTKFL"]
 
@@ -118,13 +117,7 @@ class CPNTKFL(NTKFL):
             )
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Share another strategy's clients, without differential privacy.
-
-        Raises
-        ------
-        ValueError
-            With noise: epsilon counts the uploads of one model, and clients would send to several.
-        """
+        """Refuse to, with noise: epsilon counts the uploads of one model, not of several."""
         if self.noise_multiplier:
             raise ValueError(
                 "noise_multiplier: epsilon is reckoned for the uploads of one model, so expected 0 "
@@ -184,57 +177,17 @@ class CPNTKFL(NTKFL):
         )
 
     def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
-        """Check and decode the replies, or have the shuffling server do it."""
-        limits = UploadLimits(
-            {name: list(array.shape) for name, array in self.global_arrays.items()},
-            self.max_examples,
-            self.sparsity,
-            self.bits,
-        )
-        if self.shuffling_server is not None:
-            sealed, rejected = self.accepted(replies, self._sealed, MessageType.TRAIN)
-            return self._shuffled(self.shuffling_server, server_round, sealed, limits, rejected)
-        budget = MemoryBudget()
-        pairs, rejected = self.accepted(
-            replies, lambda reply: self._decoded(reply, limits, budget), MessageType.TRAIN
-        )
-        pairs = self.screened(pairs, rejected, screen_uploads)
-        return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
+        """Have the shuffling server, if there is one, check, pool and permute the rows.
 
-    def _decoded(self, reply: Reply, limits: UploadLimits, budget: MemoryBudget) -> JacobianUpload:
-        self._require_noise(reply)
-        upload = CompressedUpload.from_arrays(list(reply.arrays().values()), limits)
-        return budget.hold(matching(reply, upload))
-
-    def _sealed(self, reply: Reply) -> bytes:
-        self._require_noise(reply)
-        arrays = list(reply.arrays().values())
-        if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
-            raise BadReply("sealed", "expected one array of bytes, sealed for the shuffling server")
-        return arrays[0].tobytes()
-
-    def _require_noise(self, reply: Reply) -> None:
-        """Refuse a client whose noise is not what epsilon is reckoned from."""
-        own = {"noise-multiplier": self.noise_multiplier, "label-noise": self.label_noise}
-        for name, expected in own.items():
-            if reply.metrics.get(name, 0.0) != expected:
-                raise BadReply(
-                    "noise", f"expected {name} = {expected:g}, got {reply.metrics.get(name, 0.0)}"
-                )
-
-    def _shuffled(
-        self,
-        server: Shuffles,
-        server_round: int,
-        pairs: list[tuple[Reply, bytes]],
-        limits: UploadLimits,
-        rejected: Counter[str],
-    ) -> Gathered:
-        """Have the rows pooled and permuted; nothing that comes back is taken on trust."""
+        Nothing that comes back from it is taken on trust.
+        """
+        if self.shuffling_server is None:
+            return super().gather(server_round, replies)
+        pairs, rejected = self.accepted(replies, self._sealed, MessageType.TRAIN)
         try:
-            shuffled = server.shuffle(
+            shuffled = self.shuffling_server.shuffle(
                 [sealed for _, sealed in pairs],
-                limits=limits,
+                limits=self._limits(),
                 run=self.run,
                 server_round=server_round,
                 num_examples=[reply.num_examples for reply, _ in pairs],
@@ -256,6 +209,35 @@ class CPNTKFL(NTKFL):
         for node, bad in refused:
             logger.log(WARNING, "dropped the reply of node %d: %s", node, bad)
         return clients, [shuffled.upload], rejected + Counter(str(b.reason) for _, b in refused)
+
+    def parser(self) -> Callable[[Reply], JacobianUpload]:
+        """Decode uploads within the limits, as long as the round's fit in memory together."""
+        limits, budget = self._limits(), MemoryBudget()
+
+        def parse(reply: Reply) -> JacobianUpload:
+            self._require_noise(reply)
+            upload = CompressedUpload.from_arrays(reply.arrays(), limits)
+            return budget.hold(upload.claimed(reply.num_examples))
+
+        return parse
+
+    def _limits(self) -> UploadLimits:
+        shapes = {name: list(array.shape) for name, array in self.global_arrays.items()}
+        return UploadLimits(shapes, self.max_examples, self.sparsity, self.bits)
+
+    def _sealed(self, reply: Reply) -> bytes:
+        self._require_noise(reply)
+        arrays = list(reply.arrays().values())
+        if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
+            raise BadReply("sealed", "expected one array of bytes, sealed for the shuffling server")
+        return arrays[0].tobytes()
+
+    def _require_noise(self, reply: Reply) -> None:
+        """Refuse a client whose noise is not what epsilon is reckoned from."""
+        own = {"noise-multiplier": self.noise_multiplier, "label-noise": self.label_noise}
+        for name, expected in own.items():
+            if (told := reply.metrics.get(name, 0.0)) != expected:
+                raise BadReply("noise", f"expected {name} = {expected:g}, got {told}")
 
     def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
         """Stack the rows of the uploads and sort them by their bytes."""

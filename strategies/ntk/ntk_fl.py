@@ -134,15 +134,12 @@ class NTKFL(FlowOptions, BaseStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [self.validation_loss is not None, len(self.validation_partitions) > 0]
-        if (self.selection == "validation") != any(given):
+        given = (self.validation_loss is not None) + (len(self.validation_partitions) > 0)
+        if given != (self.selection == "validation"):
             raise ValueError(
-                "selection='validation' goes with validation_loss or validation_partitions; got "
-                f"selection={self.selection!r} and "
-                f"{'one of them' if self.selection != 'validation' else 'neither'}"
+                "selection='validation' goes with validation_loss or validation_partitions, not "
+                f"both; got selection={self.selection!r} and {given} of them"
             )
-        if all(given):
-            raise ValueError("pass validation_loss or validation_partitions, not both")
         self.held_out = (*self.held_out, *self.validation_partitions)
         steps = self.steps or (AUTO_STEPS if self.has_auto_rate else DEFAULT_STEPS)
         if self.allow_no_step and steps[0] > 0:
@@ -197,38 +194,26 @@ class NTKFL(FlowOptions, BaseStrategy):
         metrics["learning-rate"] = candidates.evolution.learning_rate
         metrics["candidate-loss"] = losses[best]
         metrics["linearised-loss"] = candidates.linearised_losses[best]
-        if self.steps[best] == 0:
-            self._say_no_step(candidates)
-            return None, metrics
-        self.rounds_without_step = 0
-        return _record(candidates.weights_at(best)), metrics
-
-    def _say_no_step(self, candidates: Candidates) -> None:
-        """Log that t = 0 won; the second time in a row, with what to do."""
+        if self.steps[best] > 0:
+            self.rounds_without_step = 0
+            return _record(candidates.weights_at(best)), metrics
         self.rounds_without_step += 1
         logger.log(INFO, "t = 0 has the lowest loss: the model stays as it was")
-        if self.rounds_without_step < 2:
-            return
-        rate, first = candidates.evolution.learning_rate, self.steps[1]
-        cure = (
-            "give steps below it"
-            if self.has_auto_rate
-            else "use learning_rate='auto', a lower rate, or steps below it"
-        )
-        logger.log(
-            WARNING,
-            "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the first "
-            "of steps, goes beyond where the network is close to its linearisation; %s",
-            self.rounds_without_step,
-            rate,
-            first,
-            cure,
-        )
-
-    # ----------------------------------------------------------------- step 2
+        if self.rounds_without_step >= 2:
+            logger.log(
+                WARNING,
+                "in %d rounds in a row no t lowered the loss: learning rate %g times t = %g, the "
+                "first of steps, goes beyond where the network is close to its linearisation; %s "
+                "steps below it",
+                self.rounds_without_step,
+                candidates.evolution.learning_rate,
+                self.steps[1],
+                "give" if self.has_auto_rate else "use learning_rate='auto', a lower rate, or",
+            )
+        return None, metrics
 
     def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
-        """Check the replies whole and drop those that cannot be used.
+        """Check the replies whole and drop those that cannot be used (step 2).
 
         Returns
         -------
@@ -236,20 +221,22 @@ class NTKFL(FlowOptions, BaseStrategy):
             The clients whose rows are used; uploads that hold these rows, in an order that does
             not depend on the replies'; how many replies were rejected for which reason.
         """
-        shapes = {name: array.shape for name, array in self.global_arrays.items()}
-
-        def parse(reply: Reply) -> JacobianUpload:
-            arrays = list(reply.arrays().values())
-            return matching(reply, JacobianUpload.from_arrays(arrays, parameters=shapes))
-
-        pairs, rejected = self.accepted(replies, parse, MessageType.TRAIN)
+        pairs, rejected = self.accepted(replies, self.parser(), MessageType.TRAIN)
         pairs = self.screened(pairs, rejected, screen_uploads)
         return [reply for reply, _ in pairs], [upload for _, upload in pairs], rejected
 
-    # ----------------------------------------------------------------- step 3
+    def parser(self) -> Callable[[Reply], JacobianUpload]:
+        """Make what checks each reply of a round, or raises BadReply."""
+        shapes = {name: array.shape for name, array in self.global_arrays.items()}
+
+        def parse(reply: Reply) -> JacobianUpload:
+            upload = JacobianUpload.from_arrays(reply.arrays(), parameters=shapes)
+            return upload.claimed(reply.num_examples)
+
+        return parse
 
     def candidates(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> Candidates:
-        """Weights w^(k,t) for each t, and the losses of f^(k,t)."""
+        """Weights w^(k,t) for each t, and the losses of f^(k,t) (step 3)."""
         require_memory(
             2 * sum(upload.jacobian.nbytes for upload in uploads),
             f"the global Jacobian of {len(uploads)} clients",
@@ -266,9 +253,10 @@ class NTKFL(FlowOptions, BaseStrategy):
             self.flow,
             _Progress(whole, self.flow.kernel),
         )
-        metrics["kernel-products"] = candidates.evolution.kernel_products
-        metrics["solver-steps"] = candidates.evolution.solver_steps
-        metrics["solver-error-estimate"] = candidates.evolution.error_estimate
+        evolution = candidates.evolution
+        metrics["kernel-products"] = evolution.kernel_products
+        metrics["solver-steps"] = evolution.solver_steps
+        metrics["solver-error-estimate"] = evolution.error_estimate
         return candidates
 
     def pooled(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> JacobianUpload:
@@ -284,8 +272,6 @@ class NTKFL(FlowOptions, BaseStrategy):
         seen = torch.from_numpy(self._class_counts) if self.class_target == "seen" else None
         return log_class_prior(targets, seen)
 
-    # ----------------------------------------------------------------- step 4
-
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
@@ -297,7 +283,7 @@ class NTKFL(FlowOptions, BaseStrategy):
     def candidate_losses(
         self, candidates: Candidates, clients: Sequence[Reply], metrics: MetricRecord
     ) -> Sequence[float]:
-        """Loss that eq. (11a) compares, for each candidate, by the chosen rule."""
+        """Loss that eq. (11a) compares, for each candidate, by the chosen rule (step 4)."""
         if self.selection == "linearised":
             return candidates.linearised_losses
         if self.validation_loss is not None:
@@ -335,16 +321,10 @@ class _Progress:
         now = time.monotonic()
         seconds = now - self._start
         if step.time == 0:
-            expected = seconds / max(1, step.products) * step.expected
-            if expected > SHORT:
-                logger.log(
-                    INFO,
-                    "%s, will take roughly %d products of %.2g s, %.0f s",
-                    self._what,
-                    step.expected,
-                    seconds / max(1, step.products),
-                    expected,
-                )
+            each = seconds / max(1, step.products)
+            if each * step.expected > SHORT:
+                message = "%s, will take roughly %d products of %.2g s, %.0f s"
+                logger.log(INFO, message, self._what, step.expected, each, each * step.expected)
         elif now - self._said > SHORT:
             self._said = now
             message = "%s: t = %.3g of %g after %d products and %.0f s"
@@ -352,15 +332,6 @@ class _Progress:
             if seconds > LONG and not self._advised:
                 self._advised = True
                 logger.log(WARNING, "%s takes more than %d s%s", self._what, LONG, EXPENSIVE)
-
-
-def matching(reply: Reply, upload: JacobianUpload) -> JacobianUpload:
-    """Return the upload if it has as many examples as its client claims; else BadReply."""
-    if upload.jacobian.num_examples != reply.num_examples:
-        raise BadReply(
-            "num-examples", f"claims {reply.num_examples} and sends {upload.jacobian.num_examples}"
-        )
-    return upload
 
 
 def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:

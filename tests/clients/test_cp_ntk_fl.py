@@ -38,7 +38,7 @@ def network(width=6):
 
 def parsed(arrays, model, **asked):
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    return CompressedUpload.from_arrays(arrays, UploadLimits(shapes, **asked))
+    return CompressedUpload.from_arrays(arrays.records["arrays"], UploadLimits(shapes, **asked))
 
 
 def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
@@ -52,7 +52,9 @@ def test_without_tools_it_sends_what_ntk_fl_sends():
     _, (plain, count, metrics) = fit(kind=NTKFLClient)
     client, (arrays, own_count, own_metrics) = fit()
     received = parsed(arrays, client.model).to_arrays()
-    assert [a.tobytes() for a in received] == [a.tobytes() for a in plain]
+    assert {name: a.tobytes() for name, a in received.items()} == {
+        name: a.tobytes() for name, a in plain.records["arrays"].items()
+    }
     assert (own_count, own_metrics) == (count, metrics)
 
 

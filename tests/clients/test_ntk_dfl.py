@@ -56,7 +56,7 @@ def test_each_neighbour_gets_the_rows_at_its_own_weights(tmp_path):
         arrays = result.records[f"to-{neighbour}"]
         assert "inputs" not in arrays
         upload = JacobianUpload.from_arrays(
-            list(arrays.values()), parameters={n: a.shape for n, a in weights().items()}
+            arrays, parameters={n: a.shape for n, a in weights().items()}
         )
         expected = jacobian(network(neighbour), X).dense()
         for name, rows in upload.jacobian.dense().items():

@@ -25,7 +25,7 @@ def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure
     client = NTKFLClient(own, X, Y, structure=structure)
     arrays, count, metrics = client.fit(get_weights(sent), {})
     shapes = {name: p.shape for name, p in sent.state_dict().items()}
-    upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
+    upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
     assert count == 9
     assert torch.equal(upload.targets, one_hot(Y, 3))
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_both_forms_give_the_same_update():
     shapes = {name: p.shape for name, p in model.state_dict().items()}
     for structure in ("factored", "dense"):
         arrays, _, _ = NTKFLClient(model, X, Y, structure=structure).fit(get_weights(model), {})
-        upload = JacobianUpload.from_arrays(arrays, parameters=shapes)
+        upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
         residual = upload.targets - upload.outputs
         update, expected = upload.jacobian.vjp(residual), exact.vjp(residual.double())
         assert update.keys() == expected.keys()

@@ -72,7 +72,7 @@ def test_a_public_key_that_is_none_is_refused():
 
 def test_what_is_sealed_but_holds_no_arrays_is_refused(keys, monkeypatch):
     """Anybody may seal anything for a client: it is told by an error, as all else that is bad."""
-    monkeypatch.setattr("fedntk.trust.parcels.to_npy", lambda _: b"no array")
+    monkeypatch.setattr("fedntk.trust.wire.to_npy", lambda _: b"no array")
     sealed = seal_parcel(ARRAYS, [public_bytes(keys[0])], INFO)
     with pytest.raises(SealError, match="damaged, or no arrays"):
         open_parcel(sealed, keys[0], INFO)

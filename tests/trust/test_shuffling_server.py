@@ -118,10 +118,10 @@ def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
         (sealed(part, server, server_round=ROUND + 1), "sealed"),
         (seal(b"", key, b"purpose"), "sealed"),
         (seal(b"\xff" * 8, key, info), "arrays"),  # a frame that is cut off
-        *((seal(frame([data]), key, info), "arrays") for data in no_arrays),
-        (sealed_arrays([]), "shape"),
-        (sealed_arrays(arrays[:-1]), "shape"),
-        (replaced(outputs=np.full_like(arrays[0], np.nan)), "non-finite"),
+        *((seal(frame([b"outputs", data]), key, info), "arrays") for data in no_arrays),
+        (sealed_arrays({}), "arrays"),
+        (sealed_arrays(dict(list(arrays.items())[:-1])), "shape"),
+        (replaced(outputs=np.full_like(arrays["outputs"], np.nan)), "non-finite"),
         (replaced(labels=np.full(10, 3, np.uint8)), "labels"),
         (sealed(upload(9, LIMITS.max_examples + 1), server), "shape"),
         (sealed(upload(9, 10, structure="dense"), server), "layout"),
@@ -237,9 +237,9 @@ def test_more_clients_can_be_required_and_a_key_be_kept():
 
 def test_malformed_key_or_run_is_refused(server):
     with pytest.raises(SealError, match="public key: expected the 32 raw bytes"):
-        seal_upload([], b"abc", run=RUN, server_round=1)
+        seal_upload({}, b"abc", run=RUN, server_round=1)
     with pytest.raises(SealError, match="run: expected a name"):
-        seal_upload([], server.public_key, run="", server_round=1)
+        seal_upload({}, server.public_key, run="", server_round=1)
     with pytest.raises(SealError, match="run: expected a name"):
         server.shuffle([], limits=LIMITS, run="", server_round=1)
 

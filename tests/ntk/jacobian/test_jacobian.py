@@ -268,7 +268,8 @@ def test_gradients_switched_off_by_the_caller_change_nothing(case, structure):
     with torch.no_grad():
         arrays = jacobian_to_arrays(jacobian(model, x, structure=structure))
         assert not torch.is_grad_enabled()
-    assert [a.tobytes() for a in arrays] == [a.tobytes() for a in expected]
+    for name, array in expected.items():
+        assert arrays[name].tobytes() == array.tobytes()
 
 
 def test_training_mode_and_weights_are_left_as_they_were():
@@ -310,7 +311,12 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
 def _wire(name: str = "cnn") -> tuple[list[np.ndarray], dict[str, tuple[int, ...]]]:
     model, x = make(name)
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    return jacobian_to_arrays(jacobian(model, x)), shapes
+    return list(jacobian_to_arrays(jacobian(model, x)).values()), shapes
+
+
+def _parsed(arrays: list[np.ndarray], shapes: dict[str, tuple[int, ...]]) -> Jacobian:
+    names = ["layout", *(f"block-{k:03}" for k in range(len(arrays)))]
+    return jacobian_from_arrays(dict(zip(names, arrays, strict=False)), parameters=shapes)
 
 
 def _layout(text: str) -> np.ndarray:
@@ -330,14 +336,14 @@ def _edited(old: str, new: str):
 
 def refused(arrays, shapes, reason):
     with pytest.raises(BadReply) as caught:
-        jacobian_from_arrays(arrays, parameters=shapes)
+        _parsed(arrays, shapes)
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda a: [], "shape"),
+        (lambda a: [], "arrays"),
         (lambda a: a[:-1], "shape"),
         (lambda a: [*a, a[-1]], "shape"),
         (lambda a: [a[0], a[1][:2], *a[2:]], "shape"),
@@ -372,7 +378,7 @@ def refused(arrays, shapes, reason):
 )
 def test_a_damaged_upload_is_refused_with_its_reason(damage, reason):
     arrays, shapes = _wire()
-    jacobian_from_arrays(arrays, parameters=shapes)
+    _parsed(arrays, shapes)
     refused(damage(arrays), shapes, reason)
 
 
@@ -403,7 +409,7 @@ def test_a_damaged_upload_is_refused_with_its_reason(damage, reason):
 )
 def test_damaged_factors_are_refused_with_their_reason(name, damage, reason):
     arrays, shapes = _wire(name)
-    jacobian_from_arrays(arrays, parameters=shapes)
+    _parsed(arrays, shapes)
     refused(damage(arrays), shapes, reason)
 
 
@@ -415,6 +421,4 @@ def test_no_bytes_in_the_layout_raise_anything_but_bad_reply(data):
     for _ in range(data.draw(st.integers(1, 5))):
         layout[data.draw(st.integers(0, len(layout) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(BadReply):
-        jacobian_from_arrays(
-            [np.frombuffer(bytes(layout), np.uint8), *arrays[1:]], parameters=shapes
-        )
+        _parsed([np.frombuffer(bytes(layout), np.uint8), *arrays[1:]], shapes)

@@ -21,7 +21,6 @@ from fedntk.ntk import (
 from fedntk.ntk.payloads import compressed_upload as module
 from fedntk.ntk.payloads import screen_uploads
 from fedntk.ntk.payloads.compression import top_k
-from fedntk.ntk.payloads.jacobian_format import jacobian_to_arrays
 
 
 def network(seed=0):
@@ -37,73 +36,76 @@ SHAPES = {name: list(p.shape) for name, p in MODEL.named_parameters()}
 def upload(n=12, seed=0, structure="factored"):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(n, 6, generator=generator), torch.arange(n) % 3
-    rows = jacobian(MODEL, x)
     with torch.no_grad():
         outputs = MODEL(x)
-    return JacobianUpload(rows.to_dense() if structure == "dense" else rows, outputs, one_hot(y, 3))
+    return JacobianUpload(jacobian(MODEL, x, structure=structure), outputs, one_hot(y, 3))
+
+
+def compressed(sent=None, **options):
+    return CompressedUpload.compress(sent or upload(), **options).to_arrays()
+
+
+def received(arrays, **limits):
+    return CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, **limits))
 
 
 def arrays_of(payload):
-    return [array.tobytes() for array in payload.to_arrays()]
+    return {name: array.tobytes() for name, array in payload.to_arrays().items()}
+
+
+def tensors_of(payload):
+    return [array for block in payload.jacobian.blocks for array in block.arrays]
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_without_compression_every_bit_arrives(structure):
     sent = upload(structure=structure)
-    received = CompressedUpload.from_arrays(
-        CompressedUpload.compress(sent).to_arrays(), UploadLimits(SHAPES)
-    )
-    assert arrays_of(received) == arrays_of(sent)
+    assert arrays_of(received(compressed(sent))) == arrays_of(sent)
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_each_tensor_is_sparsified_by_itself(structure):
     """In factors, layer inputs and output gradients; literally, each parameter's tensor."""
     sent = upload(structure=structure)
-    asked = UploadLimits(SHAPES, sparsity=0.5)
-    compressed = CompressedUpload.compress(sent, sparsity=0.5)
-    received = CompressedUpload.from_arrays(compressed.to_arrays(), asked)
-    pairs = zip(
-        jacobian_to_arrays(sent.jacobian)[1:],
-        jacobian_to_arrays(received.jacobian)[1:],
-        strict=True,
-    )
-    for before, after in pairs:
-        assert np.array_equal(
-            after, np.where(top_k(before.reshape(1, -1), 0.5).reshape(before.shape), before, 0)
-        )
-    assert torch.equal(received.outputs, sent.outputs)
-    assert torch.equal(received.targets, sent.targets)
+    found = received(compressed(sent, sparsity=0.5), sparsity=0.5)
+    for before, after in zip(tensors_of(sent), tensors_of(found), strict=True):
+        mask = top_k(before.numpy().reshape(1, -1), 0.5).reshape(before.shape)
+        assert np.array_equal(after, np.where(mask, before, 0))
+    assert torch.equal(found.outputs, sent.outputs)
+    assert torch.equal(found.targets, sent.targets)
 
 
 def test_bytes_fall_as_declared():
     """Half the numbers with 6 bits of 32, and a bitmap of 1 bit: 4 bits of 32, plus scales."""
     sent = upload(n=200)
     plain, small = (
-        sum(tensor.size for tensor in CompressedUpload.compress(sent, **options).tensors)
+        sum(a.size for name, a in compressed(sent, **options).items() if "block" in name)
         for options in ({}, {"sparsity": 0.5, "bits": 6})
     )
-    arrays = jacobian_to_arrays(sent.jacobian)[1:]
-    heads, scales = sum(20 + 8 * a.ndim for a in arrays), 8 * len(arrays)
+    heads = sum(20 + 8 * tensor.ndim for tensor in tensors_of(sent))
+    scales = 8 * len(tensors_of(sent))
     assert small - heads - scales == pytest.approx((plain - heads) * 4 / 32, abs=8)
 
 
 def test_embeddings_tokens_travel_as_they_are():
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 3))
     x = torch.arange(30).reshape(10, 3)
     sent = JacobianUpload(jacobian(model, x), model(x).detach(), one_hot(torch.arange(10) % 3, 3))
-    asked = UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
-    arrays = CompressedUpload.compress(sent, bits=8).to_arrays()
-    received = CompressedUpload.from_arrays(arrays, asked)
-    assert torch.equal(received.jacobian.blocks[0].inputs, sent.jacobian.blocks[0].inputs)
+    limits = UploadLimits({name: list(p.shape) for name, p in model.named_parameters()}, bits=8)
+    found = CompressedUpload.from_arrays(compressed(sent, bits=8), limits)
+    assert torch.equal(found.jacobian.blocks[0].inputs, x)
 
 
-def changed(position, value, **options):
-    arrays = CompressedUpload.compress(upload(), **options).to_arrays()
-    arrays[position] = value(arrays[position])
-    return arrays
+def test_arrays_are_read_by_their_names_in_any_order():
+    sent = upload()
+    turned = dict(reversed(sent.to_arrays().items()))
+    assert arrays_of(JacobianUpload.from_arrays(turned, parameters=SHAPES)) == arrays_of(sent)
+    assert arrays_of(received(dict(reversed(compressed(sent).items())))) == arrays_of(sent)
+
+
+def changed(name, change):
+    arrays = compressed()
+    return arrays | {name: change(arrays[name])}
 
 
 def reshaped(*shape):
@@ -113,48 +115,56 @@ def reshaped(*shape):
     return lambda _: np.frombuffer(code, np.uint8)
 
 
+def without(name):
+    return {own: array for own, array in compressed().items() if own != name}
+
+
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        (changed(0, lambda a: a[:-1]), "shape"),
-        (changed(0, lambda a: a[:, :2]), "shape labels"),
-        (changed(0, lambda a: a.astype(np.float16)), "dtype"),
-        (changed(0, lambda a: a.astype(np.float64)), "dtype"),
-        (changed(0, lambda a: a * np.nan), "non-finite"),
-        (changed(0, lambda a: a[:0]), "shape"),
-        (changed(0, lambda a: a[0]), "shape"),
-        (changed(1, lambda a: a[:-1]), "shape"),
-        (changed(1, lambda a: a.astype(np.int64)), "dtype"),
-        (changed(1, lambda a: a + np.uint8(3)), "labels"),
-        (changed(2, lambda a: a[:-1]), "layout"),
-        (changed(3, lambda a: a[:-1]), "compression"),
-        (changed(3, lambda a: a.astype(np.float32)), "compression"),
-        (changed(3, lambda a: a.astype(np.int64)), "dtype shape"),
-        (changed(3, reshaped(12, 1, 7)), "shape"),
-        (changed(3, reshaped(11, 1, 6)), "shape"),
-        (changed(3, reshaped(12)), "shape"),
-        (changed(3, reshaped()), "shape"),
-        (changed(4, reshaped(12, 3, 2**40, 8)), "compression"),
-        (changed(4, reshaped(12, 3, 2**30, 8)), "shape"),
-        (changed(4, reshaped(12, 2**30, 1, 8)), "shape"),
-        ([], "shape"),
-        (CompressedUpload.compress(upload()).to_arrays()[:-1], "shape"),
-        ([*CompressedUpload.compress(upload()).to_arrays(), compress(np.ones(12))], "shape"),
+        (changed("outputs", lambda a: a[:-1]), "shape"),
+        (changed("outputs", lambda a: a[:, :2]), "labels"),
+        (changed("outputs", lambda a: a.astype(np.float16)), "dtype"),
+        (changed("outputs", lambda a: a.astype(np.float64)), "dtype"),
+        (changed("outputs", lambda a: a * np.nan), "non-finite"),
+        (changed("outputs", lambda a: a[:0]), "shape"),
+        (changed("outputs", lambda a: a[0]), "shape"),
+        (changed("labels", lambda a: a[:-1]), "shape"),
+        (changed("labels", lambda a: a.astype(np.int64)), "dtype"),
+        (changed("labels", lambda a: a + np.uint8(3)), "labels"),
+        (changed("layout", lambda a: a[:-1]), "layout"),
+        (changed("block-000", lambda a: a[:-1]), "compression"),
+        (changed("block-000", lambda a: a.astype(np.float32)), "compression"),
+        (changed("block-000", lambda a: a.astype(np.int64)), "shape"),
+        (changed("block-000", reshaped(12, 1, 7)), "shape"),
+        (changed("block-000", reshaped(11, 1, 6)), "shape"),
+        (changed("block-000", reshaped(12)), "shape"),
+        (changed("block-000", reshaped()), "shape"),
+        (changed("block-001", reshaped(12, 3, 2**40, 8)), "compression"),
+        (changed("block-001", reshaped(12, 3, 2**30, 8)), "shape"),
+        (changed("block-001", reshaped(12, 2**30, 1, 8)), "shape"),
+        ({}, "arrays"),
+        (without("outputs"), "arrays"),
+        (without("layout"), "arrays"),
+        (without("block-000"), "arrays"),
+        (without("block-003"), "shape"),
+        (compressed() | {"block-004": compress(np.ones(12))}, "shape"),
+        (compressed() | {"targets": np.ones((12, 3), np.float32)}, "arrays"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(arrays, reason):
     with pytest.raises(BadReply) as refused:
-        CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES))
-    assert refused.value.reason in reason.split()
+        received(arrays)
+    assert refused.value.reason == reason
 
 
 def test_factors_larger_than_what_they_make_are_refused():
     """Positions are the client's to declare; the dense block bounds them, before they exist."""
-    arrays = CompressedUpload.compress(upload()).to_arrays()
-    arrays[3] = reshaped(12, 2**20, 6)(None)
-    arrays[4] = reshaped(12, 3, 2**20, 8)(None)
+    arrays = compressed()
+    arrays["block-000"] = reshaped(12, 2**20, 6)(None)
+    arrays["block-001"] = reshaped(12, 3, 2**20, 8)(None)
     with pytest.raises(BadReply, match="factors larger"):
-        CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES))
+        received(arrays)
 
 
 @pytest.mark.parametrize(
@@ -164,23 +174,13 @@ def test_factors_larger_than_what_they_make_are_refused():
         ({}, {"sparsity": 0.1}, "asked for 65 of 72"),
         ({"bits": 7}, {"bits": 6}, "asked for 6 bits a number, got 7"),
         ({}, {"bits": 16}, "asked for 16 bits a number, got 32"),
+        ({}, {"max_examples": 11}, "at most 11 examples, got 12"),
     ],
 )
-def test_more_than_was_asked_for_is_refused(options, asked, detail):
-    arrays = CompressedUpload.compress(upload(), **options).to_arrays()
+def test_more_than_was_asked_for_is_refused_and_less_is_taken(options, asked, detail):
     with pytest.raises(BadReply, match=detail):
-        CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, **asked))
-
-
-def test_less_than_was_asked_for_is_taken():
-    arrays = CompressedUpload.compress(upload(), sparsity=0.9, bits=3).to_arrays()
-    CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, sparsity=0.5, bits=6))
-
-
-def test_too_many_examples_are_refused():
-    arrays = CompressedUpload.compress(upload(n=12)).to_arrays()
-    with pytest.raises(BadReply, match="at most 11 examples, got 12"):
-        CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, max_examples=11))
+        received(compressed(**options), **asked)
+    received(compressed(sparsity=0.9, bits=3), **asked | {"max_examples": 12})
 
 
 def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
@@ -188,9 +188,8 @@ def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
         raise NotEnoughMemory(f"{what} {needed}")
 
     monkeypatch.setattr(module, "require_memory", refuse)
-    arrays = CompressedUpload.compress(upload(), sparsity=0.5).to_arrays()
     with pytest.raises(NotEnoughMemory, match="decoded"):
-        CompressedUpload.from_arrays(arrays, UploadLimits(SHAPES, sparsity=0.5))
+        received(compressed(sparsity=0.5), sparsity=0.5)
 
 
 # -------------------------------------------------------------------- order of rows
@@ -198,30 +197,22 @@ def test_what_would_not_fit_in_memory_is_refused_undecoded(monkeypatch):
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_canonical_order_is_the_same_for_every_permutation(structure):
+    """Also where outputs and targets are equal, and the Jacobians decide."""
     whole = upload(n=20, structure=structure)
-    expected = arrays_of(whole.canonical())
-    for seed in range(3):
-        order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-        assert arrays_of(whole.rows(order).canonical()) == expected
-
-
-def test_canonical_order_of_equal_outputs_is_that_of_the_jacobians():
-    whole = upload(n=6)
-    alike = JacobianUpload(
-        whole.jacobian, torch.zeros(6, 3), one_hot(torch.zeros(6, dtype=torch.int64), 3)
-    )
-    expected = arrays_of(alike.canonical())
-    assert arrays_of(alike.rows(torch.tensor([5, 3, 1, 0, 2, 4])).canonical()) == expected
+    zeros = torch.zeros(20, 3)
+    for own in (whole, JacobianUpload(whole.jacobian, zeros, zeros)):
+        expected = arrays_of(own.canonical())
+        for seed in range(3):
+            order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+            assert arrays_of(own.rows(order).canonical()) == expected
 
 
 def test_rows_keep_jacobian_outputs_and_targets_together():
     whole = upload(n=9)
     order = torch.tensor([4, 0, 8, 2])
     some = whole.rows(order)
-    for before, after in zip(
-        whole.jacobian.dense().values(), some.jacobian.dense().values(), strict=True
-    ):
-        assert torch.equal(after, before[order])
+    for name, before in whole.jacobian.dense().items():
+        assert torch.equal(some.jacobian.dense()[name], before[order])
     assert torch.equal(some.outputs, whole.outputs[order])
     assert torch.equal(some.targets, whole.targets[order])
 
@@ -236,24 +227,22 @@ def scaled(payload, rows=1.0, outputs=1.0):
     return JacobianUpload(Jacobian(blocks), payload.outputs * outputs, payload.targets)
 
 
-def reasons(uploads):
-    return [verdict and verdict.reason for verdict in screen_uploads(uploads)]
+THREE = [upload(n, n) for n in (3, 5, 9)]
+FACTORED, DENSE = upload(seed=1), upload(seed=2, structure="dense")
 
 
-def test_uploads_alike_are_all_usable():
-    assert reasons([upload(n, n) for n in (3, 5, 9)]) == [None, None, None]
-    assert reasons([]) == []
-
-
-def test_the_rarer_form_is_left_out_and_the_first_of_two():
-    factored, dense = upload(seed=1), upload(seed=2, structure="dense")
-    assert reasons([dense, factored, factored]) == ["layout", None, None]
-    assert reasons([dense, factored]) == [None, "layout"]
-
-
-def test_rows_and_outputs_far_over_the_median_are_left_out():
-    three = [upload(seed=s) for s in range(3)]
-    assert reasons([*three, scaled(upload(), rows=1e4)]) == [None] * 3 + ["scale"]
-    assert reasons([*three, scaled(upload(), outputs=1e5)]) == [None] * 3 + ["scale"]
-    assert reasons([upload(), scaled(upload(), rows=1e4)]) == [None, None]
-    assert reasons([scaled(upload(), rows=float("inf")), *three])[0] == "scale"
+@pytest.mark.parametrize(
+    ("uploads", "reasons"),
+    [
+        ([], []),
+        (THREE, [None] * 3),
+        ([DENSE, FACTORED, FACTORED], ["layout", None, None]),
+        ([DENSE, FACTORED], [None, "layout"]),
+        ([*THREE, scaled(upload(), rows=1e4)], [None] * 3 + ["scale"]),
+        ([*THREE, scaled(upload(), outputs=1e5)], [None] * 3 + ["scale"]),
+        ([upload(), scaled(upload(), rows=1e4)], [None, None]),
+        ([scaled(upload(), rows=float("inf")), *THREE], ["scale", None, None, None]),
+    ],
+)
+def test_rare_forms_and_rows_and_outputs_far_over_the_median_are_left_out(uploads, reasons):
+    assert [verdict and verdict.reason for verdict in screen_uploads(uploads)] == reasons
