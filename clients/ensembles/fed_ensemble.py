@@ -46,11 +46,11 @@ class FedEnsembleClient(NumPyClient):
         return getattr(self.client, name)
 
     def get_parameters(self, config: dict[str, Scalar]) -> list[NDArray[Any]]:
-        """Return the weights of the client within."""
+        """Return those of the client within."""
         return self.client.get_parameters(config)
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return the properties of the client within."""
+        """Return those of the client within."""
         return self.client.get_properties(config)
 
     def fit(
@@ -62,13 +62,9 @@ class FedEnsembleClient(NumPyClient):
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Return loss and accuracy of the ensemble on the local test examples.
+        """Evaluate the ensemble on the local test examples, and its single models.
 
-        Returns
-        -------
-        tuple of float, int, dict
-            Loss, number of examples, ``"accuracy"`` and what else
-            :meth:`~fedntk.ntk.EnsemblePredictor.evaluate` tells of the single models.
+        See :meth:`~fedntk.ntk.EnsemblePredictor.evaluate`.
         """
         x, targets = self.client.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
@@ -77,13 +73,7 @@ class FedEnsembleClient(NumPyClient):
     def predictor(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> EnsemblePredictor:
-        """Make the ensemble that a message for evaluation brings.
-
-        Raises
-        ------
-        ValueError
-            If the message has no records of several models.
-        """
+        """Make the ensemble that a message for evaluation brings."""
         records = parameters.records if isinstance(parameters, NamedArrays) else {}
         if not EnsembleArrays.are_in(records):
             raise ValueError(
@@ -92,13 +82,11 @@ class FedEnsembleClient(NumPyClient):
             )
         models = EnsembleArrays.from_arrays(records).models
         return EnsemblePredictor(
-            self.client.predictor(NamedArrays(model), _config_of(k, config))
+            self.client.predictor(NamedArrays(model), config | _own(config, f"model-{k}."))
             for k, model in enumerate(models)
         )
 
 
-def _config_of(model: int, config: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Return the configuration of one model: what is shared, and what is its own."""
-    prefix = f"model-{model}."
-    own = {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}
-    return {**config, **own}
+def _own(config: dict[str, Scalar], prefix: str) -> dict[str, Scalar]:
+    """Return what a configuration has for one model, by its own names."""
+    return {n.removeprefix(prefix): value for n, value in config.items() if n.startswith(prefix)}

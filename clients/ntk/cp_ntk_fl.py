@@ -128,13 +128,7 @@ class CPNTKFLClient(NTKFLClient):
     def query(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> dict[str, list[float] | int]:
-        """Loss of the true network at each candidate, as :meth:`NTKFLClient.query`.
-
-        Raises
-        ------
-        ValueError
-            With differential privacy: these losses are of the examples themselves.
-        """
+        """Refuse with differential privacy: these losses are of the examples themselves."""
         if self.noise_multiplier:
             raise ValueError(
                 "a loss of the training examples was asked for, which their differential privacy "
@@ -143,14 +137,7 @@ class CPNTKFLClient(NTKFLClient):
         return super().query(parameters, config)
 
     def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
-        """Return the sum of all training inputs, and their number.
-
-        Raises
-        ------
-        ValueError
-            With differential privacy, as this sum has no noise; with a shuffling server, as it
-            tells whose rows look like it.
-        """
+        """Refuse with differential privacy or a shuffling server: the sum has no noise."""
         if self.noise_multiplier or self.shuffling_key is not None:
             raise ValueError(
                 "a sum of the training examples was asked for, which differential privacy does not "
@@ -160,13 +147,7 @@ class CPNTKFLClient(NTKFLClient):
         return super().input_sums(config)
 
     def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
-        """Return the examples for evaluation.
-
-        Raises
-        ------
-        ValueError
-            With differential privacy, if there are none: training examples stand in for them.
-        """
+        """Refuse training examples, which stand in for missing ones, with differential privacy."""
         if self.noise_multiplier and self.test_inputs is self.inputs:
             raise ValueError(
                 "an evaluation on the training examples was asked for, which their differential "

@@ -103,9 +103,7 @@ def screen_losses(
     it. A client within the limit can still decide which candidate has the lowest mean: by a loss of
     up to `factor` at all the others.
     """
-    if not losses:
-        return []
-    columns = np.stack(losses, 1).tolist()
+    columns = zip(*losses, strict=True)
     limits = np.array([_limit(column, factor, floor=1.0) for column in columns])
     return [_too_large("losses", factor) if (own > limits).any() else None for own in losses]
 
@@ -121,14 +119,9 @@ def screen_uploads(
     of all. Outputs up to `factor` pass in any case.
     """
     verdicts: list[BadReply | None] = [None] * len(uploads)
-    sizes = [
-        (
-            math.sqrt(float(upload.jacobian.squared_norms().mean())),
-            math.sqrt(float(upload.outputs.double().square().mean())),
-        )
-        for upload in uploads
-    ]
-    for i, size in enumerate(sizes):
+    rows = [math.sqrt(float(own.jacobian.squared_norms().mean())) for own in uploads]
+    outputs = [math.sqrt(float(own.outputs.double().square().mean())) for own in uploads]
+    for i, size in enumerate(zip(rows, outputs, strict=True)):
         if not math.isfinite(sum(size)):
             verdicts[i] = BadReply("scale", "its Jacobian or its outputs have no finite norm")
     forms = {i: own.jacobian.form for i, own in enumerate(uploads) if verdicts[i] is None}
@@ -137,10 +130,9 @@ def screen_uploads(
         if form != common[0][0]:
             verdicts[i] = BadReply("layout", "its Jacobian lacks the form of most replies'")
     left = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    row_limit = _limit([sizes[i][0] for i in left], factor)
-    output_limit = _limit([sizes[i][1] for i in left], factor, floor=1.0)
+    row_limit = _limit([rows[i] for i in left], factor)
+    output_limit = _limit([outputs[i] for i in left], factor, floor=1.0)
     for i in left:
-        row, output = sizes[i]
-        if row > row_limit or output > output_limit:
+        if rows[i] > row_limit or outputs[i] > output_limit:
             verdicts[i] = _too_large("scale", factor)
     return verdicts

@@ -1,14 +1,8 @@
 """FedBE: an ensemble drawn around the clients' models, as it is or distilled into one network."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from fedntk.clients import SGDClient
-from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
-from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy, Distillation, FedBE
 
 from ..config.config import Config
@@ -72,23 +66,6 @@ class _FedBE(Method[Any]):
             values = self._values(Distillation, setup)
             options["distill"] = Distillation(**values, examples=examples)
         return super().strategy(setup, options)
-
-    def predictor(
-        self,
-        setup: Setup,
-        arrays: Mapping[str, NDArray[Any]],
-        learned: str,
-        *,
-        cache: Path | None = None,
-    ) -> Predictor:
-        if learned == "network":
-            return super().predictor(setup, arrays, learned, cache=cache)
-        return EnsemblePredictor(
-            NetworkPredictor.from_arrays(
-                setup.network, model, loss=setup.config.loss, device=setup.device
-            )
-            for model in EnsembleArrays.from_arrays(arrays).models
-        )
 
 
 METHOD = _FedBE()

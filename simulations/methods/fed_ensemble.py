@@ -1,12 +1,10 @@
 """Fed-ensemble: several models, each by another of the methods here."""
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.clients import FedEnsembleClient, ModelClient
@@ -18,7 +16,7 @@ from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from ..models import build_model
 from . import all_methods
-from .method import Method, Setup
+from .method import Arrays, Method, Setup
 
 __all__ = ["METHOD"]
 
@@ -95,12 +93,7 @@ class _FedEnsemble(Method[Any]):
         return FedEnsembleClient(cast(ModelClient, client))
 
     def predictor(
-        self,
-        setup: Setup,
-        arrays: Mapping[str, NDArray[Any]],
-        learned: str,
-        *,
-        cache: Path | None = None,
+        self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
     ) -> Predictor:
         del cache
         models = EnsembleArrays.from_arrays(arrays).models

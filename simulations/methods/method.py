@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedntk.clients import SGDClient
+from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
-from fedntk.ntk.predictors.network import NetworkPredictor, Predictor
+from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
@@ -30,9 +31,10 @@ from ..data.partitions import Split
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-__all__ = ["Method", "Setup"]
+__all__ = ["Arrays", "Method", "Setup"]
 
 S = TypeVar("S", bound=Settings)
+Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,14 +300,9 @@ class Method(ConfiguredMethod[S], ABC):
         return self.client_class(**{**self._values(self.client_class, setup), **options})
 
     def predictor(
-        self,
-        setup: Setup,
-        arrays: Mapping[str, NDArray[Any]],
-        learned: str,
-        *,
-        cache: Path | None = None,
+        self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
     ) -> Predictor:
-        """Make what was learned from the arrays that the strategy returns: by default a network.
+        """Make what was learned: by default a network, or an ensemble of what EnsembleArrays hold.
 
         Parameters
         ----------
@@ -319,7 +316,10 @@ class Method(ConfiguredMethod[S], ABC):
             Folder for what the predictors of several rounds share, such as features of the test
             examples. None: nothing is kept.
         """
-        del learned, cache
+        if EnsembleArrays.are_in(arrays):
+            models = EnsembleArrays.from_arrays(arrays).models
+            return EnsemblePredictor(self.predictor(setup, own, learned) for own in models)
+        del cache
         return NetworkPredictor.from_arrays(
             setup.network, arrays, loss=setup.config.loss, device=setup.device
         )

@@ -1,13 +1,11 @@
 """TCT: federated averaging of a network, then a convex problem in its tangent features."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedntk.clients import FeatureStore, TCTClient, shrink
@@ -20,7 +18,7 @@ from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
-from .method import Method, Setup
+from .method import Arrays, Method, Setup
 
 __all__ = ["METHOD"]
 
@@ -109,12 +107,7 @@ class _TCT(Method[Any]):
         return super().client(setup, partition, options)
 
     def predictor(
-        self,
-        setup: Setup,
-        arrays: Mapping[str, NDArray[Any]],
-        learned: str,
-        *,
-        cache: Path | None = None,
+        self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
     ) -> Predictor:
         if learned == "network":
             return super().predictor(setup, arrays, learned)

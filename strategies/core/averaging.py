@@ -7,12 +7,18 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-__all__ = ["cast_like", "named_arrays"]
+__all__ = ["cast_like", "differing", "named_arrays"]
 
 
 def named_arrays(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Name -> array of a record, or of what is a dictionary already."""
     return {n: a.numpy() if isinstance(a, Array) else a for n, a in arrays.items()}
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of arrays that only one of two models has, or in another shape."""
+    own, given = ({n: tuple(a.shape) for n, a in arrays.items()} for arrays in (one, other))
+    return [name for name in {**own, **given} if own.get(name) != given.get(name)]
 
 
 def cast_like(

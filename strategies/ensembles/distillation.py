@@ -17,8 +17,6 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from fedntk.ntk.options import Declared, argument, option
 
-__all__ = ["Distillation", "descend", "distil", "sharpened", "soft_cross_entropy"]
-
 
 class Distillation(Declared):
     """How the server of :class:`~fedntk.strategies.FedBE` makes one network of an ensemble.
@@ -67,7 +65,10 @@ class Distillation(Declared):
         if self.examples.is_floating_point() and not bool(self.examples.isfinite().all()):
             raise ValueError("examples: expected finite numbers, got NaN or infinity")
         self.network = copy.deepcopy(self.network).to(self.device)
-        self.examples = _cast_like(self.examples, self.network)
+        dtypes = [p.dtype for p in self.network.parameters() if p.is_floating_point()]
+        if dtypes and self.examples.is_floating_point():
+            self.examples = self.examples.to(dtypes[0])
+        self.examples = self.examples.detach()
         self._probe()
 
     def check(self) -> None:
@@ -81,10 +82,9 @@ class Distillation(Declared):
 
     def _probe(self) -> None:
         """Refuse a network that cannot be trained on the examples."""
-        student = copy.deepcopy(self.network).train()
         try:
             with _own_state(self.device), torch.no_grad():
-                outputs = student(self.examples[:2].to(self.device))
+                outputs = copy.deepcopy(self.network).train()(self.examples[:2].to(self.device))
         except Exception as error:
             raise ValueError(
                 f"examples: the network does not take two of them, of shape "
@@ -116,12 +116,6 @@ def _own_state(device: str) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
-def _cast_like(x: Tensor, network: nn.Module) -> Tensor:
-    """Return examples in the dtype of a network's parameters, if they are of floating point."""
-    dtypes = [p.dtype for p in network.parameters() if p.is_floating_point()]
-    return x.detach().to(dtypes[0]) if dtypes and x.is_floating_point() else x.detach()
-
-
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     """Return p^(1/T) / sum p^(1/T) over the last axis, for rows p of sum 1.
 
@@ -146,7 +140,7 @@ def descend(
     """Train a network towards labels by SGD, and yield (step, steps in all) after each step.
 
     The network is on the options' device and changes, in training mode. Labels (n, C) are of the
-    options' examples. The generator shuffles these.
+    options' examples, which the generator shuffles.
     """
     x, device = options.examples, options.device
     optimizer = torch.optim.SGD(
@@ -178,19 +172,13 @@ def _batches(order: Tensor, batch_size: int) -> list[Tensor]:
 
 
 def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int) -> nn.Module:
-    """Train a network towards labels; with `swa`, return the mean of its weights on the way.
+    """Train a network as :func:`descend`; with `swa`, return the mean of its weights on the way.
 
     The statistics of BatchNorm are then those of the server's examples under the mean weights. The
     seed is of the shuffling and of what the network draws; torch's global state is restored.
-
-    Parameters
-    ----------
-    student : nn.Module
-        Network on the options' device, at the weights to begin with; it changes.
-    labels : Tensor, shape (n, C)
-        Rows q of sum 1 for the options' examples.
     """
-    with _own_state(options.device):
+    x, device = options.examples, options.device
+    with _own_state(device):
         torch.manual_seed(seed)
         average = AveragedModel(student)
         generator = torch.Generator().manual_seed(seed)
@@ -199,9 +187,8 @@ def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int)
                 average.update_parameters(student)
         if not options.swa:
             return student
-        order = torch.randperm(len(options.examples), generator=generator)
-        batches = _batches(order, options.batch_size)
+        batches = _batches(torch.randperm(len(x), generator=generator), options.batch_size)
         with torch.no_grad():
-            update_bn((options.examples[b].to(options.device) for b in batches), average)
+            update_bn((x[batch].to(device) for batch in batches), average)
     module: nn.Module = average.module
     return module

@@ -37,7 +37,7 @@ from fedntk.ntk.options import argument, option
 from fedntk.ntk.payloads import EnsembleArrays, screen_changes
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
-from ..core.averaging import cast_like, named_arrays
+from ..core.averaging import cast_like, differing, named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.replies import checked_weights
@@ -59,8 +59,7 @@ ENSEMBLE = "ensemble"  # what is learned without distillation
 class FedBE(BaseStrategy):
     """FedBE: samples models around the clients' and averages their predictions.
 
-    Clients are those of FedAvg, and what they are sent and send is what FedAvg's are: one model.
-    So they evaluate the global model, not the ensemble.
+    Clients are FedAvg's, receive and send one model, and evaluate it, not the ensemble.
 
     Without distillation what is learned is the newest round's ensemble, as
     :class:`~fedntk.ntk.payloads.EnsembleArrays`: model 0 is the mean, which the next round's
@@ -120,14 +119,14 @@ class FedBE(BaseStrategy):
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
     ) -> Predictor:
-        """Make the predictor of the newest ensemble, or of the distilled network."""
+        """Make an ensemble's, or the distilled network's."""
         if self.distill is not None:
             return super().predictor(arrays, network)
         models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
         return EnsemblePredictor(NetworkPredictor.from_arrays(network, own) for own in models)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Begin with an ensemble of only the initial network, unless it is an ensemble already."""
+        """Begin with an ensemble of only the initial network, unless given an ensemble."""
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         size = sum(len(array.data) for array in self.network_of(initial_arrays).values())
         models = 1 + self.num_samples + (self.min_train_nodes if self.client_models else 0)
@@ -137,18 +136,16 @@ class FedBE(BaseStrategy):
             f"{held} models of {size / 1e6:.1f} MB",
             cure="sample fewer clients a round, or lower num_samples",
         )
-        if self.distill is not None:
-            own = {name: tuple(t.shape) for name, t in self.distill.network.state_dict().items()}
-            given = {name: tuple(array.shape) for name, array in initial_arrays.items()}
-            odd = [name for name in {**own, **given} if own.get(name) != given.get(name)]
-            if odd:
-                raise ValueError(
-                    "initial_arrays: expected those of the network that distill was given, got "
-                    f"others: {', '.join(odd[:5])[:200]}; give both the same architecture"
-                )
-        if self.distill is not None or EnsembleArrays.are_in(initial_arrays):
-            return initial_arrays
-        return ArrayRecord(EnsembleArrays((dict(initial_arrays),)).to_arrays())
+        if self.distill is None:
+            if EnsembleArrays.are_in(initial_arrays):
+                return initial_arrays
+            return ArrayRecord(EnsembleArrays((dict(initial_arrays),)).to_arrays())
+        if odd := differing(self.distill.network.state_dict(), initial_arrays):
+            raise ValueError(
+                "initial_arrays: expected those of the network that distill was given, got "
+                f"others: {', '.join(odd[:5])[:200]}; give both the same architecture"
+            )
+        return initial_arrays
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
@@ -209,28 +206,29 @@ class FedBE(BaseStrategy):
     ) -> ArrayRecord:
         """Return the network that the ensemble is distilled into, or the mean if that fails."""
         expected = named_arrays(mean)
+        x, device = options.examples, options.device
         probabilities = mean_probabilities(
-            options.network, map(named_arrays, models), options.examples, device=options.device
+            options.network, map(named_arrays, models), x, device=device
         )
         labels = sharpened(probabilities, options.temperature)
         student = copy.deepcopy(options.network)
         load_arrays(student, expected)
-        entropy = [server_round, *b"distillation"]
-        seed = int(np.random.SeedSequence([self.seed, *entropy]).generate_state(1)[0])
-        before = NetworkPredictor(student, device=options.device).predict(options.examples)
+        entropy = [self.seed, server_round, *b"distillation"]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        before = NetworkPredictor(student, device=device).predict(x)
         student = distil(student, labels, options, seed)
-        after = NetworkPredictor(student, device=options.device).predict(options.examples)
+        after = NetworkPredictor(student, device=device).predict(x)
         distilled = arrays_of(student)
         losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]
-        finite = all(np.isfinite(array).all() for array in distilled.values())
-        if not finite or not np.isfinite(losses).all():
+        arrays = [*distilled.values(), np.array(losses)]
+        finite = all(np.isfinite(array).all() for array in arrays)
+        metrics["distilled"] = int(finite)
+        if not finite:
             logger.log(
                 WARNING,
                 "the distillation left finite numbers: the mean is the next global model; lower "
                 "its learning_rate",
             )
-            metrics["distilled"] = 0
             return mean
-        metrics["distilled"] = 1
         metrics["distillation-loss-before"], metrics["distillation-loss"] = losses
         return cast_like(distilled, expected)

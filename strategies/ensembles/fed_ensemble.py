@@ -14,7 +14,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from logging import WARNING
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from flwr.app import (
@@ -36,7 +36,7 @@ from fedntk.ntk.first_weights import Initialisation, drawn_weights
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_sizes
 
-from ..core.averaging import named_arrays
+from ..core.averaging import differing, named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.inner import CheckedStrategy, GridSubset
@@ -53,9 +53,7 @@ class FedEnsemble(BaseStrategy):
     """Fed-ensemble: K models by any strategy; the mean of their predictions is the ensemble's.
 
     Each client gets one model a round, so it receives, computes and sends what it would in a run of
-    the inner strategy. Which clients train which model changes from round to round: in an age of K
-    rounds every model visits every stratum of clients once. In a round a model may have no client,
-    or no valid reply: it stays as it was.
+    the inner strategy. A model without a client, or without a valid reply, stays as it was.
 
     Clients are those of the inner strategy. To have them evaluate the ensemble, which all models
     are sent to them for, wrap them in :class:`~fedntk.clients.FedEnsembleClient`; or set
@@ -115,8 +113,7 @@ class FedEnsemble(BaseStrategy):
     members: tuple[BaseStrategy, ...] = state(tuple, reset=False)
     strata: Strata = state(Strata, reset=False)
     _model_of: dict[int, int] = state(dict, saved=False)  # node -> model that it trains now
-    # metrics of the clients of the round, all models'
-    _reported: list[RecordDict] = state(list, saved=False)
+    _reported: list[RecordDict] = state(list, saved=False)  # clients' metrics of a round
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,8 +128,6 @@ class FedEnsemble(BaseStrategy):
                 f"arrays have no mean over rounds, got {self.averaged.decay}"
             )
         self._share()
-        for member in self.members:
-            member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
 
     def check(self) -> None:
         """Refuse words for first weights that are not known."""
@@ -156,6 +151,7 @@ class FedEnsemble(BaseStrategy):
         self.held_out = tuple(sorted({*self.held_out, *self.members[0].held_out}))
         for member in self.members:
             member.work_within(self, everyone=self.num_models == 1)
+            member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
 
     def _member(self, strategy: Strategy) -> BaseStrategy:
         if isinstance(strategy, FedEnsemble):
@@ -189,7 +185,7 @@ class FedEnsemble(BaseStrategy):
         return ",".join(member.learned for member in self.members)
 
     def agreement(self) -> Agreement:
-        """Return what clients that evaluate the ensemble must agree with."""
+        """Name what clients that evaluate the ensemble must agree with."""
         inner = self.members[0].agreement()
         return Agreement("FedEnsemble", self.client, inner.replies, inner.loss, inner.projected)
 
@@ -207,10 +203,8 @@ class FedEnsemble(BaseStrategy):
         models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
         options = () if network is None else (network,)
         return EnsemblePredictor(
-            [
-                member.predictor(model, *options)
-                for member, model in zip(self.members, models, strict=True)
-            ]
+            member.predictor(model, *options)
+            for member, model in zip(self.members, models, strict=True)
         )
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
@@ -234,8 +228,7 @@ class FedEnsemble(BaseStrategy):
         """Return the first weights of model k, for the given network."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
-            own, shapes = ({n: a.shape for n, a in arrays.items()} for arrays in (made, given))
-            if odd := [n for n in {**own, **shapes} if own.get(n) != shapes.get(n)]:
+            if odd := differing(made, given):
                 raise ValueError(
                     f"init: the module of model {k} has other names or shapes than initial_arrays: "
                     f"{odd[:5]}"
@@ -256,24 +249,20 @@ class FedEnsemble(BaseStrategy):
         self._model_of = self._assigned(grid, server_round)
         messages: list[Message] = []
         for k, (member, model) in enumerate(zip(self.members, models, strict=True)):
-            nodes = [node for node, own in self._model_of.items() if own == k]
-            if nodes:
+            if nodes := [node for node, own in self._model_of.items() if own == k]:
                 shown: Any = GridSubset(grid, nodes)
-                own_config = ConfigRecord(dict(config))
-                messages += member.configure_train(
-                    server_round, ArrayRecord(model), own_config, shown
-                )
+                own = ConfigRecord(dict(config))
+                messages += member.configure_train(server_round, ArrayRecord(model), own, shown)
         self._exchanges[MessageType.TRAIN] = Exchange(messages)
         return messages
 
     def _assigned(self, grid: Grid, server_round: int) -> dict[int, int]:
         """Node -> model of a sample of the clients, in the order of the clients."""
-        minimum = max(self.min_train_nodes, self.min_completed)
         candidates, size = self._candidates(
             grid,
             MessageType.TRAIN,
             self.fraction_train,
-            minimum,
+            max(self.min_train_nodes, self.min_completed),
             self.held_out,
             sent_alike=self.strata.count == 1,
         )
@@ -308,18 +297,17 @@ class FedEnsemble(BaseStrategy):
             for member, model in zip(self.members, models, strict=True)
         ]
         records = EnsembleArrays(tuple(dict(content.array_records) for content in contents))
-        configs = [dict(content.config_records[self.configrecord_key]) for content in contents]
-        shared = {n: v for n, v in configs[0].items() if all(c.get(n) == v for c in configs)}
+        configs = [content.config_records[self.configrecord_key] for content in contents]
         own = EnsembleArrays(
-            tuple({n: v for n, v in each.items() if n not in shared} for each in configs)
+            tuple({n: v for n, v in each.items() if config.get(n) != v} for each in configs)
         )
-        merged = ConfigRecord({**shared, **own.to_arrays()})
+        merged = ConfigRecord({**config, **own.to_arrays()})
         return RecordDict({**records.to_arrays(), self.configrecord_key: merged})
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the metrics of the accepted replies; say what to do where there are none."""
+        """Say what to do if no reply is accepted."""
         metrics = super().aggregate_evaluate(server_round, replies)
         if metrics is None and server_round in self.evaluate_metrics:
             logger.log(
@@ -358,14 +346,11 @@ class FedEnsemble(BaseStrategy):
         for k, own in of_model.items():
             found, metrics = self.members[k].aggregate_train(server_round, own)
             new[k] = None if found is None else dict(found)
-            reported += [] if metrics is None else [metrics]
+            reported += [metrics] if metrics else []
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
         record = self._merged(reported, rejected)
-        accepted = sum(
-            count for own in reported if isinstance(count := own["replies-accepted"], int)
-        )
-        if not self.enough(accepted):
+        if not self.enough(cast(int, record["replies-accepted"])):
             new = [None] * self.num_models
             for member, state in zip(self.members, before, strict=may_go_back):
                 member.load_state_dict(state)
@@ -376,19 +361,20 @@ class FedEnsemble(BaseStrategy):
         return ArrayRecord(models.replaced(new).to_arrays()), record
 
     def _drop_outliers(self, of_model: dict[int, list[Message]], rejected: Counter[str]) -> None:
-        """Compare the changes of weights over all models, where one has too few replies by itself.
+        """Compare the changes of weights over all models, if one has too few replies by itself.
 
-        The models have one architecture and one way of training, so their clients' changes are of
-        one order of size. What cannot be read is left to the model's own strategy to refuse.
+        The models are trained alike, so their clients' changes are of one order of size. What
+        cannot be read is left to the model's own strategy to refuse.
         """
         if not self.members[0].takes_weights or all(len(own) >= 3 for own in of_model.values()):
             return
         models = EnsembleArrays.from_arrays(named_arrays(self.global_arrays)).models
-        sizes: list[tuple[int, Message, float]] = []
-        for k, replies in of_model.items():
-            for reply in replies:
-                if (size := _change(reply, models[k])) is not None:
-                    sizes.append((k, reply, size))
+        sizes = [
+            (k, reply, size)
+            for k, replies in of_model.items()
+            for reply in replies
+            if (size := _change(reply, models[k])) is not None
+        ]
         verdicts = screen_sizes([size for _, _, size in sizes], self.outlier_factor)
         for (k, reply, _), bad in zip(sizes, verdicts, strict=True):
             if bad is not None:
@@ -397,28 +383,24 @@ class FedEnsemble(BaseStrategy):
 
     def _merged(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
         """Aggregate the clients' metrics over all models, and combine the strategies' own."""
-        means: dict[str, Any] = {}
-        counts = Counter({"num-examples": 0, "replies-accepted": 0, "replies-rejected": 0})
-        counts["replies-rejected"] += rejected.total()
+        counts = Counter({"num-examples": 0, "replies-accepted": 0})
+        counts["replies-rejected"] = rejected.total()
         counts.update({f"rejected-{reason}": count for reason, count in rejected.items()})
-        values: dict[str, list[tuple[float, float]]] = {}  # name -> (value, examples) of each model
-        for own in metrics:
-            numbers = {n: float(v) for n, v in own.items() if isinstance(v, int | float)}
-            for name, value in numbers.items():
-                if name == "num-examples" or name.startswith(("replies-", "rejected-")):
-                    counts[name] += int(value)
-                else:
-                    values.setdefault(name, []).append((value, numbers["num-examples"]))
         of_clients = {name for content in self._reported for name in content["metrics"]}
+        means: dict[str, Any] = {}
         combined: dict[str, Any] = {}
         rules = self.members[0].combined_by
-        for name, pairs in values.items():
-            own_values, examples = zip(*pairs, strict=True)
+        for name in {name: None for own in metrics for name in own}:
+            reported = [own for own in metrics if isinstance(own.get(name), int | float)]
+            values: Any = [own[name] for own in reported]
+            examples: Any = [own["num-examples"] for own in reported]
             rule = next((rules[key] for key in rules if name.startswith(key)), None)
-            if rule is not None:
-                combined[name] = rule(own_values)
+            if name == "num-examples" or name.startswith(("replies-", "rejected-")):
+                counts[name] += sum(values)
+            elif rule is not None and values:
+                combined[name] = float(rule(values))
             elif name not in of_clients and any(examples):
-                means[name] = float(np.average(own_values, weights=examples))
+                means[name] = float(np.average(values, weights=examples))
         kinds = [kinds_of(content.metric_records["metrics"]) for content in self._reported]
         if alike := Counter(kinds):
             most = max(alike, key=lambda kind: (alike[kind], sorted(kind)))

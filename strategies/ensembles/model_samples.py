@@ -21,15 +21,6 @@ from torch import Tensor, nn
 from fedntk.ntk import NetworkPredictor
 from fedntk.ntk.predictors.network import load_arrays
 
-__all__ = [
-    "Arrays",
-    "Distribution",
-    "dirichlet_shares",
-    "gaussian_model",
-    "mean_probabilities",
-    "standard_deviation",
-]
-
 Arrays = Mapping[str, NDArray[Any]]
 Distribution = Literal["gaussian", "dirichlet"]
 
@@ -49,11 +40,10 @@ def standard_deviation(
             continue
         origin = first.astype(np.float64)
         shifts = [model[name].astype(np.float64) - origin for model in models]
-        mean = sum(share * shift for share, shift in zip(shares, shifts, strict=True))
-        squares = (
-            share * np.square(shift - mean) for share, shift in zip(shares, shifts, strict=True)
-        )
-        found[name] = np.asarray(np.sqrt(sum(squares)), dtype=np.float64)
+        pairs = list(zip(shares, shifts, strict=True))
+        mean = sum(share * shift for share, shift in pairs)
+        squares = sum(share * np.square(shift - mean) for share, shift in pairs)
+        found[name] = np.asarray(np.sqrt(squares), dtype=np.float64)
     return found
 
 

@@ -11,8 +11,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Schedule", "Strata", "permutations"]
-
 Schedule = Literal["independent", "balanced"]
 
 
@@ -23,18 +21,11 @@ class Strata:
     stratum; one that is gone leaves its own. At the beginning of each age, which is when all
     permutations are drawn anew, the fewest clients are moved that make the sizes differ by at most
     one again.
-
-    Attributes
-    ----------
-    count, seed : int
-        Q, and the seed of the first division and of all moves.
-    of : dict of int to int
-        Client -> its stratum, 0 ... Q - 1.
     """
 
     def __init__(self, count: int = 1, seed: int = 0) -> None:
-        self.count, self.seed = count, seed
-        self.of: dict[int, int] = {}
+        self.count, self.seed = count, seed  # Q; of the first division and of all moves
+        self.of: dict[int, int] = {}  # client -> its stratum, 0 ... Q - 1
 
     def update(self, clients: Iterable[int], server_round: int, *, new_age: bool) -> None:
         """Take note of the clients that are there; in a new age, also even out the sizes."""
@@ -57,7 +48,7 @@ class Strata:
         sizes[self.of[client]] += 1
 
     def sizes(self) -> list[int]:
-        """Return the number of clients in each stratum."""
+        """Count the clients of each stratum."""
         members = Counter(self.of.values())
         return [members[q] for q in range(self.count)]
 
@@ -103,15 +94,10 @@ def permutations(
     """Draw P, shape (Q, K): in round r of the age, stratum q trains model ``P[q, r]``.
 
     Each row is a permutation, so that in the K rounds of an age every model visits every stratum
-    once.
-
-    Parameters
-    ----------
-    schedule : {"independent", "balanced"}
-        ``"independent"``: each stratum draws a permutation of its own, as in algorithm 1; in a
-        round some models may be trained by several strata and some by none. ``"balanced"``: rows
-        are the shifts of one random order, dealt out at random; in each round the numbers of strata
-        that train two models differ by at most one. Each row by itself is as random as before.
+    once. With ``"independent"`` each is drawn by itself, as in algorithm 1: in a round some models
+    may be trained by several strata and some by none. With ``"balanced"`` rows are the shifts of
+    one random order, dealt out at random: in each round the numbers of strata that train two models
+    differ by at most one. Each row by itself is as random as before.
     """
     generator = np.random.default_rng([seed, age, *b"permutations"])
     if schedule == "independent":

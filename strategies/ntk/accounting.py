@@ -30,21 +30,10 @@ def epsilon_after(
     """Epsilon at `delta` of an example whose client has sent so many uploads.
 
     Two data sets are neighbours if one example's values, and its label, are replaced. No credit is
-    given for what is sampled or shuffled, so it holds whatever the server knows of both.
-
-    Parameters
-    ----------
-    uploads : int
-        Times that a row of the example may have been sent.
-    noise_multiplier : float
-        sigma of :func:`fedntk.ntk.privatise`: replacing an example moves a row by up to twice the
-        norm that sigma is measured by.
-    label_noise : float
-        Of the same. At 0 labels are public, and epsilon is of the rows alone.
-    num_outputs : int
-        C.
-    delta : float
-        Probability with which the bound may fail.
+    given for what is sampled or shuffled, so it holds whatever the server knows of both. The noise
+    is that of :func:`fedntk.ntk.privatise`; replacing an example moves a row by up to twice the
+    norm that sigma is measured by. Without `label_noise` labels are public, and epsilon is only of
+    the rows. C is `num_outputs`.
 
     Raises
     ------

@@ -39,7 +39,7 @@ class CPNTKFL(NTKFL):
     """CP-NTK-FL (Yue et al. 2022, section 4.2). Clients are :class:`~fedntk.clients.CPNTKFLClient`.
 
     Every tool is optional. Sampling, projection, noise and compression are the clients' work; the
-    server says what it asks for, and refuses what is more.
+    server refuses what is more than it asks for.
 
     Examples
     --------
