@@ -1,6 +1,6 @@
 """Every weighted mean of models: numpy arrays by name, all with the same names and shapes.
 
-They differ in precision and in the order of operations, which are part of each method's results.
+Precision and order of operations are part of each method's results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,16 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = [
-    "convex_combination",
-    "equal_mean",
-    "masked_mean",
-    "mixtures",
-    "moving_mean",
-    "weighted_mean",
-    "weighted_sum",
-]
 
 Arrays = Mapping[str, NDArray[Any]]
 NewArrays = dict[str, NDArray[Any]]
@@ -64,10 +54,8 @@ def masked_mean(
             np.asarray(model[name], np.float64) * share
             for model, share in zip(models, shares, strict=True)
         )
-        below = np.asarray(
-            sum(mask[name] * share for mask, share in zip(masks, shares, strict=True))
-        )
-        mean = np.divide(above, below, out=np.zeros_like(below), where=below > 0)
+        below = sum(mask[name] * share for mask, share in zip(masks, shares, strict=True))
+        mean = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
         average[name] = mean.astype(average[name].dtype)
     return average
 
@@ -114,9 +102,9 @@ def moving_mean(mean: Arrays | None, newest: Arrays, share: float) -> NewArrays:
 
 
 def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
-    """Form K weighted sums of L models, in float64 and cast to the models' dtypes.
+    """Form K weighted sums of L models by weights (K, L), in float64; cast to the models' dtypes.
 
-    Row k of the weights (K, L) is for sum k. A few are formed at a time, to bound their memory.
+    A few are formed at a time, to bound their memory.
     """
     for row in range(0, len(weights), ROWS):
         yield from _mixed(weights[row : row + ROWS], models)

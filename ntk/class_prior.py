@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OUTPUT_OFFSET", "log_class_prior", "offset_of"]
-
 OUTPUT_OFFSET = "output-offset"  # key of a message's configuration
 
 
@@ -19,9 +17,8 @@ def log_class_prior(targets: Tensor, counts: Tensor | None = None) -> Tensor:
     tau = 1. A network that fits the shares pi of some examples with the offset predicts,
     without it, as if the shares were rho: by default 1/C, otherwise those of `counts` (C,).
 
-    The shares of examples with one-hot targets (n, C), n at least 1, are smoothed by one example
-    that is spread over the classes, pi_c = (n_c + 1/C) / (n + 1), and rho likewise: that of a class
-    without examples is not 0. For pi = rho they are zeros.
+    One example that is spread over the classes smooths the shares of one-hot targets (n, C),
+    n at least 1: pi_c = (n_c + 1/C) / (n + 1), and rho likewise.
     """
     shares = _shares(targets.sum(0, dtype=torch.float64))
     expected = 1 / targets.shape[1] if counts is None else _shares(counts.to(shares))

@@ -1,7 +1,5 @@
 """Errors that callers are expected to catch by name."""
 
-__all__ = ["BadReply", "NotEnoughMemory"]
-
 
 class BadReply(ValueError):  # noqa: N818 - it names the thing refused, as StopIteration does
     """A client's reply that cannot be used; the server drops it and goes on.

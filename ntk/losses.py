@@ -11,16 +11,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Loss",
-    "check_loss",
-    "loss_value",
-    "one_hot",
-    "output_hessian",
-    "output_scale",
-    "residual",
-]
-
 Loss = Literal["mse", "cross-entropy"]
 
 
@@ -37,10 +27,9 @@ def residual(outputs: Tensor, targets: Tensor, loss: Loss) -> Tensor:
 
 
 def output_hessian(outputs: Tensor, vector: Tensor, loss: Loss) -> Tensor:
-    """Differentiate minus :func:`residual` along `vector`, shape (n, C).
+    """Multiply `vector` (n, C) by the loss's Hessian with respect to the outputs, over its scale.
 
-    It is the loss's Hessian with respect to the outputs (over its scale) times `vector`: the
-    identity for MSE, ``diag(p) - p p^T`` for each example for cross-entropy, p = softmax(f).
+    That is the identity for MSE, ``diag(p) - p p^T`` for cross-entropy, p = softmax(f).
     """
     if loss == "mse":
         return vector

@@ -2,9 +2,7 @@
 
 From an option's one line come the constructor's keyword argument, its check, the row in the docs,
 the key of the simulations' settings, what travels to clients, and what a checkpoint compares. From
-a state's one line come its first value, what a checkpoint holds, and what a new run resets.
-
-A method's class declares both, and mixins such as the options of an evolution serve several::
+a state's one line come its first value, what a checkpoint holds, and what a new run resets::
 
     class NTKFL(FlowOptions, BaseStrategy):
         selection: Literal["clients", "linearised"] = option("how t is chosen", default="clients")
@@ -24,8 +22,6 @@ from typing import Any, Literal, Self, Union, dataclass_transform, get_args, get
 
 import numpy as np
 
-__all__ = ["Declared", "Option", "argument", "key_of", "nearest", "option", "shared", "state"]
-
 OPTION, STATE, RESET = "option", "state", "reset"  # keys of a field's metadata
 PREFIX = "option-"  # begins the names under which options travel
 _LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -38,53 +34,28 @@ _LIMITS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of a class: its name, type, default, meaning and limits.
+    """One option of a class.
 
-    Attributes
-    ----------
-    name : str
-        Name of the field.
-    kind : type
-        As annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or sequence of
-        one of these, or a union. Values of other types are not checked.
-    default : object
-        ``dataclasses.MISSING`` if the option must be given.
-    meaning : str
-        One line.
-    limits : dict
-        ``at_least``, ``at_most``, ``above`` and ``below`` of numbers, each alone or in a tuple.
-        Infinity is refused unless it is the value of ``at_most``.
-    to_clients : bool
-        Whether the value travels to clients.
-    compared : bool
-        Whether a checkpoint is refused if its value is another.
-    in_files : bool
-        Whether configuration files hold it, as numbers or words.
+    `kind` is the type as annotated: ``bool``, ``int``, ``float``, ``str``, ``Literal``, a tuple or
+    sequence of one of these, or a union; values of other types are not checked. `limits` are
+    ``at_least``, ``at_most``, ``above`` and ``below`` of a number, or of each in a tuple. Infinity
+    is refused unless it is the value of ``at_most``.
     """
 
     name: str
     kind: Any
-    default: Any
-    meaning: str
+    default: Any  # dataclasses.MISSING if it must be given
+    meaning: str  # one line
     limits: Mapping[str, float]
-    to_clients: bool
-    compared: bool
-    in_files: bool
+    to_clients: bool  # whether the value travels to clients
+    compared: bool  # whether a checkpoint with another value is refused
+    in_files: bool  # whether configuration files hold it, as numbers or words
 
     def check(self, value: Any, key: str = "") -> Any:
-        """Return a value as the option's type.
+        """Return a value as the option's type; ValueError if it is of another or out of range.
 
-        Parameters
-        ----------
-        value : object
-            NumPy's numbers, paths, lists and whole numbers for floats are converted.
-        key : str
-            Name for errors; the option's own by default.
-
-        Raises
-        ------
-        ValueError
-            If it is of another type, or out of range.
+        NumPy's numbers, paths, lists and whole numbers for floats are converted. `key` is the name
+        for errors, by default the option's own.
         """
         key = key or self.name
         if value is self.default:
@@ -118,13 +89,7 @@ class Option:
         return tuple(arg for arg in _alternatives(self.kind) if isinstance(arg, str))
 
     def from_text(self, text: str, key: str = "") -> Any:
-        """Read a value from text; numbers of a tuple have commas between them.
-
-        Raises
-        ------
-        ValueError
-            If the text is no such value.
-        """
+        """Read a value from text; numbers of a tuple have commas between them."""
         for kind in _alternatives(self.kind):
             value = _read(kind, text)
             if value is not _UNFIT:
@@ -133,10 +98,7 @@ class Option:
 
     def plain(self, value: Any) -> bool | int | float | str:
         """Return a value as a text file holds it: tuples as text."""
-        if isinstance(value, tuple):
-            return ",".join(f"{number:g}" for number in value)
-        plain: bool | int | float | str = value
-        return plain
+        return ",".join(map("{:g}".format, value)) if isinstance(value, tuple) else value
 
     def describe(self, key: str = "", choices: Sequence[str] = ()) -> str:
         """Return one line: name, default, choices (the type's by default), meaning."""
@@ -180,14 +142,12 @@ def state(
     saved: bool = True,
     reset: bool = True,
 ) -> Any:
-    """Declare what an object keeps from round to round.
+    """Declare what an object keeps from round to round; `factory` makes the first value.
 
     Parameters
     ----------
-    factory : callable
-        Makes the first value.
-    init : bool
-        False: it is no argument of the constructor (type checkers read this).
+    factory, init
+        As of a dataclass's field: state is no argument of the constructor.
     saved : bool
         Whether a checkpoint holds it; what is not saved is made anew when a run begins or goes on.
     reset : bool
@@ -259,13 +219,7 @@ class Declared:
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any]) -> None:
-        """Run :meth:`check` on some options, the others at their defaults, and make no object.
-
-        Raises
-        ------
-        ValueError
-            If they do not fit together.
-        """
+        """Run :meth:`check` on some options, the others at their defaults, and make no object."""
         bare = object.__new__(cls)
         for name, own in cls.options().items():
             object.__setattr__(bare, name, values.get(name, own.default))
@@ -301,13 +255,7 @@ class Declared:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_config` returned among other keys.
-
-        Raises
-        ------
-        ValueError
-            If an option is missing or out of range.
-        """
+        """Read what :meth:`to_config` returned among other keys."""
         keys = {name: PREFIX + key_of(name) for name in cls.options()}
         required = [n for n, o in cls.options().items() if o.to_clients and o.default is not None]
         if missing := [keys[name] for name in required if keys[name] not in config]:
@@ -340,8 +288,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 def _item_of(kind: Any) -> Any:
     """Return the type of a tuple's or sequence's items; None if it is neither."""
-    is_sequence = get_origin(kind) in (tuple, Sequence)
-    return get_args(kind)[0] if is_sequence else None
+    return get_args(kind)[0] if get_origin(kind) in (tuple, Sequence) else None
 
 
 def _converted(kind: Any, value: Any) -> Any:
@@ -349,7 +296,7 @@ def _converted(kind: Any, value: Any) -> Any:
     given, value = value, value.item() if isinstance(value, np.generic) else value
     for one in _alternatives(kind):
         if isinstance(one, str):
-            if value == one and isinstance(value, str):
+            if isinstance(value, str) and value == one:
                 return value
         elif one in (bool, int, types.NoneType):
             if type(value) is one:
@@ -361,9 +308,8 @@ def _converted(kind: Any, value: Any) -> Any:
             if isinstance(value, str | os.PathLike):
                 return os.fspath(value)
         elif (item := _item_of(one)) is not None:
-            if isinstance(value, Sequence | np.ndarray | set | frozenset) and not isinstance(
-                value, str
-            ):
+            several = isinstance(value, Sequence | np.ndarray | set | frozenset)
+            if several and not isinstance(value, str):
                 items = tuple(_converted(item, each) for each in value)
                 if not any(each is _UNFIT for each in items):
                     return items

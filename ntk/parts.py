@@ -4,8 +4,6 @@ from torch import nn
 
 from .features.feature_map import FeatureMap
 
-__all__ = ["batch_norm_arrays", "head_arrays"]
-
 
 def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
     """Return the names of all parameters and statistics of a network's BatchNorm layers.
@@ -18,13 +16,12 @@ def batch_norm_arrays(network: nn.Module) -> tuple[str, ...]:
     >>> batch_norm_arrays(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)))
     ('1.running_mean', '1.running_var', '1.num_batches_tracked')
     """
-    layers = [
+    layers = tuple(
         f"{name}." if name else ""
         for name, module in network.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
-    arrays = network.state_dict()
-    return tuple(n for n in arrays if any(n.startswith(layer) for layer in layers))
+    )
+    return tuple(name for name in network.state_dict() if name.startswith(layers))
 
 
 def head_arrays(network: nn.Module, head: str = "") -> tuple[str, ...]:

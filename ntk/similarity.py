@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from .payloads.prototypes import Prototypes
 
-__all__ = ["Absent", "cosine_similarities", "similarity_weights"]
-
 Absent = Literal["zero", "common"]
 Matrix = NDArray[np.float64]
 
@@ -31,9 +29,9 @@ def cosine_similarities(
     """Cosine similarity (K, L) of clients' prototypes with those of others, by default themselves.
 
     Cosines are rounded to 12 places: so equal prototypes are at 1 in whatever order a machine sums.
-    They are 0 if a client's features are all zero, or two clients have no class in common; a client
-    is at 1 from itself. A class that a client lacks is zero in the concatenation, as in the paper;
-    with ``absent="common"`` each pair of clients is compared over the classes that both have.
+    They are 0 if a client's features are all zero, or two clients have no class in common. A class
+    that a client lacks is zero in the concatenation, as in the paper; with ``absent="common"`` each
+    pair of clients is compared over the classes that both have.
     """
     if absent not in ("zero", "common"):
         raise ValueError(f"absent: expected 'zero' or 'common', got {absent!r}")
@@ -64,9 +62,8 @@ def similarity_weights(
 ) -> Matrix:
     """Softmax of cosine similarities (K, L), row by row.
 
-    The larger the temperature tau, the closer to equal weights; infinity gives these. `examples`
-    are weights of the L clients besides their similarity. Without them all count alike, as in the
-    paper; with them and equal similarities, weights are FedAvg's.
+    An infinite temperature tau gives equal weights. `examples` are weights of the L clients besides
+    their similarity: with equal similarities the result is FedAvg's. The paper has none.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: expected more than 0, got {temperature}")

@@ -17,8 +17,6 @@ from ..losses import loss_value
 from .gradient_flow import Evolution, GradientFlow
 from .solver import OnStep
 
-__all__ = ["Candidates", "lowest_loss", "mean_losses", "stack_candidates", "unstack_candidates"]
-
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
@@ -56,9 +54,8 @@ def mean_losses(losses: Sequence[NDArray[np.float64]], num_examples: Sequence[in
     """Mean over the clients of their losses (T,), weighted by their examples: eq. (11a)."""
     if not losses:
         return []
-    total = np.zeros(len(losses[0]))
-    for own, count in zip(losses, num_examples, strict=True):
-        total += count * own
+    pairs = zip(losses, num_examples, strict=True)
+    total = sum((count * own for own, count in pairs), np.zeros(len(losses[0])))
     return [float(value) / sum(num_examples) for value in total]
 
 
@@ -71,10 +68,9 @@ def lowest_loss(losses: Sequence[float]) -> int | None:
 def stack_candidates(
     weights: Mapping[str, NDArray[Any]], updates: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, NDArray[Any]]:
-    """Candidate weights w + update for each of several updates, stacked by parameter.
+    """Candidate weights w + update for each of T updates: name -> (T, *array shape).
 
-    Arrays that an update lacks, such as buffers, stay. The result has the weights' order and
-    dtypes, and shapes (number of candidates, *array shape).
+    Arrays that an update lacks, such as buffers, stay. Order and dtypes are the weights'.
     """
     stacked = {}
     for name, array in weights.items():

@@ -8,8 +8,6 @@ from ..losses import Loss
 from ..options import Declared, shared
 from .learning_rate import AUTO
 
-__all__ = ["FlowOptions", "Kernel", "KernelDtype"]
-
 Kernel = Literal["mean", "corrected", "full"]
 KernelDtype = Literal["outputs", "bfloat16"]
 

@@ -12,13 +12,12 @@ speeds that differ by d_2 = C. Here one normalisation, that of the loss, serves 
 
 The paper's H is a mean over outputs and omits how they move each other, so f(t) is not what the
 update J^T R does to the linearised network: along some directions of MLPs in training it does half
-as much again, and the models of the next rounds go up and down. The kernel ``"corrected"`` follows
-H from one reported step to the next, and there corrects the outputs.
+as much again, and the models of the next rounds go up and down.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,8 +31,6 @@ from ..support.precision import full_float32
 from .flow_options import FlowOptions, Kernel, KernelDtype
 from .learning_rate import largest_eigenvalue
 from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep
-
-__all__ = ["Evolution", "GradientFlow", "evolve"]
 
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
 State = tuple[Tensor, Tensor]  # f and R, in float64
@@ -89,7 +86,7 @@ class GradientFlow(FlowOptions):
       and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
     - Residuals ``"integral"``: R(t), the residual integrated over t; it never overshoots.
       ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's eq. (10),
-      which approaches the integral as eta goes to 0 and overshoots if eta lambda_max is not small.
+      which overshoots if eta lambda_max is not small.
     - Kernel dtype ``"bfloat16"``: CPUs and GPUs with instructions for it multiply two to four times
       as fast, others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
       smaller one only takes more products. Ignored for a kernel over the memory budget.
@@ -121,7 +118,8 @@ class GradientFlow(FlowOptions):
         on_step: OnStep | None = None,
     ) -> Evolution:
         """Evolve the outputs: see :func:`evolve`; `on_step` is the solver's."""
-        n, num_outputs = _checked_shapes(jacobian_or_kernel, outputs, targets)
+        _check_shapes(jacobian_or_kernel, outputs, targets)
+        n, num_outputs = outputs.shape
         if self.kernel != "mean" and isinstance(jacobian_or_kernel, Tensor):
             raise ValueError(
                 f"kernel={self.kernel!r} couples the outputs: pass a Jacobian, not a kernel matrix"
@@ -132,8 +130,9 @@ class GradientFlow(FlowOptions):
         if matrix is not None and self.kernel_dtype == "bfloat16":
             apply = _matrix_product(matrix.bfloat16())
         scale = rate * output_scale(n, num_outputs, self.loss)
-        follow: _Follow
         cost = _Cost()
+        solved = _Solved(self, apply, targets.double(), scale, outputs.dtype, on_step, cost)
+        follow: _Follow = solved
         if self.loss == "mse" and matrix is not None:
             follow = _ClosedForm(matrix, targets, scale, self.residuals)
         else:
@@ -143,10 +142,9 @@ class GradientFlow(FlowOptions):
                 device=outputs.device,
                 cure="report fewer steps or sample fewer examples",
             )
-            follow = _Solved(self, apply, targets, scale, outputs.dtype, on_step, cost)
         if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
             full = _Counted(jacobian_or_kernel.full_product)
-            exact = _Solved(self, full.apply, targets, scale, outputs.dtype, on_step, cost)
+            exact = replace(solved, apply=full.apply)
             states = _corrected(follow, exact, full, outputs, targets, self.loss, times)
             products += full.count
         else:
@@ -267,19 +265,16 @@ def _eigen_bytes(n: int) -> int:
     return 4 * 8 * n**2
 
 
-def _checked_shapes(
-    operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor
-) -> tuple[int, int]:
+def _check_shapes(operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor) -> None:
     if outputs.ndim != 2 or outputs.shape != targets.shape:
         raise ValueError(
             "outputs and targets: expected one shape (n, C), "
             f"got {tuple(outputs.shape)} and {tuple(targets.shape)}"
         )
-    n, num_outputs = outputs.shape
+    n = len(outputs)
     sides = operator.shape if isinstance(operator, Tensor) else (operator.num_examples,) * 2
     if tuple(sides) != (n, n):
         raise ValueError(f"expected a kernel of {n} x {n} examples, got {tuple(sides)}")
-    return n, num_outputs
 
 
 class _Counted:
@@ -328,53 +323,50 @@ class _ClosedForm:
             decay = -torch.expm1(-self._rates * time)  # 1 - exp(-rate t)
             # integral of exp(-rate u), or its geometric series over whole u
             shares = self._rates if self._residuals == "integral" else -torch.expm1(-self._rates)
-            total = _ratio(decay, shares, time)
+            still = shares == 0
+            total = torch.where(still, time, decay / shares.masked_fill(still, 1.0))
             f = outputs + self._basis @ (decay[:, None] * start)
             states.append((f, self._scale * (self._basis @ (total[:, None] * start))))
         return states
 
 
+@dataclass(frozen=True, eq=False)
 class _Solved:
     """Any loss and kernel, by the stabilised solver."""
 
-    def __init__(
-        self,
-        flow: GradientFlow,
-        apply: Callable[[Tensor], Tensor],
-        targets: Tensor,
-        scale: float,
-        dtype: torch.dtype,
-        on_step: OnStep | None,
-        cost: _Cost,
-    ) -> None:
-        self._flow, self._apply, self._targets = flow, apply, targets.double()
-        self._scale, self._dtype, self._on_step, self._cost = scale, dtype, on_step, cost
+    flow: GradientFlow
+    apply: Callable[[Tensor], Tensor]
+    targets: Tensor  # float64
+    scale: float
+    dtype: torch.dtype
+    on_step: OnStep | None
+    cost: _Cost
 
     def __call__(self, outputs: Tensor, times: Sequence[float], passed: float) -> list[State]:
         """Integrate; called again, it counts on in products and steps."""
-        loss, scale, report = self._flow.loss, self._scale, self._on_step
+        loss, scale, report = self.flow.loss, self.scale, self.on_step
         on_step = None if report is None else lambda step: report(self._of_all(step, passed))
         solver = RungeKuttaChebyshev(
-            self._apply,
-            lambda f: scale * residual(f, self._targets, loss),
+            self.apply,
+            lambda f: scale * residual(f, self.targets, loss),
             lambda f, v: scale * output_hessian(f, v, loss),
-            outputs.to(self._dtype),
-            self._flow.tolerance,
+            outputs.to(self.dtype),
+            self.flow.tolerance,
             on_step,
         )
-        states = list(solver.solve(times, whole_steps=self._flow.residuals == "sum"))
-        self._cost.products += solver.products
-        self._cost.steps += solver.steps
-        self._cost.error_estimate += solver.error_estimate
+        states = list(solver.solve(times, whole_steps=self.flow.residuals == "sum"))
+        self.cost.products += solver.products
+        self.cost.steps += solver.steps
+        self.cost.error_estimate += solver.error_estimate
         return states
 
     def _of_all(self, step: SolverStep, passed: float) -> SolverStep:
-        """Return the progress of the whole evolution, of which this may be one interval."""
+        """Return the progress of the whole evolution; this may be one interval of it."""
         return SolverStep(
             passed + step.time,
-            self._flow.steps[-1],
-            self._cost.products + step.products,
-            step.expected * (len(self._flow.steps) if self._flow.kernel == "corrected" else 1),
+            self.flow.steps[-1],
+            self.cost.products + step.products,
+            step.expected * (len(self.flow.steps) if self.flow.kernel == "corrected" else 1),
         )
 
 
@@ -389,7 +381,7 @@ def _corrected(
 ) -> list[State]:
     """Follow the mean kernel from each time to the next, from the exact linearised outputs.
 
-    If that would raise the linearised loss, `exact` follows the full kernel instead.
+    Over an interval where that would raise the linearised loss, follow `exact` instead.
     """
     f, total = outputs.double(), torch.zeros_like(outputs, dtype=torch.float64)
     reached, states = loss_value(f, targets, loss), []
@@ -407,9 +399,3 @@ def _corrected(
             f, total, reached = found
         states.append((f, total))
     return states
-
-
-def _ratio(numerator: Tensor, denominator: Tensor, limit: float) -> Tensor:
-    """Numerator / denominator, and `limit` if the denominator is zero."""
-    zero = denominator == 0
-    return torch.where(zero, limit, numerator / denominator.masked_fill(zero, 1.0))

@@ -2,10 +2,9 @@
 
 Gradient descent on the linearised network multiplies the part of the residual along an eigenvector
 of the kernel by ``1 - eta s lambda`` in each step, with s = 1/n for cross-entropy and 1/(n C) for
-MSE: the loss's own average. Past ``eta s lambda_max = 2`` it diverges; at 1 the fastest part is
-gone after one step, and none overshoots. For cross-entropy this is on the safe side: the Hessian of
-the loss with respect to the outputs is at most 1/2. The gradient flow of :func:`~fedntk.ntk.evolve`
-never diverges, but it depends only on ``eta t``: with ``eta = 1 / (s lambda_max)`` the steps t
+MSE. At ``eta s lambda_max = 1`` the fastest part is gone after one step, and none overshoots; for
+cross-entropy this is on the safe side, as the loss's Hessian in the outputs is at most 1/2. The
+gradient flow of :func:`~fedntk.ntk.evolve` depends only on ``eta t``: with that rate the steps t
 count in times of the fastest part, so that one grid of steps suits kernels of any size. Between a
 network's first weights and ten rounds later lambda_max can grow ten thousand times.
 """
@@ -14,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-__all__ = ["AUTO", "AUTO_STEPS", "largest_eigenvalue"]
 
 AUTO = "auto"
 AUTO_STEPS = (10, 30, 100, 300, 1000, 3000, 10_000)  # in times of the kernel's fastest part

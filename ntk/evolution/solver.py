@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NOT_FINITE", "OnStep", "RungeKuttaChebyshev", "SolverStep"]
-
 MAX_PRODUCTS = 20_000
 MAX_STAGES = 500
 SAFETY = 1.2  # a power iteration underestimates; the radius moves within a step
@@ -49,12 +47,12 @@ class _Point(NamedTuple):
 class RungeKuttaChebyshev:
     """RKC of second order for df/dt = H G(f), with R = integral of G(f) carried along.
 
-    The state is (f, R). G depends only on f, so the stages are those of f; R takes their sum of
-    G, weighted as the method weighs it over a whole step. The number of stages s follows the step:
-    its stability interval grows with s squared, and so does the weight of rounding errors. The
-    state is therefore kept in float64; the kernel product, which is the cost, stays in the outputs'
-    dtype. The spectral radius of the flow's own Jacobian, -H dG/df, is followed by power iteration,
-    one product a step: with cross-entropy it lies far under that of H.
+    G depends only on f, so the stages are those of f; R takes their sum of G, weighted as the
+    method weighs it over a whole step. The stability interval grows with the square of the number
+    of stages, and so does the weight of rounding errors: the state is in float64; the kernel
+    product, which is the cost, in the outputs' dtype. The spectral radius of the flow's own
+    Jacobian, -H dG/df, is followed by power iteration, one product a step: with cross-entropy it
+    lies far under that of H.
 
     All matrices (n, C) are kept column by column in memory: with few columns, products with H and
     the softmax are several times faster so than row by row.
@@ -73,18 +71,13 @@ class RungeKuttaChebyshev:
         tolerance: float,
         on_step: OnStep | None = None,
     ) -> None:
-        self._on_step = on_step
-        self._expected = 0
-        self.products = 0
-        self.steps = 0
-        self.error_estimate = 0.0
+        self.products = self.steps = self._expected = 0
+        self.error_estimate = self._radius = 0.0
         self._kernel, self._rate, self._slope = apply, rate, slope
-        self._dtype = outputs.dtype
-        self._tolerance = tolerance
+        self._dtype, self._tolerance, self._on_step = outputs.dtype, tolerance, on_step
         self._floor = math.sqrt(outputs.numel())  # logits of size 1
         self._outputs = _by_column(outputs.double())
         self._vector = self._random_vector(0)
-        self._radius = 0.0
 
     def _random_vector(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -268,8 +261,6 @@ def _products_for(stiffness: float) -> int:
 
 
 class _Stage(NamedTuple):
-    """Coefficients of one stage, j = 2 ... s."""
-
     mu: float
     nu: float
     mu_t: float

@@ -7,10 +7,9 @@ clients start from the same weights w^0. From then on, eq. (6),
     w_kjr = w^0_jr + sum_c j gamma_kcjr mu_c / ||mu_c||^2
                    + sum_k'i rho_kk'ijr xi_k'i / ||xi_k'i||^2
 
-with one gamma for each *different* signal c. Eq. (6) has no factor j before gamma, but eq. (4) and
-(11) need it: for j = -1 the gradient points along -mu while gamma grows. Eq. (7) has a gamma for
-each client and eq. (14) gives clients with one signal the same, so that the sum over clients would
-count that signal several times; here it counts once.
+with one gamma for each *different* signal c: eq. (7) has one for each client, which would count a
+signal that clients share several times. Eq. (6) has no factor j before gamma, but eq. (4) and (11)
+need it: for j = -1 the gradient points along -mu while gamma grows.
 
 A gradient step of client k changes only its own coefficients. With l' = -1 / (1 + exp(y f)):
 
@@ -18,8 +17,7 @@ A gradient step of client k changes only its own coefficients. With l' = -1 / (1
     rho_kkijr     -= eta / (n m) l'_ki relu'(<w_kjr, xi_ki>) ||xi_ki||^2 j y_ki     eq. (12), (13)
 
 psi is rho for y_ki = j, and it grows; phi is rho for y_ki = -j, and it falls. Averaging weights
-averages coefficients, eq. (14). gamma of a signal that all share is kept; gains of rho on
-one client are divided by the number of clients.
+averages coefficients, eq. (14).
 
 All clients have n examples. Shapes: K clients, C signals, 2 signs in the order j = -1, +1, m
 filters; first weights (2, m, d).
@@ -34,8 +32,6 @@ from torch import Tensor
 
 from .network import inner_products, margins, second_layer
 from .two_patch import TwoPatchExamples
-
-__all__ = ["Coefficients", "coefficient_step", "decompose", "mixing_matrix", "train"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +86,15 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
         )
     change = weights - initial
     signal = torch.einsum("kjrd,cd->kcjr", change, examples.signals)
-    signal = signal * second_layer(change)[:, None]
     noise = examples.noise.reshape(-1, d)
     targets = noise @ change.reshape(-1, d).T
     solved = torch.linalg.solve(noise @ noise.T, targets) * _squared_norms(noise)
-    shape = (clients, n, *change.shape[:3])
-    return Coefficients(signal, solved.reshape(shape).permute(2, 0, 1, 3, 4))
+    by_client = solved.reshape(clients, n, *change.shape[:3]).permute(2, 0, 1, 3, 4)
+    return Coefficients(signal * second_layer(change)[:, None], by_client)
 
 
 def mixing_matrix(groups: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return the shares of averages, shape (K, K): all clients of one group, with equal weight.
+    """Return the shares (K, K) of averages over the clients of one group, with equal weight.
 
     Groups (K,) that are all the same give FedAvg, all different local training, those of the
     signals the weighted FedAvg of appendix C.4.
@@ -119,10 +114,9 @@ def train(
 ) -> Iterator[Tensor]:
     """Yield all clients' weights after each round, shape (K, 2, m, d): full-batch FedAvg.
 
-    Gradient steps of a round stay in the span of the client's own n patches, so that they need only
-    the products of these, (n, n) instead of (n, d). The weights are those of plain gradient
-    descent, up to rounding. First weights (2, m, d) are those of all clients; :func:`mixing_matrix`
-    gives (K, K).
+    All clients begin with the first weights (2, m, d); :func:`mixing_matrix` gives (K, K). Gradient
+    steps of a round stay in the span of the client's own n patches, so that they need only the
+    products of these, (n, n) instead of (n, d).
     """
     clients = len(examples.noise)
     if mixing.shape != (clients, clients) or bool(((mixing.sum(1) - 1).abs() > 1e-5).any()):

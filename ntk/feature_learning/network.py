@@ -21,16 +21,14 @@ from torch import Tensor
 
 from .two_patch import TwoPatchExamples
 
-__all__ = ["Evaluation", "evaluate", "initial_std", "inner_products", "margins", "second_layer"]
-
 
 def initial_std(dimension: int) -> float:
     """Return sigma_0, the standard deviation of the first weights: 0.1 / sqrt(d), our choice.
 
     Assumption 4.2 (3) wants it between n / (sigma_p d) and the smaller of 1 / (sigma_p sqrt(d)) and
-    1 / ||mu||, up to logarithms and constants. In the paper's experiments (n = 100, d = 1,000) the
-    lower bound is above the upper one, and the text does not state the value that was used. A tenth
-    of the upper bound at sigma_p = 1 keeps the first outputs near 0, as in stage 1 of the proof.
+    1 / ||mu||, up to constants. For the paper's experiments (n = 100, d = 1,000) there is no such
+    number, and the text states none. A tenth of the upper bound keeps the first outputs near 0, as
+    in stage 1 of the proof.
     """
     return 0.1 / math.sqrt(dimension)
 

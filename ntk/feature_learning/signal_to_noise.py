@@ -9,15 +9,12 @@ Feature Learning Theory*, ICLR 2024, section 4.2, theorem 4.4:
 
 where n is the number of examples *of one client*. The paper's text has the same letter for that of
 all clients together. Only with the first reading are K clients with one signal (chi_k = K) as good
-as one client that has all their examples. Appendix D.2 has chi_k in SNR_k without the root; the
-exponent is n d SNR_k^4 / K with it. Signals are (K, d), one mu_k a client, none of them zero.
+as one client that has all their examples. Signals are (K, d), one mu_k a client, none of them zero.
 """
 
 import math
 
 from torch import Tensor
-
-__all__ = ["effective_snr", "generalisation_exponent", "signal_similarity"]
 
 
 def signal_similarity(signals: Tensor) -> Tensor:
@@ -32,11 +29,7 @@ def signal_similarity(signals: Tensor) -> Tensor:
 
 
 def effective_snr(signals: Tensor, *, noise_std: float) -> Tensor:
-    """Return SNR_k = sqrt(chi_k) ||mu_k|| / (sigma_p sqrt(d)) of FedAvg, shape (K,).
-
-    `signals` are those of the clients that take part; of one client it is the SNR of local
-    training.
-    """
+    """Return SNR_k of FedAvg among the clients with these signals, shape (K,)."""
     similarity = signal_similarity(signals)
     if bool((similarity < 0).any()):
         raise ValueError(
@@ -50,10 +43,9 @@ def effective_snr(signals: Tensor, *, noise_std: float) -> Tensor:
 def generalisation_exponent(signals: Tensor, *, num_examples: int, noise_std: float) -> Tensor:
     """Return n chi_k^2 ||mu_k||^4 / (K sigma_p^4 d) of theorem 4.4, shape (K,).
 
-    The test error on client k is at most exp(-c times it), for a constant c that the paper does not
-    state. For local training give one client's signal, for averages within a group that group's:
-    then it is n ||mu||^4 / (sigma_p^4 d), times the number of clients in the group. n is the number
-    of examples of one client.
+    The paper does not state the constant c. For local training give one client's signal, for
+    averages within a group that group's: then it is n ||mu||^4 / (sigma_p^4 d), times the number of
+    clients in the group.
     """
     clients, dimension = signals.shape
     return num_examples * dimension * effective_snr(signals, noise_std=noise_std) ** 4 / clients

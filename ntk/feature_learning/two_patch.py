@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["TwoPatchDistribution", "TwoPatchExamples"]
-
 Part = Literal["train", "test"]
 
 
@@ -92,10 +90,8 @@ class TwoPatchDistribution:
                 f"is room for noise, got {self.dimension}"
             )
         for name in ("signal_norm", "noise_std"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}: expected a finite number above 0, got {getattr(self, name)}"
-                )
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name}: expected a finite number above 0, got {value}")
         if self.seed < 0:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
@@ -107,8 +103,7 @@ class TwoPatchDistribution:
     @property
     def groups(self) -> Tensor:
         """Group of each client, int64, shape (K,)."""
-        sizes = torch.tensor(self.group_sizes)
-        return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        return torch.repeat_interleave(torch.tensor(self.group_sizes))
 
     def signals(self) -> Tensor:
         """Draw the C signals: orthogonal, of one norm, uniform in direction; float64, (C, d)."""
@@ -131,9 +126,10 @@ class TwoPatchDistribution:
             raise ValueError(f"num_examples: expected at least 1, got {num_examples}")
         if part not in get_args(Part):
             raise ValueError(f"part: expected one of {', '.join(get_args(Part))}, got {part!r}")
-        chosen = range(self.num_clients) if clients is None else clients
-        if odd := [k for k in chosen if not 0 <= k < self.num_clients]:
-            raise ValueError(f"clients: expected 0 ... {self.num_clients - 1}, got {odd}")
+        every = range(self.num_clients)
+        chosen = every if clients is None else clients
+        if odd := [k for k in chosen if k not in every]:
+            raise ValueError(f"clients: expected 0 ... {len(every) - 1}, got {odd}")
         signals = self.signals()
         unit = signals / self.signal_norm
         noise = torch.empty(len(chosen), num_examples, self.dimension, dtype=dtype)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CENTRE", "INPUT_SUMS", "CentredInputs"]
-
 CENTRE = "centre"  # name of the array
 INPUT_SUMS = "input-sums"  # name of the sum of a client's inputs, as an array
 
@@ -14,9 +12,9 @@ INPUT_SUMS = "input-sums"  # name of the sum of a client's inputs, as an array
 class CentredInputs(nn.Module):
     """A network of the inputs less their mean.
 
-    The mean is a buffer: it travels with the weights, is never trained, and is there at every
-    evaluation. It begins as zeros; a strategy with ``centre_inputs=True`` fills in the mean
-    over all clients. `input_shape` is that of one example.
+    The mean is a buffer: it travels with the weights and is never trained. It begins as zeros; a
+    strategy with ``centre_inputs=True`` fills in the mean over all clients. `input_shape` is that
+    of one example.
 
     Examples
     --------

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from .fourier import FourierFeatures
 from .tangent import TangentFeatures
 
-__all__ = ["FeatureKind", "FeatureMap", "with_fourier_features"]
-
 FeatureKind = Literal["entk", "entk-sketch", "last-layer", "fourier"]
 SIZED = ("entk-sketch", "fourier")  # kinds with any number of features
 REPRESENTATIONS = ("last-layer", "fourier")  # kinds made of the last layer's inputs
@@ -47,8 +45,7 @@ class FeatureMap:
         inputs of the last linear layer (appendix B.7, Table 12); or random Fourier features of
         these (:mod:`.fourier`).
     num_features : int
-        p of the tangent features; 0, or more than there are coordinates, means all of them. Of a
-        sketch and of Fourier features p itself, at least 1.
+        p; of coordinates 0, or more than there are, means all of them.
     seed : int
         Seed of the last layer's new weights, and of the chosen coordinates, sketch or frequencies.
     head : str
@@ -132,8 +129,8 @@ class FeatureMap:
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x (n, ...) -> z (n, p), float32 on the CPU.
 
-        The network has the bootstrapped weights; it is copied, and used in evaluation mode.
-        `chunk_size` is that of :func:`~fedntk.ntk.entk_features`.
+        The network is copied, and used in evaluation mode. `chunk_size` is that of
+        :func:`~fedntk.ntk.entk_features`.
         """
         if self.kind in REPRESENTATIONS:
             both = self.extractor_with_outputs(network)
@@ -172,8 +169,7 @@ class FeatureMap:
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return the function x (n, ...) -> z (n, p) and f(x) (n, C), by one forward pass.
 
-        Both are on the CPU, z in float32. Not for tangent features, which would need two passes.
-        The network is copied, and used in evaluation mode.
+        As :meth:`extractor`, but not for tangent features, which would need two passes.
         """
         if self.kind not in REPRESENTATIONS:
             raise ValueError(
@@ -183,11 +179,9 @@ class FeatureMap:
         network = copy.deepcopy(network)
         _, head = self.last_layer(network)
         width, device = head.in_features, head.weight.device
-        cosines = (
-            FourierFeatures(width, self.num_features, self.seed).to(device)
-            if self.kind == "fourier"
-            else None
-        )
+        cosines: nn.Module = nn.Identity()
+        if self.kind == "fourier":
+            cosines = FourierFeatures(width, self.num_features, self.seed).to(device)
 
         def features(x: Tensor) -> tuple[Tensor, Tensor]:
             seen: list[Tensor] = []
@@ -202,10 +196,9 @@ class FeatureMap:
                     f"head: expected one input of shape ({len(x)}, {width}), got "
                     f"{[tuple(tensor.shape) for tensor in seen]}"
                 )
-            if cosines is not None:
-                with torch.no_grad():
-                    return cosines(seen[0]).cpu(), outputs
-            return seen[0].to("cpu", torch.float32, copy=True), outputs  # it may be x itself
+            with torch.no_grad():
+                found = cosines(seen[0])
+            return found.to("cpu", torch.float32, copy=True), outputs  # it may be x itself
 
         return features
 
@@ -224,9 +217,9 @@ def with_fourier_features(
 ) -> nn.Module:
     """Return a copy of a network with a new last layer, of p random Fourier features of its inputs.
 
-    Methods that compute the last layer of a frozen network can so have any number of features, as
-    in Fani et al., ICML 2024 (Fed3R-RF). The seed gives the features, and the new layer's first
-    weights. `head` names the last linear layer, by default the last ``nn.Linear``.
+    So methods that compute the last layer of a frozen network have any number of features, as in
+    Fani et al., ICML 2024 (Fed3R-RF). The seed gives the features and the new layer's first
+    weights. `head` is that of :class:`FeatureMap`.
 
     Examples
     --------

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..errors import BadReply
 from ..support.arrays import require_array
 
-__all__ = ["FixedPoint"]
-
 MOST_BITS = 8  # a product of two numbers then has 14 bits, and 1,000 of them add up in float32
 
 
@@ -45,9 +43,9 @@ class FixedPoint:
     def of(cls, features: Tensor, bits: int) -> Self:
         """Choose the steps by examples (n, p) like those that are to be rounded.
 
-        The largest magnitude of a feature is a quarter to a half of the largest representable
-        number, since other examples may have larger ones. A feature that is 0 in all of these gets
-        the root mean square of all features.
+        A feature's largest magnitude is a quarter to a half of the largest representable number,
+        since other examples may have larger ones; if it is 0, the root mean square of all features
+        counts.
         """
         largest = features.abs().amax(0).double()
         common = features.double().square().mean().sqrt()

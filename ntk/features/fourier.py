@@ -15,8 +15,6 @@ from torch.nn.functional import normalize
 
 from ..support.precision import full_float32
 
-__all__ = ["BANDWIDTH", "FourierFeatures"]
-
 # s, for inputs of length 1. Between 0.07 and 0.56 the accuracy on validation examples of
 # Fashion-MNIST, from a SimpleCNN's last inputs with p = 2,000, was 86.5 to 87.1 %.
 BANDWIDTH = 0.3
@@ -25,8 +23,7 @@ BANDWIDTH = 0.3
 class FourierFeatures(nn.Module):
     """h (n, d) -> z (n, p), float32: of h scaled to length 1.
 
-    It has nothing to train and no state dict: the seed gives its frequencies and phases, which are
-    made on the CPU and so the same for any device.
+    Nothing is trained or in the state dict: the seed gives frequencies and phases, on any device.
     """
 
     frequencies: Tensor

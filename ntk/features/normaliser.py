@@ -21,8 +21,6 @@ from torch import Tensor
 from ..errors import BadReply
 from ..support.arrays import require_array
 
-__all__ = ["Moments", "Normaliser"]
-
 CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
 SMALLEST = 1e-30  # its inverse is a float32
 
@@ -87,9 +85,8 @@ class Moments:
 class Normaliser:
     """z -> (z - mean) inv_std, with both (p,) in float32.
 
-    `inv_std` is 1 over the standard deviation, and 0 for a constant feature. A feature that
-    varies in few of the n examples has a small standard deviation, and another example may be
-    sqrt(n) of it away: as in the paper, nothing is clipped.
+    `inv_std` is 1 over the standard deviation, and 0 for a constant feature. As in the paper,
+    nothing is clipped.
     """
 
     mean: NDArray[np.float32]

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..support.precision import full_float32
 
-__all__ = ["blocks_of_matrix", "low_frequencies", "random_projection", "rotated_low_frequencies"]
-
 BLOCK_BYTES = 64 * 2**20  # of the matrix, made at a time
 ROWS = 4096  # of it that share a generator
 
@@ -27,9 +25,7 @@ def random_projection(x: Tensor, num_features: int, seed: int) -> Tensor:
     """``x P`` (n, p) with a (d, p) matrix P of independent Gaussian entries of variance 1/p.
 
     Inner products are kept on average: x P is the paper's Z = X P, with its standard Gaussian
-    entries, over sqrt(p) (Yue et al. 2022, section 4.2). P is made in blocks of rows from the seed,
-    on the CPU and so the same for any device, and is never stored as a whole. The result has the
-    dtype and device of x (n, d).
+    entries, over sqrt(p). The result has the dtype and device of x (n, d).
 
     The seed may have any size, and 128 bits of it count: P cannot be found by trying seeds, as it
     could with torch's generator, which keeps 32 bits of a seed on the CPU. Parties that share a

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-__all__ = ["FeatureRows"]
-
 CHUNK_BYTES = 128 * 2**20  # rows at work, as float32
 BLOCK_BYTES = 1024 * 2**20  # of two blocks of rows, and at most as much of their inner products
 
@@ -61,18 +59,15 @@ class FeatureRows:
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.shape[0])
         features = self._read(start, stop).to(self.device)
-        return (
-            torch.cat([features, features.new_ones(len(features), 1)], 1)
-            if self._bias
-            else features
-        )
+        ones = features.new_ones(len(features), int(self._bias))
+        return torch.cat([features, ones], 1) if self._bias else features
 
     @full_float32()
     def __matmul__(self, weights: Tensor) -> Tensor:
         """Z W (n, C) of weights (p, C), in their dtype and on the CPU."""
         on_device = weights.to(self.device)
         products = [(z.to(on_device) @ on_device).cpu() for _, z in self.chunks()]
-        return torch.cat(products) if products else weights.new_zeros(0, weights.shape[1])
+        return torch.cat([torch.zeros(0, weights.shape[1], dtype=weights.dtype), *products])
 
     @full_float32()
     def transposed_matmul(self, coefficients: Tensor) -> Tensor:

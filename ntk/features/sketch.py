@@ -15,8 +15,6 @@ from torch import Tensor
 from ..jacobian.blocks import Block
 from ..jacobian.factors import LinearBlock
 
-__all__ = ["CountSketch", "GradientSketch"]
-
 
 class CountSketch:
     """The linear map x (n, d) -> (n, p) that adds each coordinate to a bucket, with a sign."""
@@ -34,9 +32,8 @@ class CountSketch:
 class GradientSketch:
     """The sketch of one logit's gradients, from a Jacobian's blocks, one after another.
 
-    A linear layer called once for an example has an outer product for its gradient: its factors are
-    sketched; other layers' gradients are sketched themselves. The whole gradient is never in
-    memory. The position of a parameter among the network's `names` is in the seed of its sketches.
+    The gradient of a linear layer called once for an example is an outer product: its factors are
+    sketched. The position of a parameter among the network's `names` is in its sketches' seed.
     """
 
     def __init__(self, names: list[str], width: int, seed: int) -> None:

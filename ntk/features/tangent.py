@@ -2,11 +2,10 @@
 
 Source: Yu et al., *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels*,
 NeurIPS 2022, section 4.1 and appendix B: phi(x) = d f_1(x) / d w for one logit f_1, and p random
-coordinates of it. The Gaussian projection is the usual alternative (Johnson and Lindenstrauss), and
-the sketch a cheap one: :mod:`.sketch`.
+coordinates of it. The Gaussian projection is the usual alternative (Johnson and Lindenstrauss).
 """
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -18,8 +17,6 @@ from ..jacobian.operator import Jacobian
 from ..support.memory import require_memory
 from .projection import blocks_of_matrix
 from .sketch import GradientSketch
-
-__all__ = ["TangentFeatures", "entk_features"]
 
 PROJECTION_BYTES = 512 * 2**20  # of the widest parameter's gradients
 
@@ -37,14 +34,6 @@ def entk_features(
 ) -> Tensor:
     """Tangent features (n, p) of one logit, in fewer dimensions than parameters; on the CPU.
 
-    With ``"subsample"`` they are p of the P coordinates of d f_output(x) / d w, drawn without
-    replacement and unscaled, as in the paper: (P/p) times their inner products estimates the kernel
-    of that logit. With ``"projection"`` they are the whole gradient times a (P, p) matrix of
-    independent Gaussian entries of variance 1/p: their inner products estimate the kernel itself,
-    for about P p operations an example. The matrix is made in blocks from the seed and never
-    stored. With ``"sketch"`` they are a count sketch of the gradient, with inner products that also
-    estimate the kernel, with more variance, for about P + p log p operations: see :mod:`.sketch`.
-
     Peak memory is n p numbers for the result, and for a chunk of b examples b times an example's
     factors, its features in float32, and with ``"projection"`` or ``"sketch"`` its largest
     parameter's gradient.
@@ -52,17 +41,22 @@ def entk_features(
     Parameters
     ----------
     model : nn.Module
-        Maps (n, ...) to (n, C); in evaluation mode meanwhile.
+        Map from (n, ...) to (n, C); in evaluation mode meanwhile.
     x : Tensor, shape (n, ...)
-        The examples, on the model's device.
+        Examples, on the model's device.
     num_features : int
-        p.
+        Number p of features.
     seed : int
         Seed of the coordinates, the matrix or the sketch; clients that share it share them.
     output : int
         Index of the logit.
     method : {"subsample", "projection", "sketch"}
-        See above.
+        ``"subsample"``: p of the P coordinates of d f_output(x) / d w, drawn without replacement
+        and unscaled, as in the paper; (P/p) times their inner products estimates the kernel of that
+        logit. ``"projection"``: the whole gradient times a (P, p) matrix of independent Gaussian
+        entries of variance 1/p; their inner products estimate the kernel itself, for about P p
+        operations an example. ``"sketch"``: a count sketch of the gradient, which also estimates
+        the kernel, with more variance, for about P + p log p operations (:mod:`.sketch`).
     dtype : torch.dtype
         Dtype of the result: float16, float32 or float64.
     chunk_size : int, optional
@@ -75,10 +69,7 @@ def entk_features(
     >>> entk_features(model, torch.ones(4, 3), 5, seed=0).shape
     torch.Size([4, 5])
     """
-    made = TangentFeatures(
-        model, num_features, seed, output, method=method, dtype=dtype, chunk_size=chunk_size
-    )
-    return made(x)
+    return TangentFeatures(model, num_features, seed, output, method, dtype, chunk_size)(x)
 
 
 @dataclass(eq=False, repr=False)
@@ -93,7 +84,6 @@ class TangentFeatures:
     num_features: int
     seed: int
     output: int = 0
-    _: KW_ONLY
     method: Literal["subsample", "projection", "sketch"] = "subsample"
     dtype: torch.dtype = torch.float32
     chunk_size: int | None = None

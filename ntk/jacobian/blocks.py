@@ -3,23 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-
-__all__ = ["WORKSPACE", "Block", "DenseBlock", "tile_size", "tiles"]
 
 TILE = 1024  # rows and columns of a kernel that are worked on at a time
 CPU_TILE = 256  # the same where a tile and its factors are to stay in the processor's cache
 WORKSPACE = 64 * 2**20  # bytes of intermediate results that a block may hold
 
 
+@dataclass(frozen=True, eq=False)
 class Block(ABC):
     """Columns of a Jacobian that belong to one layer or parameter."""
 
-    kind: str  # name of the form, also in what travels
-    integers: int = 0  # number of leading `arrays` that hold integers
+    kind: ClassVar[str]  # name of the form, also in what travels
+    fields: ClassVar[tuple[str, ...]]  # names of the attributes in `arrays`
+    integers: ClassVar[int] = 0  # number of leading `arrays` that hold integers
 
     @property
     @abstractmethod
@@ -37,22 +37,23 @@ class Block(ABC):
         """In words: where the block comes from and how its gram matrix is computed."""
 
     @property
-    @abstractmethod
     def arrays(self) -> tuple[Tensor, ...]:
         """Tensors the block consists of, each with n rows; the last has the C outputs second."""
+        return tuple(getattr(self, name) for name in self.fields)
 
     @property
     @abstractmethod
     def dense_size(self) -> int:
         """Numbers per example that the block would take dense."""
 
-    @abstractmethod
     def with_arrays(self, arrays: Sequence[Tensor]) -> Self:
         """Return the same block made of other tensors."""
+        return replace(self, **dict(zip(self.fields, arrays, strict=True)))
 
-    @abstractmethod
     def of_output(self, output: int) -> Self:
         """Return the block of only one of the C outputs."""
+        *shared, own = self.arrays
+        return self.with_arrays([*shared, own[:, output : output + 1]])
 
     @abstractmethod
     def add_gram(self, kernel: Tensor, other: Self) -> None:
@@ -105,6 +106,7 @@ class DenseBlock(Block):
     values: Tensor  # d f_c(x_i) / d w, (n, C, *parameter shape)
     path: str = "dense"  # not sent
     kind = "dense"
+    fields = ("values",)
 
     @property
     def layout(self) -> dict[str, Any]:  # noqa: D102
@@ -115,19 +117,8 @@ class DenseBlock(Block):
         return (self.name,)
 
     @property
-    def arrays(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return (self.values,)
-
-    @property
     def dense_size(self) -> int:  # noqa: D102
         return self.values[0].numel()
-
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        (values,) = arrays
-        return replace(self, values=values)
-
-    def of_output(self, output: int) -> Self:  # noqa: D102
-        return self.with_arrays([self.values[:, output : output + 1]])
 
     def add_gram(self, kernel: Tensor, other: Self) -> None:  # noqa: D102
         left, right = self.values.flatten(1), other.values.flatten(1)

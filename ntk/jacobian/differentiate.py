@@ -1,5 +1,6 @@
 """Jacobians of a network: by ``torch.func``, or layer by layer, in factors where it is smaller."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,6 @@ from ..support.precision import full_float32
 from .blocks import Block, DenseBlock
 from .operator import Jacobian
 from .rules import Layer, any_axis, rule_for
-
-__all__ = ["Plans", "Structure", "differentiated", "jacobian"]
 
 Structure = Literal["factored", "dense"]
 Plans = dict[tuple[torch.Size, torch.dtype], tuple["_Plan", Jacobian, int]]
@@ -47,21 +46,21 @@ def jacobian(
     for a chunk of b examples, with ``w = 2 r + (2 + C) a``: r is the size of an example's blocks,
     a that of the outputs of all modules without children. Parameters without a rule, of size p,
     make it ``w = 2 r + (2 + 2 C) a + 4 C p``; what a module keeps inside, as an LSTM does, comes on
-    top. One example gives r and a; if the sum does not fit, NotEnoughMemory is raised.
+    top. If the sum does not fit, NotEnoughMemory is raised.
 
     Parameters
     ----------
     model : nn.Module
-        Maps (n, ...) to (n, C). Parameters with ``requires_grad=False`` are left out.
+        Map from (n, ...) to (n, C). Parameters with ``requires_grad=False`` are left out.
     x : Tensor, shape (n, ...)
-        The examples, on the model's device.
+        Examples, on the model's device.
     structure : {"factored", "dense"}
         ``"dense"`` is the definition, by ``torch.func``: the tensor (n, C, *parameter shape).
     chunk_size : int, optional
         Examples b that go through the model at a time; by default as many as make b w at most
         64 MiB, and no more than 1,024.
     outputs : sequence of int, optional
-        The network's outputs to differentiate; all by default.
+        Outputs of the network to differentiate; all by default.
     plans : dict, optional
         Findings about the model, kept for further calls at other weights, with examples of one
         shape and the same `structure` and `outputs`. Empty at first.
@@ -69,7 +68,7 @@ def jacobian(
     Returns
     -------
     Jacobian
-        On the CPU, in the model's dtype; chunks are moved there as they come.
+        On the CPU, in the model's dtype.
 
     Examples
     --------
@@ -107,9 +106,8 @@ def differentiated(
 ) -> Iterator[tuple[Jacobian, Iterator[tuple[int, Jacobian]]]]:
     """Yield the Jacobian of the first example, and an iterator over those of chunks of all.
 
-    Chunks are on the model's device, each with the position of its first example. The model is in
-    evaluation mode meanwhile. Arguments are those of :func:`jacobian`; `more_bytes` are extra bytes
-    per example that the caller will allocate.
+    Chunks are on the model's device, each with the position of its first example. Arguments are
+    those of :func:`jacobian`; `more_bytes` are extra bytes per example that the caller allocates.
     """
     if len(x) == 0:
         raise ValueError("jacobian: expected at least one example, got none")
@@ -133,10 +131,7 @@ def differentiated(
             cure="lower chunk_size",
         )
         starts = range(0, len(x), size)
-        yield (
-            first,
-            ((start, Jacobian(tuple(plan.blocks(x[start : start + size])))) for start in starts),
-        )
+        yield first, ((s, Jacobian(tuple(plan.blocks(x[s : s + size])))) for s in starts)
 
 
 @contextmanager
@@ -219,10 +214,8 @@ class _Plan:
         leaves = [module for module in self.model.modules() if not list(module.children())]
         with torch.no_grad(), _hooks((module, hook) for module in leaves):
             self.model(example)
-        passes = 2 if self.rest else 1  # by rule, and by torch.func
-        return (2 + passes * len(self.outputs)) * activations + 4 * len(
-            self.outputs
-        ) * self.rest_bytes
+        passes, num_outputs = 2 if self.rest else 1, len(self.outputs)  # by rule; by torch.func
+        return (2 + passes * num_outputs) * activations + 4 * num_outputs * self.rest_bytes
 
     def _by_rule(self, x: Tensor) -> list[Block]:
         modules = [(layer.name, layer.module, layer.copied) for layer in self.layers]
@@ -252,9 +245,8 @@ class _Plan:
             for layer in self.layers:
                 axis = layer.batch_axis
                 inputs = [calls[layer.name][k][0].movedim(axis, 0) for k in layer.calls]
-                blocks += layer.blocks(
-                    [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
-                )
+                pairs = [(own, next(of_call).movedim(axis + 1, 0)) for own in inputs]
+                blocks += layer.rule(layer, pairs)
         return blocks
 
     def _as_they_are(self, x: Tensor) -> list[Block]:
@@ -269,10 +261,8 @@ class _Plan:
         except RuntimeError:  # some operations, an LSTM's among them, have no batching rule
             rows = [self._one_by_one(example) for example in x.split(1)]
             tensors = {name: torch.stack([row[name] for row in rows]) for name in self.rest}
-        return [
-            DenseBlock(name, tensors[name].detach(), "differentiated as it is")
-            for name in self.rest
-        ]
+        path = "differentiated as it is"
+        return [DenseBlock(name, tensors[name].detach(), path) for name in self.rest]
 
     def _one_by_one(self, example: Tensor) -> dict[str, Tensor]:
         parameters = {name: p.clone().requires_grad_() for name, p in self.rest.items()}
@@ -291,19 +281,18 @@ def _gradients(output: Tensor, points: Sequence[Tensor], *, keep: bool) -> tuple
 
 
 def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
-    """Find the layers that a rule may serve.
+    """Find the layers that a rule may serve, by running 2 and then 3 examples.
 
-    By running 2 and then 3 examples: one axis of a layer's inputs and outputs must follow the
-    number of examples, an example's outputs must depend only on its own entries, and every use of a
-    parameter must be by a call of its layer.
+    One axis of a layer's inputs and outputs must follow the number of examples, an example's
+    outputs must depend only on its own entries, and every use of a parameter must be by a call of
+    its layer.
     """
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
-    rules = {
-        name: rule
+    candidates = [
+        (name, module)
         for name, module in model.named_modules()
-        if (rule := rule_for(module)) and any(p in names for p in module._parameters.values())
-    }
-    candidates = [(name, model.get_submodule(name)) for name in rules]
+        if rule_for(module) and any(p in names for p in module._parameters.values())
+    ]
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
     written = _written_over(model, two, candidates)
     with _captured([(*named, True) for named in candidates]) as few, torch.no_grad():
@@ -319,18 +308,17 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     reached = _reached(outputs, three, followed, axes)
     layers = []
     for name, module in candidates:
-        axis, own_calls = axes[name], reached.get(name, ())
+        axis, own_calls, rule = axes[name], reached.get(name, ()), rule_for(module)
         own = {key: names[p] for key, p in module._parameters.items() if p in names}
         if (
-            own_calls
+            rule
+            and own_calls
             and axis is not None
             and (axis == 0 or any_axis(module))
             and all(uses[module.get_parameter(key)] == len(own_calls) for key in own)
         ):
             weight, bias = own.get("weight"), own.get("bias")
-            layers.append(
-                Layer(name, module, rules[name], weight, bias, own_calls, axis, name in written)
-            )
+            layers.append(Layer(name, module, rule, weight, bias, own_calls, axis, name in written))
     return tuple(layers)
 
 
@@ -339,19 +327,18 @@ Calls = list[tuple[Tensor, Tensor]]
 
 def _batch_axis(few: Calls, more: Calls) -> int | None:
     """Axis along which the inputs and outputs of all calls have 2, then 3 entries, and only it."""
-    axes = set()
-    for pair, other in zip(few, more, strict=False):
-        for tensor, larger in zip(pair, other, strict=True):
-            if tensor.ndim != larger.ndim:
-                return None
-            sizes = list(zip(tensor.shape, larger.shape, strict=True))
-            axes.add(tuple(d for d, (a, b) in enumerate(sizes) if a != b))
-            if any(a != b and (a, b) != (2, 3) for a, b in sizes):
-                return None
-    if len(few) != len(more) or len(axes) != 1:
+    if len(few) != len(more):
         return None
-    (axis,) = axes
-    return axis[0] if len(axis) == 1 else None
+    found = set()
+    for tensor, larger in zip(itertools.chain(*few), itertools.chain(*more), strict=True):
+        if tensor.ndim != larger.ndim:
+            return None
+        sizes = zip(tensor.shape, larger.shape, strict=True)
+        found.add(tuple((d, a, b) for d, (a, b) in enumerate(sizes) if a != b))
+    match list(found):
+        case [((axis, 2, 3),)]:
+            return axis
+    return None
 
 
 def _reached(

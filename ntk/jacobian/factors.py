@@ -20,7 +20,7 @@ Finite Width Neural Tangent Kernel*, ICML 2022, sections 3.2 and 3.4).
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from .blocks import WORKSPACE, Block, tile_size, tiles
-
-__all__ = ["ConvBlock", "EmbeddingBlock", "FactoredBlock", "LinearBlock"]
 
 AT_WORK = 2**17  # numbers that stay in the processor's cache
 # by the number of dimensions
@@ -49,6 +47,7 @@ class FactoredBlock(Block):
     bias: str | None
     inputs: Tensor  # of the layer, n rows
     gradients: Tensor  # g of each output f_c with respect to the layer's outputs: (n, C, S, d_out)
+    fields = ("inputs", "gradients")
 
     @property
     def layout(self) -> dict[str, Any]:  # noqa: D102
@@ -62,17 +61,6 @@ class FactoredBlock(Block):
     def path(self) -> str:  # noqa: D102
         first = "features" if self._features_first else "positions"
         return f"{self.kind}, {self.positions} position{'s'[: self.positions > 1]}, {first} first"
-
-    @property
-    def arrays(self) -> tuple[Tensor, ...]:  # noqa: D102
-        return (self.inputs, self.gradients)
-
-    def with_arrays(self, arrays: Sequence[Tensor]) -> Self:  # noqa: D102
-        inputs, gradients = arrays
-        return replace(self, inputs=inputs, gradients=gradients)
-
-    def of_output(self, output: int) -> Self:  # noqa: D102
-        return self.with_arrays([self.inputs, self.gradients[:, output : output + 1]])
 
     @property
     def positions(self) -> int:
@@ -121,12 +109,9 @@ class FactoredBlock(Block):
         """View a weight as (d_out, d_in): the inverse of :meth:`shaped`."""
         return weight
 
-    def _by_group(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield group, inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each."""
-        patches = self.patches()
-        gradients = self.gradients.chunk(self.groups, dim=3)
-        for group in range(self.groups):
-            yield group, patches[:, group], gradients[group]
+    def _by_group(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs (n, S, d_in) and gradients (n, C, S, d_out / groups) of each group."""
+        yield from zip(self.patches().unbind(1), self.gradients.chunk(self.groups, 3), strict=True)
 
     def _chunks(self, numbers: int) -> Iterator[slice]:
         """Slices of the rows for which `numbers` an example stay within the workspace."""
@@ -144,13 +129,11 @@ class FactoredBlock(Block):
             self._add_gram_by_features(kernel, other)
             return
         parts = self._dense_parts(max(kernel.shape))
-        pairs = (
-            ((part, part) for part in parts)
-            if other is self
-            else zip(parts, other._dense_parts(max(kernel.shape)), strict=True)
-        )
-        for mine, others in pairs:
-            for rows, cols in tiles(*kernel.shape, symmetric=other is self):
+        same = other is self
+        theirs = itertools.repeat(None) if same else other._dense_parts(max(kernel.shape))
+        for mine, own in zip(parts, theirs, strict=False):
+            others = mine if own is None else own
+            for rows, cols in tiles(*kernel.shape, symmetric=same):
                 kernel[rows, cols].addmm_(mine[rows], others[cols].T)
 
     def _add_gram_by_features(self, kernel: Tensor, other: Self) -> None:
@@ -168,7 +151,7 @@ class FactoredBlock(Block):
 
     def _pairs(self, other: Self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (a . a' + 1) and sum over c of (g . g'), both (n S, m S), of each group."""
-        for (_, a, g), (_, a2, g2) in zip(self._by_group(), other._by_group(), strict=True):
+        for (a, g), (a2, g2) in zip(self._by_group(), other._by_group(), strict=True):
             inner = a.flatten(0, 1) @ a2.flatten(0, 1).T
             if self.bias is not None:
                 inner.add_(1.0)
@@ -210,20 +193,14 @@ class FactoredBlock(Block):
 
     def _weighted_sums(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """J^T R of the weight, (d_out, d_in), and of the bias, (d_out,)."""
-        n, _, positions, width = self.gradients.shape
-        flat = self.gradients.flatten(2)
-        weighted = torch.bmm(residual.unsqueeze(1), flat).view(n, positions, width)
+        weighted = torch.bmm(residual.unsqueeze(1), self.gradients.flatten(2))
+        weighted = weighted.view(-1, *self.gradients.shape[2:])
         return self._pulled_back(weighted), weighted.sum((0, 1))
 
     def _pulled_back(self, weighted: Tensor) -> Tensor:
         """Sum over examples and positions of g a^T, for g of shape (n, S, d_out)."""
-        patches = self.patches()
-        return torch.cat(
-            [
-                g.flatten(0, 1).T @ patches[:, group].flatten(0, 1)
-                for group, g in enumerate(weighted.chunk(self.groups, dim=2))
-            ]
-        )
+        groups = zip(self.patches().unbind(1), weighted.chunk(self.groups, 2), strict=True)
+        return torch.cat([g.flatten(0, 1).T @ a.flatten(0, 1) for a, g in groups])
 
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:  # noqa: D102
         weight = update[self.weight]
@@ -239,9 +216,8 @@ class FactoredBlock(Block):
 
     def _pushed_forward(self, weight: Tensor) -> Tensor:
         """Apply the layer with another weight and no bias: shape (n, S, d_out)."""
-        patches = self.patches()
-        rows = self.flat(weight).chunk(self.groups)
-        return torch.cat([patches[:, g] @ rows[g].T for g in range(self.groups)], dim=2)
+        groups = zip(self.patches().unbind(1), self.flat(weight).chunk(self.groups), strict=True)
+        return torch.cat([a @ rows.T for a, rows in groups], dim=2)
 
     def squared_norms(self) -> Tensor:  # noqa: D102
         per_row = 6 * self.positions**2 if self._features_first else 0
@@ -256,7 +232,7 @@ class FactoredBlock(Block):
             for part in self._dense_parts(2 * n):
                 norms += part.double().square().sum(1)
             return norms
-        for _, a, g in self._by_group():
+        for a, g in self._by_group():
             inner, signals = (
                 torch.bmm(rows, rows.transpose(1, 2))
                 for rows in (a.double(), g.double().transpose(1, 2).flatten(2))
@@ -275,9 +251,9 @@ class FactoredBlock(Block):
         n, outputs, _, width = self.gradients.shape
         weights = self.gradients.new_empty(n, outputs, width, self.width_in)
         parts = weights.chunk(self.groups, dim=2)
-        for group, a, g in self._by_group():
+        for part, (a, g) in zip(parts, self._by_group(), strict=True):
             for output in range(outputs):
-                torch.bmm(g[:, output].transpose(1, 2), a, out=parts[group][:, output])
+                torch.bmm(g[:, output].transpose(1, 2), a, out=part[:, output])
         return weights
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
@@ -375,8 +351,7 @@ class ConvBlock(FactoredBlock):
         shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
         differentiate = WEIGHT_GRADIENTS[len(self.kernel_size)]
         inputs, outputs = self.inputs.movedim(-1, 1), self._by_place(weighted)
-        gradient: Tensor = differentiate(inputs, shape, outputs, **self._options)
-        return self.flat(gradient)
+        return self.flat(differentiate(inputs, shape, outputs, **self._options))
 
     def _pushed_forward(self, weight: Tensor) -> Tensor:
         convolve = CONVOLUTIONS[len(self.kernel_size)]
@@ -390,8 +365,7 @@ class ConvBlock(FactoredBlock):
 
     def _by_place(self, weighted: Tensor) -> Tensor:
         """View (n, S, d_out) as what the layer puts out: (n, d_out, *places)."""
-        places = self._places(self.inputs.shape[1:-1])
-        by_place: Tensor = weighted.unflatten(1, places)
+        by_place: Tensor = weighted.unflatten(1, self._places(self.inputs.shape[1:-1]))
         return by_place.movedim(-1, 1)
 
     def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
@@ -436,9 +410,6 @@ class EmbeddingBlock(FactoredBlock):
     @property
     def _match_cost(self) -> int:
         return 1
-
-    def patches(self) -> Tensor:  # noqa: D102
-        raise NotImplementedError("the one-hot tokens are never made")
 
     def shaped(self, weights: Tensor) -> Tensor:  # noqa: D102
         return weights.transpose(-1, -2)

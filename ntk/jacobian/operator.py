@@ -11,7 +11,7 @@ revealing: for a first layer with a bias, ``a`` is the client's input itself, in
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from torch import Tensor
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 from .blocks import WORKSPACE, Block, DenseBlock, tile_size, tiles
-
-__all__ = ["Jacobian"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +98,8 @@ class Jacobian:
     def mean_product(self, matrix: Tensor) -> Tensor:
         """``H V`` (n, K) of a matrix V (n, K), without building the kernel H of :meth:`gram`.
 
-        H is a mean over outputs of products ``J_c J_c^T``; each column of V takes C of them, so
-        this costs C K times a :meth:`vjp` and a :meth:`jvp`.
+        H is a mean over outputs of ``J_c J_c^T``: the cost is C K times a :meth:`vjp` and a
+        :meth:`jvp`.
         """
         product = torch.zeros_like(matrix)
         for block in self.blocks:
@@ -161,9 +159,11 @@ class Jacobian:
 
     def to(self, device: torch.device | str) -> "Jacobian":
         """Return the Jacobian with its tensors on `device`."""
-        return Jacobian(
-            tuple(block.with_arrays([a.to(device) for a in block.arrays]) for block in self.blocks)
-        )
+        return self.mapped(lambda array: array.to(device))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Jacobian":
+        """Return the Jacobian with each of its tensors changed."""
+        return Jacobian(tuple(b.with_arrays([change(a) for a in b.arrays]) for b in self.blocks))
 
     def describe(self) -> str:
         """Return a table of each layer's path, and of its size per example.
@@ -194,12 +194,7 @@ class Jacobian:
 
     def empty(self, num_examples: int) -> "Jacobian":
         """Return a Jacobian of this form for another number of examples, not yet filled."""
-        return Jacobian(
-            tuple(
-                block.with_arrays([a.new_empty(num_examples, *a.shape[1:]) for a in block.arrays])
-                for block in self.blocks
-            )
-        )
+        return self.mapped(lambda array: array.new_empty(num_examples, *array.shape[1:]))
 
     def fill(self, start: int, part: "Jacobian") -> None:
         """Copy `part` over the examples from `start` on, from whatever device it is on."""
@@ -212,12 +207,10 @@ class Jacobian:
         """Stack the examples of Jacobians of one form, in their order: eq. (8)."""
         if not parts:
             raise ValueError("Jacobian.concatenate: expected at least one Jacobian, got none")
-        for part in parts[1:]:
-            parts[0]._compatible(part)
         whole = parts[0].empty(sum(part.num_examples for part in parts))
         start = 0
         for part in parts:
-            whole.fill(start, part)
+            whole.fill(start, parts[0]._compatible(part))
             start += part.num_examples
         return whole
 

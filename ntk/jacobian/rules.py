@@ -15,14 +15,17 @@ from torch.nn import functional
 from .blocks import Block, DenseBlock
 from .factors import ConvBlock, EmbeddingBlock, FactoredBlock, LinearBlock
 
-__all__ = ["Layer", "any_axis", "rule_for"]
-
 Calls = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the network that a rule serves."""
+    """A layer of the network, and the rule that serves it.
+
+    From the inputs (n, ...) of each call, and the gradients (n, C, ...) of each of the C outputs
+    with respect to the layer's outputs, the rule makes columns of the Jacobian; factored if that
+    takes at most half the memory.
+    """
 
     name: str  # in ``model.named_modules()``
     module: nn.Module
@@ -32,14 +35,6 @@ class Layer:
     calls: tuple[int, ...]  # those that reach the network's outputs
     batch_axis: int  # of its inputs and outputs
     copied: bool  # whether the network writes over its inputs or outputs
-
-    def blocks(self, calls: Calls) -> list[Block]:
-        """Columns of the Jacobian, factored if that takes less than half the memory.
-
-        For each call come the inputs (n, ...) and the gradients (n, C, ...) of each of the C
-        outputs with respect to the layer's outputs.
-        """
-        return self.rule(self, calls)
 
 
 Rule = Callable[[Layer, Calls], list[Block]]
@@ -130,14 +125,13 @@ def _elementwise(layer: Layer, calls: Calls) -> list[Block]:
         others = [d for d in range(2, tensor.ndim) if d not in kept]
         return tensor.sum(others) if others else tensor
 
-    kind = type(layer.module).__name__
+    path = f"{type(layer.module).__name__}, summed over positions"
     blocks: list[Block] = []
     if layer.weight is not None:
         parts = [summed(g * _normalised(layer.module, a).unsqueeze(1)) for a, g in calls]
-        blocks.append(DenseBlock(layer.weight, _total(parts), f"{kind}, summed over positions"))
+        blocks.append(DenseBlock(layer.weight, _total(parts), path))
     if layer.bias is not None:
-        parts = [summed(g) for _, g in calls]
-        blocks.append(DenseBlock(layer.bias, _total(parts), f"{kind}, summed over positions"))
+        blocks.append(DenseBlock(layer.bias, _total([summed(g) for _, g in calls]), path))
     return blocks
 
 
@@ -163,20 +157,16 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
 
 
-def _plain_embedding(module: Any) -> bool:
-    return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
-
-
-def _fixed_statistics(module: Any) -> bool:
-    return not module.training and module.running_mean is not None
-
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
     ((nn.Linear,), lambda _: True, _linear),
     (_CONVOLUTIONS, lambda _: True, _conv),
-    (_BATCH_NORMS, _fixed_statistics, _elementwise),
+    (_BATCH_NORMS, lambda m: not m.training and m.running_mean is not None, _elementwise),
     ((nn.GroupNorm, nn.LayerNorm), lambda _: True, _elementwise),
-    ((nn.Embedding,), _plain_embedding, _embedding),
+    (
+        (nn.Embedding,),
+        lambda m: m.max_norm is None and not (m.scale_grad_by_freq or m.sparse),
+        _embedding,
+    ),
 )

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-__all__ = ["Agreement"]
-
 PREFIX = "fedntk-"
 
 

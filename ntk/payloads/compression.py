@@ -9,8 +9,8 @@ Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2
 * Their positions are written as a bitmap of N bits, or as k indices of ceil(log2 N) bits, whichever
   is smaller; nothing if all stay.
 * With b bits, one is the sign and b - 1 choose among 2^(b-1) magnitudes, evenly spaced from the
-  smallest to the largest that stayed; with b = 1 all have their mean magnitude. The error of a
-  number is at most half a space. With 32 the numbers stay as they are.
+  smallest to the largest that stayed; with b = 1 all have their mean magnitude. With 32 the numbers
+  stay as they are.
 * A tensor is compressed as one, or row by row, each row with its own k and its own magnitudes. Rows
   compressed as one share a threshold and a scale, which show that they belong together: what is to
   be shuffled is compressed row by row.
@@ -28,11 +28,10 @@ from torch import Tensor
 
 from ..errors import BadReply
 
-__all__ = ["UNQUANTISED", "Encoded", "check_compression", "compress", "num_kept", "top_k"]
-
 UNQUANTISED = 32
 MOST_BITS = 16
 LARGEST = 2**48  # numbers in a tensor
+AT_ONCE = 2**13  # numbers that are packed together: a multiple of 8, so that they fill bytes
 _ALL, _BITMAP, _INDICES = range(3)
 # form, bits, float64?, axes, groups of numbers compressed as one, numbers kept; then the shape, and
 # each group's smallest and largest magnitude if they are quantised
@@ -81,7 +80,7 @@ def compress(
     Parameters
     ----------
     values : ndarray
-        Any shape, all finite.
+        Finite numbers, in any shape.
     sparsity : float
         Share of the numbers that is dropped, in [0, 1).
     bits : int
@@ -92,7 +91,7 @@ def compress(
     Returns
     -------
     ndarray of uint8
-        A code for :class:`Encoded`: 20 bytes and 8 for each axis, 8 for each group if quantised,
+        Code for :class:`Encoded`: 20 bytes and 8 for each axis, 8 for each group if quantised,
         positions, numbers.
 
     Examples
@@ -125,9 +124,9 @@ def compress(
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A compressed tensor with a size in bytes that fits its head; not decoded yet.
+    """A compressed tensor, not decoded yet: nothing of the size of `shape` exists; check it first.
 
-    Nothing of the size of `shape` exists before :meth:`decode`: check it first.
+    Its size in bytes fits its head.
     """
 
     shape: tuple[int, ...]  # of the tensor
@@ -152,11 +151,7 @@ class Encoded:
 
     @classmethod
     def parse(cls, code: NDArray[np.uint8]) -> "Encoded":
-        """Read the head of what :func:`compress` made; nothing is allocated.
-
-        BadReply (``"compression"``) if these are other bytes, or more or fewer than the head
-        declares.
-        """
+        """Read the head of what :func:`compress` made; BadReply (``"compression"``) otherwise."""
         if code.dtype != np.uint8 or code.ndim != 1 or code.size < _HEAD.size:
             raise BadReply("compression", f"expected a head of {_HEAD.size} bytes, got {code.size}")
         form, bits, double, axes, groups, count = _HEAD.unpack(code[: _HEAD.size].tobytes())
@@ -188,10 +183,7 @@ class Encoded:
         return cls(shape, count, bits, dtype, groups, form, ranges, positions, data)
 
     def decode(self) -> Floats:
-        """Return the tensor, zero where a number was dropped.
-
-        BadReply if the positions are not `count` different ones within the tensor.
-        """
+        """Return the tensor, zero where a number was dropped; BadReply if positions do not fit."""
         chosen = self._chosen()
         if self.bits == UNQUANTISED:
             numbers: Floats = np.frombuffer(self._data.tobytes(), self.dtype)
@@ -268,32 +260,20 @@ def _bytes(bits: int) -> int:
 
 
 def _pack(values: NDArray[np.uint64], width: int) -> bytes:
-    """Write numbers of `width` bits one after the other, least significant bit first.
-
-    Eight numbers fill `width` bytes; each is added to the bytes that it reaches into.
-    """
-    groups = -(-values.size // 8)
-    lanes = np.zeros((groups, 8), np.uint64)
-    lanes.reshape(-1)[: values.size] = values
-    packed = np.zeros((groups, width), np.uint8)
-    for lane in range(8):
-        first, shift = divmod(lane * width, 8)
-        shifted = lanes[:, lane] << np.uint64(shift)  # width + 7 bits
-        for byte in range(_bytes(width + shift)):
-            packed[:, first + byte] |= (shifted >> np.uint64(8 * byte)).astype(np.uint8)
-    return packed.tobytes()[: _bytes(values.size * width)]
+    """Write numbers of `width` bits one after the other, least significant bit first."""
+    parts = []
+    for start in range(0, values.size, AT_ONCE):
+        rows = values[start : start + AT_ONCE].astype("<u8")[:, None].view(np.uint8)
+        bits = np.unpackbits(rows, axis=1, count=width, bitorder="little")
+        parts.append(np.packbits(bits, bitorder="little").tobytes())
+    return b"".join(parts)
 
 
 def _unpack(data: NDArray[np.uint8], count: int, width: int) -> NDArray[np.uint64]:
-    groups = -(-count // 8)
-    padded = np.zeros(groups * width, np.uint8)
-    padded[: data.size] = data
-    packed = padded.reshape(groups, width)
-    lanes = np.zeros((groups, 8), np.uint64)
-    for lane in range(8):
-        first, shift = divmod(lane * width, 8)
-        for byte in range(_bytes(width + shift)):
-            lanes[:, lane] |= packed[:, first + byte].astype(np.uint64) << np.uint64(8 * byte)
-        lanes[:, lane] >>= np.uint64(shift)
-    lanes &= np.uint64(2**width - 1)
-    return lanes.reshape(-1)[:count]
+    values = np.empty(count, np.uint64)
+    for start in range(0, count, AT_ONCE):
+        bits = np.zeros((min(AT_ONCE, count - start), 64), np.uint8)
+        own = np.unpackbits(data[start * width // 8 :], count=len(bits) * width, bitorder="little")
+        bits[:, :width] = own.reshape(-1, width)
+        values[start : start + AT_ONCE] = np.packbits(bits, bitorder="little").view("<u8")
+    return values

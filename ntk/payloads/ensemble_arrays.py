@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
-__all__ = ["EnsembleArrays"]
-
 A = TypeVar("A")
 NAME = re.compile(r"model-(\d+)\.(.+)", re.DOTALL)
 
@@ -30,8 +28,8 @@ class EnsembleArrays(Generic[A]):
     @staticmethod
     def are_in(names: Iterable[str]) -> bool:
         """Whether names are those of several models."""
-        names = list(names)
-        return bool(names) and all(NAME.fullmatch(name) for name in names)
+        found = [NAME.fullmatch(name) for name in names]
+        return bool(found) and all(found)
 
     def to_arrays(self) -> dict[str, A]:
         """Return all arrays by the names under which they travel."""

@@ -16,8 +16,6 @@ from .compression import UNQUANTISED
 from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits
 
-__all__ = ["JacobianParcel"]
-
 INPUTS = "inputs"  # name of an array beside an upload's
 
 
@@ -42,11 +40,7 @@ class JacobianParcel:
     def from_arrays(
         cls, arrays: Mapping[str, NDArray[Any]], *, limits: UploadLimits, own: "JacobianParcel"
     ) -> Self:
-        """Check what :meth:`to_arrays` made, in a message of a neighbour.
-
-        Rows must have the form of the receiver's `own` rows, and inputs, if it has some, the shape
-        and dtype of its inputs.
-        """
+        """Check what :meth:`to_arrays` made; form and inputs must be like the receiver's `own`."""
         if (INPUTS in arrays) != (own.inputs is not None):
             raise BadReply("arrays", "expected inputs if one sends some, and none else")
         rows = {name: array for name, array in arrays.items() if name != INPUTS}

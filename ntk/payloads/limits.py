@@ -10,22 +10,15 @@ from ..errors import BadReply
 from ..support.arrays import require_array
 from .compression import UNQUANTISED, Encoded, check_compression, num_kept
 
-__all__ = ["UploadLimits", "require_labels"]
-
 
 @dataclass(frozen=True)
 class UploadLimits:
-    """What a client may send; an upload that holds more is refused.
+    """What a client may send; an upload that holds more is refused."""
 
-    `parameters` has the shape of each array of the global model. One client has at most
-    `max_examples`; of each tensor's numbers at least the share `sparsity` is dropped, and the
-    others have at most so many `bits`.
-    """
-
-    parameters: Mapping[str, Sequence[int]]
+    parameters: Mapping[str, Sequence[int]]  # shape of each array of the global model
     max_examples: int = 10_000_000
-    sparsity: float = 0.0
-    bits: int = UNQUANTISED
+    sparsity: float = 0.0  # share of each tensor's numbers that is dropped, at least
+    bits: int = UNQUANTISED  # of each of the others, at most
 
     def __post_init__(self) -> None:
         check_compression(self.sparsity, self.bits)

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["from_npy", "to_npy"]
-
 Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def from_npy(data: bytes) -> NDArray[Any]:
     """Read an array from the bytes of a whole file, as a read-only view of them.
 
-    Sizes that the bytes do not have are refused: ``np.load`` reserves what a header declares
-    before it reads.
+    ``np.load`` reserves what a header declares before it reads; here other sizes are refused.
     """
     version = np.lib.format.read_magic(io.BytesIO(data[:8]))
     if version not in _READERS:
@@ -30,9 +27,7 @@ def from_npy(data: bytes) -> NDArray[Any]:
     size = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or dtype.itemsize == 0 or min(shape, default=0) < 0 or size != left:
         raise ValueError(f"{left} bytes for {dtype} of shape {shape}")
-    if left == 0:
-        return np.empty(shape, dtype)
-    flat: NDArray[Any] = np.frombuffer(data, dtype, offset=start)
+    flat: NDArray[Any] = np.frombuffer(data, dtype, math.prod(shape), start)
     return flat.reshape(shape, order="F" if fortran_order else "C")
 
 

@@ -2,8 +2,8 @@
 
 Source: Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, 2014, section 3.2
 (randomised response) and appendix A (the Gaussian mechanism), on the rows that clients send in Yue
-et al. 2022, section 4.2. An example's row is all that is sent for it: its part of the Jacobian's
-tensors, in the form in which they travel, and its outputs.
+et al. 2022, section 4.2. An example's row is its part of the Jacobian's tensors, in the form in
+which they travel, and its outputs.
 """
 
 import math
@@ -14,10 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..jacobian.operator import Jacobian
 from .jacobian_upload import JacobianUpload
-
-__all__ = ["check_privacy", "label_epsilon", "privatise"]
 
 Draw = Callable[[int], NDArray[np.float64]]
 
@@ -75,13 +72,12 @@ def privatise(
     upload : JacobianUpload
         Rows of n examples.
     clip, noise_multiplier : float
-        S and sigma.
+        Norm S and factor sigma.
     label_noise : float
         Probability that a label is drawn anew, all C alike; 0 leaves the labels exact.
     generator : numpy.random.Generator, optional
         Source of repeatable noise, for simulations: anyone who draws the same numbers can remove
-        it. By default all random numbers come from the operating system's cryptographic source;
-        NumPy's generators could be found out from what they drew for other rows.
+        it. By default all random numbers come from the operating system's cryptographic source.
     """
     blocks = upload.jacobian.blocks
     if any(block.integers for block in blocks):
@@ -90,7 +86,8 @@ def privatise(
     norms = torch.stack([row.double().flatten(1).square().sum(1) for row in rows]).sum(0).sqrt()
     finite = norms.isfinite()
     scales = torch.where(finite, clip / norms.clamp_min(clip), 0.0).cpu()
-    normal, uniform = _source(generator)
+    normal: Draw = generator.standard_normal if generator else _system_normal
+    uniform: Draw = generator.random if generator else _system_uniform
 
     def noisy(row: torch.Tensor) -> torch.Tensor:
         shape = (-1, *[1] * (row.ndim - 1))
@@ -98,18 +95,8 @@ def privatise(
         noise = torch.from_numpy(normal(row.numel()).reshape(row.shape))
         return (clipped + noise_multiplier * clip * noise).to(row.dtype)
 
-    outputs = noisy(upload.outputs)
-    jacobian = Jacobian(
-        tuple(block.with_arrays([noisy(array) for array in block.arrays]) for block in blocks)
-    )
+    outputs, jacobian = noisy(upload.outputs), upload.jacobian.mapped(noisy)
     return JacobianUpload(jacobian, outputs, _noisy_labels(upload.targets, label_noise, uniform))
-
-
-def _source(generator: np.random.Generator | None) -> tuple[Draw, Draw]:
-    """Return functions that draw so many normal and uniform numbers, float64."""
-    if generator is not None:
-        return generator.standard_normal, generator.random
-    return _system_normal, _system_uniform
 
 
 def _system_uniform(count: int) -> NDArray[np.float64]:

@@ -12,8 +12,6 @@ from torch import Tensor
 from ..errors import BadReply
 from ..support.arrays import require_array
 
-__all__ = ["GLOBAL_PROTOTYPES", "Prototypes"]
-
 # names of global prototypes among a network's arrays, none of which has a hyphen in its name
 GLOBAL_PROTOTYPES = ("global-prototypes.means", "global-prototypes.counts")
 LARGEST = 1e12  # a feature; squares of larger ones, summed, leave float32
@@ -25,8 +23,7 @@ class Prototypes:
     """The mean feature of each class among a client's examples.
 
     Source: Huang et al., *Understanding Convergence and Generalization in Federated Learning
-    through Feature Learning Theory*, ICLR 2024, section 6.2: p_k^j, the mean of g_k(x) over client
-    k's examples of class j.
+    through Feature Learning Theory*, ICLR 2024, section 6.2.
     """
 
     means: NDArray[np.float32]  # p_k^j, zeros for a class that the client lacks: (C, p)
@@ -40,15 +37,15 @@ class Prototypes:
 
         `extract` maps x (m, ...) to features (m, p).
         """
-        sums: Tensor | None = None
-        for start in range(0, len(x), CHUNK):
-            features = extract(x[start : start + CHUNK]).double()
-            if sums is None:
-                sums = torch.zeros(num_classes, features.shape[1], dtype=torch.float64)
-            sums.index_add_(0, labels[start : start + CHUNK], features)
-        counts = torch.bincount(labels, minlength=num_classes)
-        if sums is None:
+        if not len(x):
             raise ValueError("x: expected at least one example, got none")
+        sums = torch.empty(0)
+        for chunk, own in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
+            features = extract(chunk).double()
+            if not len(sums):
+                sums = features.new_zeros(num_classes, features.shape[1])
+            sums.index_add_(0, own, features)
+        counts = torch.bincount(labels, minlength=num_classes)
         means = (sums / counts.clamp(min=1).unsqueeze(1)).float()
         if not bool(torch.isfinite(means).all()):
             raise ValueError("features: expected finite numbers; the network's have diverged")
@@ -88,7 +85,7 @@ class Prototypes:
         return {"means": self.means[self.present], "counts": self.counts}
 
     def to_global_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return means and counts of all classes, of one shape from round to round."""
+        """Return means and counts of all classes."""
         return dict(zip(GLOBAL_PROTOTYPES, (self.means, self.counts), strict=True))
 
     @classmethod
@@ -107,11 +104,9 @@ class Prototypes:
         max_examples: int,
         num_examples: int | None = None,
     ) -> Self:
-        """Check what :meth:`to_arrays` made.
+        """Check what :meth:`to_arrays` made; BadReply otherwise.
 
         `max_examples` limits a class; the counts must add up to `num_examples` if that is given.
-        BadReply has the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"`` or
-        ``"range"``.
         """
         if arrays.keys() != {"means", "counts"}:
             raise BadReply("arrays", f"expected means and counts, got {sorted(arrays)[:5]}")

@@ -13,15 +13,12 @@ score of at most q.
 independently from one distribution, say, and not used in training or in choosing the model. Then
 the set holds the true class with probability at least 1 - alpha, for any model, and at most
 1 - alpha + 1 / (n + 1) if no two scores are the same. The probability is over the calibration
-examples *and* the new example, not a coverage for each class or each client. Clients with
-different data are not exchangeable with each other: the examples of a client that is new, or that
-has another mix of classes than the calibration examples, can be covered less often than stated,
-and no setting here mends that.
+examples *and* the new example, not a coverage for each class or each client. The examples of a
+client that is new, or that has another mix of classes than the calibration examples, can be covered
+less often than stated.
 
-**Given the calibration examples**, new ones have a coverage of F(q), with the scores' distribution
-function F. If no two scores are the same it follows Beta(k, n + 1 - k): F(s_i) are n uniform
-numbers, and F(q) is the k-th smallest. Of m new examples the number that is covered then follows
-BetaBinomial(m, k, n + 1 - k).
+**Given the calibration examples**, if no two scores are the same, the coverage of new ones follows
+Beta(k, n + 1 - k), and of m new ones the number that is covered BetaBinomial(m, k, n + 1 - k).
 """
 
 import math
@@ -30,8 +27,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-
-__all__ = ["Score", "calibrate", "conformal_scores", "examples_needed", "prediction_sets", "rank"]
 
 Score = Literal["threshold", "adaptive"]
 
@@ -75,9 +70,8 @@ def conformal_scores(
         Probabilities of the classes; each row adds up to 1.
     score : {"threshold", "adaptive"}
         ``"threshold"``: 1 - p_y, with the smallest sets on average. ``"adaptive"``: the probability
-        of all classes that are more probable than y, and `draws` times p_y; sets are larger if the
-        model is uncertain, and their coverage differs less from one kind of example to another. Of
-        equally probable classes the first counts as the more probable.
+        of all classes that are more probable than y (the first of equal ones), and `draws` times
+        p_y; the coverage differs less from one kind of example to another.
     draws : Tensor, shape (n,), optional
         Uniform draws from 0 ... 1 for the adaptive score, one an example. By default all are 1, and
         a model that is nearly certain of an example may then give an empty set.
@@ -160,9 +154,8 @@ def prediction_sets(
     score: Score = "threshold",
     draws: Tensor | None = None,
 ) -> Tensor:
-    """Return the set of classes of each new example: bool, shape (n, C).
+    """Return the set of classes, possibly empty, of each new example: bool, shape (n, C).
 
-    A set can be empty: no class fits the example as well as the calibration examples' own did.
     `threshold` is the result of :func:`calibrate` with the same score.
     """
     return conformal_scores(probabilities, score=score, draws=draws) <= threshold

@@ -11,15 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from .network import Evaluation, NetworkPredictor, Predictor, require_labelled
 from .tct_model import TCTModel
-
-__all__ = ["EnsemblePredictor", "Uncertainty", "entropy", "uncertainty_of"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class EnsemblePredictor(Predictor):
     """The mean of several models' predictions.
 
     With the loss cross-entropy the mean is that of probabilities, and scores are its logarithm;
-    with MSE it is that of outputs. Models of both losses together, such as those of TCT of which
-    some have reached stage 2, count as of cross-entropy, with the softmax of their scores.
+    with MSE it is that of outputs. Models of both losses together count as of cross-entropy, with
+    the softmax of their scores.
 
     Examples
     --------
@@ -73,9 +71,6 @@ class EnsemblePredictor(Predictor):
     """
 
     FILE = "ensemble.json"
-    KINDS: ClassVar[dict[str, type[Predictor]]] = {
-        kind.__name__: kind for kind in (NetworkPredictor, TCTModel)
-    }
 
     def __init__(self, members: Iterable[Predictor]) -> None:
         super().__init__()
@@ -126,9 +121,8 @@ class EnsemblePredictor(Predictor):
         """Return loss and accuracy on labelled examples, and in ``more`` those of single models.
 
         They are ``model-accuracy-max``, ``-mean`` and ``-min`` over the models; with cross-entropy
-        also ``model-entropy-mean``, the entropy of a model's prediction averaged over models and
-        examples (Shi et al. 2021, Table 4), and ``mutual-information``, the models' disagreement,
-        averaged over the examples. In nats.
+        also ``model-entropy-mean`` (Shi et al. 2021, Table 4) and ``mutual-information``: the
+        examples' mean expected entropy and mean mutual information, in nats.
         """
         require_labelled(x, y)
         scores = self.scores(x)
@@ -150,8 +144,7 @@ class EnsemblePredictor(Predictor):
         folder.mkdir(parents=True, exist_ok=True)
         for k, member in enumerate(self.models):
             member.save(folder / f"model-{k}")
-        kinds = [type(member).__name__ for member in self.models]
-        described = {"format": 1, "kinds": kinds}
+        described = {"format": 1, "kinds": [type(member).__name__ for member in self.models]}
         (folder / self.FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
 
     @classmethod
@@ -160,8 +153,9 @@ class EnsemblePredictor(Predictor):
         path = Path(folder) / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
-            known: dict[str, type[Predictor]] = {**cls.KINDS, cls.__name__: cls}
-            kinds = [known[name] for name in described["kinds"]]
+            known: list[type[Predictor]] = [NetworkPredictor, TCTModel, cls]
+            by_name = {kind.__name__: kind for kind in known}
+            kinds = [by_name[name] for name in described["kinds"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} describes no ensemble: {error!r}") from error
         members = [kind.load(path.parent / f"model-{k}", network) for k, kind in enumerate(kinds)]

@@ -1,7 +1,6 @@
 """Learned models as objects: each predicts, is evaluated, saved and loaded in its method's way.
 
-One interface for users' evaluation functions, for readers of a run's results, and for recorders of
-its rounds. Files are safetensors, which is imported when it is needed.
+Files are safetensors, which is imported when it is needed.
 """
 
 import copy
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 
 from ..losses import Loss, check_loss, loss_value, one_hot
 
-__all__ = ["Evaluation", "NetworkPredictor", "Predictor"]
-
 BATCH_SIZE = 1024  # examples in a forward pass
 
 
@@ -35,10 +32,7 @@ class Evaluation(NamedTuple):
 
 
 class Predictor(nn.Module, ABC):
-    """Gives each class a score; the class with the largest one is the prediction.
-
-    Subclasses define scores, loss and files.
-    """
+    """Gives each class a score; the class with the largest one is the prediction."""
 
     loss: Loss
 
@@ -183,10 +177,8 @@ def require_labelled(x: Tensor, y: Tensor) -> None:
 
 def arrays_of(network: nn.Module) -> dict[str, NDArray[Any]]:
     """Name -> array of a network's state dict; copies, in C order."""
-    return {
-        name: np.array(tensor.detach().cpu().numpy(), order="C")
-        for name, tensor in network.state_dict().items()
-    }
+    state = network.state_dict()
+    return {name: np.array(tensor.cpu().numpy(), order="C") for name, tensor in state.items()}
 
 
 def load_arrays(network: nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:

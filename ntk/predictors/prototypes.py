@@ -17,8 +17,6 @@ from ..losses import loss_value
 from ..payloads.prototypes import Prototypes
 from .network import BATCH_SIZE, NetworkPredictor, reading_model, write_model
 
-__all__ = ["PrototypePredictor"]
-
 
 class PrototypePredictor(NetworkPredictor):
     """Scores -||f(x) - C^j||^2 of the classes j, for features f(x), the inputs of the layer `head`.

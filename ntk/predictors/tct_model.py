@@ -27,8 +27,6 @@ from .network import (
     write_model,
 )
 
-__all__ = ["TCTModel"]
-
 LINEAR, MEAN, SCALE = "tct.linear", "tct.mean", "tct.scale"
 CHUNK_BYTES = 256 * 2**20  # of the features of a chunk of examples
 

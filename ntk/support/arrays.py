@@ -7,8 +7,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import BadReply
 
-__all__ = ["require_array"]
-
 
 def require_array(
     name: str,
@@ -20,11 +18,11 @@ def require_array(
     low: float | None = None,
     high: float | None = None,
 ) -> None:
-    """Raise BadReply unless an array is what was expected.
+    """Raise BadReply unless an array of finite numbers is what was expected.
 
-    Numbers are finite in any case. In `shape` -1 stands for any size from 1; `dtype` may be a
-    tuple, or ``"unsigned"``. The reason is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"``
-    (magnitudes over `limit`) or ``"range"`` (outside `low` ... `high`).
+    In `shape` -1 stands for any size from 1; `dtype` may be a tuple, or ``"unsigned"``. The reason
+    is ``"shape"``, ``"dtype"``, ``"non-finite"``, ``"scale"`` (magnitudes over `limit`) or
+    ``"range"`` (outside `low` ... `high`).
 
     Examples
     --------
@@ -40,16 +38,15 @@ def require_array(
         if not fits:
             words = str(expected).replace("-1", "any")
             raise BadReply("shape", f"{name}: expected {words}, got {found}")
-    if dtype == "unsigned":
-        if array.dtype.kind != "u":
-            raise BadReply("dtype", f"{name}: expected unsigned integers, got {array.dtype}")
-    elif dtype is not None:
+    if dtype is None:
+        fits, words = array.dtype.kind in "fiu", "numbers"
+    elif dtype == "unsigned":
+        fits, words = array.dtype.kind == "u", "unsigned integers"
+    else:
         known = [np.dtype(d) for d in (dtype if isinstance(dtype, tuple) else (dtype,))]
-        if array.dtype not in known:
-            words = " or ".join(map(str, known))
-            raise BadReply("dtype", f"{name}: expected {words}, got {array.dtype}")
-    if array.dtype.kind not in ("fiu" if dtype is None else "fiub"):
-        raise BadReply("dtype", f"{name}: expected numbers, got {array.dtype}")
+        fits, words = array.dtype in known, " or ".join(map(str, known))
+    if not fits:
+        raise BadReply("dtype", f"{name}: expected {words}, got {array.dtype}")
     if not array.size:
         return
     least, most = array.min(), array.max()  # NaN if there is any

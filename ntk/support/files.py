@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and folders in which one process at a time works."""
+"""Files that appear whole or not at all, even with several writers; folders with one."""
 
 import contextlib
 import uuid
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
-
-__all__ = ["PARTIAL", "DamagedFile", "claimed", "whole", "whole_path"]
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
 
@@ -19,7 +17,7 @@ class DamagedFile(ValueError):  # noqa: N818
 
 @contextlib.contextmanager
 def whole_path(path: Path) -> Iterator[Path]:
-    """Yield a path for a file that appears whole or not at all, even with several writers."""
+    """Yield a path to write a file at; the file appears under its own at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
@@ -31,7 +29,7 @@ def whole_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears whole or not at all, even with several writers."""
+    """Open a file to write; it appears at the end."""
     with whole_path(path) as partial, partial.open("wb") as file:
         yield file
 

@@ -1,5 +1,6 @@
 """Refuse what cannot fit before allocating it."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -9,25 +10,16 @@ import torch
 
 from ..errors import NotEnoughMemory
 
-__all__ = ["available_memory", "require_disk", "require_memory"]
-
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that can still be allocated on `device`.
-
-    On a CPU this is the kernel's estimate of available memory, reclaimable cache included; on
-    a GPU the free memory that the driver reports.
-    """
+    """Bytes that can still be allocated on `device`; on a CPU with reclaimable cache."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -36,16 +28,7 @@ def require_memory(
 ) -> None:
     """Raise NotEnoughMemory unless `needed` bytes are available on `device`.
 
-    Parameters
-    ----------
-    needed : int
-        Bytes about to be allocated.
-    what : str
-        Their purpose; it starts the error's sentence.
-    device : torch.device or str
-        Device on which they are to be allocated.
-    cure : str
-        Advice; it ends the error's sentence.
+    `what` they are for starts the error's sentence, and the advice `cure` ends it.
     """
     available = available_memory(device)
     if needed > available:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["full_float32"]
-
 # the switches are the process's; threads that need them off at the same time share the change
 _LOCK = threading.Lock()
 _UNDO: list[list[Callable[[], Any]]] = []
@@ -23,7 +21,7 @@ _UNDO: list[list[Callable[[], Any]]] = []
 def full_float32() -> Iterator[None]:
     """Switch off TF32, and bfloat16 on CPUs, while a kernel or a solution is formed.
 
-    It may be nested, and used by several threads: the caller's own choice is back after the last.
+    It may be nested, and used by several threads: the last restores the caller's own choice.
     """
     with _LOCK:
         _UNDO.append([] if _UNDO else _switch_off())

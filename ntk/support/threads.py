@@ -1,17 +1,15 @@
 """OpenMP threads that sleep while they wait, so that a busy machine slows torch down less.
 
-Torch's wheels for Linux bring GNU's OpenMP. Its threads spin for some milliseconds at the end of
-each parallel loop before they sleep. If other processes want the cores, a thread that is due to
-work waits for one that spins: ``benchmarks/threads.py`` has the figures. The number of threads, and
-so each bit of the results, stays as it is.
+Threads of GNU's OpenMP, in torch's wheels for Linux, spin for some milliseconds after each parallel
+loop. If other processes want the cores, a thread that is due to work waits for one that spins:
+``benchmarks/threads.py`` has the figures. The number of threads, and so each bit of the results,
+stays as it is.
 """
 
 import functools
 import os
 import sys
-from logging import WARNING, getLogger
-
-__all__ = ["OWN_SETTINGS", "wait_passively", "warn_of_spinning"]
+from logging import getLogger
 
 logger = getLogger("flwr")
 # variables of OpenMP, GNU, LLVM and Intel that say how threads wait
@@ -33,18 +31,16 @@ def wait_passively() -> None:
 def warn_of_spinning(threads: int) -> None:
     """Log once that torch's threads spin, if it was loaded too early and the machine is busy."""
     if TOO_LATE and threads > 1 and os.getloadavg()[0] > _cores() / 2:
-        logger.log(
-            WARNING,
+        logger.warning(
             "the machine is busy, and torch's threads spin while they wait, which makes them slow: "
-            "import fedntk.ntk before torch, or set OMP_WAIT_POLICY=PASSIVE",
+            "import fedntk.ntk before torch, or set OMP_WAIT_POLICY=PASSIVE"
         )
 
 
 def _cores() -> int:
     """Cores that this process may use, as OpenMP counts them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    own = getattr(os, "sched_getaffinity", None)
+    return len(own(0)) if own else os.cpu_count() or 1
 
 
 wait_passively()
