@@ -179,11 +179,9 @@ class Declared:
             for base in cls.__mro__
             if issubclass(base, Declared)
         )  # a constructor written by hand is handed down
-        made = dataclasses.dataclass(
-            kw_only=True, eq=eq, repr=False, init=not by_hand, frozen=frozen
-        )
-        made(cls)
-        if not by_hand:
+        init = not by_hand
+        dataclasses.dataclass(kw_only=True, eq=eq, repr=False, init=init, frozen=frozen)(cls)
+        if init:
             cls._made_init = cls.__init__  # type: ignore[attr-defined]
         _list_parameters(cls)
 

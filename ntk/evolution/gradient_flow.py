@@ -51,10 +51,9 @@ class Evolution:
     residuals : Tensor, shape (T, n, C)
         R(t): ``jacobian.vjp(residuals[k])`` is the change of the weights, eq. (9b) and (10).
     kernel_products : int
-        Products of a kernel, mean or full, with an (n, C) matrix, those for the automatic learning
-        rate and for corrections included; 0 for the mean kernel in closed form at a given rate.
+        Products of a kernel, mean or full, with an (n, C) matrix, for whatever purpose.
     solver_steps : int
-        Steps accepted; the estimated error of each is within the tolerance.
+        Accepted steps; the estimated error of each is within the tolerance.
     error_estimate : float
         Sum of these steps' estimated errors, relative to the norm of the outputs: an upper estimate
         of the error at the last step, because the flow of a convex loss damps errors.
@@ -74,22 +73,18 @@ class Evolution:
 class GradientFlow(FlowOptions):
     """How a linearised network evolves; called with a problem, it gives its :class:`Evolution`.
 
-    - Loss: averaged over examples, and over outputs for MSE.
     - Learning rate ``"auto"``: see :mod:`fedntk.ntk.evolution.learning_rate`; the full kernel's
       largest eigenvalue counts for the kernels ``"corrected"`` and ``"full"``.
-    - Kernel ``"mean"``: H for all outputs, as in the paper. ``"full"``: all outputs coupled, the
-      exact linearised network; needs a Jacobian, builds no matrix. ``"corrected"``: H from one of
-      the steps to the next, and there the outputs of the exact linearised network,
-      f(0) + J J^T R, from which H goes on. With more steps it tends to ``"full"``, for one product
-      of the full kernel per step instead of hundreds. If H would raise the linearised network's
-      loss over an interval, the full kernel is followed instead, at its price. Needs a Jacobian
-      and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
-    - Residuals ``"integral"``: R(t), the residual integrated over t; it never overshoots.
-      ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's eq. (10),
-      which overshoots if eta lambda_max is not small.
-    - Kernel dtype ``"bfloat16"``: CPUs and GPUs with instructions for it multiply two to four times
-      as fast, others slower. A product is then right to about 3e-3: use a tolerance of 1e-2, as a
-      smaller one only takes more products. Ignored for a kernel over the memory budget.
+    - Kernel ``"full"``: the exact linearised network; needs a Jacobian, builds no matrix.
+      ``"corrected"``: the paper's H from one of the steps to the next, and there the outputs of the
+      exact linearised network, f(0) + J J^T R, from which H goes on. With more steps it tends to
+      ``"full"``, for one product of the full kernel per step instead of hundreds. If H would raise
+      the linearised network's loss over an interval, the full kernel is followed instead. Needs a
+      Jacobian and several steps: with one the weights are those of ``"mean"`` or ``"full"``.
+    - Residuals ``"sum"``: the sum of G(f(u)) over the integers u = 0 ... t - 1, as in the paper's
+      eq. (10), overshoots if eta lambda_max is not small; the integral never does.
+    - Kernel dtype ``"bfloat16"``: two to four times as fast with instructions for it, else slower.
+      A product is right to about 3e-3. Ignored for a kernel over the memory budget.
     - Tolerance: the whole error was under 1e-3 with the default on the papers' network and data
       (`benchmarks/solver.py`).
     - Beyond the memory budget no matrix is built, and the solver takes products with
@@ -192,14 +187,13 @@ def evolve(
 ) -> Evolution:
     """Evolve the outputs of a linearised network under gradient flow.
 
-    MSE with the mean kernel, corrected or not, is solved in closed form in the kernel's eigenbasis,
-    in float64. In all other cases the differential equation is stiff, and :mod:`.solver` integrates
-    it.
+    MSE with the mean kernel is solved in closed form in the kernel's eigenbasis, in float64. In all
+    other cases the differential equation is stiff, and :mod:`.solver` integrates it.
 
     Parameters
     ----------
     jacobian_or_kernel : Jacobian or Tensor of shape (n, n)
-        Jacobian of the n examples; a tensor is taken as the mean kernel H of eq. (6).
+        Jacobian of the n examples, or the mean kernel H of eq. (6).
     outputs : Tensor, shape (n, C)
         f(0), the network's outputs at the current weights.
     targets : Tensor, shape (n, C)
@@ -261,7 +255,7 @@ def _matrix_product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _eigen_bytes(n: int) -> int:
-    """Bytes of an eigendecomposition: the matrix in float64, its eigenvectors, and work space."""
+    """Bytes of the matrix in float64, its eigenvectors, and work space."""
     return 4 * 8 * n**2
 
 
@@ -277,11 +271,12 @@ def _check_shapes(operator: Jacobian | Tensor, outputs: Tensor, targets: Tensor)
         raise ValueError(f"expected a kernel of {n} x {n} examples, got {tuple(sides)}")
 
 
+@dataclass
 class _Counted:
     """A product that counts how often it was taken."""
 
-    def __init__(self, apply: Callable[[Tensor], Tensor]) -> None:
-        self.apply, self.count = apply, 0
+    apply: Callable[[Tensor], Tensor]
+    count: int = 0
 
     def __call__(self, columns: Tensor) -> Tensor:
         self.count += 1

@@ -113,13 +113,10 @@ def differentiated(
         raise ValueError("jacobian: expected at least one example, got none")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
-    with (
-        _evaluation_mode(model), _own_recurrent_layers(model), torch.enable_grad(), full_float32()
-    ):  # fmt: skip
+    with _evaluation_mode(model), torch.enable_grad(), full_float32():
         plans, kind = {} if plans is None else plans, (x.shape[1:], x.dtype)
         if kind not in plans:
             plan = _Plan.make(model, x, structure, outputs)
-            plan.require_row()
             first = Jacobian(tuple(plan.blocks(x[:1]))).to("cpu")
             plans[kind] = plan, first, 2 * first.nbytes + plan.workspace(x[:1]) + more_bytes
         plan, first, work = plans[kind]
@@ -136,25 +133,18 @@ def differentiated(
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Run recurrent layers by torch's own code: cuDNN's backward pass wants training mode."""
     training = [module for module in model.modules() if module.training]
+    cudnn = torch.backends.cudnn.enabled
     model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def _own_recurrent_layers(model: nn.Module) -> Iterator[None]:
-    """Have torch's own code serve recurrent layers: cuDNN's backward pass wants training mode."""
-    before = torch.backends.cudnn.enabled
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         torch.backends.cudnn.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = before
+        torch.backends.cudnn.enabled = cudnn
+        for module in training:
+            module.training = True
 
 
 @dataclass(frozen=True)
@@ -183,19 +173,18 @@ class _Plan:
         layers = _layers(model, x[:3]) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = {name: p for name, p in parameters.items() if name not in by_rule}
-        return cls(model, tuple(outputs), layers, rest)
+        plan = cls(model, tuple(outputs), layers, rest)
+        require_memory(
+            2 * len(outputs) * plan.rest_bytes,
+            f"the dense Jacobian of one example x {len(outputs)} outputs",
+            cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
+        )
+        return plan
 
     @property
     def rest_bytes(self) -> int:
         """Bytes of the parameters without a rule."""
         return sum(p.numel() * p.element_size() for p in self.rest.values())
-
-    def require_row(self) -> None:
-        require_memory(
-            2 * len(self.outputs) * self.rest_bytes,
-            f"the dense Jacobian of one example x {len(self.outputs)} outputs",
-            cure="use a smaller network, or layers that fedntk.ntk keeps in factors",
-        )
 
     def blocks(self, x: Tensor) -> list[Block]:
         """Blocks of a chunk of examples, on its device."""

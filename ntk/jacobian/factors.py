@@ -5,8 +5,8 @@ A layer that is linear in its weight, ``z_s = W a_s`` at each position s of an e
     d f_c / d W = sum over s of g_cs a_s^T,        d f_c / d b = sum over s of g_cs,
 
 where a (S, d_in) are the inputs and g (C, S, d_out) the gradients of the outputs f with respect to
-z. A plain linear layer has one position; one over a sequence has its length; a convolution has the
-places of its output, a_s being the patch it reads there; an embedding's a_s is a one-hot token.
+z. Positions are those of a sequence (a plain linear layer has one), or the places of a
+convolution's output, a_s being the patch it reads there; an embedding's a_s is a one-hot token.
 
 The gram matrix contracts *features first*, where few positions are left to pair,
 
@@ -81,11 +81,6 @@ class FactoredBlock(Block):
     def dense_size(self) -> int:  # noqa: D102
         _, outputs, _, width = self.gradients.shape
         return int(outputs * width * (self.width_in + (self.bias is not None)))
-
-    @property
-    def factored_size(self) -> int:
-        """Numbers per example that the factors take."""
-        return self.inputs[0].numel() + self.gradients[0].numel()
 
     @property
     def _match_cost(self) -> int:
@@ -293,7 +288,7 @@ class LinearBlock(FactoredBlock):
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, width_in = parameters[self.weight]
         _check_bias(self.bias, width_out, parameters)
-        positions = _positions(self.gradients)
+        positions = self.positions if self.gradients.ndim == 4 else 0
         return [(positions, width_in), (-1, positions, width_out)]
 
 
@@ -459,16 +454,12 @@ class EmbeddingBlock(FactoredBlock):
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         _, width_out = parameters[self.weight]
-        positions = _positions(self.gradients)
+        positions = self.positions if self.gradients.ndim == 4 else 0
         if self.inputs.numel() and not (
             0 <= int(self.inputs.min()) <= int(self.inputs.max()) < self.num_tokens
         ):
             raise ValueError(f"expected tokens of 0 ... {self.num_tokens - 1}")
         return [(positions,), (-1, positions, width_out)]
-
-
-def _positions(gradients: Tensor) -> int:
-    return int(gradients.shape[2]) if gradients.ndim == 4 else 0
 
 
 def _check_bias(bias: str | None, width_out: int, parameters: Mapping[str, Sequence[int]]) -> None:

@@ -146,7 +146,7 @@ def _biases(layer: Layer, gradients: Sequence[Tensor], kind: str) -> list[Block]
 def _smaller(calls: Sequence[FactoredBlock]) -> list[Block]:
     """Keep factors if there is one call and they are at most half as large; else make it dense."""
     block = calls[0]
-    if len(calls) == 1 and 2 * block.factored_size <= block.dense_size:
+    if len(calls) == 1 and 2 * sum(a[0].numel() for a in block.arrays) <= block.dense_size:
         return [block]
     tensors = [call.dense() for call in calls]
     path = f"{block.kind}, summed over positions"

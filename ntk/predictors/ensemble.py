@@ -112,8 +112,7 @@ class EnsemblePredictor(Predictor):
         """Compute the uncertainty of the ensemble about examples (n, ...)."""
         return uncertainty_of(self.probabilities(x))
 
-    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the models' loss of scores (n, C) against one-hot targets (n, C)."""
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         alike = (member for member in self.models if member.loss == self.loss)
         return next(alike).loss_of(outputs, targets)
 
@@ -148,8 +147,7 @@ class EnsemblePredictor(Predictor):
         (folder / self.FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
         path = Path(folder) / cls.FILE
         try:
             described = json.loads(path.read_text(encoding="utf-8"))

@@ -120,13 +120,11 @@ class NetworkPredictor(Predictor):
         return outputs
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:
-        """Return the network's outputs (n, C) in evaluation mode, on the CPU."""
+    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
         self.network.eval()
         return torch.cat([self(chunk).cpu() for chunk in x.split(BATCH_SIZE)])
 
-    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
-        """Loss as in :func:`~fedntk.ntk.loss_value`, summed in float64."""
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         return loss_value(outputs, targets, self.loss)
 
     def save(self, folder: str | Path) -> None:
@@ -134,8 +132,7 @@ class NetworkPredictor(Predictor):
         write_model(Path(folder) / self.FILE, arrays_of(self.network), {"loss": self.loss})
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
         with reading_model(Path(folder) / cls.FILE, "network") as (arrays, described):
             loss = described["loss"]
         require_same_network(network, arrays, folder)

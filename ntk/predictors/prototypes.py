@@ -56,13 +56,11 @@ class PrototypePredictor(NetworkPredictor):
             raise ValueError("prototypes: expected one of at least one class, got none")
         self.prototypes = prototypes
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of examples (n, ...): shape (n, C), on the CPU without gradients."""
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.predict(x)
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:
-        """Return the scores of examples (n, ...): shape (n, C), float32 on the CPU."""
+    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
         extract = self.feature_map.extractor(self.network)
         present = torch.from_numpy(self.prototypes.present)
         means = torch.from_numpy(np.array(self.prototypes.means))[present]
@@ -75,8 +73,7 @@ class PrototypePredictor(NetworkPredictor):
             scores[-1][:, present] = own
         return torch.cat(scores)
 
-    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:
-        """Cross-entropy of scores against one-hot targets, averaged over the examples."""
+    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
         return loss_value(outputs, targets, "cross-entropy")
 
     def save(self, folder: str | Path) -> None:
@@ -89,8 +86,7 @@ class PrototypePredictor(NetworkPredictor):
         write_model(Path(folder) / self.PROTOTYPES, own, {"head": self.feature_map.head})
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
         with reading_model(Path(folder) / cls.PROTOTYPES, "prototypes") as (arrays, described):
             head, prototypes = described["head"], Prototypes(arrays["means"], arrays["counts"])
         own = NetworkPredictor.load(folder, network).network

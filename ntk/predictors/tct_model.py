@@ -149,8 +149,7 @@ class TCTModel(Predictor):
         write_model(Path(folder) / self.FILE, arrays, described)
 
     @classmethod
-    def load(cls, folder: str | Path, network: nn.Module) -> Self:
-        """Read what :meth:`save` wrote, given a network of the architecture that was saved."""
+    def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102
         with reading_model(Path(folder) / cls.FILE, "TCT model") as (arrays, described):
             feature_map, loss = FeatureMap.from_config(described), check_loss(described["loss"])
         own = {k.removeprefix("network."): a for k, a in arrays.items() if "network." in k[:8]}
