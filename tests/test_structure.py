@@ -259,7 +259,7 @@ def test_a_folder_named_fedntk_in_the_working_directory_is_not_taken_for_the_pac
     )
     version, file = done.stdout.split()
     assert version == fedntk.__version__
-    assert Path(file) == ROOT / "ntk" / "__init__.py"
+    assert Path(file).resolve() == ROOT / "ntk" / "__init__.py"
 
 
 def imported_modules():
