@@ -34,6 +34,10 @@ app = typer.Typer(
     add_completion=False,
 )
 
+NewFile = Annotated[
+    Path,
+    typer.Argument(help="Only its owner can read it; an existing file is not replaced."),
+]
 BodyTimeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds for a request's body; then it is refused.")
 ]
@@ -44,11 +48,8 @@ CertificateKey = Annotated[Path | None, typer.Option(help="Private key of the ce
 
 
 @app.command("new-key")
-def new_key_command(file: Annotated[Path, typer.Argument()]) -> None:
-    """Make a private key, for a client or a shuffling server, and print its public key.
-
-    FILE is a new file that only its owner can read; an existing one is not replaced.
-    """
+def new_key_command(file: NewFile) -> None:
+    """Make a private key, for a client or a shuffling server, and print its public key."""
     with _errors_in_one_line():
         key = new_key()
         save_key(key, file)
@@ -56,11 +57,10 @@ def new_key_command(file: Annotated[Path, typer.Argument()]) -> None:
 
 
 @app.command("new-key-server")
-def new_key_server_command(file: Annotated[Path, typer.Argument()]) -> None:
+def new_key_server_command(file: NewFile) -> None:
     """Make a key server's secret, and print its verification key, for the clients.
 
-    FILE is a new file that only its owner can read; an existing one is not replaced. If it is lost,
-    the seeds of past runs are lost.
+    If the file is lost, the seeds of past runs are lost.
     """
     with _errors_in_one_line():
         typer.echo(new_secret(file).hex())
@@ -151,7 +151,7 @@ def _serve(
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong without a traceback; the exit code is 2."""
+    """Say what is wrong without a traceback, and exit with 2."""
     try:
         yield
     except (SealError, OSError) as error:

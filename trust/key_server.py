@@ -35,16 +35,6 @@ from .sealing import (
     write_secret,
 )
 
-__all__ = [
-    "SEALED_SEED",
-    "ClientKeys",
-    "KeyServer",
-    "NotEnrolled",
-    "check_voucher",
-    "load_secret",
-    "new_secret",
-]
-
 SEALED_SEED = "sealed-seed"  # its name in a message
 SEED_BYTES = 32
 CHALLENGE_BYTES = 16
@@ -86,8 +76,7 @@ class KeyServer:
     ) -> None:
         if len(master) != SEED_BYTES:
             raise SealError(f"master: expected {SEED_BYTES} bytes, got {len(master)}")
-        self._master = master
-        self._signing_key = signing_key
+        self._master, self._signing_key = master, signing_key
         self.verify_key = signing_key.public_key().public_bytes_raw()
         self.enrol(enrolled)
 
@@ -105,11 +94,10 @@ class KeyServer:
         return HKDF(SHA256(), SEED_BYTES, salt=None, info=info).derive(self._master)
 
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
-        """Return the run's seed sealed for one client, E(k_m^+, rho), and signed.
+        """Return the run's seed sealed for one client, E(k_m^+, rho), and signed; or NotEnrolled.
 
         `public_key` and `challenge` are from :meth:`ClientKeys.request`. They and the run are in
-        clear, then come the sealed seed and a signature of it all. Raises NotEnrolled if this is no
-        enrolled client's key.
+        clear, then come the sealed seed and a signature of it all.
         """
         self._require_enrolled(public_key)
         if len(challenge) != CHALLENGE_BYTES:
@@ -119,10 +107,10 @@ class KeyServer:
         return signed + self._signing_key.sign(signed)
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature, 64 bytes, that says that a key is an enrolled client's, for one run.
+        """Return a signature, 64 bytes, that the key is a client's in this run; or NotEnrolled.
 
         Clients that seal for each other check it with :func:`check_voucher`, so that a relay cannot
-        name keys of its own. Raises NotEnrolled if this is no enrolled client's key.
+        name keys of its own.
         """
         self._require_enrolled(public_key)
         return self._signing_key.sign(_VOUCHED + public_key + check_run(run))
@@ -141,10 +129,9 @@ def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes
 
     The key server's `verify_key`, 32 raw bytes, must not be from the source of the voucher.
     """
-    name = check_run(run)
+    signed = _VOUCHED + public_key + check_run(run)
     try:
-        trusted = Ed25519PublicKey.from_public_bytes(verify_key)
-        trusted.verify(voucher, _VOUCHED + public_key + name)
+        Ed25519PublicKey.from_public_bytes(verify_key).verify(voucher, signed)
     except (InvalidSignature, ValueError):
         raise SealError(
             f"the key server does not vouch for key {fingerprint(public_key)}... in run {run!r}: "
@@ -176,10 +163,8 @@ class ClientKeys:
         state: MutableMapping[str, Any],
     ) -> None:
         check_run(run)
-        self._private_key = private_key
-        self._public_key = public_bytes(private_key)
-        self._run = run
-        self._state = state
+        self._private_key, self._public_key = private_key, public_bytes(private_key)
+        self._run, self._state = run, state
         try:
             self._verify_key = Ed25519PublicKey.from_public_bytes(verify_key)
         except ValueError:
@@ -230,7 +215,7 @@ class ClientKeys:
 
 
 def _head(public_key: bytes, challenge: bytes, run: str) -> bytes:
-    """Return what a sealed seed is bound to; it precedes the seed."""
+    """Return what precedes a sealed seed, and what that is bound to."""
     name = check_run(run)
     return _SEED + public_key + challenge + bytes([len(name)]) + name
 

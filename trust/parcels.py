@@ -21,8 +21,6 @@ from .key_server import check_voucher
 from .sealing import SealError, public_bytes, seal, unseal
 from .wire import frame_arrays, unframe_arrays
 
-__all__ = ["ParcelKeys", "open_parcel", "seal_parcel"]
-
 CONTENT, KEY = "content", "key-"  # names of arrays: the ciphertext, and its key for one receiver
 NONCE = bytes(12)  # a key encrypts only one parcel
 Arrays = Mapping[str, NDArray[Any]]
@@ -32,24 +30,17 @@ Arrays = Mapping[str, NDArray[Any]]
 class ParcelKeys:
     """What a client needs to seal for others, and to open what was sealed for it.
 
-    Attributes
-    ----------
-    private_key : X25519PrivateKey
-        Client's own key.
-    run : str
-        Name of the run, as the key server knows it; needed with `verify_key`.
-    verify_key : bytes or None
-        Key server's verification key, 32 raw bytes, not from the relay. With it the client seals
-        only for keys that the key server vouches for; without it, for all that the relay names.
+    With the key server's `verify_key`, 32 raw bytes, not from the relay, the client seals only for
+    keys that the key server vouches for; without it, for all that the relay names.
     """
 
     private_key: X25519PrivateKey
-    run: str = ""
+    run: str = ""  # its name, as the key server knows it; needed with verify_key
     verify_key: bytes | None = None
 
     @property
     def public_key(self) -> bytes:
-        """Public half of the own key, 32 raw bytes."""
+        """Public half of the client's own key, 32 raw bytes."""
         return public_bytes(self.private_key)
 
     def require_vouched(self, public_key: bytes, voucher: bytes) -> None:

@@ -19,21 +19,22 @@ from .sealing import SealError
 from .shuffling_server import Shuffled
 from .wire import SEALED_SEED, SHUFFLE, VOUCHER, pack
 
-__all__ = ["RemoteKeyServer", "RemoteShufflingServer"]
-
 CHUNK_BYTES = 1_000_000
 _ERRORS = {error.__name__: error for error in (SealError, NotEnrolled)}
 
 
 class _Remote:
     command: str  # starts the server
+    timeout = 30.0
 
-    def __init__(self, url: str, timeout: float, verify: bool | str | Path) -> None:
+    def __init__(
+        self, url: str, *, timeout: float | None = None, verify: bool | str | Path = True
+    ) -> None:
         self.url = url.rstrip("/")
-        self._timeout = timeout
-        self._verify = (
-            verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
-        )
+        if timeout is not None:
+            self.timeout = timeout
+        checked = isinstance(verify, bool)
+        self._verify = verify if checked else ssl.create_default_context(cafile=verify)
 
     def _ask(self, path: str, parts: Sequence[bytes], **named: Any) -> bytes:
         body = pack(named, parts)
@@ -41,7 +42,7 @@ class _Remote:
         chunks = (body[i : i + CHUNK_BYTES] for i in range(0, len(body), CHUNK_BYTES))
         try:
             response = httpx.post(
-                self.url + path, content=chunks, timeout=self._timeout, verify=self._verify
+                self.url + path, content=chunks, timeout=self.timeout, verify=self._verify
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ConnectionError(
@@ -69,7 +70,7 @@ class RemoteKeyServer(_Remote):
     url : str
         Address, such as ``"https://keys.example.org:9191"``.
     timeout : float
-        Seconds to wait without progress.
+        Seconds to wait without progress, 30 by default.
     verify : bool, str or Path
         Whether its TLS certificate is checked; or a file with the certificate of the authority
         that signed it.
@@ -77,48 +78,28 @@ class RemoteKeyServer(_Remote):
 
     command = "key-server"
 
-    def __init__(self, url: str, *, timeout: float = 30, verify: bool | str | Path = True) -> None:
-        super().__init__(url, timeout, verify)
-
     def sealed_seed(self, public_key: bytes, run: str, challenge: bytes) -> bytes:
-        """Return the run's seed sealed for one client, as :meth:`KeyServer.sealed_seed`."""
+        """See :meth:`KeyServer.sealed_seed`."""
         return self._ask(SEALED_SEED, [public_key, challenge], run=run)
 
     def voucher(self, public_key: bytes, run: str) -> bytes:
-        """Return a signature that vouches for a key, as :meth:`KeyServer.voucher`."""
+        """See :meth:`KeyServer.voucher`."""
         return self._ask(VOUCHER, [public_key], run=run)
 
 
 class RemoteShufflingServer(_Remote):
     """A :class:`ShufflingServer` in another process; parameters as of :class:`RemoteKeyServer`.
 
-    It may take a while to shuffle. If the caller gives up after `timeout` seconds, the round is
-    lost: its rows are not given out again.
+    `timeout` is 600 by default, as shuffling may take a while. A round on which the caller gives up
+    is lost: its rows are not given out again.
     """
 
     command = "shuffling-server"
+    timeout = 600.0
 
-    def __init__(self, url: str, *, timeout: float = 600, verify: bool | str | Path = True) -> None:
-        super().__init__(url, timeout, verify)
-
-    def shuffle(
-        self,
-        sealed: Sequence[bytes],
-        *,
-        limits: UploadLimits,
-        run: str,
-        server_round: int,
-        num_examples: Sequence[int] | None = None,
-    ) -> Shuffled:
-        """Have the uploads of a round opened and permuted, as :meth:`ShufflingServer.shuffle`."""
-        answer = self._ask(
-            SHUFFLE,
-            sealed,
-            limits=asdict(limits),
-            run=run,
-            server_round=server_round,
-            num_examples=num_examples,
-        )
+    def shuffle(self, sealed: Sequence[bytes], *, limits: UploadLimits, **options: Any) -> Shuffled:
+        """See :meth:`ShufflingServer.shuffle`, which has the `options`."""
+        answer = self._ask(SHUFFLE, sealed, limits=asdict(limits), **options)
         try:
             return Shuffled.from_bytes(answer, parameters=limits.parameters)
         except Exception as error:  # whatever answers at this address

@@ -14,25 +14,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
-__all__ = [
-    "KEY_BYTES",
-    "OVERHEAD",
-    "SealError",
-    "check_public_key",
-    "check_run",
-    "fingerprint",
-    "load_key",
-    "new_key",
-    "public_bytes",
-    "save_key",
-    "seal",
-    "unseal",
-    "write_secret",
-]
-
 KEY_BYTES = 32
 LONGEST_RUN = 255
-OVERHEAD = 48  # bytes that sealing adds: an ephemeral public key and a tag
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
 
@@ -43,8 +26,8 @@ class SealError(ValueError):
 def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
     """Encrypt less than 2 GiB for the owner of a public key, 32 raw bytes.
 
-    `info` is the purpose: the bytes open only with the same. They are 48 more than the plaintext,
-    and different each time.
+    `info` is the purpose: the bytes open only with the same. An ephemeral public key and a tag make
+    them 48 more than the plaintext, and different each time.
 
     Examples
     --------

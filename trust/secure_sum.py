@@ -45,19 +45,6 @@ from numpy.typing import NDArray
 from .sealing import KEY_BYTES, SealError, public_bytes
 from .wire import frame
 
-__all__ = [
-    "EXCHANGE_BYTES",
-    "FEWEST",
-    "PARCEL_BYTES",
-    "SECRET_BYTES",
-    "TAG_BYTES",
-    "MaskedSum",
-    "Masker",
-    "Promise",
-    "Roster",
-    "exchange_of",
-]
-
 FEWEST = 3  # clients of a sum: each of two would learn the other's numbers
 SECRET_BYTES = 16  # of a secret, and of a share of it: numbers of GF(2^128)
 PARCEL_BYTES = 92  # nonce 12, mask key 32, two shares, tag 16
@@ -71,30 +58,28 @@ Words = NDArray[np.uint32] | NDArray[np.uint64]
 def exchange_of(nonces: Iterable[bytes]) -> bytes:
     """Return the name of a sum, 16 bytes, from the nonces of its clients in the roster's order.
 
-    A client draws a nonce of 16 bytes for each sum and uses it once, so no other sum has this name.
+    A nonce has 16 bytes and is used once, so no other sum has this name.
     """
     text = b"fedntk secure sum 1 exchange\0" + frame(nonces)
     return hashlib.sha256(text).digest()[:EXCHANGE_BYTES]
 
 
 @dataclass(frozen=True)
+class Promise:
+    """What a client tells the server before its words; the server knows right shares by it."""
+
+    mask_key: bytes  # public, 32 raw bytes
+    commitment: bytes  # to b_u, 32 bytes
+
+
+@dataclass(frozen=True)
 class Roster:
-    """Who takes part in a sum. All clients must agree on it, as their keys depend on it.
+    """Who takes part in a sum. All clients must agree on it, as their keys depend on it."""
 
-    Attributes
-    ----------
-    exchange : bytes
-        Name of the sum, 16 bytes; see :func:`exchange_of`.
-    clients, keys : tuple of int, tuple of bytes
-        At least three ids, ascending, and the clients' public keys, 32 raw bytes each.
-    threshold : int
-        Number of clients who must be in the sum and give shares to open it: more than half of
-        them, and at least three.
-    """
-
-    exchange: bytes
-    clients: tuple[int, ...]
-    keys: tuple[bytes, ...]
+    exchange: bytes  # name of the sum, 16 bytes: see exchange_of
+    clients: tuple[int, ...]  # three ids or more, ascending
+    keys: tuple[bytes, ...]  # their public keys, 32 raw bytes each
+    # clients who must be in the sum and give shares to open it: more than half, and three or more
     threshold: int
 
     def __post_init__(self) -> None:
@@ -133,9 +118,10 @@ class Roster:
         """Return the private mask key that a client makes from its seed."""
         return X25519PrivateKey.from_private_bytes(self.derive(seed, "mask key"))
 
-    def commitment(self, own: bytes) -> bytes:
-        """Return a commitment to b_u, 32 bytes, from which b_u cannot be found."""
-        return hashlib.sha256(b"fedntk secure sum 1 own mask\0" + self.digest + own).digest()
+    def promise(self, seed: bytes, own: bytes) -> Promise:
+        """Return what commits a client to its seed and b_u; neither can be found from it."""
+        text = b"fedntk secure sum 1 own mask\0" + self.digest + own
+        return Promise(public_bytes(self.mask_key(seed)), hashlib.sha256(text).digest())
 
     def add_own_mask(self, words: Words, own: bytes, sign: int) -> None:
         """Add or subtract PRG(b_u), in place."""
@@ -149,29 +135,9 @@ class Roster:
         _add_stream(words, seed, sign)
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What a client tells the server before its words; the server knows right shares by it."""
-
-    mask_key: bytes  # public, 32 raw bytes
-    commitment: bytes  # to b_u, 32 bytes
-
-
 @dataclass
 class Masker:
     """A client's part in one sum. Its methods raise SealError if the others break the protocol.
-
-    Attributes
-    ----------
-    roster, client : Roster, int
-        Clients that take part, and the id of this one.
-    seed, own : bytes
-        Seed of the mask key, and b_u: 16 bytes each.
-    received : dict of int to bytes
-        Client -> its public mask key and this client's shares of its `seed` and `own`, 64 bytes.
-        This client's words have masks with these clients.
-    arrived : tuple of int
-        Clients in the sum, as the server told this client and it told the others; empty before.
 
     Examples
     --------
@@ -197,10 +163,12 @@ class Masker:
 
     roster: Roster
     client: int
+    # seed of the mask key, and b_u: 16 bytes each
     seed: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     own: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
+    # client that shares masks -> its public mask key and shares of its seed and own, 64 bytes
     received: dict[int, bytes] = field(default_factory=dict, repr=False)
-    arrived: tuple[int, ...] = ()
+    arrived: tuple[int, ...] = ()  # clients in the sum, as confirmed to the others
 
     def __post_init__(self) -> None:
         self.roster.position(self.client)
@@ -208,8 +176,7 @@ class Masker:
     @property
     def promise(self) -> Promise:
         """What this client tells the server about its secrets."""
-        mask_key = public_bytes(self.roster.mask_key(self.seed))
-        return Promise(mask_key, self.roster.commitment(self.own))
+        return self.roster.promise(self.seed, self.own)
 
     def parcels(self, private_key: X25519PrivateKey) -> dict[int, bytes]:
         """Return 92 bytes for each other client: the mask key and shares of both secrets."""
@@ -243,9 +210,8 @@ class Masker:
         for sender, parcel in parcels.items():
             key, info = self._channel(private_key, sender, sends=False)
             try:
-                content = ChaCha20Poly1305(key).decrypt(
-                    parcel[:NONCE_BYTES], parcel[NONCE_BYTES:], info
-                )
+                nonce, sealed = parcel[:NONCE_BYTES], parcel[NONCE_BYTES:]
+                content = ChaCha20Poly1305(key).decrypt(nonce, sealed, info)
             except (InvalidTag, ValueError):
                 raise SealError(
                     f"what client {sender} sent does not open: it is damaged, or of another sum"
@@ -272,8 +238,8 @@ class Masker:
     def confirm(self, private_key: X25519PrivateKey, arrived: Iterable[int]) -> dict[int, bytes]:
         """Tell each other client which clients' words `arrived`: return tags, 16 bytes each.
 
-        A client confirms one set of clients once: those that it shares masks with, itself among
-        them, as many as the threshold or more.
+        A client confirms only one set: clients that it shares masks with, itself among them, as
+        many as the threshold or more.
         """
         survivors = set(arrived)
         if self.client not in survivors or survivors - self.received.keys():
@@ -291,21 +257,19 @@ class Masker:
     def reveal(self, private_key: X25519PrivateKey, tags: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return shares of b_v of the clients whose words arrived, of the other clients' seeds.
 
-        `tags` are what other clients confirmed to this one; as many as the threshold, this client
-        counted, must have confirmed the same. That is more than half of all, and each confirms
-        once: so all shares that clients give are for one set of clients.
+        As many as the threshold must have confirmed the same, by their `tags` to this client, which
+        counts itself. That is more than half of all, and each confirms once: so all shares that
+        clients give are for one set of clients.
         """
-        agreeing = [
-            v
+        agreeing = sum(
+            hmac.compare_digest(tag, self._tag(private_key, v, sends=False))
             for v, tag in tags.items()
-            if v in self.arrived
-            and v != self.client
-            and hmac.compare_digest(tag, self._tag(private_key, v, sends=False))
-        ]
-        if not self.arrived or len(agreeing) + 1 < self.roster.threshold:
+            if v in self.arrived and v != self.client
+        ) + bool(self.arrived)
+        if agreeing < self.roster.threshold:
             raise SealError(
-                f"{len(agreeing) + bool(self.arrived)} clients were told the same of who is in the "
-                f"sum, fewer than the {self.roster.threshold} who were agreed on: it stays closed"
+                f"{agreeing} clients were told the same of who is in the sum, fewer than the "
+                f"{self.roster.threshold} who were agreed on: it stays closed"
             )
         of_seed, of_own = slice(-2 * SECRET_BYTES, -SECRET_BYTES), slice(-SECRET_BYTES, None)
         return {
@@ -328,7 +292,7 @@ class Masker:
         return self.roster.derive(secret, purpose), purpose.encode()
 
     def to_bytes(self) -> bytes:
-        """Return all of it, secrets included: only the client may read it."""
+        """Write all of it, secrets included: only the client may read it."""
         return json.dumps(asdict(self), default=bytes.hex).encode()
 
     @classmethod
@@ -349,24 +313,16 @@ class Masker:
 
 @dataclass(frozen=True)
 class MaskedSum:
-    """The server's part: it opens the sum of words, and no words of one client.
-
-    Parameters
-    ----------
-    roster : Roster
-        Clients that take part; `about` is the subject of the words, as in :meth:`Masker.masked`.
-    promises : mapping of int to Promise
-        Client -> its promise, for those with parcels that were handed on.
-    """
+    """The server's part: it opens the sum of words, and no words of one client."""
 
     roster: Roster
-    promises: Mapping[int, Promise]
-    about: bytes = b""
+    promises: Mapping[int, Promise]  # of the clients with parcels that were handed on
+    about: bytes = b""  # subject of the words, as in Masker.masked
 
     def opened(
         self, total: Words, arrived: Iterable[int], revealed: Mapping[int, Mapping[int, bytes]]
     ) -> Words:
-        """Return the sum of the clients' words without masks.
+        """Return the sum without masks; SealError if too few clients gave right shares.
 
         Parameters
         ----------
@@ -376,14 +332,8 @@ class MaskedSum:
             Clients that sent these words.
         revealed : mapping of int to mapping of int to bytes
             Client -> what it returned from :meth:`Masker.reveal`.
-
-        Raises
-        ------
-        SealError
-            If too few clients gave right shares.
         """
-        survivors = sorted(arrived)
-        result = total.copy()
+        survivors, result = sorted(arrived), total.copy()
         reliable: list[int] = []
         for client in self.promises:
             in_sum = client in survivors
@@ -405,12 +355,9 @@ class MaskedSum:
     def _combine(
         self, shares: Mapping[int, bytes], client: int, in_sum: bool, reliable: list[int]
     ) -> tuple[bytes, list[int]]:
-        """Return a client's secret, and who gave the shares for it; some shares may be wrong.
-
-        It tries the `reliable` first: their shares of another secret were right.
-        """
+        """Return a client's secret, and who gave right shares of it; `reliable` ones come first."""
         ordered = sorted(shares.items(), key=lambda share: (share[0] not in reliable, share[0]))
-        threshold = self.roster.threshold
+        threshold, told = self.roster.threshold, self.promises[client]
         if len(ordered) < threshold:
             raise SealError(
                 f"{len(ordered)} clients gave shares, {threshold} are needed to open the sum"
@@ -418,19 +365,16 @@ class MaskedSum:
         for start in range(len(ordered) if len(ordered) > threshold else 1):
             some = [ordered[(start + i) % len(ordered)] for i in range(threshold)]
             secret: bytes = Shamir.combine(some, ssss=False)
-            if self._is_promised(secret, client, in_sum):
+            found = self.roster.promise(secret, secret)
+            right = (
+                found.commitment == told.commitment if in_sum else found.mask_key == told.mask_key
+            )
+            if right:
                 return secret, [i for i, _ in some]
         raise SealError(
             f"shares of client {client}'s secret are not of what it promised: it, or one of "
             f"{[self.roster.clients[i - 1] for i in shares]}, does not follow the protocol"
         )
-
-    def _is_promised(self, secret: bytes, client: int, in_sum: bool) -> bool:
-        """Return whether this is the client's b_u, if it is in the sum, or else its seed."""
-        promise = self.promises[client]
-        if in_sum:
-            return self.roster.commitment(secret) == promise.commitment
-        return public_bytes(self.roster.mask_key(secret)) == promise.mask_key
 
 
 def _agree(private_key: X25519PrivateKey, public_key: bytes) -> bytes:

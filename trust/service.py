@@ -5,26 +5,23 @@ import re
 from collections.abc import Callable
 from logging import getLogger
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError, validate_call
 from starlette.requests import ClientDisconnect
 
-from fedntk.ntk import UploadLimits
-
 from .key_server import KeyServer, NotEnrolled
 from .sealing import KEY_BYTES, SealError
 from .shuffling_server import ShufflingServer
 from .wire import SEALED_SEED, SHUFFLE, VOUCHER, unpack
 
-__all__ = ["key_server_app", "read_enrolled", "shuffling_server_app"]
-
 BODY_LIMIT = 2_000_000_000
 BODY_TIMEOUT = 600.0
 SMALL_BODY = 10_000
 SMALL_BODY_TIMEOUT = 30.0
+SHORTER = "send fewer uploads or fewer examples, or start the server with a larger"
 STATUS: dict[type[Exception], int] = {NotEnrolled: 403, TimeoutError: 408}  # others are 400
 logger = getLogger("uvicorn.error")
 
@@ -44,10 +41,12 @@ def key_server_app(
         except (SealError, OSError) as error:
             logger.warning("the keys enrolled before stay: %s", error)
 
+    @validate_call
     def sealed_seed(public_key: bytes, challenge: bytes, *, run: str) -> bytes:
         enrol()
         return server.sealed_seed(public_key, run, challenge)
 
+    @validate_call
     def voucher(public_key: bytes, *, run: str) -> bytes:
         enrol()
         return server.voucher(public_key, run)
@@ -59,17 +58,10 @@ def shuffling_server_app(
     server: ShufflingServer, *, body_limit: int = BODY_LIMIT, body_timeout: float = BODY_TIMEOUT
 ) -> FastAPI:
     """Serve shuffled uploads: `body_limit` bytes at most, within `body_timeout` seconds."""
+    checked = validate_call(server.shuffle)
 
-    def shuffle(
-        *sealed: bytes,
-        limits: UploadLimits,
-        run: str,
-        server_round: int,
-        num_examples: list[int] | None,
-    ) -> bytes:
-        return server.shuffle(
-            sealed, limits=limits, run=run, server_round=server_round, num_examples=num_examples
-        ).to_bytes()
+    def shuffle(*sealed: bytes, **named: Any) -> bytes:
+        return checked(sealed, **named).to_bytes()
 
     return _app({SHUFFLE: shuffle}, body_limit, body_timeout)
 
@@ -92,33 +84,25 @@ def read_enrolled(path: Path) -> list[bytes]:
 
 
 def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -> FastAPI:
-    """Serve functions at addresses; pydantic checks the arguments that requests hold for them."""
+    """Serve functions at addresses; they have pydantic check the arguments of requests."""
 
     async def read_body(request: Request) -> bytes:
         return await _body(request, limit, timeout)
 
     def serve(path: str, answer: Callable[..., bytes]) -> None:
-        checked = validate_call(answer)
-
         @app.post(path)  # not async: FastAPI runs it in a thread
         def respond(body: Annotated[bytes, Depends(read_body)]) -> Response:
             named, parts = unpack(body)
             try:
-                content = checked(*parts, **named)
+                content = answer(*parts, **named)
             except ValidationError as error:
                 first = error.errors(include_url=False, include_input=False)[0]
                 where = ".".join(map(str, first["loc"]))
                 raise SealError(f"malformed request: {where!r:.100}: {first['msg']:.200}") from None
             return Response(content, media_type="application/octet-stream")
 
-    app = FastAPI(
-        openapi_url=None,
-        exception_handlers={
-            SealError: _refused,
-            TimeoutError: _refused,
-            ClientDisconnect: _broken_off,
-        },
-    )
+    handlers = {SealError: _refused, TimeoutError: _refused, ClientDisconnect: _broken_off}
+    app = FastAPI(openapi_url=None, exception_handlers=handlers)
     for path, answer in answers.items():
         serve(path, answer)
     return app
@@ -149,12 +133,9 @@ async def _body(request: Request, limit: int, timeout: float) -> bytes:
                     body.clear()
     except TimeoutError:
         raise TimeoutError(
-            f"expected the whole request within {timeout:g} s, got {size} bytes of it; send fewer "
-            "uploads or fewer examples, or start the server with a larger --body-timeout"
+            f"expected the whole request within {timeout:g} s, got {size} bytes of it; {SHORTER} "
+            "--body-timeout"
         ) from None
     if size > limit:
-        raise SealError(
-            f"expected a request of at most {limit} bytes, got {size}; send fewer uploads or fewer "
-            "examples, or start the server with a larger limit"
-        )
+        raise SealError(f"expected a request of at most {limit} bytes, got {size}; {SHORTER} limit")
     return bytes(body)

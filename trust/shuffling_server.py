@@ -35,29 +35,15 @@ from fedntk.ntk.payloads import MemoryBudget, screen_uploads
 from .sealing import SealError, check_run, new_key, public_bytes, seal, unseal
 from .wire import frame_arrays, pack, unframe_arrays, unpack
 
-__all__ = ["Shuffled", "ShufflingServer", "seal_upload"]
-
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """What the shuffling server gives out for a round.
+    """What the shuffling server gives out for a round."""
 
-    Attributes
-    ----------
-    upload : JacobianUpload or None
-        Rows of all accepted uploads, in random order; None if too few were accepted.
-    rejected : dict of int to BadReply
-        Index of a sealed upload, as handed over -> why it was dropped.
-    accepted : int
-        Number of accepted uploads.
-    message : str
-        Reason why there is no upload; empty if there is one.
-    """
-
-    upload: JacobianUpload | None
-    rejected: dict[int, BadReply]
-    accepted: int
-    message: str = ""
+    upload: JacobianUpload | None  # rows of all accepted uploads, in random order; None if too few
+    rejected: dict[int, BadReply]  # index of a sealed upload, as handed over -> why it was dropped
+    accepted: int  # number of uploads
+    message: str = ""  # why there is no upload
 
     def to_bytes(self) -> bytes:
         """Write all of it, the upload as arrays."""
@@ -85,7 +71,7 @@ def seal_upload(
     """Seal the arrays of a client's :class:`~fedntk.ntk.CompressedUpload`, less than 2 GiB in all.
 
     They open only for the shuffling server, in this run and round. Its `public_key`, 32 raw bytes,
-    must not be from the aggregation server. The array that is returned travels as any other.
+    must not be from the aggregation server.
     """
     sealed = seal(frame_arrays(arrays), public_key, _binding(run, server_round))
     return np.frombuffer(sealed, np.uint8)
@@ -136,10 +122,9 @@ class ShufflingServer:
         Returns
         -------
         Shuffled
-            Bad uploads are in `rejected`, for one of these reasons: ``"sealed"`` (does not open),
-            ``"replayed"`` (came twice), ``"arrays"`` (holds something else), ``"num-examples"``,
-            ``"memory"``, ``"malformed"``, or one of
-            :meth:`fedntk.ntk.CompressedUpload.from_arrays` or ``screen_uploads``.
+            Reasons of bad uploads are ``"sealed"`` (does not open), ``"replayed"`` (came twice),
+            ``"arrays"`` (holds something else), ``"num-examples"``, ``"memory"``, ``"malformed"``,
+            and those of :meth:`fedntk.ntk.CompressedUpload.from_arrays` and ``screen_uploads``.
         """
         if num_examples is not None and len(num_examples) != len(sealed):
             raise SealError(
@@ -161,9 +146,9 @@ class ShufflingServer:
             pooled = JacobianUpload.concatenate(list(uploads.values()))
             order = list(range(len(pooled.outputs)))
             secrets.SystemRandom().shuffle(order)
-            shuffled = Shuffled(pooled.rows(torch.tensor(order)), rejected, len(uploads))
+            rows = pooled.rows(torch.tensor(order))
             self._given_out.add(info)
-        return shuffled
+            return Shuffled(rows, rejected, len(uploads))
 
     def _accept(
         self,
@@ -194,20 +179,18 @@ class ShufflingServer:
         return uploads, rejected
 
     def _open(self, data: bytes, info: bytes, limits: UploadLimits) -> JacobianUpload:
+        reason = "sealed"
         try:
             opened = unseal(data, self._private_key, info)
-        except SealError as error:
-            raise BadReply("sealed", str(error)) from None
-        try:
+            reason = "arrays"
             arrays = unframe_arrays(opened)
-        except Exception as error:  # whatever hostile bytes provoke
-            raise BadReply("arrays", f"the sealed bytes hold no arrays: {error}") from error
-        try:
+            reason = "malformed"
             return CompressedUpload.from_arrays(arrays, limits)
         except BadReply:
             raise
+        except NotEnoughMemory as error:
+            raise BadReply("memory", str(error)) from error
         except Exception as error:  # whatever hostile bytes provoke
-            reason = "memory" if isinstance(error, NotEnoughMemory) else "malformed"
             raise BadReply(reason, str(error)) from error
 
 

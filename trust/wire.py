@@ -10,18 +10,6 @@ from fedntk.ntk.payloads import from_npy, to_npy
 
 from .sealing import SealError
 
-__all__ = [
-    "SEALED_SEED",
-    "SHUFFLE",
-    "VOUCHER",
-    "frame",
-    "frame_arrays",
-    "pack",
-    "unframe",
-    "unframe_arrays",
-    "unpack",
-]
-
 SEALED_SEED, VOUCHER, SHUFFLE = "/sealed-seed", "/voucher", "/shuffle"
 LENGTH_BYTES = 8
 
@@ -34,15 +22,8 @@ def frame(parts: Iterable[bytes]) -> bytes:
 
 
 def unframe(data: bytes) -> list[bytes]:
-    """Part what :func:`frame` joined; raise SealError if a length goes beyond the end.
-
-    Examples
-    --------
-    >>> unframe(frame([b"a", b"", b"bc"]))
-    [b'a', b'', b'bc']
-    """
-    parts = []
-    end = 0
+    """Part what :func:`frame` joined; raise SealError if a length goes beyond the end."""
+    parts, end = [], 0
     while end < len(data):
         start = end + LENGTH_BYTES
         end = start + int.from_bytes(data[end:start], "little")
@@ -70,7 +51,7 @@ def pack(head: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the named values and byte strings that :func:`pack` joined; else raise SealError."""
+    """Part what :func:`pack` joined; else raise SealError."""
     head, *parts = unframe(data) or [b""]
     try:
         named = json.loads(head)

@@ -11,9 +11,9 @@ from fedntk.trust import (
     check_voucher,
     fingerprint,
     new_key,
+    public_bytes,
 )
 from fedntk.trust.key_server import load_secret, new_secret
-from fedntk.trust.sealing import public_bytes
 
 MASTER = bytes(range(32))
 RUN = "run-7"
@@ -44,6 +44,7 @@ def setup():
 
 def test_enrolled_clients_get_the_runs_seed_which_does_not_travel_in_clear(setup):
     request = setup.client().request()
+    assert request["public-key"] == setup.public_key
     sealed = [setup.answer(request) for _ in range(2)]
     seed = setup.server.projection_seed(RUN)
     assert len(seed) == 32
@@ -71,32 +72,24 @@ def test_seed_depends_only_on_master_and_run():
 
 
 def test_challenges_are_fresh(setup):
-    client = setup.client()
-    requests = [client.request() for _ in range(100)]
-    assert len({each["challenge"] for each in requests}) == 100
-    assert {each["public-key"] for each in requests} == {setup.public_key}
-    assert {len(each["challenge"]) for each in requests} == {16}
+    challenges = {setup.client().request()["challenge"] for _ in range(100)}
+    assert len(challenges) == 100
+    assert set(map(len, challenges)) == {16}
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x80])
-def test_every_changed_byte_is_noticed(setup, flip):
+def test_every_changed_byte_and_every_cut_is_noticed(setup):
     client = setup.client()
     sealed = setup.answer(client.request())
-    for position in range(len(sealed)):
-        changed = bytearray(sealed)
-        changed[position] ^= flip
-        with pytest.raises(SealError, match="signature is wrong"):
-            client.open(bytes(changed))
-    client.open(sealed)
-
-
-def test_every_cut_and_all_rubbish_is_noticed(setup):
-    client = setup.client()
-    sealed = setup.answer(client.request())
+    flipped = [
+        sealed[:i] + bytes([sealed[i] ^ flip]) + sealed[i + 1 :]
+        for i in range(len(sealed))
+        for flip in (0x01, 0x80)
+    ]
     cut = [sealed[:end] for end in range(len(sealed))]
-    for data in (*cut, sealed + b"\0", b"rubbish", b"\0" * 300, b"\xff" * 300):
+    for data in (*flipped, *cut, sealed + b"\0", b"rubbish", b"\0" * 300, b"\xff" * 300):
         with pytest.raises(SealError, match=f"signature is wrong: its {len(data)} bytes"):
             client.open(data)
+    client.open(sealed)
 
 
 def test_aggregation_server_cannot_seal_a_seed_of_its_own(setup):
@@ -128,19 +121,14 @@ def test_only_the_answer_to_the_newest_request_opens(setup):
         with pytest.raises(SealError, match=f"sealed for .*{got}.*, {expected}"):
             client.open(data)
     voucher = setup.server.voucher(setup.public_key, "a")
-    signed = b"ntkpeer1" + setup.public_key + b"a"
     with pytest.raises(SealError, match="sealed for run ''"):
-        client.open(signed + voucher)
-    assert client.open(setup.answer(request)) == setup.server.projection_seed(RUN)
-
-
-def test_damage_before_signing_is_noticed(setup):
-    """What a faulty key server would send: the signature is right, the ciphertext is not."""
-    client = setup.client()
-    signed = bytearray(setup.answer(client.request())[:-64])
-    signed[-1] ^= 1
+        client.open(b"ntkpeer1" + setup.public_key + b"a" + voucher)
+    sealed = setup.answer(request)
+    assert client.open(sealed) == setup.server.projection_seed(RUN)
+    # a faulty key server's: the signature is right, the ciphertext is not
+    spoilt = sealed[:-65] + bytes([sealed[-65] ^ 1])
     with pytest.raises(SealError, match="signed, but damaged"):
-        client.open(bytes(signed) + setup.signing_key.sign(bytes(signed)))
+        client.open(spoilt + setup.signing_key.sign(spoilt))
 
 
 def test_unknown_client_is_named_with_the_cure(setup):
@@ -173,7 +161,7 @@ def test_malformed_arguments_are_refused_by_name(setup):
             call()
 
 
-@pytest.mark.parametrize("run", ["a", "ü" * 127, "run 7\n\0"])
+@pytest.mark.parametrize("run", ["ü" * 127, "run 7\n\0"])
 def test_any_name_of_a_run_travels(setup, run):
     client = setup.client(run=run)
     assert client.open(setup.answer(client.request(), run)) == setup.server.projection_seed(run)
@@ -187,7 +175,6 @@ def test_a_voucher_is_for_one_key_and_run_of_one_key_server(setup):
         (voucher, public_bytes(new_key()), "a", verify_key),
         (voucher, key, "b", verify_key),
         (voucher, key, "a", Setup().server.verify_key),
-        (bytes(64), key, "a", verify_key),
         (b"", key, "a", verify_key),
     ):
         with pytest.raises(SealError, match="does not vouch for key"):
@@ -201,8 +188,6 @@ def test_secret_file_gives_the_same_key_server_again(tmp_path):
     assert KeyServer(master, [], signing_key).verify_key == verify_key
     assert load_secret(path)[0] == master
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(SealError, match="exists and is not replaced"):
-        new_secret(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"master": 1, "signing-key": ""}', "\x80"])

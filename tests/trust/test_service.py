@@ -50,10 +50,7 @@ def command(*arguments: object) -> tuple[int, str]:
 
 @contextmanager
 def thread(*arguments: object) -> Iterator[int]:
-    """Start a server in a thread and give its port; at the end its log is whole.
-
-    The federation's tests start both servers as processes.
-    """
+    """Start a server in a thread and give its port; at the end its log is whole."""
     made: list[uvicorn.Server] = []
 
     def run(service: FastAPI, **settings: Any) -> None:
@@ -64,14 +61,13 @@ def thread(*arguments: object) -> Iterator[int]:
         code, printed = command(*arguments)
     assert code == 0
     assert re.fullmatch("[0-9a-f]{64}", printed)  # its public or verification key
-    (server,) = made
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = Thread(target=server.run, args=([listener],))
+        running = Thread(target=made[0].run, args=([listener],))
         running.start()
         try:
             yield listener.getsockname()[1]
         finally:
-            server.should_exit = True
+            made[0].should_exit = True
             running.join(20)
             assert not running.is_alive()
 
@@ -89,15 +85,23 @@ def received(client: socket.socket, size: int = 1_000_000) -> bytes:
     return data
 
 
-CONTENT_LENGTH = 1000
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def send_head(client: socket.socket, path: str) -> bytes:
     """Send the head of a request; the answer is CONTINUE if the server waits for the body."""
-    lines = (f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {CONTENT_LENGTH}")
-    client.sendall("\r\n".join([*lines, "Expect: 100-continue", "", ""]).encode())
+    lines = (f"POST {path} HTTP/1.1", "Host: here", "Content-Length: 1000", "Expect: 100-continue")
+    client.sendall("\r\n".join([*lines, "", ""]).encode())
     return received(client, len(CONTINUE))
+
+
+def trickle(client: socket.socket) -> None:
+    """Send a byte now and then until the server answers, or closes the connection."""
+    for _ in range(500):
+        if select([client], [], [], 0.02)[0]:
+            return
+        client.sendall(b"x")
+    raise TimeoutError("the server goes on reading")
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +112,20 @@ def servers(tmp_path_factory):
     assert command("new-key-server", secret)[0] == command("new-key", key)[0] == 0
     enrolled.write_text("# nobody yet\n")
     tls = make_certificates(folder)
+    for_keys = ("key-server", "--secret", secret, "--enrolled", enrolled)
+    for_uploads = ("shuffling-server", "--secret", key)
     with (
         pytest.MonkeyPatch.context() as patch,
-        thread(
-            *("key-server", "--secret", secret, "--enrolled", enrolled),
-            *("--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key),
-        ) as key_port,
-        thread("shuffling-server", "--secret", key, "--body-limit", BODY_LIMIT) as shuffling_port,
+        thread(*for_keys, "--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key) as key_port,
+        thread(*for_uploads, "--body-limit", BODY_LIMIT) as shuffling_port,
     ):
         patch.setenv("NO_PROXY", "127.0.0.1")
+        key_url, url = f"https://127.0.0.1:{key_port}", f"http://127.0.0.1:{shuffling_port}"
         yield SimpleNamespace(
-            secret=secret,
-            enrolled=enrolled,
-            authority=tls.authority,
-            key=key,
-            key_url=f"https://127.0.0.1:{key_port}",
-            shuffling_url=f"http://127.0.0.1:{shuffling_port}",
+            **{"secret": secret, "enrolled": enrolled, "key": key, "key_url": key_url, "url": url},
+            commands={"/sealed-seed": for_keys, "/shuffle": for_uploads},
+            keys=RemoteKeyServer(key_url, verify=tls.authority),
+            shuffling=RemoteShufflingServer(url + "/"),
         )
 
 
@@ -133,28 +135,9 @@ def log(caplog):
     return caplog
 
 
-@pytest.fixture
-def key_server(servers):
-    return RemoteKeyServer(servers.key_url, verify=servers.authority)
-
-
-@pytest.fixture
-def shuffling_server(servers):
-    return RemoteShufflingServer(servers.shuffling_url + "/")
-
-
 @pytest.fixture(params=["/sealed-seed", "/shuffle"])
 def path(request):
     return request.param
-
-
-@pytest.fixture
-def arguments(servers, path):
-    """Those that start the server of this path."""
-    return {
-        "/sealed-seed": ("key-server", "--secret", servers.secret, "--enrolled", servers.enrolled),
-        "/shuffle": ("shuffling-server", "--secret", servers.key),
-    }[path]
 
 
 def enrol(servers, key) -> bytes:
@@ -163,70 +146,70 @@ def enrol(servers, key) -> bytes:
     return public_bytes(key)
 
 
-def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, key_server, log):
+def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, log):
     master, signing_key = load_secret(servers.secret)
     here, key = KeyServer(master, [], signing_key), new_key()
     client = ClientKeys(key, run=RUN, verify_key=here.verify_key, state={})
     request = client.request()
     public_key = enrol(servers, key)
-    data = key_server.sealed_seed(public_key, RUN, request["challenge"])
+    data = servers.keys.sealed_seed(public_key, RUN, request["challenge"])
     seed = client.open(data)
     assert seed == here.projection_seed(RUN)
     assert seed not in data
-    check_voucher(key_server.voucher(public_key, RUN), public_key, RUN, here.verify_key)
+    check_voucher(servers.keys.voucher(public_key, RUN), public_key, RUN, here.verify_key)
     assert '"POST /sealed-seed HTTP/1.1" 200' in log.text
     for secret in (seed, master):
         assert secret.hex() not in log.text
         assert repr(secret) not in log.text
 
 
-def test_enrolled_keys_may_change_while_it_runs(servers, key_server, log):
+def test_enrolled_keys_may_change_while_it_runs(servers, log):
     key = new_key()
     public_key = public_bytes(key)
     here = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
     messages = []
-    for server in (key_server, here):
+    for server in (servers.keys, here):
         with pytest.raises(NotEnrolled) as error:
             server.sealed_seed(public_key, RUN, bytes(16))
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     with pytest.raises(NotEnrolled, match="is not enrolled with the key server"):
-        key_server.voucher(public_key, RUN)
+        servers.keys.voucher(public_key, RUN)
     enrol(servers, key)
-    key_server.sealed_seed(public_key, RUN, bytes(16))
+    servers.keys.sealed_seed(public_key, RUN, bytes(16))
     before = servers.enrolled.read_text()
     servers.enrolled.write_text(before + "half a li")
-    key_server.sealed_seed(public_key, RUN, bytes(16))
+    servers.keys.sealed_seed(public_key, RUN, bytes(16))
     line = len(before.splitlines()) + 1
     assert f"line {line}: expected 64 hexadecimal digits" in log.text
     servers.enrolled.write_text("")
     with pytest.raises(NotEnrolled):
-        key_server.sealed_seed(public_key, RUN, bytes(16))
+        servers.keys.sealed_seed(public_key, RUN, bytes(16))
 
 
-def test_refusals_are_the_servers_own(servers, key_server, shuffling_server):
+def test_refusals_are_the_servers_own(servers):
     public_key = enrol(servers, new_key())
     with pytest.raises(SealError, match="challenge: expected 16 bytes, got 3") as error:
-        key_server.sealed_seed(public_key, RUN, b"abc")
+        servers.keys.sealed_seed(public_key, RUN, b"abc")
     assert type(error.value) is SealError
     with pytest.raises(SealError, match="at most 10000 bytes, got 20"):
-        key_server.sealed_seed(public_key, RUN, bytes(20_000))
+        servers.keys.sealed_seed(public_key, RUN, bytes(20_000))
     with pytest.raises(ConnectionError, match=re.escape(servers.key_url) + ".*CERTIFICATE"):
         RemoteKeyServer(servers.key_url).sealed_seed(bytes(32), RUN, bytes(16))
     with pytest.raises(SealError, match="run: expected a name"):
-        shuffling_server.shuffle([], limits=LIMITS, run="", server_round=ROUND)
+        servers.shuffling.shuffle([], limits=LIMITS, run="", server_round=ROUND)
     with pytest.raises(SealError, match="expected one for each of 0 uploads, got 1"):
-        shuffling_server.shuffle([], limits=LIMITS, run=RUN, server_round=1, num_examples=[1])
+        servers.shuffling.shuffle([], limits=LIMITS, run=RUN, server_round=1, num_examples=[1])
     with pytest.raises(SealError, match=r"malformed request: 'limits\.max_examples'"):
-        shuffle(shuffling_server, [], UploadLimits(LIMITS.parameters, max_examples="many"))
+        shuffle(servers.shuffling, [], UploadLimits(LIMITS.parameters, max_examples="many"))
     message = f"expected a request of at most {BODY_LIMIT} bytes, got 500"
     with pytest.raises(SealError, match=message):
-        shuffle(shuffling_server, [bytes(5_000_000)])
+        shuffle(servers.shuffling, [bytes(5_000_000)])
 
 
 def test_wrong_address_is_named(servers, monkeypatch):
     with pytest.raises(SealError, match=r"answered with status 404.*check the address"):
-        RemoteKeyServer(servers.shuffling_url).sealed_seed(bytes(32), RUN, bytes(16))
+        RemoteKeyServer(servers.url).sealed_seed(bytes(32), RUN, bytes(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust key-server"):
@@ -245,15 +228,15 @@ def test_wrong_address_is_named(servers, monkeypatch):
             shuffle(RemoteShufflingServer(nobody), [])
 
 
-def test_uploads_are_shuffled_elsewhere(servers, shuffling_server):
+def test_uploads_are_shuffled_elsewhere(servers):
     owner = ShufflingServer(load_key(servers.key))
     parts = [upload(seed, 10) for seed in range(2)]
     data = [b"rubbish", *(sealed(part, owner) for part in parts)]
-    shuffled = shuffle(shuffling_server, data)
+    shuffled = shuffle(servers.shuffling, data)
     assert shuffled.accepted == 2
     assert {i: error.reason for i, error in shuffled.rejected.items()} == {0: "sealed"}
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
-    again = shuffle(shuffling_server, data)
+    again = shuffle(servers.shuffling, data)
     assert again.upload is None
     assert "was given out before" in again.message
 
@@ -270,32 +253,26 @@ DEEP = "[" * 40_000
 INFINITY = float("inf")
 HOSTILE_HEADS = {
     "cut off and deep": DEEP,
-    "deep": DEEP + "]" * len(DEEP),
     "deep dictionaries": '{"run":' * 10_000,
     "limits are text": head(limits=DEEP),
-    "limits are a list": head(limits=[[1] * 1000] * 20),
     "max_examples": head(limits={"max_examples": INFINITY}),
-    "bits": head(limits={"bits": INFINITY}),
     "sparsity": head(limits={"sparsity": 10**400}),
     "shape": head(limits={"parameters": {"weight": [INFINITY]}}),
-    "round": head(server_round=INFINITY),
     "round, written otherwise": head(server_round=INFINITY).replace("Infinity", "-1e400"),
     "round is none": head(server_round=float("nan")),
-    "num-examples": head(num_examples=INFINITY),
     "num-examples of many": head(num_examples=[1] * 20_000),
     "run is a number": head(run=7),
     "run in half a character": head(run="\ud800"),
-    "run in many lines": head(run="\n" * 30_000),
     "another name in many lines": head(**{"\n" * 30_000: 1}),
+    "uploads, named": head(sealed=[""]),
     "many digits": "9" * 50_000,
     "nothing": "",
-    "no JSON": "\0\0",
 }
 
 
 @pytest.mark.parametrize("content", HOSTILE_HEADS.values(), ids=HOSTILE_HEADS)
 def test_hostile_head_is_refused_in_one_line(servers, content):
-    answer = httpx.post(servers.shuffling_url + "/shuffle", content=frame([content.encode()]))
+    answer = httpx.post(servers.url + "/shuffle", content=frame([content.encode()]))
     assert answer.status_code == 400
     assert answer.json()["error"] == "SealError"
     message = answer.json()["message"]
@@ -306,21 +283,19 @@ def test_hostile_head_is_refused_in_one_line(servers, content):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"", b"rubbish!", b"\xff" * 8, frame([b"", b"\xff", b""]), pack({"run": RUN}, [b""] * 9)],
+    "body", [b"", b"\xff" * 8, frame([b"", b"\xff", b""]), pack({"run": RUN}, [b""] * 9)]
 )
 def test_rubbish_is_refused_without_a_traceback(servers, log, body):
     context = httpx.create_ssl_context(verify=False)
-    for url in (servers.key_url + "/sealed-seed", servers.shuffling_url + "/shuffle"):
+    for url in (servers.key_url + "/sealed-seed", servers.url + "/shuffle"):
         answer = httpx.post(url, content=body, verify=context)
         assert answer.status_code == 400
         assert answer.json()["error"] == "SealError"
-        assert "Traceback" not in answer.text
     assert "Traceback" not in log.text
 
 
-def test_client_that_breaks_off_is_one_line_of_the_log(log, arguments, path):
-    with thread(*arguments) as port, connect(port) as client:
+def test_client_that_breaks_off_is_one_line_of_the_log(servers, log, path):
+    with thread(*servers.commands[path]) as port, connect(port) as client:
         assert send_head(client, path) == CONTINUE
         client.sendall(b"half")
     lines = [record for record in log.records if record.name == "uvicorn.error"]
@@ -328,19 +303,10 @@ def test_client_that_breaks_off_is_one_line_of_the_log(log, arguments, path):
     assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
 
 
-def trickle(client: socket.socket) -> None:
-    """Send a byte now and then until the server answers, or closes the connection."""
-    for _ in range(500):
-        if select([client], [], [], 0.02)[0]:
-            return
-        client.sendall(b"x")
-    raise TimeoutError("the server goes on reading")
-
-
-def test_request_without_an_end_is_ended(arguments, path):
+def test_request_without_an_end_is_ended(servers, path):
     """Whether its body stops or goes on a byte at a time."""
     with (
-        thread(*arguments, "--body-timeout", 0.2) as port,
+        thread(*servers.commands[path], "--body-timeout", 0.2) as port,
         connect(port) as silent,
         connect(port) as trickling,
     ):
@@ -355,17 +321,10 @@ def test_request_without_an_end_is_ended(arguments, path):
             assert refusal["message"].startswith("expected the whole request within 0.2 s, got ")
 
 
-def test_request_to_no_address_is_ended(servers):
-    with thread("shuffling-server", "--secret", servers.key) as port, connect(port) as client:
-        answer = send_head(client, "/") + received(client)
-    assert answer.startswith(b"HTTP/1.1 404 ")
-    assert b"connection: close" in answer
-
-
 def test_connection_without_a_request_or_with_a_long_head_is_closed(servers, monkeypatch):
     monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
     with (
-        thread("shuffling-server", "--secret", servers.key) as port,
+        thread(*servers.commands["/shuffle"]) as port,
         connect(port) as silent,
         connect(port) as trickling,
         connect(port) as long,
@@ -381,18 +340,22 @@ def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
     """The connection made last is closed last: then the time of the one before is over."""
     monkeypatch.setattr("fedntk.trust.__main__.HEAD_TIMEOUT", 0.1)
     answer = b""
-    with thread("shuffling-server", "--secret", servers.key) as port:
+    with thread(*servers.commands["/shuffle"]) as port:
         for _ in range(100):  # on a slow machine the head itself may come too late
             with connect(port) as client, connect(port) as last:
                 if send_head(client, "/shuffle") == CONTINUE:
                     assert received(last) == b""
-                    client.sendall(bytes(CONTENT_LENGTH))
+                    client.sendall(bytes(1000))
                     answer = received(client)
                     break
+        with connect(port) as client:
+            nowhere = send_head(client, "/") + received(client)
     assert answer.startswith(b"HTTP/1.1 400 ")
+    assert nowhere.startswith(b"HTTP/1.1 404 ")
+    assert b"connection: close" in nowhere
 
 
-@pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33, "hospital"])
+@pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33])
 def test_line_without_a_key_is_named(tmp_path, word):
     path = tmp_path / "enrolled"
     path.write_text(f"# clients\n\n{'ab' * 32} first\n{word} second\n")
@@ -419,7 +382,6 @@ def test_commands_print_public_keys_and_replace_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("key-server", "--secret", "none", "--enrolled", "none"), "No such file.*none"),
         (("shuffling-server", "--secret", "none"), "No such file.*none"),
         (("shuffling-server", "--secret", "other"), "other holds no private key"),
         (("key-server", "--secret", "other", "--enrolled", "other"), "new-key-server makes one"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import BadReply, CompressedUpload, Jacobian, JacobianUpload, UploadLimits
+from fedntk.ntk import CompressedUpload, Jacobian, JacobianUpload, UploadLimits
 from fedntk.ntk.payloads import to_npy
 from fedntk.trust import SealError, ShufflingServer, new_key, public_bytes, seal, seal_upload
 from fedntk.trust.shuffling_server import Shuffled
@@ -18,38 +18,21 @@ from fedntk.trust.wire import frame
 from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
 
 
-def scaled(part: JacobianUpload, factor: float) -> JacobianUpload:
-    blocks = [b.with_arrays([factor * a for a in b.arrays]) for b in part.jacobian.blocks]
-    return JacobianUpload(Jacobian(tuple(blocks)), part.outputs, part.targets)
-
-
 @pytest.fixture
 def server():
     return ShufflingServer()
+
+
+def reasons(shuffled: Shuffled) -> dict[int, str]:
+    return {i: error.reason for i, error in shuffled.rejected.items()}
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_rows_stay_whole_and_none_is_lost(server, structure):
     parts = [upload(seed, 10 + seed, structure=structure) for seed in range(3)]
     shuffled = shuffle(server, [sealed(part, server) for part in parts])
-    assert shuffled.rejected == {}
-    assert shuffled.accepted == 3
-    assert shuffled.message == ""
+    assert (shuffled.rejected, shuffled.accepted, shuffled.message) == ({}, 3, "")
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
-
-
-def test_order_is_neither_the_clients_nor_the_same_twice():
-    """That one of 100! orders repeats, or keeps a client's rows together, has probability 1e-28."""
-    parts = [upload(seed, 50) for seed in range(2)]
-    orders = []
-    for _ in range(2):
-        server = ShufflingServer()
-        pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
-        orders.append([output.numpy().tobytes() for output in pooled.outputs])
-    first = {output.numpy().tobytes() for output in parts[0].outputs}
-    for order in orders:
-        assert 0 < sum(output in first for output in order[:50]) < 50
-    assert orders[0] != orders[1]
 
 
 def test_all_orders_are_equally_likely():
@@ -64,10 +47,7 @@ def test_all_orders_are_equally_likely():
         server = ShufflingServer()
         pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
         counts[tuple(int((data == row).all(1).nonzero()) for row in pooled.outputs)] += 1
-    expected = 300 / 6
-    chi_squared = sum(
-        (counts[order] - expected) ** 2 / expected for order in permutations(range(3))
-    )
+    chi_squared = sum((counts[order] - 50) ** 2 / 50 for order in permutations(range(3)))
     assert chi_squared < 50.8
 
 
@@ -83,9 +63,8 @@ def test_update_of_the_weights_is_that_of_the_unshuffled_rows(server):
     pooled = shuffle(server, [sealed(part, server) for part in parts]).upload
     update = pooled.jacobian.vjp(pooled.targets - pooled.outputs)
     residual = whole.targets - whole.outputs
-    expected = whole.jacobian.vjp(residual)
     dense = whole.jacobian.dense()
-    for name, tensor in expected.items():
+    for name, tensor in whole.jacobian.vjp(residual).items():
         magnitudes = torch.tensordot(residual.abs(), dense[name].abs(), dims=2)
         bound = (residual.numel() + 2) * torch.finfo(torch.float64).eps * magnitudes
         assert ((update[name] - tensor).abs() <= bound).all()
@@ -97,6 +76,8 @@ def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
     compressed = CompressedUpload.compress(part)
     arrays = compressed.to_arrays()
     key, info = server.public_key, b'["fedntk upload 1", "run-7", 3]'
+    blocks = [b.with_arrays([1e4 * a for a in b.arrays]) for b in part.jacobian.blocks]
+    scaled = JacobianUpload(Jacobian(tuple(blocks)), part.outputs, part.targets)
 
     def sealed_arrays(own):
         return seal_upload(own, key, run=RUN, server_round=ROUND).tobytes()
@@ -111,7 +92,6 @@ def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
     return [
         (b"rubbish" * 100, "sealed"),
         (b"", "sealed"),
-        (sealed(part, server)[:-1] + b"\0\0", "sealed"),
         (sealed(part, ShufflingServer()), "sealed"),
         (twice, "sealed"),
         (twice, "replayed"),
@@ -125,7 +105,7 @@ def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
         (replaced(labels=np.full(10, 3, np.uint8)), "labels"),
         (sealed(upload(9, LIMITS.max_examples + 1), server), "shape"),
         (sealed(upload(9, 10, structure="dense"), server), "layout"),
-        (sealed(scaled(part, 1e4), server), "scale"),
+        (sealed(scaled, server), "scale"),
     ]
 
 
@@ -133,12 +113,10 @@ def hostile_uploads(server: ShufflingServer) -> list[tuple[bytes, str]]:
 def test_only_bad_uploads_are_dropped(server, first):
     parts = [upload(seed, 10) for seed in range(5)]
     good = [sealed(part, server) for part in parts]
-    bad, reasons = zip(*hostile_uploads(server), strict=True)
+    bad, why = zip(*hostile_uploads(server), strict=True)
     shuffled = shuffle(server, [*bad, *good, good[0]] if first else [*good, *bad, good[0]])
-    start = 0 if first else len(good)
-    expected = {start + i: reason for i, reason in enumerate(reasons)}
-    expected[len(bad) + len(good)] = "replayed"
-    assert {i: error.reason for i, error in shuffled.rejected.items()} == expected
+    expected = {i + (0 if first else len(good)): reason for i, reason in enumerate(why)}
+    assert reasons(shuffled) == expected | {len(bad) + len(good): "replayed"}
     assert shuffled.accepted == 5
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(parts))
 
@@ -149,30 +127,36 @@ def test_claims_of_another_number_of_examples_are_dropped(server):
     with pytest.raises(SealError, match="expected one for each of 3 uploads, got 2"):
         server.shuffle(data, num_examples=[10, 10], **place)
     shuffled = server.shuffle(data, num_examples=[10, 11, 10], **place)
-    assert {i: error.reason for i, error in shuffled.rejected.items()} == {1: "num-examples"}
-    assert shuffled.accepted == 2
+    assert (reasons(shuffled), shuffled.accepted) == ({1: "num-examples"}, 2)
 
 
 def test_uploads_must_be_compressed_as_asked(server):
-    parts = [upload(seed, 10) for seed in range(3)]
-    data = [sealed(part, server, sparsity=0.5, bits=6) for part in parts]
+    """Row by row they share no magnitude by which two rows could be told to be one client's."""
     limits = UploadLimits(LIMITS.parameters, 10, sparsity=0.5, bits=6)
-    shuffled = shuffle(server, [*data, sealed(upload(3, 10), server)], limits)
-    assert {i: error.reason for i, error in shuffled.rejected.items()} == {3: "compression"}
-    expected = [
-        CompressedUpload.from_arrays(
-            CompressedUpload.compress(part, sparsity=0.5, bits=6).to_arrays(), limits
-        )
-        for part in parts
-    ]
+    data, shared = [], {}
+    for by_row in (False, True):
+        for seed in range(2):
+            made = CompressedUpload.compress(upload(seed, 10), sparsity=0.5, bits=6, by_row=by_row)
+            data.append(made.to_arrays())
+            inputs = CompressedUpload.from_arrays(data[-1], limits).jacobian.blocks[0].arrays[0]
+            levels = [{float(v) for v in row if v > 0} for row in inputs.flatten(1).abs()]
+            shared[by_row, seed] = sum(
+                bool(a & b) for i, a in enumerate(levels) for b in levels[:i]
+            )
+    assert shared[False, 0] > 0 < shared[False, 1]
+    assert shared[True, 0] == shared[True, 1] == 0
+    key = server.public_key
+    good = [seal_upload(own, key, run=RUN, server_round=ROUND).tobytes() for own in data]
+    shuffled = shuffle(server, [*good, sealed(upload(3, 10), server)], limits)
+    assert reasons(shuffled) == {4: "compression"}
+    expected = [CompressedUpload.from_arrays(own, limits) for own in data]
     assert rows(shuffled.upload) == rows(JacobianUpload.concatenate(expected))
 
 
 def test_upload_that_does_not_fit_in_memory_is_dropped(server, monkeypatch):
     data = [sealed(upload(seed, 10), server) for seed in range(2)]
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda *_: 0)
-    shuffled = shuffle(server, data)
-    assert {error.reason for error in shuffled.rejected.values()} == {"memory"}
+    assert reasons(shuffle(server, data)) == {0: "memory", 1: "memory"}
 
 
 def test_too_few_clients_get_nothing_and_may_come_again(server, monkeypatch):
@@ -201,29 +185,6 @@ def test_too_few_clients_get_nothing_and_may_come_again(server, monkeypatch):
         assert "was given out before" in again.message
 
 
-def test_rows_compressed_by_themselves_share_no_scale_with_their_clients_others(server):
-    """No two rows of a client hold an equal magnitude, by which they could be told to be one's."""
-    rng = np.random.default_rng(0)
-    parts = [upload(seed, 10) for seed in range(2)]
-    for part in parts:
-        for block in part.jacobian.blocks:
-            block.arrays[0].copy_(torch.from_numpy(rng.standard_normal(block.arrays[0].shape)))
-    shared = {}
-    for by_row in (False, True):
-        decoded = [
-            CompressedUpload.from_arrays(
-                CompressedUpload.compress(p, sparsity=0.5, bits=6, by_row=by_row).to_arrays(),
-                LIMITS,
-            )
-            for p in parts
-        ]
-        inputs = [p.jacobian.blocks[0].arrays[0].flatten(1).abs() for p in decoded]
-        levels = [{float(v) for v in row if v > 0} for client in inputs for row in client]
-        shared[by_row] = sum(bool(a & b) for i, a in enumerate(levels) for b in levels[:i])
-    assert shared[False] > 0
-    assert shared[True] == 0
-
-
 def test_more_clients_can_be_required_and_a_key_be_kept():
     key = new_key()
     data = [sealed(upload(seed, 10), ShufflingServer(key)) for seed in range(4)]
@@ -250,8 +211,7 @@ def test_what_is_shuffled_travels(server):
     for one in (shuffled, dataclasses.replace(shuffled, upload=None, message="too few")):
         read = Shuffled.from_bytes(one.to_bytes(), parameters=LIMITS.parameters)
         assert (read.accepted, read.message) == (one.accepted, one.message)
-        assert isinstance(read.rejected[0], BadReply)
-        assert str(read.rejected[0]) == str(one.rejected[0])
+        assert (reasons(read), str(read.rejected[0])) == (reasons(one), str(one.rejected[0]))
         assert (read.upload is None) == (one.upload is None)
     read = Shuffled.from_bytes(shuffled.to_bytes(), parameters=LIMITS.parameters)
     assert torch.equal(read.upload.outputs, shuffled.upload.outputs)
