@@ -38,7 +38,7 @@ from fedntk.trust.key_server import load_secret
 from fedntk.trust.service import read_enrolled
 from fedntk.trust.wire import frame, pack
 
-from .uploads import LIMITS, ROUND, RUN, rows, sealed, shuffle, upload
+from .uploads import LIMITS, ROUND, RUN, refused, rows, sealed, shuffle, upload
 
 BODY_LIMIT = 100_000
 
@@ -166,25 +166,20 @@ def test_seeds_and_vouchers_come_from_elsewhere_and_secrets_stay_there(servers, 
 def test_enrolled_keys_may_change_while_it_runs(servers, log):
     key = new_key()
     public_key = public_bytes(key)
-    here = KeyServer(bytes(32), [], load_secret(servers.secret)[1])
-    messages = []
-    for server in (servers.keys, here):
-        with pytest.raises(NotEnrolled) as error:
-            server.sealed_seed(public_key, RUN, bytes(16))
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    with pytest.raises(NotEnrolled, match="is not enrolled with the key server"):
-        servers.keys.voucher(public_key, RUN)
+    asked = public_key, RUN, bytes(16)
+    with pytest.raises(NotEnrolled) as error:
+        KeyServer(bytes(32), [], load_secret(servers.secret)[1]).sealed_seed(*asked)
+    refused(re.escape(str(error.value)), servers.keys.sealed_seed, *asked, error=NotEnrolled)
+    refused("is not enrolled with", servers.keys.voucher, public_key, RUN, error=NotEnrolled)
     enrol(servers, key)
-    servers.keys.sealed_seed(public_key, RUN, bytes(16))
+    servers.keys.sealed_seed(*asked)
     before = servers.enrolled.read_text()
     servers.enrolled.write_text(before + "half a li")
-    servers.keys.sealed_seed(public_key, RUN, bytes(16))
+    servers.keys.sealed_seed(*asked)
     line = len(before.splitlines()) + 1
     assert f"line {line}: expected 64 hexadecimal digits" in log.text
     servers.enrolled.write_text("")
-    with pytest.raises(NotEnrolled):
-        servers.keys.sealed_seed(public_key, RUN, bytes(16))
+    refused("is not enrolled with", servers.keys.sealed_seed, *asked, error=NotEnrolled)
 
 
 def test_refusals_are_the_servers_own(servers):
@@ -192,40 +187,35 @@ def test_refusals_are_the_servers_own(servers):
     with pytest.raises(SealError, match="challenge: expected 16 bytes, got 3") as error:
         servers.keys.sealed_seed(public_key, RUN, b"abc")
     assert type(error.value) is SealError
-    with pytest.raises(SealError, match="at most 10000 bytes, got 20"):
-        servers.keys.sealed_seed(public_key, RUN, bytes(20_000))
-    with pytest.raises(ConnectionError, match=re.escape(servers.key_url) + ".*CERTIFICATE"):
-        RemoteKeyServer(servers.key_url).sealed_seed(bytes(32), RUN, bytes(16))
-    with pytest.raises(SealError, match="run: expected a name"):
-        servers.shuffling.shuffle([], limits=LIMITS, run="", server_round=ROUND)
-    with pytest.raises(SealError, match="expected one for each of 0 uploads, got 1"):
-        servers.shuffling.shuffle([], limits=LIMITS, run=RUN, server_round=1, num_examples=[1])
-    with pytest.raises(SealError, match=r"malformed request: 'limits\.max_examples'"):
-        shuffle(servers.shuffling, [], UploadLimits(LIMITS.parameters, max_examples="many"))
+    refused("at most 10000 bytes, got 20", servers.keys.sealed_seed, public_key, RUN, bytes(20_000))
+    own, place = servers.shuffling.shuffle, {"limits": LIMITS, "server_round": ROUND}
+    refused("run: expected a name", own, [], run="", **place)
+    refused("one for each of 0 uploads, got 1", own, [], run=RUN, num_examples=[1], **place)
+    place["limits"] = UploadLimits(LIMITS.parameters, max_examples="many")
+    refused(r"malformed request: 'limits\.max_examples'", own, [], run=RUN, **place)
     message = f"expected a request of at most {BODY_LIMIT} bytes, got 500"
-    with pytest.raises(SealError, match=message):
-        shuffle(servers.shuffling, [bytes(5_000_000)])
+    refused(message, shuffle, servers.shuffling, [bytes(5_000_000)])
 
 
 def test_wrong_address_is_named(servers, monkeypatch):
-    with pytest.raises(SealError, match=r"answered with status 404.*check the address"):
-        RemoteKeyServer(servers.url).sealed_seed(bytes(32), RUN, bytes(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust key-server"):
-        RemoteKeyServer(nobody).sealed_seed(bytes(32), RUN, bytes(16))
-    with pytest.raises(ConnectionError, match=f"{nobody}.*python -m fedntk.trust shuffling-server"):
-        shuffle(RemoteShufflingServer(nobody), [])
-    with pytest.raises(ConnectionError, match="no key-server answers at localhost:9"):
-        RemoteKeyServer("localhost:9").sealed_seed(bytes(32), RUN, bytes(16))
+    for url, error, message in (
+        (servers.url, SealError, r"answered with status 404.*check the address"),
+        (servers.key_url, ConnectionError, re.escape(servers.key_url) + ".*CERTIFICATE"),
+        (nobody, ConnectionError, f"{nobody}.*python -m fedntk.trust key-server"),
+        ("localhost:9", ConnectionError, "no key-server answers at localhost:9"),
+    ):
+        refused(message, RemoteKeyServer(url).sealed_seed, b"", RUN, b"", error=error)
+    message = f"{nobody}.*python -m fedntk.trust shuffling-server"
+    refused(message, shuffle, RemoteShufflingServer(nobody), [], error=ConnectionError)
     for status, content, message in (
         (200, b"<html>", "no shuffling server's"),
         (400, DEEP, "answered with status 400"),
     ):
         answer = httpx.Response(status, content=content)
         monkeypatch.setattr(httpx, "post", lambda *_, answer=answer, **__: answer)
-        with pytest.raises(SealError, match=message):
-            shuffle(RemoteShufflingServer(nobody), [])
+        refused(message, shuffle, RemoteShufflingServer(nobody), [])
 
 
 def test_uploads_are_shuffled_elsewhere(servers):
@@ -359,8 +349,7 @@ def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
 def test_line_without_a_key_is_named(tmp_path, word):
     path = tmp_path / "enrolled"
     path.write_text(f"# clients\n\n{'ab' * 32} first\n{word} second\n")
-    with pytest.raises(SealError, match="line 4: expected 64 hexadecimal digits, got"):
-        read_enrolled(path)
+    refused("line 4: expected 64 hexadecimal digits, got", read_enrolled, path)
     path.write_text(f"# clients\n\n{'ab' * 32} first\n   # {word}\n{'CD' * 32}#second\n")
     assert read_enrolled(path) == [b"\xab" * 32, b"\xcd" * 32]
 
