@@ -54,17 +54,15 @@ Arrays = dict[str, NDArray[Any]]
 class SCAFFOLD(BaseStrategy):
     """SCAFFOLD (Karimireddy et al. 2020). Clients are :class:`~fedntk.clients.SCAFFOLDClient`.
 
-    The controls c_i of all clients are kept here, by partition, and each client is sent its own
-    correction c - c_i with the model. So clients are stateless, a reply that is lost or dropped
-    leaves its client's control as it was, and :meth:`state_dict` holds all there is. What it costs:
-    one model's size of memory for each client heard of, and twice the bytes of FedAvg in both
+    The controls c_i of all clients are kept here, and clients are stateless: messages have a record
+    ``corrections`` with c - c_i, and replies a record ``controls`` with c_i+, of the model's
+    floating-point arrays. So a reply that is lost or dropped leaves its client's control as it was.
+    This costs a model's memory for each client heard of, and twice the bytes of FedAvg in both
     directions, as in the paper. A node that reports no partition goes by its node id, and is a new
     client when it registers anew.
 
-    Beside the model, messages have a record ``corrections`` with c - c_i, and replies a record
-    ``controls`` with c_i+, of the model's floating-point arrays. Arrays for which all clients send
-    controls of zero are not trained, such as BatchNorm's statistics, and are averaged as in FedAvg
-    whatever eta_g; so are integers.
+    Arrays for which all clients send controls of zero are not trained, such as BatchNorm's
+    statistics, and are averaged as in FedAvg whatever eta_g; so are integers.
 
     Attributes
     ----------
@@ -93,10 +91,7 @@ class SCAFFOLD(BaseStrategy):
     _control: NDArray[np.float64] = state(lambda: np.zeros(0), saved=False)  # c of the round
 
     def control(self) -> NDArray[np.float64]:
-        """Return c, shape (P,): the mean of all clients' controls, weighted by their examples.
-
-        Clients not heard of have a control of 0. Before the first reply c is empty.
-        """
+        """Return c (P,): clients not heard of count with 0. It is empty before the first reply."""
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
         total = sum(self.examples.values())
@@ -117,21 +112,20 @@ class SCAFFOLD(BaseStrategy):
         content = super().content_for(client, stage, arrays, config)
         if stage == MessageType.TRAIN:
             floating = _floating(named_arrays(arrays))
-            correction = self._control_of(floating) - self.controls.get(client, 0.0)
-            parts = _split(correction, floating)
-            content[CORRECTIONS] = ArrayRecord({name: Array(a) for name, a in parts.items()})
-        return content
-
-    def _control_of(self, floating: Arrays) -> NDArray[np.float64]:
-        size = sum(array.size for array in floating.values())
-        if not self.controls:
-            return np.zeros(size)
-        if len(self._control) != size:
-            raise ValueError(
-                f"the model has {size} numbers, the controls of {len(self._control)} are of "
-                "another; start from the weights that belong to the state"
+            sizes = [array.size for array in floating.values()]
+            control = self._control if self.controls else np.zeros(sum(sizes))
+            if len(control) != sum(sizes):
+                raise ValueError(
+                    f"the model has {sum(sizes)} numbers, the controls of {len(control)} are of "
+                    "another; start from the weights that belong to the state"
+                )
+            correction = control - self.controls.get(client, 0.0)
+            parts = np.split(correction, np.cumsum(sizes)[:-1])
+            shaped = zip(floating.items(), parts, strict=True)
+            content[CORRECTIONS] = ArrayRecord(
+                {n: Array(part.reshape(a.shape).astype(a.dtype)) for (n, a), part in shaped}
             )
-        return self._control
+        return content
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -176,12 +170,3 @@ class SCAFFOLD(BaseStrategy):
 
 def _floating(model: Mapping[str, NDArray[Any]]) -> Arrays:
     return {name: a for name, a in model.items() if np.issubdtype(a.dtype, np.floating)}
-
-
-def _split(vector: NDArray[np.float64], floating: Arrays) -> Arrays:
-    """Cut a vector into arrays of the given names, shapes and dtypes."""
-    ends = np.cumsum([array.size for array in floating.values()])[:-1]
-    return {
-        name: part.reshape(array.shape).astype(array.dtype)
-        for (name, array), part in zip(floating.items(), np.split(vector, ends), strict=True)
-    }

@@ -14,6 +14,7 @@ from fedntk.ntk import FeatureMap, loss_value
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
 
 from ..core.base import ModelClient
+from ..core.named_arrays import NamedArrays
 from ..core.weights import Scalar, set_weights
 
 __all__ = ["ClosedFormClient"]
@@ -23,9 +24,7 @@ class ClosedFormClient(ModelClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.
 
     It keeps nothing from one message to the next. In memory are features of `batch_size_eval`
-    examples, and 12 p^2 bytes for p features where their Gram matrix is asked for. Its arguments
-    are those of :class:`ModelClient`: model, x, y, x_test, y_test, columns, loss, device,
-    batch_size_eval, sampling_rate, projection, seed.
+    examples, and 12 p^2 bytes for p features if their Gram matrix is asked for.
     """
 
     strategy = "ClosedFormStrategy"
@@ -39,17 +38,10 @@ class ClosedFormClient(ModelClient):
 
         Returns
         -------
-        tuple of list of ndarray, int, dict
+        tuple of NamedArrays, int, dict
             The arrays of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
-            :class:`~fedntk.ntk.payloads.Prototypes` where no Gram matrix is asked for; the number
-            of examples; and ``{"train-loss": ...}`` of the received network.
-
-        Raises
-        ------
-        ValueError
-            If the last linear layer does not give the logits.
-        NotEnoughMemory
-            If the sums would not fit.
+            :class:`~fedntk.ntk.payloads.Prototypes` if no Gram matrix is asked for; the number of
+            examples; and ``{"train-loss": ...}`` of the received network.
         """
         set_weights(self.model, parameters)
         feature_map = FeatureMap.from_config(config)
@@ -67,7 +59,9 @@ class ClosedFormClient(ModelClient):
         if config.get(FEATURE_GRAM, False):
             FeatureStatistics.require_memory(head.in_features)
             chunks = map(features, x.split(self.batch_size_eval))
-            arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
+            sums = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
+            arrays = dict(zip(FeatureStatistics.NAMES, sums, strict=True))
         else:
-            arrays = list(Prototypes.of(features, x, labels, num_classes).to_arrays().values())
-        return arrays, len(x), {"train-loss": loss_value(torch.cat(outputs), targets, self.loss)}
+            arrays = Prototypes.of(features, x, labels, num_classes).to_arrays()
+        train_loss = loss_value(torch.cat(outputs), targets, self.loss)
+        return NamedArrays({"arrays": arrays}), len(x), {"train-loss": train_loss}

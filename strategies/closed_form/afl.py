@@ -22,18 +22,18 @@ layer has no bias, as in the authors' program; one that the network has is set t
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedntk.ntk.options import option
 from fedntk.ntk.payloads import FeatureStatistics
 
-from .closed_form import GramStrategy
+from .closed_form import GramStrategy, Layer
 
 __all__ = ["AFL"]
 
 
 class AFL(GramStrategy):
-    """AFL (He et al. 2025). Clients are :class:`~fedntk.clients.ClosedFormClient`.
+    """AFL (He et al. 2025), the paper's with a ridge of 0.
+
+    Clients are :class:`~fedntk.clients.ClosedFormClient`.
 
     Examples
     --------
@@ -42,15 +42,6 @@ class AFL(GramStrategy):
     (3, 8)
     """
 
-    ridge: float = option(
-        "ridge of the joint problem, over the examples' mean squared norm; 0, the paper's: least "
-        "squares of least norm",
-        default=0.0,
-        at_least=0,
-    )
-
-    def last_layer(
-        self, sums: Sequence[FeatureStatistics]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return the joint solution (C, p), and zeros for a bias."""
         return self.solution(sums), np.zeros(self.shape[0])

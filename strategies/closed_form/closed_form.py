@@ -11,18 +11,19 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
-from torch import nn
 
-from fedntk.ntk import FeatureMap, Normaliser, require_memory
+from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
 
+from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
+from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 
 __all__ = ["ClosedFormStrategy", "GramStrategy"]
@@ -30,51 +31,36 @@ __all__ = ["ClosedFormStrategy", "GramStrategy"]
 Layer = tuple[NDArray[np.float64], NDArray[np.float64]]  # weights (C, p) and bias (C,)
 
 
-class ClosedFormStrategy(BaseStrategy):
+class ClosedFormStrategy(FeatureStrategy):
     """Compute the last layer from sums; clients are :class:`~fedntk.clients.ClosedFormClient`.
 
-    All clients that are not `held_out` are asked, whatever ``fraction_train``, in the first round.
-    If fewer than ``min_completed`` replies are good, or there is no solution, the next round asks
-    again. Once the layer is solved for, rounds only evaluate. What is learned is a network; for
-    fine-tuning, have another strategy start from it. With three clients or more, features of over
-    100 times the median client's size are dropped. Other well-formed lies are not defended against:
-    one client's can leave all rounds without a solution.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        (C, p), of the last layer's weights.
-    solved : bool
-        Whether the last layer is computed.
+    Features are those of the initial arrays. All clients that are not `held_out` are asked,
+    whatever ``fraction_train``, in the first round. If fewer than ``min_completed`` replies are
+    good, or there is no solution, the next round asks again. Once the layer is `solved` for, rounds
+    only evaluate. What is learned is a network; for fine-tuning, have another strategy start from
+    it. With three clients or more, features of over 100 times the median client's size are dropped.
+    Other valid-looking malicious replies are not detected: one can leave all rounds without a
+    solution.
     """
 
     client = "ClosedFormClient"
     replies = "sums of features"
     averages = False
 
-    network: nn.Module = argument(
-        "clients' architecture; the features are those of the initial arrays, not of its weights"
-    )
     head: str = option("layer that is computed; the last linear one by default", default="")
     solved: bool = state(bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.feature_map = FeatureMap("last-layer", head=self.head)
         name, last = self.feature_map.last_layer(self.network)
-        self.shape = (last.out_features, last.in_features)
         prefix = f"{name}." if name else ""
-        self.weight = f"{prefix}weight"
-        self.bias = f"{prefix}bias" if last.bias is not None else ""
+        self.weight, self.bias = f"{prefix}weight", "" if last.bias is None else f"{prefix}bias"
 
     @abstractmethod
     def last_layer(self, sums: Sequence[Any]) -> Layer:
         """Return the layer, from what :meth:`parse` made of the replies, in the clients' order.
 
-        Raises
-        ------
-        ArithmeticError, RuntimeError, ValueError or MemoryError
-            If there is no solution.
+        If there is no solution: ArithmeticError, RuntimeError, ValueError or MemoryError.
         """
 
     @abstractmethod
@@ -116,11 +102,6 @@ class ClosedFormStrategy(BaseStrategy):
         nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
         return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
 
-    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add where features are taken."""
-        super().prepare_config(config, server_round)
-        config.update(self.feature_map.to_config())
-
     # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
@@ -136,33 +117,28 @@ class ClosedFormStrategy(BaseStrategy):
         if not self.enough(len(pairs)):
             return None, metrics
         try:
-            changed = self._arrays_of(*self.last_layer([sums for _, sums in pairs]))
+            weight, bias = self.last_layer([sums for _, sums in pairs])
+            layer = {self.weight: weight, **({self.bias: bias} if self.bias else {})}
+            changed = cast_like(layer, {n: self.global_arrays[n].numpy() for n in layer})
+            if not all(np.isfinite(array.numpy()).all() for array in changed.values()):
+                raise ArithmeticError("the layer is not finite")
         except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
             logger.log(WARNING, "no solution (%s): the model stays as it was", error)
             return None, metrics
         self.solved = True
         return ArrayRecord({**self.global_arrays, **changed}), metrics
 
-    def _arrays_of(
-        self, weight: NDArray[np.float64], bias: NDArray[np.float64]
-    ) -> dict[str, Array]:
-        """Return the layer's arrays, in the dtypes that they had."""
-        layer = {self.weight: weight, **({self.bias: bias} if self.bias else {})}
-        changed: dict[str, Array] = {}
-        for name, value in layer.items():
-            array = value.astype(self.global_arrays[name].dtype)
-            if not np.isfinite(array).all():
-                raise ArithmeticError(f"{name} is not finite")
-            changed[name] = Array(array)
-        return changed
-
 
 class GramStrategy(ClosedFormStrategy):
-    """Solve for the last layer by least squares, from the features' Gram matrix."""
+    """Solve for the last layer by least squares, from the features' Gram matrix.
+
+    Features are as they are, neither centred nor scaled, and labels one-hot.
+    """
 
     ridge: float = option(
         "ridge of the joint problem, over the examples' mean squared norm; 0: least squares of "
         "least norm",
+        default=0.0,
         at_least=0,
     )
 
@@ -183,16 +159,13 @@ class GramStrategy(ClosedFormStrategy):
     def parse(self, reply: Reply) -> FeatureStatistics:
         """Check a client's Gram matrix and sums."""
         num_classes, width = self.shape
-        arrays = list(reply.arrays().values())
+        arrays = reply.ordered_arrays(*FeatureStatistics.NAMES)
         return FeatureStatistics.from_arrays(arrays, reply.num_examples, width, num_classes)
 
     def solution(
         self, sums: Sequence[FeatureStatistics], *, bias: bool = False
     ) -> NDArray[np.float64]:
-        """Return the joint problem's solution (C, p), or (C, p + 1) with a bias.
-
-        Features are as they are, neither centred nor scaled, and labels one-hot.
-        """
+        """Return the joint problem's solution (C, p), or (C, p + 1) with a bias."""
         identity = Normaliser.identity(self.shape[1])
         joint = FeatureStatistics.join(sums)
         equations = NormalEquations.of(joint, identity, bias=bias, centred=False)

@@ -20,12 +20,11 @@ is not here. A run of another method may begin with the network that comes of it
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads import FeatureStatistics
 
-from .closed_form import GramStrategy
+from .closed_form import GramStrategy, Layer
 
 __all__ = ["Fed3R"]
 
@@ -46,9 +45,7 @@ class Fed3R(GramStrategy):
         above=0,
     )
 
-    def last_layer(
-        self, sums: Sequence[FeatureStatistics]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
         """Return weights of norm 1 for each class (C, p), and biases; of a class of nobody's 0."""
         num_classes, width = self.shape
         linear = self.solution(sums, bias=bool(self.bias))

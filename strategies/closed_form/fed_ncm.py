@@ -15,13 +15,11 @@ begin with the network that comes of it.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import Prototypes
 
 from ..core.replies import Reply
-from .closed_form import ClosedFormStrategy
+from .closed_form import ClosedFormStrategy, Layer
 
 __all__ = ["FedNCM"]
 
@@ -38,21 +36,9 @@ class FedNCM(ClosedFormStrategy):
 
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's class means, which must be of as many examples as it reports."""
-        num_classes, width = self.shape
-        arrays = list(reply.arrays().values())
-        if len(arrays) != 2:
-            raise BadReply("arrays", f"expected class means and counts, got {len(arrays)}")
-        return Prototypes.from_arrays(
-            dict(zip(("means", "counts"), arrays, strict=True)),
-            num_classes=num_classes,
-            width=width,
-            max_examples=self.max_examples,
-            num_examples=reply.num_examples,
-        )
+        return self.checked_prototypes(reply.arrays(), reply.num_examples)
 
-    def last_layer(
-        self, sums: Sequence[Prototypes]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def last_layer(self, sums: Sequence[Prototypes]) -> Layer:
         """Return the class means, each of norm 1 (C, p), and zeros for a bias."""
         means = Prototypes.pooled(sums).means.astype(np.float64)
         norm = np.linalg.norm(means, axis=1)

@@ -4,7 +4,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from logging import INFO, WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,10 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     Those that do not fit in the budget are files, mapped into memory when they are read: those that
     were set longest ago go first. The files end with the object.
-
-    Parameters
-    ----------
-    budget : float
-        Bytes of arrays in memory, at least 0; it may change.
     """
 
     def __init__(self, budget: float = np.inf) -> None:
-        self.budget = budget
+        self.budget = budget  # bytes of arrays in memory
         self._models: dict[int, Arrays] = {}
         self._in_memory: dict[int, int] = {}  # client -> bytes, in the order in which they came
         self._folder: Path | None = None
@@ -50,13 +45,12 @@ class ClientModels(MutableMapping[int, Arrays]):
         self._in_memory.pop(client, None)
         self._models[client] = {name: _fixed(array) for name, array in arrays.items()}
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
-        while self._in_memory and sum(self._in_memory.values()) > self.budget:
+        while self._in_memory and self.bytes_in_memory > self.budget:
             oldest = next(iter(self._in_memory))
             try:
                 self._write(oldest)
             except OSError as error:  # such as a full disk, which must not end a run
-                logger.log(
-                    WARNING,
+                logger.warning(
                     "clients' models cannot be kept on disk (%s): they stay in memory, beyond the "
                     "budget; make room, or set another TMPDIR",
                     error,
@@ -83,27 +77,23 @@ class ClientModels(MutableMapping[int, Arrays]):
             self[client] = under(f"{client}.", state)
 
     def _write(self, client: int) -> None:
-        """Move a client's arrays to disk, as one file of the bytes of all of them."""
+        """Move a client's arrays to disk, into one file."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedntk-models-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            logger.log(INFO, "clients' models beyond %g bytes are kept on disk", self.budget)
-        arrays = self._models[client]
-        path = self._folder / f"{client}.npy"
+            logger.info("clients' models beyond %g bytes are kept on disk", self.budget)
+        arrays, path = self._models[client], self._folder / f"{client}.npy"
         path.unlink(missing_ok=True)  # what maps the old file keeps it
-        sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]  # aligned
-        stored = np.lib.format.open_memmap(path, "w+", np.uint8, (max(sum(sizes), 1),))
-        start = 0
-        for size, array in zip(sizes, arrays.values(), strict=True):
-            stored[start : start + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-            start += size
+        ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays.values()])  # aligned
+        stored = np.lib.format.open_memmap(path, "w+", np.uint8, (max(int(ends[-1]), 1),))
+        for part, array in zip(np.split(stored, ends[:-1]), arrays.values(), strict=True):
+            part[: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
         stored.flush()
-        mapped, start, found = np.load(path, mmap_mode="r"), 0, {}
-        for size, (name, array) in zip(sizes, arrays.items(), strict=True):
-            own = mapped[start : start + array.nbytes].view(array.dtype)
-            found[name] = np.asarray(own.reshape(array.shape))
-            start += size
-        self._models[client] = found
+        mapped = np.split(np.load(path, mmap_mode="r"), ends[:-1])
+        self._models[client] = {
+            name: np.asarray(part[: array.nbytes].view(array.dtype).reshape(array.shape))
+            for part, (name, array) in zip(mapped, arrays.items(), strict=True)
+        }
         del self._in_memory[client]
 
 

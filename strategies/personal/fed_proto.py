@@ -1,4 +1,4 @@
-"""FedProto: clients keep their networks, and share what their classes look like to these.
+"""FedProto: clients keep their networks, and share class prototypes.
 
 Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
 2022, eq. (6), for the clients N_j of a round that have class j, client i with n_ij examples of it:
@@ -10,27 +10,25 @@ come. It is left out: so C^j is the mean over all examples of the class, and one
 own. (The authors' program takes the plain mean over clients.)
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
-from torch import nn
 
-from fedntk.ntk import FeatureMap
-from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes, screen_sizes
+from fedntk.ntk import BadReply
+from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.averaging import named_arrays
 from ..core.exchange import Pairs
-from ..core.replies import Reply
+from ..core.features import FeatureStrategy
+from ..core.replies import Reply, screen_own_sizes
 from .personalised import PersonalStrategy
 
 __all__ = ["FedProto"]
 
 
-class FedProto(PersonalStrategy):
+class FedProto(FeatureStrategy, PersonalStrategy):
     """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.
 
     All of the network stays with the clients; they start from the same first weights. What the
@@ -40,6 +38,7 @@ class FedProto(PersonalStrategy):
 
     Examples
     --------
+    >>> from torch import nn
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> FedProto(network=network).shape
     (3, 8)
@@ -47,17 +46,6 @@ class FedProto(PersonalStrategy):
 
     client = "FedProtoClient"
     replies = "prototypes"
-
-    network: nn.Module = argument("clients' architecture; its weights do not matter")
-    head: str = option(
-        "layer before which features are taken; the last linear one by default", default=""
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.feature_map = FeatureMap("last-layer", head=self.head)
-        _, last = self.feature_map.last_layer(self.network)
-        self.shape = (last.out_features, last.in_features)  # (C, p)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Begin without prototypes, unless a state was loaded."""
@@ -77,29 +65,13 @@ class FedProto(PersonalStrategy):
         """The global prototypes that the round at work, or the last one, began with."""
         return Prototypes.from_global_arrays(named_arrays(self.global_arrays))
 
-    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add where features are taken."""
-        super().prepare_config(config, server_round)
-        config.update(self.feature_map.to_config())
-
     def parse(self, reply: Reply) -> Prototypes:
         """Check a client's prototypes, which must be of as many examples as it reports."""
-        num_classes, width = self.shape
-        return Prototypes.from_arrays(
-            reply.arrays(),
-            num_classes=num_classes,
-            width=width,
-            max_examples=self.max_examples,
-            num_examples=reply.num_examples,
-        )
+        return self.checked_prototypes(reply.arrays(), reply.num_examples)
 
-    def sound(self, pairs: Pairs[Any], rejected: Counter[str]) -> Pairs[Any]:
-        """Drop prototypes whose root mean square is far above that of others."""
-
-        def screen(own: Sequence[Prototypes], most: float) -> Any:
-            return screen_sizes([each.size for each in own], most)
-
-        return self.screened(pairs, rejected, screen)
+    def screen(self, own: Sequence[Prototypes], most: float) -> list[BadReply | None]:
+        """Refuse prototypes whose root mean square is far above that of others."""
+        return screen_own_sizes(own, most)
 
     def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Return the mean prototype of each class, and the former one where none came."""

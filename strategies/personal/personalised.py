@@ -4,13 +4,13 @@ Source: Pillutla et al., *Federated Learning with Partial Model Personalization*
 u <- sum over the sampled clients k of (n_k / n) u_k, and v_k stays with client k.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
+from fedntk.ntk import BadReply
 from fedntk.ntk.averages import weighted_mean
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import screen_changes
@@ -24,8 +24,6 @@ from ..core.replies import Reply, checked_weights
 __all__ = ["PersonalStrategy", "PersonalisedStrategy"]
 
 PERSONAL = "personal"  # record of first values
-Arrays = dict[str, NDArray[Any]]
-T = TypeVar("T")
 
 
 class PersonalStrategy(KeepingStrategy, ResendingStrategy):
@@ -35,8 +33,8 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     server: all clients start from the initial ones, and the Result holds these. A new client starts
     from them, and so does one that lost what it kept.
 
-    A client's personal arrays count as of the last round in which its reply was accepted. So a
-    reply that is lost or dropped leaves both its parts as they were.
+    A client's personal arrays count as of the last round in which its reply was accepted: a reply
+    that is lost or dropped leaves both its parts as they were.
 
     Attributes
     ----------
@@ -81,7 +79,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge what was accepted, and note whose personal arrays are of this round."""
         pairs, rejected, _ = self.answers(replies, self.parse, MessageType.TRAIN)
-        pairs = self.sound(pairs, rejected)
+        pairs = self.screened(pairs, rejected, self.screen)
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
@@ -97,7 +95,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         return not self.personal or super().takes_weights
 
     @property
-    def shared(self) -> Arrays:
+    def shared(self) -> dict[str, NDArray[Any]]:
         """The global arrays that travel, as the round at work began."""
         arrays = named_arrays(self.global_arrays)
         return {name: array for name, array in arrays.items() if name not in self.personal}
@@ -106,25 +104,15 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
         """Return what the method needs of a reply, or raise BadReply; by default its weights."""
         return checked_weights(reply.arrays(), self.shared)
 
-    def sound(self, pairs: Pairs[T], rejected: Counter[str]) -> Pairs[T]:
-        """Drop the replies that are far out of the others' range."""
-
-        def changes(own: Sequence[T], most: float) -> Any:
-            return screen_changes(self.shared, [self.weights_of(each) for each in own], most)
-
-        return self.screened(pairs, rejected, changes)
-
-    def weights_of(self, parsed: Any) -> Arrays:
-        """Return the shared arrays among what :meth:`parse` made of a reply."""
-        arrays: Arrays = parsed
-        return arrays
+    def screen(self, own: Sequence[Any], most: float) -> list[BadReply | None]:
+        """Refuse what :meth:`parse` made of replies that are far out of the others' range."""
+        return screen_changes(self.shared, own, most)
 
     def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Return what the accepted replies change of the global arrays."""
-        weights = [self.weights_of(own) for _, own in pairs]
         if not self.shared:
             return {}
-        return weighted_mean(weights, [reply.num_examples for reply, _ in pairs])
+        return weighted_mean([own for _, own in pairs], [reply.num_examples for reply, _ in pairs])
 
 
 class PersonalisedStrategy(PersonalStrategy):

@@ -15,58 +15,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
-from torch import nn
 
-from fedntk.ntk import FeatureMap
+from fedntk.ntk import BadReply, FeatureMap
 from fedntk.ntk.averages import mixtures
-from fedntk.ntk.features import FeatureKind
-from fedntk.ntk.options import argument, option, state
+from fedntk.ntk.options import option, state
 from fedntk.ntk.parts import batch_norm_arrays
-from fedntk.ntk.payloads import Prototypes, screen_changes
+from fedntk.ntk.payloads import Prototypes, change_size, screen_sizes
 from fedntk.ntk.similarity import Absent, cosine_similarities, similarity_weights
 
 from ..core.exchange import Pairs
+from ..core.features import FeatureStrategy
 from ..core.replies import Reply, checked_weights
 from .client_models import Arrays, ClientModels
 from .personalised import PersonalStrategy
 
-__all__ = ["Mixing", "Similarity", "WeightedFedAvg"]
+__all__ = ["Mixing", "WeightedFedAvg"]
 
-Similarity = Literal["prototypes", "entk"]
 PROTOTYPES = "prototypes"  # record of a reply
 
 
 class Mixing(NamedTuple):
-    """Who was mixed from whom in a round.
+    """Who was mixed from whom in a round."""
 
-    Attributes
-    ----------
-    clients : tuple of int
-        Ids of the K clients, in order.
-    similarities : ndarray of float64, shape (K, K)
-        Cosines of their prototypes.
-    weights : ndarray of float64, shape (K, K)
-        s_kk'; each row sums to 1.
-    server_round : int
-        Number of the round.
-    """
-
-    clients: tuple[int, ...]
-    similarities: NDArray[np.float64]
-    weights: NDArray[np.float64]
+    clients: tuple[int, ...]  # ids of the K clients, in order
+    similarities: NDArray[np.float64]  # cosines of their prototypes: (K, K)
+    weights: NDArray[np.float64]  # s_kk', each row sums to 1: (K, K)
     server_round: int
 
 
 class _Upload(NamedTuple):
     """What came from one client."""
 
+    client: int
     weights: dict[str, NDArray[Any]]
     prototypes: Prototypes
 
 
-class WeightedFedAvg(PersonalStrategy):
+class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
     """Similarity-weighted FedAvg (Huang et al. 2024, section 6.2).
 
     Clients are :class:`~fedntk.clients.WeightedFedAvgClient`. Each trains a model of its own, which
@@ -83,6 +70,7 @@ class WeightedFedAvg(PersonalStrategy):
 
     Examples
     --------
+    >>> from torch import nn
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> WeightedFedAvg(network=network, temperature=0.1).temperature
     0.1
@@ -91,8 +79,7 @@ class WeightedFedAvg(PersonalStrategy):
     client = "WeightedFedAvgClient"
     replies = "weights and prototypes"
 
-    network: nn.Module = argument("clients' architecture; its weights do not matter")
-    similarity: Similarity = option(
+    similarity: Literal["prototypes", "entk"] = option(
         "by what clients are compared: class means of the last layer's inputs, as by Huang et al. "
         "2024, or of tangent features (ours): clients are alike if their models would learn the "
         "same next",
@@ -116,9 +103,6 @@ class WeightedFedAvg(PersonalStrategy):
     )
     personal_batch_norm: bool = option(
         "BatchNorm stays with the clients, as in FedBN", default=False
-    )
-    head: str = option(
-        "layer before which features are taken; the last linear one by default", default=""
     )
     num_features: int = option(
         "p of similarity = entk; 0: all coordinates", default=1000, at_least=0
@@ -148,10 +132,8 @@ class WeightedFedAvg(PersonalStrategy):
         self.personal = batch_norm_arrays(self.network) if self.personal_batch_norm else ()
         if self.personal_batch_norm and not self.personal:
             raise ValueError("personal_batch_norm: the network has no BatchNorm layers")
-        kind: FeatureKind = "last-layer" if self.similarity == "prototypes" else "entk"
-        self.feature_map = FeatureMap(kind, self.num_features, self.feature_seed, self.head)
-        _, last = self.feature_map.last_layer(self.network)
-        self.num_classes, self.width = last.out_features, self.feature_map.width(self.network)
+        if self.similarity == "entk":
+            self.feature_map = FeatureMap("entk", self.num_features, self.feature_seed, self.head)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Divide the budget of memory."""
@@ -160,11 +142,6 @@ class WeightedFedAvg(PersonalStrategy):
         for models in both:
             models.budget = self.memory_budget * 2**30 / len(both)
         return initial_arrays
-
-    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
-        """Add which features clients are compared by."""
-        super().prepare_config(config, server_round)
-        config.update(self.feature_map.to_config())
 
     def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
         """Return a client's own model, without what stays with it."""
@@ -189,35 +166,14 @@ class WeightedFedAvg(PersonalStrategy):
     def parse(self, reply: Reply) -> _Upload:
         """Check weights and prototypes."""
         weights, prototypes = reply.array_records(self.arrayrecord_key, PROTOTYPES)
-        return _Upload(
-            checked_weights(weights, self.shared),
-            Prototypes.from_arrays(
-                prototypes,
-                num_classes=self.num_classes,
-                width=self.width,
-                max_examples=self.max_examples,
-            ),
-        )
+        checked = checked_weights(weights, self.shared)
+        return _Upload(reply.client, checked, self.checked_prototypes(prototypes))
 
-    def weights_of(self, parsed: Any) -> dict[str, NDArray[Any]]:
-        """Return the weights of an upload."""
-        weights: dict[str, NDArray[Any]] = parsed.weights
-        return weights
-
-    def sound(self, pairs: Pairs[Any], rejected: Any) -> Pairs[Any]:
-        """Drop weights that moved much farther from what their client was sent than others did."""
-        shared = {n: a for n, a in self.shared.items() if a.dtype.kind == "f"}
-        zeros = {name: np.zeros_like(array) for name, array in shared.items()}
-        started = {r.client: self.model_of(r.client) or shared for r, _ in pairs}
-        moved = {
-            reply.client: {n: own.weights[n] - started[reply.client][n] for n in shared}
-            for reply, own in pairs
-        }
-
-        def screen(_: Sequence[Any], most: float) -> Any:
-            return screen_changes(zeros, [moved[reply.client] for reply, _ in pairs], most)
-
-        return self.screened(pairs, rejected, screen)
+    def screen(self, own: Sequence[_Upload], most: float) -> list[BadReply | None]:
+        """Refuse weights that are much farther from what was sent than those of others."""
+        shared = self.shared
+        sizes = [change_size(self.model_of(k) or shared, weights) for k, weights, _ in own]
+        return screen_sizes(sizes, most)
 
     def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Mix a model for each client, and return the mean of what came."""
@@ -240,7 +196,7 @@ class WeightedFedAvg(PersonalStrategy):
             self._means, self._counts = {}, {}
         self.mixing = Mixing(tuple(clients), similarities, weights, self.server_round)
         self.train_metrics[self.server_round].update(_metrics_of(self.mixing))
-        return super().merged(pairs)
+        return super().merged([(reply, own.weights) for reply, own in pairs])
 
     def _compared(
         self, clients: Sequence[int], others: Sequence[int]

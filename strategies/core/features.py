@@ -1,0 +1,56 @@
+"""Strategies whose clients form features of the inputs of their network's last layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord
+from numpy.typing import NDArray
+from torch import nn
+
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.options import argument, option
+from fedntk.ntk.payloads import Prototypes
+
+from .base import BaseStrategy
+
+__all__ = ["FeatureStrategy"]
+
+
+class FeatureStrategy(BaseStrategy):
+    """Tells clients where features are taken.
+
+    Attributes
+    ----------
+    feature_map : FeatureMap
+        What clients make of an example.
+    shape : tuple of int
+        (C, p), of the last layer's weights.
+    """
+
+    network: nn.Module = argument("clients' architecture; its weights do not matter")
+    head: str = option(
+        "layer before which features are taken; the last linear one by default", default=""
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.feature_map = FeatureMap("last-layer", head=self.head)
+        _, last = self.feature_map.last_layer(self.network)
+        self.shape = (last.out_features, last.in_features)
+
+    def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
+        """Add where features are taken."""
+        super().prepare_config(config, server_round)
+        config.update(self.feature_map.to_config())
+
+    def checked_prototypes(
+        self, arrays: Mapping[str, NDArray[Any]], num_examples: int | None = None
+    ) -> Prototypes:
+        """Check a client's class means, of `num_examples` examples if that is given."""
+        return Prototypes.from_arrays(
+            arrays,
+            num_classes=self.shape[0],
+            width=self.feature_map.width(self.network),
+            max_examples=self.max_examples,
+            num_examples=num_examples,
+        )
