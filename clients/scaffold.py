@@ -29,6 +29,8 @@ from .sgd import SGDClient
 
 __all__ = ["SCAFFOLDClient"]
 
+Arrays = dict[str, NDArray[Any]]
+
 
 class SCAFFOLDClient(SGDClient):
     """Trains on corrected gradients; sends weights and its new control (algorithm 1).
@@ -74,19 +76,13 @@ class SCAFFOLDClient(SGDClient):
             The record ``arrays`` of the global model, and ``corrections``: c - c_i of each array of
             floating point, by its name.
         config : dict
-            ``"server-round"`` seeds the shuffling.
+            See :meth:`SGDClient.descend`.
 
         Returns
         -------
         tuple of NamedArrays, int, dict
             The records ``arrays`` of the new weights and ``controls`` of the c_i+, the number of
-            examples, ``{"train-loss": ...}`` as of :meth:`SGDClient.descend`.
-
-        Raises
-        ------
-        ValueError
-            If the arrays are not the model's with their corrections, or the message asks for
-            FedProx's term.
+            examples, and the ``train-loss`` of :meth:`SGDClient.descend`.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
         name, received, own = _parted(parameters)
@@ -151,7 +147,7 @@ class SCAFFOLDClient(SGDClient):
 
 
 class _Corrected:
-    """Given each step's gradients: adds them up, and returns them corrected by c - c_i."""
+    """Adds up each step's gradients, and returns them corrected by c - c_i."""
 
     def __init__(
         self,
@@ -179,10 +175,7 @@ class _Corrected:
 
 def _all(gradients: Gradients, trainable: Mapping[str, nn.Parameter]) -> Gradients:
     """Return the gradients of all parameters: zero for one that the loss does not know."""
-    return {
-        name: gradients[name] if name in gradients else torch.zeros_like(parameter.detach())
-        for name, parameter in trainable.items()
-    }
+    return {n: gradients.get(n, torch.zeros_like(p.detach())) for n, p in trainable.items()}
 
 
 def _decayed(
@@ -196,10 +189,8 @@ def _decayed(
     return dict(zip(gradients, decayed, strict=True))
 
 
-def _parted(
-    parameters: Sequence[NDArray[Any]],
-) -> tuple[str, dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Name and content of the record of weights, and the corrections."""
+def _parted(parameters: Sequence[NDArray[Any]]) -> tuple[str, Arrays, Arrays]:
+    """Return name and content of the record of weights, and the corrections."""
     (corrections,) = records_of(parameters, "corrections", strategy="SCAFFOLD")
     others = {k: r for k, r in parameters.records.items() if r is not corrections}  # type: ignore[attr-defined]
     if len(others) != 1:

@@ -28,12 +28,11 @@ logger = getLogger("flwr")
 class DittoClient(PersonalisedClient):
     """Trains the received weights as :class:`SGDClient`, and beside them a model that it keeps.
 
-    The personal model v_k begins as the first weights that the client is sent. In each round it is
-    trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the received weights, on the same
-    batches as these. Parameters are pulled; buffers, such as BatchNorm's statistics, are the
-    model's own. Nothing that is sent depends on it. It is what the client evaluates.
-
-    A client that lost v_k begins again with the weights it receives, and reports ``restarted``.
+    The personal model v_k begins as the first weights that the client is sent, or receives after it
+    lost v_k. In each round it is trained on F_k(v) + (lambda / 2) ||v - w^t||^2, with w^t the
+    received weights, on the same batches as these. Parameters are pulled; buffers, such as
+    BatchNorm's statistics, are the model's own. Nothing that is sent depends on it. It is what the
+    client evaluates.
     """
 
     strategy = "Ditto"
@@ -54,12 +53,8 @@ class DittoClient(PersonalisedClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train both models, and return the global one.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The new weights w_k, the number of examples, and metrics: ``train-loss`` of w_k and
-            ``personal-loss`` of v_k, each as of :meth:`SGDClient.descend`, and ``restarted``: 1 if
-            v_k was lost, else 0.
+        Metrics are ``train-loss`` of w_k and ``personal-loss`` of v_k, as of
+        :meth:`SGDClient.descend`, and ``restarted``: 1 if v_k was lost, else 0.
         """
         kept = self.kept(config)
         result, num_examples, metrics = super().fit(parameters, config)

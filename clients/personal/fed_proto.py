@@ -59,15 +59,7 @@ class FedProtoClient(PersonalisedClient):
         self._pull: _Pull | None = None  # while it trains
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
-        """Train the client's network, keep it, and form the prototypes.
-
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The record of :meth:`~fedntk.ntk.payloads.Prototypes.to_arrays`, the number
-            of examples, and ``{"train-loss": ...}`` as of :meth:`SGDClient.descend`, with the pull.
-            A client that lost what it kept returns no arrays, and ``{"lost-state": 0}``.
-        """
+        """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
         with self._pulled(parameters, config):
             result, num_examples, metrics = super().fit(parameters, config)
         if not isinstance(result, NamedArrays):  # what it kept is lost
@@ -81,10 +73,7 @@ class FedProtoClient(PersonalisedClient):
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Loss and accuracy on the examples for evaluation, by prototypes or by the last layer.
-
-        One that lost what it kept reports ``{"lost-state": 0}`` instead.
-        """
+        """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
         if not self._by_prototypes(parameters) or self.assembled(parameters, config) is None:
             return super().evaluate(parameters, config)
         x, targets = self.test_examples(config)
@@ -92,7 +81,7 @@ class FedProtoClient(PersonalisedClient):
         return evaluated.loss, len(x), {"accuracy": evaluated.accuracy}
 
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
-        """Make a module of what the client evaluates: see :meth:`ModelClient.predictor`."""
+        """Make a module of what the client evaluates."""
         predictor = super().predictor(parameters, config)
         if not self._by_prototypes(parameters):
             return predictor

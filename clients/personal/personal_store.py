@@ -1,7 +1,7 @@
 """What of a model stays with its client, from the round it was trained in to the next."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,15 +26,8 @@ class PersonalStore:
 
     Each round's are whole or missing. What was kept in the newest 20 rounds can be had again, as
     long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
-    cut off goes on from its checkpoint to the same bits.
-
-    Parameters
-    ----------
-    cache : path or None
-        Folder of all clients on this machine; ``fedntk/personal`` in $XDG_CACHE_HOME or
-        ``~/.cache`` by default.
-    run, client : str
-        Names of the run and of the client.
+    cut off goes on from its checkpoint to the same bits. `cache` is the folder of all clients on
+    this machine: see :class:`PersonalisedClient`.
     """
 
     def __init__(self, cache: str | os.PathLike[str] | None, run: str, client: str) -> None:
@@ -69,14 +62,7 @@ class PersonalStore:
     ) -> None:
         """Keep some arrays, under their names, as those of a round.
 
-        Parameters
-        ----------
-        server_round : int
-            Number of the round.
-        arrays : mapping of str to ndarray
-            What is kept.
-        needed : int
-            Number of a round that stays, however old: the arrays of these may yet be refused.
+        Those of the round `needed` stay, however old: the new ones may yet be refused.
         """
         if not self.folder.exists():
             remove_stale(self.folder)
@@ -87,7 +73,7 @@ class PersonalStore:
         disk.save(_file(server_round), **{PREFIX + k: np.asarray(a) for k, a in arrays.items()})
         size = sum(np.asarray(a).nbytes for a in arrays.values())
         count = max(2, min(KEPT, KEPT_BYTES // max(size, 1)))
-        kept = [*_newest(disk.names("round-*"), count), _file(needed)]
+        kept = [*sorted(disk.names("round-*"))[-count:], _file(needed)]
         disk.remove(all_but=kept, pattern="round-*")
 
     def _disk(self) -> DiskStore:
@@ -96,7 +82,3 @@ class PersonalStore:
 
 def _file(server_round: int) -> str:
     return f"round-{server_round:08}"
-
-
-def _newest(names: Collection[str], count: int) -> list[str]:
-    return sorted(names)[-count:]

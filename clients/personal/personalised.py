@@ -30,8 +30,8 @@ class PersonalisedClient(SGDClient):
 
     What is personal is what the record ``arrays`` of a message lacks of the network. With the first
     message come first values for it, in a record ``personal``. After each training it is kept on
-    this machine's disk. The strategy says from which round it is to be taken: the last one in which
-    it accepted the client's reply. A client that finds it missing says so, and is sent the first
+    this machine's disk. The strategy names the round to take it from: the last one in which it
+    accepted the client's reply. A client that finds it missing says so, and is sent the first
     values again.
     """
 
@@ -50,24 +50,12 @@ class PersonalisedClient(SGDClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Run E epochs of SGD on the received arrays and the client's own, together.
 
-        Parameters
-        ----------
-        parameters : NamedArrays
-            The record ``arrays``, and ``personal`` where the client has none of its own yet.
-        config : dict
-            Names the run, and the round of what is personal.
-
         Returns
         -------
         tuple of NamedArrays, int, dict
-            The new shared arrays, the number of examples, and ``{"train-loss": ...}`` as of
+            The new shared arrays, the number of examples, and the ``train-loss`` of
             :meth:`SGDClient.descend`. A client that lost what it kept returns no arrays, and
             ``{"lost-state": 0}``.
-
-        Raises
-        ------
-        ValueError
-            If the arrays are not the network's, or come without names.
         """
         network = self.assembled(parameters, config)
         if network is None:
@@ -91,13 +79,7 @@ class PersonalisedClient(SGDClient):
         return super().evaluate(list(network.values()), config)
 
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
-        """Make a module of the client's own network: see :meth:`ModelClient.predictor`.
-
-        Raises
-        ------
-        ValueError
-            If the client lost what it kept, or the arrays are not the network's.
-        """
+        """Make a module of the client's own network: see :meth:`ModelClient.predictor`."""
         network = self.own_network(parameters, config)
         if network is None:
             raise ValueError(f"{self._store(config).folder}: what was kept there is lost")

@@ -20,11 +20,10 @@ __all__ = ["WeightedFedAvgClient"]
 
 
 class WeightedFedAvgClient(PersonalisedClient):
-    """Trains the model that is sent to it alone; sends it back with its classes' mean features.
+    """Trains the model that is sent only to it; sends it back with its classes' mean features.
 
-    Which features these are comes with the message. They tell the server what an average example
-    of each class looks like to the network, and how many examples of it there are: with a single
-    example of a class, that example's features.
+    The message says which features. They tell the server what an average example of each class
+    looks like to the network, and how many there are: of a single example, that one's features.
     """
 
     strategy = "WeightedFedAvg"
