@@ -33,8 +33,9 @@ class _Remote:
         self.url = url.rstrip("/")
         if timeout is not None:
             self.timeout = timeout
-        checked = isinstance(verify, bool)
-        self._verify = verify if checked else ssl.create_default_context(cafile=verify)
+        self._verify = (
+            verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
+        )
 
     def _ask(self, path: str, parts: Sequence[bytes], **named: Any) -> bytes:
         body = pack(named, parts)

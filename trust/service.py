@@ -101,8 +101,10 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
                 raise SealError(f"malformed request: {where!r:.100}: {first['msg']:.200}") from None
             return Response(content, media_type="application/octet-stream")
 
-    handlers = {SealError: _refused, TimeoutError: _refused, ClientDisconnect: _broken_off}
-    app = FastAPI(openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(openapi_url=None)
+    app.add_exception_handler(SealError, _refused)
+    app.add_exception_handler(TimeoutError, _refused)
+    app.add_exception_handler(ClientDisconnect, _broken_off)
     for path, answer in answers.items():
         serve(path, answer)
     return app
