@@ -1,11 +1,12 @@
 """Weighted FedAvg against its equations, its limits, and clients that come, go and attack."""
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ConfigRecord
 from torch import nn
 
 from fedntk.clients import PersonalisedClient, SGDClient, WeightedFedAvgClient
@@ -20,19 +21,20 @@ from .federation import (
     Grid,
     app,
     arrays_of,
+    as_record,
     bits,
     damaged,
-    examples,
-    failed,
     kept_by,
     network,
+    run_as_if_lost,
     start,
     with_arrays,
 )
 
 LOCAL = {"learning_rate": 0.1, "batch_size": 4}
 CLIENTS = app(WeightedFedAvgClient, **LOCAL)
-ALL = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+ALL: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
+HALF: dict[str, Any] = ALL | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 1}
 
 
 def weighted(**options: Any) -> WeightedFedAvg:
@@ -51,194 +53,133 @@ CONTRACT = {
 }
 
 
-class Uploads(Grid):
-    """Notes what clients were sent and what they replied in each round, by partition."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sent: list[dict[int, dict[str, np.ndarray]]] = []
-        self.came: list[dict[int, dict[str, dict[str, np.ndarray]]]] = []
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        messages = list(messages)
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        if messages and messages[0].metadata.message_type == "train":
-            self.sent.append(
-                {
-                    self.partition(m.metadata.dst_node_id): arrays_of(m.content["arrays"])
-                    for m in messages
-                }
-            )
-            self.came.append(
-                {
-                    self.partition(r.metadata.src_node_id): {
-                        name: arrays_of(own) for name, own in r.content.array_records.items()
-                    }
-                    for r in replies
-                    if r.has_content()
-                }
-            )
-        return replies
-
-    def partition(self, node: int) -> int:
-        return int(self.contexts[node].node_config["partition-id"])
+def travelled(grid: Grid, way: str) -> list[dict[int, dict[str, dict[str, np.ndarray]]]]:
+    """Each round's records of arrays, sent "down" or "up" in training, by partition."""
+    train = [(w, m) for w, m in grid.seen if m.metadata.message_type == "train" and m.has_content()]
+    found = []
+    for own, group in groupby(train, itemgetter(0)):
+        if own == way:
+            of_round = {}
+            for _, m in group:
+                node = m.metadata.dst_node_id if way == "down" else m.metadata.src_node_id
+                partition = int(grid.contexts[node].node_config["partition-id"])
+                records = m.content.array_records.items()
+                of_round[partition] = {name: arrays_of(record) for name, record in records}
+            found.append(of_round)
+    return found
 
 
-def prototypes(reply: dict[str, dict[str, np.ndarray]], width: int) -> Prototypes:
-    return Prototypes.from_arrays(reply["prototypes"], num_classes=3, width=width, max_examples=100)
+def mixed(replies: dict[int, Any], weights: np.ndarray) -> dict[str, np.ndarray]:
+    """The sum of some clients' weights, by loops in float64."""
+    models = [reply["arrays"] for reply in replies.values()]
+    total = {
+        name: sum(w * own[name].astype(np.float64) for w, own in zip(weights, models, strict=True))
+        for name in models[0]
+    }
+    return total | {"1.num_batches_tracked": np.rint(total["1.num_batches_tracked"])}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 0) -> None:
+def weights_of(replies: dict[int, Any], *, absent: str = "zero", sizes: Any = None) -> np.ndarray:
+    """s_kk' at a temperature of 0.2, clients in the order of the replies."""
+    own = [
+        Prototypes.from_arrays(reply["prototypes"], num_classes=3, width=8, max_examples=100)
+        for reply in replies.values()
+    ]
+    similarities = cosine_similarities(own, absent=absent)
+    return similarity_weights(similarities, temperature=0.2, examples=sizes)
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 0) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("absent", ["zero", "common"])
-@pytest.mark.parametrize("by_examples", [False, True])
-def test_each_client_gets_the_mixture_that_the_equations_say(absent, by_examples):
-    """What is sent in round 2 follows from the replies of round 1, by loops in float64."""
-    strategy, grid = weighted(temperature=0.2, absent=absent, by_examples=by_examples, **ALL), None
-    grid = Uploads(CLIENTS)
-    start(strategy, grid, rounds=2)
-    came = grid.came[0]
-    own = [prototypes(came[k], 8) for k in range(6)]
-    counts = [5 + k for k in range(6)] if by_examples else None
-    weights = similarity_weights(
-        cosine_similarities(own, absent=absent), temperature=0.2, examples=counts
-    )
-    for k in range(6):
-        for name, array in grid.sent[1][k].items():
-            exact = sum(
-                weights[k, i] * came[i]["arrays"][name].astype(np.float64) for i in range(6)
-            )
-            exact = np.rint(exact) if array.dtype.kind == "i" else exact
-            np.testing.assert_allclose(array, exact, rtol=1e-6, atol=1e-7)
-    assert len({grid.sent[1][k]["0.weight"].tobytes() for k in range(6)}) > 1
-
-
-@pytest.mark.parametrize("similarity", ["prototypes", "entk"])
-def test_prototypes_are_of_the_trained_network_and_the_clients_own_examples(similarity):
-    strategy, grid = weighted(similarity=similarity, num_features=20, **ALL), Uploads(CLIENTS)
-    start(strategy, grid)
-    kind = "last-layer" if similarity == "prototypes" else "entk"
-    feature_map = FeatureMap(kind, 20, 123)
-    for k in range(6):
-        trained = network()
-        trained.load_state_dict(
-            {name: torch.tensor(a) for name, a in grid.came[0][k]["arrays"].items()}
-        )
-        x, y = examples(k)
-        expected = Prototypes.of(feature_map.extractor(trained), x, y, 3)
-        found = prototypes(grid.came[0][k], 20 if similarity == "entk" else 8)
-        np.testing.assert_array_equal(found.counts, expected.counts)
-        np.testing.assert_allclose(found.means, expected.means, rtol=1e-5, atol=1e-6)
-
-
-def test_equal_weights_of_equal_examples_are_fedavg():
-    """At an infinite temperature, weighted by examples: each client's W_k is FedAvg's model."""
-    fedavg = Uploads(app(SGDClient, **LOCAL))
-    expected = start(SeededFedAvg(**ALL), fedavg, rounds=3)
-    strategy, grid = weighted(temperature=np.inf, by_examples=True, **ALL), Uploads(CLIENTS)
-    found = start(strategy, grid, rounds=3)
-    assert_same(found, expected, 1e-5)  # means in float64 and in float32, over three rounds
-    for k in range(6):
-        assert_same(grid.sent[2][k], fedavg.sent[2][k], 1e-5)
-
-
-def test_at_temperature_zero_each_client_trains_alone():
-    """Its weight is exp(-(1 - cos) / tau) at most elsewhere, which is 0 in float64."""
-    grid = Uploads(CLIENTS)
-    start(weighted(temperature=1e-6, **ALL), grid, rounds=3)
-    alone = LocalTraining(**ALL)
-    start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
-    for k in range(6):
-        assert_same(grid.sent[2][k], kept_by(alone, k, 2))
-
-
-def test_the_result_is_fedavgs_mean_of_what_came():
-    grid = Uploads(CLIENTS)
-    found = start(weighted(**ALL), grid)
-    fedavg = start(SeededFedAvg(**ALL), Grid(app(SGDClient, **LOCAL)))
-    assert bits(found) == bits(fedavg)  # the first round begins alike for all
-
-
-def test_clients_with_the_same_classes_are_mixed_most():
-    """Clients k and k + 3 have the same two classes: by both similarities, and in every pair."""
-    for similarity in ("prototypes", "entk"):
-        strategy = weighted(similarity=similarity, temperature=0.1, **ALL)
-        start(strategy, Grid(CLIENTS), rounds=3)
-        assert strategy.mixing is not None
-        weights = strategy.mixing.weights - np.eye(6)
-        assert [int(np.argmax(row)) for row in weights] == [3, 4, 5, 0, 1, 2]
-
-
-# ------------------------------------------------------------- partial participation
-
-HALF = {
-    "fraction_train": 0.5, "min_train_nodes": 3, "min_available_nodes": 6,
-    "fraction_evaluate": 0.0, "seed": 1,
-}  # fmt: skip
-
-
-def test_over_the_round_a_client_keeps_the_model_of_its_last_round():
-    strategy, grid = weighted(temperature=0.2, **HALF), Uploads(CLIENTS)
+@pytest.mark.parametrize(("absent", "by_examples"), [("zero", False), ("common", True)])
+def test_over_the_round_a_client_is_sent_the_mixture_of_its_last_round(absent, by_examples):
+    strategy = weighted(temperature=0.2, absent=absent, by_examples=by_examples, **HALF)
+    grid = Grid(CLIENTS)
     start(strategy, grid, rounds=4)
     last: dict[int, dict[str, np.ndarray]] = {}
     skipped = 0
-    for number in range(4):
-        came = grid.came[number]
-        clients = sorted(came)
-        weights = similarity_weights(
-            cosine_similarities([prototypes(came[k], 8) for k in clients]), temperature=0.2
-        )
-        for k in clients:
-            if k in last:
-                assert_same(grid.sent[number][k], last[k], 1e-6)
-                skipped += k not in grid.came[number - 1]
-        for row, k in zip(weights, clients, strict=True):
-            last[k] = {
-                name: np.asarray(
-                    sum(
-                        w * came[i]["arrays"][name].astype(np.float64)
-                        for w, i in zip(row, clients, strict=True)
-                    )
-                )
-                for name in came[clients[0]]["arrays"]
-            }
-            last[k]["1.num_batches_tracked"] = np.rint(last[k]["1.num_batches_tracked"])
+    down, up = travelled(grid, "down"), travelled(grid, "up")
+    for number, came in enumerate(up):
+        came = dict(sorted(came.items()))
+        sizes = [5 + k for k in came] if by_examples else None
+        for k in came.keys() & last.keys():
+            assert_same(down[number][k]["arrays"], last[k], 1e-6)
+            skipped += k not in up[number - 1]
+        for k, row in zip(came, weights_of(came, absent=absent, sizes=sizes), strict=True):
+            last[k] = mixed(came, row)
     assert skipped > 0
+    assert len({own["0.weight"].tobytes() for own in last.values()}) == len(last)
 
 
 def test_over_all_a_client_is_mixed_from_what_everyone_last_sent():
     """Of clients not heard of nothing is known: they get the global model."""
-    strategy, grid = weighted(temperature=0.2, over="all", **HALF), Uploads(CLIENTS)
-    globals_: list[dict[str, np.ndarray]] = []
-    rounds = 4
-    for number in range(1, rounds + 1):  # the global model after each number of rounds
-        globals_.append(start(weighted(temperature=0.2, over="all", **HALF), Grid(CLIENTS), number))
-    start(strategy, grid, rounds=rounds)
+    strategy, models = weighted(temperature=0.2, over="all", **HALF), {}
+
+    def note(_: Any) -> None:
+        models[strategy.server_round] = arrays_of(strategy.global_arrays)
+
+    grid = Grid(CLIENTS, on_send=note)
+    start(strategy, grid, rounds=4)
     known: dict[int, Any] = {}
     new = 0
-    for number in range(rounds):
-        everyone = sorted(known)
-        for k in sorted(grid.sent[number]):
-            if k not in known:
-                new += number > 0
-                if number:
-                    assert_same(grid.sent[number][k], globals_[number - 1])
-                continue
-            own = [prototypes(known[i], 8) for i in everyone]
-            row = similarity_weights(cosine_similarities(own), temperature=0.2)[everyone.index(k)]
-            exact = sum(
-                w * known[i]["arrays"]["0.weight"].astype(np.float64)
-                for w, i in zip(row, everyone, strict=True)
-            )
-            np.testing.assert_allclose(
-                grid.sent[number][k]["0.weight"], exact, rtol=1e-6, atol=1e-7
-            )
-        known |= grid.came[number]
+    down, up = travelled(grid, "down"), travelled(grid, "up")
+    for sent, came, model in zip(down, up, models.values(), strict=True):
+        rows = dict(zip(known, weights_of(known), strict=True)) if known else {}
+        for k, own in sent.items():
+            new += bool(known) and k not in known
+            assert_same(own["arrays"], mixed(known, rows[k]) if k in known else model, 1e-6)
+        known = dict(sorted((known | came).items()))
     assert new > 0
+
+
+@pytest.mark.parametrize("similarity", ["prototypes", "entk"])
+def test_clients_with_the_same_classes_are_mixed_most(similarity):
+    """Clients k and k + 3 have the same two classes: by both similarities, and in every pair."""
+    strategy = weighted(similarity=similarity, temperature=0.1, num_features=20, **ALL)
+    start(strategy, Grid(CLIENTS), rounds=2)
+    assert strategy.mixing is not None
+    weights = strategy.mixing.weights - np.eye(6)
+    assert [int(np.argmax(row)) for row in weights] == [3, 4, 5, 0, 1, 2]
+    strategy.prepare_config(config := ConfigRecord(), 1)
+    expected = FeatureMap("last-layer") if similarity == "prototypes" else FeatureMap("entk", 20)
+    assert FeatureMap.from_config(config) == expected
+
+
+def test_equal_weights_of_equal_examples_are_fedavg():
+    """At an infinite temperature, weighted by examples: each client's W_k is FedAvg's model."""
+    fedavg, plain = Grid(app(SGDClient, **LOCAL)), SeededFedAvg(**ALL)
+    expected = start(plain, fedavg, rounds=3)
+    strategy, grid = weighted(temperature=np.inf, by_examples=True, **ALL), Grid(CLIENTS)
+    found = start(strategy, grid, rounds=3)
+    assert_same(found, expected, 1e-5)  # means in float64 and in float32, over three rounds
+    for k in range(6):
+        sent, other = (travelled(each, "down")[2][k]["arrays"] for each in (grid, fedavg))
+        assert_same(sent, other, 1e-5)
+    metrics = strategy.train_metrics[1]
+    share = np.arange(5, 11) / 45  # each row of weights: the clients' shares of the examples
+    assert metrics["own-weight-mean"] == pytest.approx(share.mean())
+    assert metrics["effective-clients"] == pytest.approx(np.exp(-(share * np.log(share)).sum()))
+    off = strategy.mixing.similarities[~np.eye(6, dtype=bool)]
+    assert strategy.train_metrics[3]["similarity-mean"] == pytest.approx(off.mean())
+
+
+def test_at_temperature_zero_each_client_trains_alone():
+    """Its weight is exp(-(1 - cos) / tau) at most elsewhere, which is 0 in float64."""
+    grid = Grid(CLIENTS)
+    start(weighted(temperature=1e-6, **ALL), grid, rounds=3)
+    alone = LocalTraining(**ALL)
+    start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
+    for k, own in travelled(grid, "down")[2].items():
+        assert_same(own["arrays"], kept_by(alone, k, 2))
+
+
+def test_the_result_is_fedavgs_mean_of_what_came():
+    fedavg = start(SeededFedAvg(**ALL), Grid(app(SGDClient, **LOCAL)))
+    assert bits(start(weighted(**ALL), Grid(CLIENTS))) == bits(fedavg)  # all begin alike
 
 
 @pytest.mark.parametrize("over", ["round", "all"])
@@ -259,75 +200,54 @@ def test_a_state_has_all_that_models_are_mixed_from_but_for_placeholders(over):
             del own[-10]
         strategy._mixed.clear()
     for client in range(5):
-        expected, found = strategy.model_of(client), again.model_of(client)
-        assert expected is not None
-        assert found is not None
-        assert bits(dict(found)) == bits(dict(expected))
+        assert bits(dict(again.model_of(client))) == bits(dict(strategy.model_of(client)))
 
 
 def test_a_client_with_no_feature_is_like_itself_alone():
     """Cosine 0 with the two others and 1 with itself: it keeps e / (e + 2) of its own weights."""
-
-    def dead(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return arrays | {"means": np.zeros_like(arrays["means"])}
-
+    dead = with_arrays(lambda a: a | {"means": np.zeros_like(a["means"])}, "prototypes")
     strategy = weighted(over="all", min_available_nodes=3, fraction_evaluate=0.0)
-    grid = Uploads(CLIENTS, num_clients=3, changes={2: with_arrays(dead, "prototypes")})
+    grid = Grid(CLIENTS, num_clients=3, changes={2: dead})
     start(strategy, grid)
-    mixed, came = strategy.model_of(2), grid.came[0]
-    assert mixed is not None
     weights = np.array([1, 1, np.e]) / (2 + np.e)
-    expected = sum(w * came[k]["arrays"]["0.weight"] for k, w in enumerate(weights))
-    np.testing.assert_allclose(mixed["0.weight"], expected, rtol=1e-5, atol=1e-6)
+    expected = mixed(dict(sorted(travelled(grid, "up")[0].items())), weights)
+    assert_same(dict(strategy.model_of(2)), expected, 1e-6)
 
 
 def test_over_all_each_mixture_is_formed_once_a_round(monkeypatch):
     """Three of six train, and six evaluate what the next round begins with."""
     formed: list[int] = []
-
-    def counted(weights: np.ndarray, models: list[Any]) -> Any:
-        formed.append(len(weights))
-        return mixtures(weights, models)
-
-    monkeypatch.setattr("fedntk.strategies.personal.weighted_fedavg.mixtures", counted)
+    monkeypatch.setattr(
+        "fedntk.strategies.personal.weighted_fedavg.mixtures",
+        lambda weights, models: formed.append(len(weights)) or mixtures(weights, models),
+    )
+    grid = Grid(CLIENTS)
     options = HALF | {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
-    strategy = weighted(over="all", **options)
-    grid = Uploads(CLIENTS)
-    start(strategy, grid, rounds=3)
-    heard: set[int] = set()
-    expected = 0
-    for came in grid.came:
-        heard |= came.keys()
-        expected += len(heard)
-    assert len(formed) == expected
+    start(weighted(over="all", **options), grid, rounds=3)
+    heard = [set(grid.trained[: 3 * number]) for number in (1, 2, 3)]
+    assert len(formed) == sum(map(len, heard))
 
 
 @pytest.mark.parametrize("over", ["round", "all"])
 def test_models_on_disk_make_no_difference(over):
     results = []
     for budget in (np.inf, 0):
-        strategy, grid = weighted(over=over, memory_budget=budget, **HALF), Uploads(CLIENTS)
-        start(strategy, grid, rounds=4)
-        results.append([{k: bits(own) for k, own in sent.items()} for sent in grid.sent])
+        grid = Grid(CLIENTS)
+        start(weighted(over=over, memory_budget=budget, **HALF), grid, rounds=4)
+        down = travelled(grid, "down")
+        results.append([{k: bits(own["arrays"]) for k, own in sent.items()} for sent in down])
     assert results[0] == results[1]
-
-
-# --------------------------------------------------------------------- personal BatchNorm
 
 
 def test_personal_batch_norm_leaves_batch_norm_at_home():
     """At an infinite temperature and weighted by examples it is FedBN."""
     fedbn = start(FedBN(network=network(), **ALL), Grid(app(PersonalisedClient, **LOCAL)), rounds=3)
     strategy = weighted(temperature=np.inf, by_examples=True, personal_batch_norm=True, **ALL)
-    grid = Uploads(CLIENTS)
+    grid = Grid(CLIENTS)
     assert_same(start(strategy, grid, rounds=3), fedbn, 1e-5)
     shared = ["0.weight", "0.bias", "3.weight", "3.bias"]
-    for sent, came in zip(grid.sent, grid.came, strict=True):
-        assert all(list(own) == shared for own in sent.values())
-        assert all(list(own["arrays"]) == shared for own in came.values())
-
-
-# -------------------------------------------------------------------------- bad replies
+    for way in ("down", "up"):
+        assert all(records["arrays"] == shared for records in grid.records(way))
 
 
 @pytest.mark.parametrize(
@@ -341,16 +261,10 @@ def test_personal_batch_norm_leaves_batch_norm_at_home():
     ],
 )
 def test_a_bad_upload_is_dropped_and_changes_nothing_for_the_others(change, reason):
-    strategy, grid = weighted(**ALL), Uploads(CLIENTS, changes={2: change})
-    start(strategy, grid, rounds=1)
-    assert strategy.train_metrics[1][f"rejected-{reason}"] == 1
-    silent = weighted(**ALL)
-    start(silent, Grid(CLIENTS, changes={2: failed}), rounds=1)
-    assert strategy.mixing is not None
-    assert silent.mixing is not None
-    assert strategy.mixing.clients == silent.mixing.clients == (0, 1, 3, 4, 5)
-    np.testing.assert_array_equal(strategy.mixing.weights, silent.mixing.weights)
-    assert strategy.model_of(2) is None
+    attacked, silent = run_as_if_lost(lambda: weighted(**ALL), CLIENTS, change, reason)
+    assert attacked.mixing.clients == silent.mixing.clients == (0, 1, 3, 4, 5)
+    np.testing.assert_array_equal(attacked.mixing.weights, silent.mixing.weights)
+    assert attacked.model_of(2) is None
 
 
 def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
@@ -358,46 +272,21 @@ def test_a_reply_is_an_outlier_by_its_distance_from_what_its_client_was_sent():
 
     So its reply is as near to what it was sent as the others' are, and far from the global model.
     """
-    strategy = weighted(outlier_factor=20, **ALL)
+    strategy, again = (weighted(outlier_factor=20, **ALL) for _ in range(2))
+    start(strategy, Grid(CLIENTS))
+    own = dict(strategy.model_of(0))
+    again.load_state_dict(
+        strategy.state_dict() | {"_models.0.3.bias": own["3.bias"] + np.float32(40)}
+    )
     grid = Grid(CLIENTS)
-    start(strategy, grid, rounds=1)
-    own = strategy.model_of(0)
-    assert own is not None
-    state = strategy.state_dict()
-    state["_models.0.3.bias"] = own["3.bias"] + np.float32(40)
-    again = weighted(outlier_factor=20, **ALL)
-    again.load_state_dict(state)
-    came = Uploads(CLIENTS)
-    record = ArrayRecord({name: Array(np.asarray(a)) for name, a in own.items()})
-    again.start(came, record, num_rounds=2)
+    again.start(grid, as_record(own), num_rounds=2)
     assert again.train_metrics[2]["replies-accepted"] == 6
-    came_from_0, came_from_1 = (came.came[0][k]["arrays"]["3.bias"] for k in (0, 1))
+    came_from_0, came_from_1 = (travelled(grid, "up")[0][k]["arrays"]["3.bias"] for k in (0, 1))
     assert (came_from_0 - came_from_1).min() > 39
 
 
-# ---------------------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head": "1"}, "head: expected the name of"),
-    ],
-)
-def test_bad_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        weighted(**options)
-    plain = nn.Sequential(nn.Linear(2, 2))
+def test_a_network_without_such_layers_is_refused():
+    with pytest.raises(ValueError, match="head: expected the name of"):
+        weighted(head="1")
     with pytest.raises(ValueError, match="personal_batch_norm: the network has no BatchNorm"):
-        WeightedFedAvg(network=plain, personal_batch_norm=True)
-
-
-def test_metrics_of_the_mixing():
-    strategy = weighted(temperature=np.inf, **ALL)
-    start(strategy, Grid(CLIENTS))
-    metrics = strategy.train_metrics[1]
-    assert metrics["own-weight-mean"] == pytest.approx(1 / 6)
-    assert metrics["effective-clients"] == pytest.approx(6)
-    assert strategy.mixing is not None
-    off = strategy.mixing.similarities[~np.eye(6, dtype=bool)]
-    assert metrics["similarity-mean"] == pytest.approx(off.mean())
+        WeightedFedAvg(network=nn.Sequential(nn.Linear(2, 2)), personal_batch_norm=True)
