@@ -7,6 +7,7 @@ from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
 from .closed_form.fed3r import Fed3R
 from .closed_form.fed_ncm import FedNCM
 from .core.base import BaseStrategy
+from .core.features import FeatureStrategy
 from .core.inner import CheckedStrategy
 from .core.kept_rounds import KeepingStrategy
 from .core.lost_state import ResendingStrategy
@@ -53,6 +54,7 @@ __all__ = [
     "DisPFL",
     "Distillation",
     "Ditto",
+    "FeatureStrategy",
     "Fed3R",
     "FedBE",
     "FedBN",

@@ -54,7 +54,7 @@ def pooled(model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
 
 
 def sums_of(z: Tensor, y: Tensor) -> FeatureStatistics:
-    return FeatureStatistics.of([z], y.argmax(1), 3)
+    return FeatureStatistics.of([z], y.argmax(1), y.shape[1])
 
 
 def aggregated(parts: list[tuple[Tensor, Tensor]], gamma: float) -> Tensor:

@@ -3,13 +3,12 @@
 import pytest
 from torch import nn
 
-from fedntk.clients import PersonalisedClient
 from fedntk.ntk.parts import batch_norm_arrays
 from fedntk.strategies import FedBN, PersonalisedStrategy
 
-from .federation import Contract, Grid, app, bits, network, start
+from .federation import Contract, Grid, bits, network, start
+from .test_personalised import CLIENTS, NORM, OPTIONS
 
-CLIENTS = app(PersonalisedClient, learning_rate=0.1, batch_size=4)
 CONTRACT = {
     "FedBN": Contract(lambda **o: FedBN(network=network(), **o), CLIENTS, personal=True),
 }
@@ -25,16 +24,11 @@ def test_batch_norm_is_what_stays_whatever_its_name_and_depth():
         "norm.num_batches_tracked",
     )  # fmt: skip
     assert batch_norm_arrays(nn.BatchNorm1d(2))[:2] == ("weight", "bias")
+    with pytest.raises(ValueError, match="expected one with BatchNorm layers"):
+        FedBN(network=nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)))
 
 
 def test_it_is_partial_personalisation_with_those_arrays():
-    names = [name for name in network().state_dict() if name.startswith("1.")]
-    options = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
-    expected = start(PersonalisedStrategy(personal=names, **options), Grid(CLIENTS), rounds=3)
-    found = start(FedBN(network=network(), **options), Grid(CLIENTS), rounds=3)
+    expected = start(PersonalisedStrategy(personal=NORM, **OPTIONS), Grid(CLIENTS), rounds=2)
+    found = start(FedBN(network=network(), **OPTIONS), Grid(CLIENTS), rounds=2)
     assert bits(found) == bits(expected)
-
-
-def test_a_network_without_batch_norm_is_refused():
-    with pytest.raises(ValueError, match="expected one with BatchNorm layers"):
-        FedBN(network=nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)))
