@@ -2,51 +2,50 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
 __all__ = ["client_accuracy_table", "client_gains", "client_summary", "newest_accuracies"]
 
 RECENT = 5  # last rounds of a run: more clients evaluate in several rounds than in one
+MARGIN = 0.01  # largest difference of accuracy that is neither gain nor loss
 
 
-def newest_accuracies(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
-    """Return each client's newest accuracy in the last `rounds` of each run.
+def newest_accuracies(clients: pd.DataFrame) -> pd.DataFrame:
+    """Return each client's newest accuracy in the last five rounds of each run.
 
     `clients` is tidy, as :attr:`~fedntk.simulations.Run.clients`, of one or more runs. The result
     has the columns run, seed, partition, accuracy, and a row for each client that evaluated.
     """
     accuracy = clients[clients.metric == "accuracy"]
     last = accuracy.groupby(["run", "seed"])["round"].transform("max")
-    recent = accuracy[accuracy["round"] > last - rounds].sort_values("round")
+    recent = accuracy[accuracy["round"] > last - RECENT].sort_values("round")
     newest = recent.groupby(["run", "seed", "partition"], sort=False).value.last()
     return newest.rename("accuracy").reset_index()
 
 
-def client_accuracy_table(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
+def client_accuracy_table(clients: pd.DataFrame) -> pd.DataFrame:
     """Return accuracies with a row for each seed and client and a column for each run."""
-    newest = newest_accuracies(clients, rounds)
+    newest = newest_accuracies(clients)
     table = newest.pivot_table(index=["seed", "partition"], columns="run", values="accuracy")
     return table[list(dict.fromkeys(clients.run))]
 
 
-def client_summary(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
+def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
     """Return mean, worst and standard deviation over the clients; one row a run.
 
     Each is over a seed's clients, each counting once; the result has means over the seeds, and the
     mean's standard deviation over them.
     """
-    newest, rows = newest_accuracies(clients, rounds), []
+    newest, rows = newest_accuracies(clients), []
     for run in dict.fromkeys(clients.run):
-        own = newest[newest.run == run]
-        by_seed = own.groupby("seed").accuracy
+        by_seed = newest[newest.run == run].groupby("seed").accuracy
         rows.append(
             {
                 "run": run,
                 "seeds": by_seed.ngroups,
                 "clients": int(by_seed.size().mean()),
                 "mean": by_seed.mean().mean(),
-                "mean-std": by_seed.mean().std(ddof=1) if by_seed.ngroups > 1 else np.nan,
+                "mean-std": by_seed.mean().std(ddof=1),
                 "worst": by_seed.min().mean(),
                 "std": by_seed.std(ddof=0).mean(),
             }
@@ -54,9 +53,7 @@ def client_summary(clients: pd.DataFrame, rounds: int = RECENT) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def client_gains(
-    clients: pd.DataFrame, against: Sequence[str], *, margin: float = 0.01, rounds: int = RECENT
-) -> pd.DataFrame:
+def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
     """Count the clients that gain or lose with each run against others.
 
     Parameters
@@ -65,35 +62,28 @@ def client_gains(
         Tidy table of runs with the same seeds and the same split.
     against : sequence of str
         Names of the runs that the others are compared with.
-    margin : float
-        Largest difference of accuracy that counts as none.
-    rounds : int
-        Number of last rounds.
 
     Returns
     -------
     DataFrame
         A row for each run and each other run: clients that evaluated in both, shares that gain
-        and that lose, mean gain, largest gain and largest loss.
+        and that lose by more than 0.01, mean gain, largest gain and largest loss.
     """
-    table, rows = client_accuracy_table(clients, rounds), []
-    for other in against:
-        for run in table.columns:
-            if run == other or other not in table:
-                continue
+    table, rows = client_accuracy_table(clients), []
+    for other in [name for name in against if name in table]:
+        for run in table.columns.drop(other):
             gain = (table[run] - table[other]).dropna()
-            if not len(gain):
-                continue
-            rows.append(
-                {
-                    "run": run,
-                    "against": other,
-                    "clients": len(gain),
-                    "gain": float((gain > margin).mean()),
-                    "lose": float((gain < -margin).mean()),
-                    "mean-gain": gain.mean(),
-                    "largest-gain": gain.max(),
-                    "largest-loss": gain.min(),
-                }
-            )
+            if len(gain):
+                rows.append(
+                    {
+                        "run": run,
+                        "against": other,
+                        "clients": len(gain),
+                        "gain": float((gain > MARGIN).mean()),
+                        "lose": float((gain < -MARGIN).mean()),
+                        "mean-gain": gain.mean(),
+                        "largest-gain": gain.max(),
+                        "largest-loss": gain.min(),
+                    }
+                )
     return pd.DataFrame(rows)

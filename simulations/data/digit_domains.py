@@ -1,7 +1,6 @@
 """Digits in five domains, made of MNIST and scikit-learn's digits: feature skew without a download.
 
-They stand in for the five sets of digits of :mod:`fedntk.simulations.data.digits_five`, which have
-to be downloaded. Accuracies on the one are not comparable with those on the other.
+Accuracies are not comparable with those on :mod:`fedntk.simulations.data.digits_five`.
 """
 
 import math
@@ -12,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .parts import Domain, Part, joined, select_balanced
-
-__all__ = ["DOMAINS", "blurred", "digit_domains", "enlarged", "inverted", "rotated"]
 
 Pixels = NDArray[np.uint8]
 SIDE = 28
@@ -73,30 +70,23 @@ def digit_domains(
 ) -> Domain:
     """Make the five domains, in the order of ``DOMAINS``, all of one size and balanced.
 
-    Parameters
-    ----------
-    mnist : Domain
-        MNIST, white on black: uint8 of shape (n, 1, 28, 28).
-    digits : Domain
-        Scikit-learn's digits: (n, 1, 8, 8) of 0 ... 16.
-    num_examples, num_test_examples : int
-        Number of examples of each domain; 0: ten times the smallest class of scikit-learn's digits.
+    `mnist` is white on black, uint8 of shape (n, 1, 28, 28); `digits` are scikit-learn's,
+    (n, 1, 8, 8) of 0 ... 16. Numbers of examples are of each domain; 0: ten times the smallest
+    class of scikit-learn's digits.
     """
-    counts = [
-        count or 10 * int(np.bincount(part.y, minlength=10).min())
-        for count, part in zip((num_examples, num_test_examples), digits, strict=True)
-    ]
+    given = dict(zip(("train", "test"), (num_examples, num_test_examples), strict=True))
 
     def changed(source: Domain, name: str, change: Callable[[Any], Pixels], block: int) -> Domain:
         parts = []
-        for part, key, count in zip(
-            source, ("examples-per-domain", "test-examples-per-domain"), counts, strict=True
-        ):
-            own = select_balanced(part.y, count, key=key, name=name, block=block)
-            parts.append(Part(change(part.x[own]), part.y[own]))
+        for own, smallest, (part, count) in zip(source, digits, given.items(), strict=True):
+            number = count or 10 * int(np.bincount(smallest.y, minlength=10).min())
+            chosen = select_balanced(own.y, number, part, name, block)
+            parts.append(Part(change(own.x[chosen]), own.y[chosen]))
         return Domain(*parts)
 
-    of_mnist = [
-        changed(mnist, "MNIST", change, block) for block, change in enumerate(_OF_MNIST.values())
-    ]
-    return joined([*of_mnist, changed(digits, "scikit-learn's set of digits", enlarged, 0)])
+    return joined(
+        [
+            *(changed(mnist, "MNIST", own, i) for i, own in enumerate(_OF_MNIST.values())),
+            changed(digits, "scikit-learn's set of digits", enlarged, 0),
+        ]
+    )

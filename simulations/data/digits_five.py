@@ -5,7 +5,7 @@ ICLR 2021, section 5; Huang et al., *Understanding Convergence and Generalizatio
 Learning through Feature Learning Theory*, ICLR 2024, section 6.2, Table 2.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,61 +13,48 @@ from ..config.settings import ConfigError
 from .hugging_face import HuggingFaceSet, existing_folder, pictures
 from .parts import Domain, Part, joined, select_balanced
 
-__all__ = ["DIGIT_SETS", "SIDE", "digits_five"]
-
 SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
 
 
-class HubSet(NamedTuple):
-    """A set's name on Hugging Face's hub; empty if it is on no hub that we know of."""
-
-    name: str = ""
-    subset: str = ""
-
-
-DIGIT_SETS = {
-    "mnist": HubSet("ylecun/mnist"),
-    "svhn": HubSet("ufldl-stanford/svhn", "cropped_digits"),
-    "usps": HubSet("flwrlabs/usps"),
-    "synth-digits": HubSet(),
-    "mnist-m": HubSet("Mike0307/MNIST-M"),
+# name and subset on Hugging Face's hub; none if the set is on no hub that we know of
+DIGIT_SETS: dict[str, tuple[str, ...]] = {
+    "mnist": ("ylecun/mnist",),
+    "svhn": ("ufldl-stanford/svhn", "cropped_digits"),
+    "usps": ("flwrlabs/usps",),
+    "synth-digits": (),
+    "mnist-m": ("Mike0307/MNIST-M",),
 }
 
 
 def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) -> Domain:
     """Load the five sets in the order of ``DIGIT_SETS``, as RGB pictures of 28 x 28.
 
-    Parameters
-    ----------
-    folder : str
-        Folder with a folder of Parquet files for each set, by its name in ``DIGIT_SETS``. Missing
-        sets, and all if `folder` is empty, come from the hub.
-    num_examples, num_test_examples : int
-        Number of examples of each set, as many of each class, its first ones; 0: all.
+    `folder` has a folder of Parquet files for each set, by its name in ``DIGIT_SETS``; missing
+    sets, and all if `folder` is empty, come from the hub. Numbers of examples are of each set, as
+    many of each class, its first ones; 0: all.
     """
     place = existing_folder(folder, "digits-five")
     sources = {}
     for name, hub in DIGIT_SETS.items():
         if place is not None and (place / name).is_dir():
             sources[name] = HuggingFaceSet(str(place / name))
-        elif hub.name:
+        elif hub:
             sources[name] = HuggingFaceSet(*hub)
         else:
             raise ConfigError(
                 f"dataset = digits-five: {name} is on no hub that we know of; set "
                 f"dataset = digits-five:<folder>, with its Parquet files in <folder>/{name}"
             )
-    keys = ("examples-per-domain", "test-examples-per-domain")
-    counts = list(zip(("train", "test"), keys, (num_examples, num_test_examples), strict=True))
     return joined(
-        [
-            Domain(*(_part(source, name, *count) for count in counts))
-            for name, source in sources.items()
-        ]
+        Domain(
+            _part(source, name, "train", num_examples),
+            _part(source, name, "test", num_test_examples),
+        )
+        for name, source in sources.items()
     )
 
 
-def _part(source: HuggingFaceSet, name: str, part: str, key: str, count: int) -> Part:
+def _part(source: HuggingFaceSet, name: str, part: str, count: int) -> Part:
     split = source.split(part)
     y = np.asarray(split[source.class_column(split)], dtype=np.int64)
     if len(y) and (y.min() < 0 or y.max() > 9):
@@ -76,7 +63,7 @@ def _part(source: HuggingFaceSet, name: str, part: str, key: str, count: int) ->
             "digits 0 ... 9"
         )
     if count:
-        own = select_balanced(y, count, key=key, name=name)
+        own = select_balanced(y, count, part, name)
         split, y = split.select(own), y[own]
     return Part(pictures(split, source.image_column(split), _resized), y)
 

@@ -8,13 +8,10 @@ via Neural Tangent Kernel*, ICML 2025, section 5.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config.settings import ConfigError
 from .hugging_face import HuggingFaceSet, existing_folder, pictures
 from .parts import Part
-
-__all__ = ["HUB", "femnist"]
 
 HUB = "flwrlabs/femnist"
 LABEL, WRITER = "character", "writer_id"  # columns there
@@ -23,20 +20,13 @@ CHUNK = 10_000  # pictures decoded at a time
 
 
 def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
-    """Load FEMNIST with its writers; every tenth example of each is for testing.
+    """Load FEMNIST, or its digits, from a folder of Parquet files; if empty, from the hub.
 
-    Parameters
-    ----------
-    folder : str
-        Folder of its Parquet files; empty: from the hub, which has one split.
-    digits : bool
-        Whether to take only digits.
-
-    Returns
-    -------
-    tuple of Part, Part and int
-        Training and test examples, uint8 of shape (n, 1, 28, 28), owned by writers; 62 or 10.
+    Returns training and test examples, uint8 of shape (n, 1, 28, 28), owned by writers, and the
+    number of classes. The hub has one split: every tenth example of each writer is for testing.
     """
+    import pandas as pd
+
     place = existing_folder(folder, "femnist")
     source = HuggingFaceSet(HUB if place is None else str(place))
     split = source.split("train")
@@ -46,14 +36,16 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
     names = getattr(split.features[label], "names", None)
     names = names or [str(k) for k in range(int(y.max(initial=-1)) + 1)]
     if digits:
-        wanted = [position for position, name in enumerate(names) if name in "0123456789"]
-        if len(wanted) != 10:
-            raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {len(wanted)}")
-        chosen = np.flatnonzero(np.isin(y, wanted))
-        renumbered = np.full(len(names), -1)
-        renumbered[wanted] = [int(names[position]) for position in wanted]
-        split, writers, y, names = split.select(chosen), writers[chosen], y[chosen], names[:10]
-        y = renumbered[y]
+        digit_of = np.array([int(name) if name in "0123456789" else -1 for name in names])
+        if (found := int((digit_of >= 0).sum())) != 10:
+            raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {found}")
+        chosen = np.flatnonzero(digit_of[y] >= 0)
+        split, writers, y, names = (
+            split.select(chosen),
+            writers[chosen],
+            digit_of[y[chosen]],
+            names[:10],
+        )
     if not len(y):
         raise ConfigError("dataset = femnist: expected examples, got none")
     image = source.image_column(split)
@@ -63,19 +55,10 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
             for start in range(0, len(y), CHUNK)
         ]
     )
-    test = _kept_for_testing(writers)
+    positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
+    test = positions % TEST_EVERY == TEST_EVERY - 1
     train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))
     return train, tested, len(names)
-
-
-def _kept_for_testing(writers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Mark the tenth, twentieth, ... example of each writer."""
-    order = np.argsort(writers, kind="stable")
-    _, starts, counts = np.unique(writers[order], return_index=True, return_counts=True)
-    position = np.arange(len(writers)) - np.repeat(starts, counts)
-    kept = np.zeros(len(writers), bool)
-    kept[order] = position % TEST_EVERY == TEST_EVERY - 1
-    return kept
 
 
 def _grey(picture: Any) -> Any:

@@ -14,18 +14,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from flwr_datasets import FederatedDataset
 
-__all__ = ["HuggingFaceSet", "channels_first", "existing_folder", "pictures"]
-
 
 class HuggingFaceSet:
     """An image set with train and test splits, read on first use.
 
-    Parameters
-    ----------
-    name : str
-        Name on the hub, or a folder of Parquet files.
-    subset : str
-        Subset of a set on the hub that has several.
+    `name` is its name on the hub, or a folder of Parquet files; `subset` one of several there.
     """
 
     def __init__(self, name: str, subset: str = "") -> None:

@@ -10,8 +10,6 @@ import numpy as np
 from ..config.settings import ConfigError
 from .parts import Part
 
-__all__ = ["load_leaf"]
-
 Row = tuple[Any, Any, str]  # x, y, user
 
 
@@ -30,6 +28,8 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, bool]:
         of shape (n, length), positions in the alphabet; else examples are float32.
     """
     raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
+    if empty := [part for part, rows in raw.items() if not rows]:
+        raise ConfigError(f"dataset: {folder / empty[0]} holds no examples")
     is_text = isinstance(raw["train"][0][0], str)
     lengths = {len(x) for rows in raw.values() for x, _, _ in rows}
     if len(lengths) > 1:
@@ -47,21 +47,17 @@ def _examples(folder: Path, part: str) -> Iterator[Row]:
     paths = sorted((folder / part).glob("*.json"))
     if not paths:
         raise ConfigError(f"dataset: expected LEAF's files {folder / part}/*.json, found none")
-    found = False
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             for user in content["users"]:
                 own = content["user_data"][user]
                 for x, y in zip(own["x"], own["y"], strict=True):
-                    found = True
                     yield x, y, str(user)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"dataset: {path} is not in LEAF's form, users and user_data with x and y: {error}"
             ) from error
-    if not found:
-        raise ConfigError(f"dataset: {folder / part} holds no examples")
 
 
 def _text(rows: list[Row], position: dict[str, int], folder: Path) -> Part:

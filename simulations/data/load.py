@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -45,8 +45,6 @@ class Data:
         Raw values, as stored.
     y_train, y_test : ndarray of int64, shape (n,)
         Labels 0 ... num_classes - 1.
-    num_classes : int
-        C.
     natural_ids, natural_ids_test : ndarray or None, shape (n,)
         Owner of each example, if the set names owners.
     standardise : bool
@@ -64,18 +62,17 @@ class Data:
     standardise: bool = True
 
     def __post_init__(self) -> None:
-        for part, x, y in (
-            ("train", self.x_train, self.y_train),
-            ("test", self.x_test, self.y_test),
-        ):
-            if len(x) == 0 or y.shape != (len(x),):
-                raise ConfigError(
-                    f"{part} set: expected examples and one label each, got shapes {x.shape} and "
-                    f"{y.shape}"
-                )
+        parts = {"train": (self.x_train, self.y_train), "test": (self.x_test, self.y_test)}
+        for part, (x, y) in parts.items():
+            if not len(x):
+                raise ConfigError(f"{part} set: expected examples, got none")
             self._require_kind(x, y, f"{part} set: ")
 
     def _require_kind(self, x: NDArray[Any], y: NDArray[Any], what: str = "") -> None:
+        if y.shape != (len(x),):
+            raise ConfigError(
+                f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
+            )
         if x.shape[1:] != self.input_shape:
             sizes = ", ".join(map(str, self.input_shape))
             raise ConfigError(f"{what}expected examples of shape (n, {sizes}), got {x.shape}")
@@ -113,13 +110,13 @@ class Data:
         return self._tensors(self.x_train[indices], self.y_train[indices])
 
     def test(self, indices: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
-        """Return test examples, by default all, standardised by the training set, with labels."""
+        """Return test examples, by default all, as :meth:`train` does."""
         if indices is None:
             return self._tensors(self.x_test, self.y_test)
         return self._tensors(self.x_test[indices], self.y_test[indices])
 
     def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
-        """Return other examples of this kind, checked and standardised by the training set."""
+        """Return other examples of this kind, checked, as :meth:`train` does."""
         part = _checked(x, y)
         self._require_kind(part.x, part.y)
         return self._tensors(part.x, part.y)
@@ -134,10 +131,6 @@ def _checked(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
     """Return a user's examples with labels in int64, if they are finite and whole numbers."""
     if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
-    if y.shape != (len(x),):
-        raise ConfigError(
-            f"{what}expected examples and one label each, got shapes {x.shape} and {y.shape}"
-        )
     if not np.isfinite(x).all():
         raise ConfigError(f"{what}expected finite numbers, got NaN or infinity")
     if not np.issubdtype(y.dtype, np.integer):
@@ -145,36 +138,36 @@ def _checked(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
     return Part(x, y.astype(np.int64))
 
 
+def _arrays(key: str, path: Path, *names: str, optional: tuple[str, ...] = ()) -> Any:
+    """Read arrays of an npz file; the optional ones if it has the first of them."""
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            wanted = names + optional if optional and optional[0] in file else names
+            return [file[name] for name in wanted]
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: no file at {path}") from None
+    except (KeyError, ValueError, OSError) as error:
+        needed = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise ConfigError(f"{key}: {path} must hold {needed} ({error})") from None
+
+
 def load_own(path: str, data: Data, max_examples: int) -> Own:
     """Load a node's own examples, of the kind of the run's data set and standardised by it.
 
-    Parameters
-    ----------
-    path : str
-        An npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
-    data : Data
-        The run's data set.
-    max_examples : int
-        Most training examples of a client.
+    `path` is an npz file, or a folder with one. It holds x and y, and may hold x_test and y_test.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
     if len(files) != 1 or not files[0].is_file():
         raise ConfigError(f"data-path: expected an npz file, or a folder with one, got {place}")
-    try:
-        with np.load(files[0], allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-            tested = "x_test" in file
-            x_test, y_test = (file["x_test"], file["y_test"]) if tested else (x[:0], y[:0])
-    except (KeyError, ValueError, OSError) as error:
-        raise ConfigError(f"data-path: {files[0]} must hold x and y ({error})") from None
+    x, y, *test = _arrays("data-path", files[0], "x", "y", optional=("x_test", "y_test"))
     if not 0 < len(y) <= max_examples:
         raise ConfigError(
             f"data-path: expected 1 ... {max_examples} examples, got {len(y)} in {files[0]}; "
             "max-examples says how many a client may have"
         )
     try:
-        return Own(data.standardised(x, y), data.standardised(x_test, y_test))
+        return Own(data.standardised(x, y), data.standardised(*(test or (x[:0], y[:0]))))
     except ConfigError as error:
         raise ConfigError(f"data-path: {files[0]}: {error}") from None
 
@@ -202,23 +195,23 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     folder = Path(settings.data_dir).expanduser()
     per_domain = settings.examples_per_domain, settings.test_examples_per_domain
     if name == "npz" and rest:
-        return _npz(Path(rest))
+        return _data(*_npz(Path(rest)))
     if name == "leaf" and rest:
         train, test, num_classes, is_text = load_leaf(Path(rest).expanduser())
         return _data(train, test, num_classes, standardise=not is_text)
     if name == "two-patch":
         return _data(*draw_two_patch(TwoPatchOptions.read(rest)), 2, standardise=False)
     if name == "hf" and rest:
-        return _hugging_face(rest, settings)
+        return _data(*_hugging_face(rest, settings))
     if name in ("femnist", "femnist-digits"):
         return _data(*femnist(rest, digits=name == "femnist-digits"))
     if name == "digits-five":
         return _data(*digits_five(rest, *per_domain), 10)
     if settings.dataset == "digit-domains":
-        mnist, digits = (_as_domain(_BY_NAME[own](folder)) for own in ("mnist", "digits"))
+        mnist, digits = (Domain(*_BY_NAME[own](folder)[:2]) for own in ("mnist", "digits"))
         return _data(*digit_domains(mnist, digits, *per_domain), 10)
     if settings.dataset in _BY_NAME:
-        return _BY_NAME[settings.dataset](folder)
+        return _data(*_BY_NAME[settings.dataset](folder))
     names = (*_BY_NAME, "femnist", "femnist-digits", "digit-domains", "digits-five")
     raise ConfigError(
         f"dataset: expected {', '.join(names)}, digits-five:<folder>, femnist:<folder>, hf:<name "
@@ -227,7 +220,16 @@ def _load(settings: DatasetSettings, _modified: int) -> Data:
     )
 
 
-def _digits(_: Path) -> Data:
+def _data(train: Part, test: Part, num_classes: int, *, standardise: bool = True) -> Data:
+    return Data(
+        train.x, train.y, test.x, test.y, num_classes, train.owners, test.owners, standardise
+    )
+
+
+Loaded = tuple[Part, Part, int]  # training and test set, number of classes
+
+
+def _digits(_: Path) -> Loaded:
     """Scikit-learn's 1,797 handwritten digits, 8 x 8: every fifth is for testing.
 
     Kept in the cache, since importing scikit-learn takes seconds in each worker.
@@ -244,35 +246,31 @@ def _digits(_: Path) -> Data:
     return _npz(path)
 
 
-def _torchvision(class_name: str, folder: str) -> Callable[[Path], Data]:
-    def load(data_dir: Path) -> Data:
+def _torchvision(class_name: str, folder: str) -> Callable[[Path], Loaded]:
+    def load(data_dir: Path) -> Loaded:
         root = _unpacked(data_dir, folder) if folder else data_dir
         raw = root / folder / "raw"
         if folder and all((raw / name).is_file() for name in IDX_FILES):
             x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
-            return _images([(x_train, y_train), (x_test, y_test)], 10)
+            return _images(x_train, y_train), _images(x_test, y_test), 10
         import torchvision  # takes a second
 
         kind = getattr(torchvision.datasets, class_name)
-        try:
-            parts = [kind(root=str(root), train=train, download=False) for train in (True, False)]
-        except RuntimeError:
-            try:
-                parts = [kind(root=str(root), train=t, download=True) for t in (True, False)]
-            except Exception as error:
-                raise ConfigError(
-                    f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
-                    "data-dir to a folder in torchvision's layout"
-                ) from error
-        arrays = [(np.asarray(own.data), np.asarray(own.targets)) for own in parts]
-        return _images(arrays, len(parts[0].classes))
+        try:  # nothing is downloaded that is there
+            parts = [kind(root=str(root), train=train, download=True) for train in (True, False)]
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
+                "data-dir to a folder in torchvision's layout"
+            ) from error
+        train, test = (_images(np.asarray(own.data), np.asarray(own.targets)) for own in parts)
+        return train, test, len(parts[0].classes)
 
     return load
 
 
-def _images(parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], num_classes: int) -> Data:
-    train, test = (Part(channels_first(x), y.astype(np.int64)) for x, y in parts)
-    return _data(train, test, num_classes)
+def _images(x: NDArray[Any], y: NDArray[Any]) -> Part:
+    return Part(channels_first(x), y.astype(np.int64))
 
 
 def _idx(path: Path) -> NDArray[np.uint8]:
@@ -299,33 +297,21 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
     return cache
 
 
-def _npz(path: Path) -> Data:
+def _npz(path: Path) -> Loaded:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
-    parts = []
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            for part in ("train", "test"):
-                x, y = file[f"x_{part}"], file[f"y_{part}"]
-                parts.append(_checked(x, y, f"dataset: {part} set in {path}: "))
-    except FileNotFoundError:
-        raise ConfigError(f"dataset: no file at {path}") from None
-    except ConfigError:
-        raise
-    except (KeyError, ValueError, OSError) as error:
+    arrays = _arrays("dataset", path, "x_train", "y_train", "x_test", "y_test")
+    train = _checked(*arrays[:2], f"dataset: train set in {path}: ")
+    test = _checked(*arrays[2:], f"dataset: test set in {path}: ")
+    num_classes = 1 + max(int(part.y.max(initial=-1)) for part in (train, test))
+    if num_classes > train.y.size:
         raise ConfigError(
-            f"dataset: {path} must hold x_train, y_train, x_test and y_test ({error})"
-        ) from None
-    train, test = parts
-    num_classes = 1 + max(int(part.y.max(initial=-1)) for part in parts)
-    if num_classes > len(train.y):
-        raise ConfigError(
-            f"dataset: {path} has labels up to {num_classes - 1} and {len(train.y)} "
+            f"dataset: {path} has labels up to {num_classes - 1} and {train.y.size} "
             "training examples; number the classes 0 ... C - 1"
         )
-    return _data(train, test, num_classes)
+    return train, test, num_classes
 
 
-def _hugging_face(name: str, settings: DatasetSettings) -> Data:
+def _hugging_face(name: str, settings: DatasetSettings) -> Loaded:
     """Any image set with train and test splits, from the hub or a folder of its files."""
     source, parts = HuggingFaceSet(name), []
     num_classes = 0
@@ -340,21 +326,10 @@ def _hugging_face(name: str, settings: DatasetSettings) -> Data:
         if ids and (side == "train" or ids in split.features):
             owners = np.asarray(split[source.column(split, "natural-column", ids)])
         parts.append(Part(pictures(split, images), y, owners))
-    train, test = parts
-    return _data(train, test, num_classes)
+    return parts[0], parts[1], num_classes
 
 
-def _data(train: Part, test: Part, num_classes: int, *, standardise: bool = True) -> Data:
-    return Data(
-        train.x, train.y, test.x, test.y, num_classes, train.owners, test.owners, standardise
-    )
-
-
-def _as_domain(data: Data) -> Domain:
-    return Domain(Part(data.x_train, data.y_train), Part(data.x_test, data.y_test))
-
-
-_BY_NAME: dict[str, Callable[[Path], Data]] = {
+_BY_NAME: dict[str, Callable[[Path], Loaded]] = {
     "digits": _digits,
     "mnist": _torchvision("MNIST", "MNIST"),
     "fashion-mnist": _torchvision("FashionMNIST", "FashionMNIST"),

@@ -1,12 +1,9 @@
-"""Split of the examples among clients: training examples by flwr-datasets' partitioners.
-
-With the setting private-test the test set is split as the training examples were.
-"""
+"""Split of the examples among clients, mostly by flwr-datasets' partitioners."""
 
 import hashlib
 import importlib.metadata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -24,8 +21,6 @@ from .settings import SplitSettings
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["SPLIT_SETTINGS", "Split", "apportion", "load_split", "split_data"]
-
 Indices = NDArray[np.int64]
 OF_TESTS = ("local_test_fraction", "private_test")
 SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in OF_TESTS]
@@ -41,7 +36,7 @@ class Split:
     clients : tuple of ndarray of int64
         Training examples of each partition.
     validation : ndarray of int64
-        Training examples that the server keeps and no client has.
+        Training examples that the server keeps.
     tests : tuple of ndarray of int64
         With private-test: test examples of each partition. Else empty.
     """
@@ -92,37 +87,36 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
             f"num-clients: expected at most one client for each of the {len(rest)} training "
             f"examples, got {settings.num_clients}"
         )
-    columns: dict[str, Any] = {"index": rest, "label": data.y_train[rest]}
-    if settings.partition == "natural" and ids is not None:
-        columns["id"] = ids[rest]
     try:
-        clients = _partitioned(settings, columns)
+        clients = _partitioned(settings, rest, data)
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"partition = {settings.partition}: {error}") from error
-    for i, own in enumerate(clients):
-        if len(own) == 0:
-            raise ConfigError(
-                f"partition = {settings.partition}: client {i} would have no examples; use fewer "
-                "clients or a larger alpha"
-            )
+    if empty := [i for i, own in enumerate(clients) if not len(own)]:
+        raise ConfigError(
+            f"partition = {settings.partition}: client {empty[0]} would have no examples; use "
+            "fewer clients or a larger alpha"
+        )
     return _with_tests(Split(clients, validation), settings, data)
 
 
-def _partitioned(settings: SplitSettings, columns: dict[str, Any]) -> tuple[Indices, ...]:
+def _partitioned(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
+    labels = data.y_train[rest]
+    if settings.partition == "client-dirichlet":
+        return tuple(rest[own] for own in client_dirichlet(settings, labels))
     with warnings.catch_warnings():
         # of a progress bar that Jupyter cannot show, and of each draw that Dirichlet discards
         warnings.simplefilter("ignore")
         from datasets import Dataset  # slow to import, and needed only for a split that is new
 
-        from .partitioners import column
-
         partitioner = _partitioner(settings)
-        partitioner.dataset = Dataset.from_dict(columns)
+        columns: dict[str, Any] = {"index": rest, "label": labels}
         num_parts = settings.num_clients
-        if settings.partition == "natural":
-            num_parts = partitioner.num_partitions
+        if settings.partition == "natural" and data.natural_ids is not None:
+            columns["id"] = data.natural_ids[rest]
+            num_parts = len(np.unique(columns["id"]))
+        partitioner.dataset = Dataset.from_dict(columns)
         clients_each, too_many = divmod(settings.num_clients, num_parts)
         if too_many:
             raise ConfigError(
@@ -130,10 +124,48 @@ def _partitioned(settings: SplitSettings, columns: dict[str, Any]) -> tuple[Indi
                 f"{settings.num_clients}; expected as many clients, or several for each: twice as "
                 "many, and so on"
             )
-        parts = (column(partitioner.load_partition(i), "index") for i in range(num_parts))
-        return tuple(
-            own for part in parts for own in np.array_split(part.astype(np.int64), clients_each)
-        )
+        tables = (partitioner.load_partition(i).with_format("arrow") for i in range(num_parts))
+        parts = (table[:]["index"].to_numpy().astype(np.int64) for table in tables)
+        return tuple(own for part in parts for own in np.array_split(part, clients_each))
+
+
+def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indices]:
+    """Draw each client's examples by a mixture of classes of its own, as Yue et al. (2022).
+
+    For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_client) images
+    of class k, drawn without replacement. Clients are drawn independently, so two may hold the
+    same image, and no class can run out.
+
+    Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6:
+    images of class k go to client m in proportion to q_mk. That a client has 200 (the batch size of
+    appendix A), rounding down and drawing clients independently are our reading.
+
+    Parameters
+    ----------
+    settings : SplitSettings
+        The split.
+    labels : ndarray of int64, shape (n,)
+        Labels of all examples to choose from.
+
+    Yields
+    ------
+    ndarray of int64
+        Indices of a client's examples, at most C - 1 fewer than ``examples_per_client``.
+    """
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    for client in range(settings.num_clients):
+        generator = np.random.default_rng([settings.seed, client])
+        q = generator.dirichlet(np.full(len(members), settings.alpha))
+        chosen: list[Indices] = []
+        for of_class, share in zip(members, q, strict=True):
+            count = int(share * settings.examples_per_client)
+            if count > len(of_class):
+                raise ValueError(
+                    f"client {client} is to get {count} examples of class {labels[of_class[0]]}, "
+                    f"which has {len(of_class)}; lower examples-per-client"
+                )
+            chosen.append(generator.choice(of_class, size=count, replace=False))
+        yield generator.permutation(np.concatenate(chosen))
 
 
 def _draw_owners(settings: SplitSettings, ids: NDArray[Any]) -> NDArray[np.bool_]:
@@ -151,35 +183,22 @@ def _draw_owners(settings: SplitSettings, ids: NDArray[Any]) -> NDArray[np.bool_
 def _partitioner(settings: SplitSettings) -> "Partitioner":
     from flwr_datasets import partitioner as flower
 
-    from .partitioners import ClientDirichletPartitioner
-
     number, by, seed = settings.num_clients, "label", settings.seed
     match settings.partition:
         case "iid":
             return flower.IidPartitioner(number)
         case "dirichlet":
-            least = settings.min_partition_size
-            return flower.DirichletPartitioner(
-                number, by, settings.alpha, min_partition_size=least, seed=seed
-            )
-        case "client-dirichlet":
-            return ClientDirichletPartitioner(
-                number, by, settings.alpha, settings.examples_per_client, seed
-            )
+            alpha, least = settings.alpha, settings.min_partition_size
+            return flower.DirichletPartitioner(number, by, alpha, least, seed=seed)
         case "pathological":
-            mode = settings.class_assignment
-            return flower.PathologicalPartitioner(
-                number, by, settings.classes_per_client, class_assignment_mode=mode, seed=seed
-            )
+            classes, mode = settings.classes_per_client, settings.class_assignment
+            return flower.PathologicalPartitioner(number, by, classes, mode, seed=seed)
         case _:
             return flower.NaturalIdPartitioner("id")
 
 
 def load_split(settings: SplitSettings) -> Split:
-    """Split the data set of the settings, once on a machine: the workers share a cached file.
-
-    The file's name is a hash of all that the split depends on, the labels included.
-    """
+    """Split the data set of the settings, once on a machine: the workers share a cached file."""
     return _load_split(settings, load_data(settings))
 
 
@@ -216,10 +235,14 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     if not settings.private_test:
         return split
     ids, ids_test = data.natural_ids, data.natural_ids_test
-    groups = [(list(range(len(split.clients))), np.arange(len(data.y_test)))]
+    groups = [(np.arange(len(split.clients)), np.arange(len(data.y_test)))]
     by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
     if by_owner:
-        groups = list(_owned(split, ids, ids_test))
+        tests = _by_value(ids_test)
+        clients_of = _by_value(ids[[own[0] for own in split.clients]])
+        groups = [
+            (clients_of[owner], tests[owner]) for owner in sorted(tests) if owner in clients_of
+        ]
     generator = np.random.default_rng([settings.seed, *b"private-test"])
     parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
     for clients, members in groups:
@@ -239,16 +262,11 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     return replace(split, tests=tuple(np.sort(np.concatenate(own)) for own in parts))
 
 
-def _owned(split: Split, ids: Any, ids_test: Any) -> Iterator[tuple[list[int], Indices]]:
-    """Yield the clients of each owner, and the owner's test examples."""
-    clients: dict[Any, list[int]] = {}
-    for i, own in enumerate(split.clients):
-        clients.setdefault(ids[own[0]], []).append(i)
-    order = np.argsort(ids_test, kind="stable")
-    owners, starts = np.unique(ids_test[order], return_index=True)
-    for owner, members in zip(owners, np.split(order, starts[1:]), strict=True):
-        if owner in clients:
-            yield clients[owner], members
+def _by_value(values: NDArray[Any]) -> Mapping[Any, Indices]:
+    """Return value -> its positions."""
+    import pandas as pd
+
+    return pd.Series(values).groupby(values).indices
 
 
 def apportion(total: int, counts: Indices, order: Indices) -> Indices:

@@ -1,14 +1,12 @@
 """Examples of a set, and sets of several domains: the same classes, and other pictures in each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config.settings import ConfigError
-
-__all__ = ["Domain", "Part", "joined", "select_balanced"]
 
 
 class Part(NamedTuple):
@@ -26,7 +24,7 @@ class Domain(NamedTuple):
     test: Part
 
 
-def joined(domains: Sequence[Domain]) -> Domain:
+def joined(domains: Iterable[Domain]) -> Domain:
     """Put domains together, one after the other; they own their examples, by their numbers."""
     sides = []
     for parts in zip(*domains, strict=True):
@@ -37,21 +35,14 @@ def joined(domains: Sequence[Domain]) -> Domain:
 
 
 def select_balanced(
-    y: NDArray[np.int64], count: int, *, key: str, name: str, block: int = 0
+    y: NDArray[np.int64], count: int, part: str, name: str, block: int = 0
 ) -> NDArray[np.int64]:
-    """Return the indices (count,) of the first examples of each of ten classes, as many of each.
+    """Return the indices of the first `count` examples, as many of each of ten classes.
 
-    Parameters
-    ----------
-    y : ndarray of int64, shape (n,)
-        Labels.
-    count : int
-        Number of examples, a multiple of ten.
-    key, name : str
-        The setting of the count and the name of the set, for errors.
-    block : int
-        How many times `count` examples are passed over first.
+    `part`, "train" or "test", and the set's `name` are for errors. Those of the first `block`
+    calls, each of `count`, are passed over.
     """
+    key = "examples-per-domain" if part == "train" else "test-examples-per-domain"
     each, rest = divmod(count, 10)
     if rest:
         raise ConfigError(

@@ -11,8 +11,6 @@ from fedntk.ntk.feature_learning import TwoPatchDistribution, TwoPatchExamples
 from ..config.settings import ConfigError, Settings, nearest, setting
 from .parts import Domain, Part
 
-__all__ = ["TwoPatchOptions", "draw_two_patch"]
-
 
 class TwoPatchOptions(Settings, frozen=True, eq=True):
     """Options of ``dataset = "two-patch:<options>"``; the defaults are those of section 6.1.
@@ -57,7 +55,7 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
         return cls(**given)
 
     def check(self) -> None:
-        """Refuse groups that are not sizes, and more of them than there is room for."""
+        """Refuse groups that are not sizes, or are more than the signals leave room for."""
         if not re.fullmatch(r"\d+(-\d+)*", self.groups):
             raise ConfigError(
                 f"two-patch.groups: expected sizes such as 1-3-6-10, got {self.groups!r}"
