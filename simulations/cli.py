@@ -237,7 +237,7 @@ def report_command(
     with errors_in_one_line("fedntk"):
         from .report.report import write_report
 
-        wanted = Config(targets=targets).target_accuracies if targets else None
+        wanted = Config(targets=targets).targets if targets else None
         _show(write_report(folder, out, targets=wanted))
 
 

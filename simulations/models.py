@@ -17,21 +17,10 @@ from torch import Tensor, nn
 from fedntk.ntk import CentredInputs, with_fourier_features
 from fedntk.ntk.feature_learning import initial_std
 from fedntk.ntk.features import CENTRE
-from fedntk.ntk.first_weights import Initialisation, drawn_weights
+from fedntk.ntk.first_weights import drawn_weights
 
 from .config.config import Config
 from .config.settings import ConfigError, nearest
-
-__all__ = [
-    "MLP",
-    "CharLSTM",
-    "DigitsCNN",
-    "LeNet",
-    "SimpleCNN",
-    "TwoPatchCNN",
-    "build_model",
-    "resnet18",
-]
 
 InputShape = tuple[int, ...]
 
@@ -43,12 +32,7 @@ class MLP(nn.Sequential):
     """
 
     def __init__(self, input_shape: InputShape, num_classes: int, width: int = 100) -> None:
-        super().__init__(
-            nn.Flatten(),
-            nn.Linear(math.prod(input_shape), width),
-            nn.ReLU(),
-            nn.Linear(width, num_classes),
-        )
+        super().__init__(nn.Flatten(), *_dense(math.prod(input_shape), width, num_classes))
         for module in self:
             if isinstance(module, nn.Linear):
                 nn.init.kaiming_normal_(module.weight)
@@ -64,16 +48,12 @@ class SimpleCNN(nn.Sequential):
     def __init__(self, input_shape: InputShape, num_classes: int) -> None:
         channels, height, width = _image(input_shape, "simple-cnn", at_least=8)
         super().__init__(
-            nn.Conv2d(channels, 32, 3, padding=1),
-            nn.ReLU(),
+            *_convolution(channels, 32, 3, padding=1),
             nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
+            *_convolution(32, 64, 3, padding=1),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(64 * (height // 4) * (width // 4), 128),
-            nn.ReLU(),
-            nn.Linear(128, num_classes),
+            *_dense(64 * (height // 4) * (width // 4), 128, num_classes),
         )
 
 
@@ -90,25 +70,13 @@ class LeNet(nn.Sequential):
         name = "lenet-bn" if batch_norm else "lenet"
         channels, height, width = _image(input_shape, name, at_least=16)
         side = [((size // 2) - 4) // 2 for size in (height, width)]
-
-        def norm(filters: int) -> list[nn.Module]:
-            return [nn.BatchNorm2d(filters)] if batch_norm else []
-
         super().__init__(
-            nn.Conv2d(channels, 6, 5, padding=2),
-            *norm(6),
-            nn.ReLU(),
+            *_convolution(channels, 6, 5, padding=2, batch_norm=batch_norm),
             nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            *norm(16),
-            nn.ReLU(),
+            *_convolution(6, 16, 5, padding=0, batch_norm=batch_norm),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(16 * side[0] * side[1], 120),
-            nn.ReLU(),
-            nn.Linear(120, 84),
-            nn.ReLU(),
-            nn.Linear(84, num_classes),
+            *_dense(16 * side[0] * side[1], 120, 84, num_classes),
         )
 
 
@@ -129,16 +97,14 @@ class DigitsCNN(nn.Sequential):
         if width < 8:
             raise ConfigError(f"width: expected at least 8 with model = digits-cnn, got {width}")
         filters = [channels, width // 8, width // 8, width // 4, width // 4]
-        hidden = [filters[-1] * (size[0] // 4) * (size[1] // 4), 4 * width, width]
         layers: list[nn.Module] = []
         for i, (before, after) in enumerate(pairwise(filters)):
-            layers += [nn.Conv2d(before, after, 5, padding=2), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += _convolution(before, after, 5, padding=2, batch_norm=True)
             if i < 2:
                 layers.append(nn.MaxPool2d(2))
-        layers.append(nn.Flatten())
-        for before, after in pairwise(hidden):
-            layers += [nn.Linear(before, after), nn.BatchNorm1d(after), nn.ReLU()]
-        super().__init__(*layers, nn.Linear(width, num_classes))
+        flat = filters[-1] * (size[0] // 4) * (size[1] // 4)
+        dense = _dense(flat, 4 * width, width, num_classes, batch_norm=True)
+        super().__init__(*layers, nn.Flatten(), *dense)
 
 
 class CharLSTM(nn.Module):
@@ -201,16 +167,28 @@ def resnet18(input_shape: InputShape, num_classes: int, norm: str = "batch") -> 
     from torchvision.models import resnet18 as torchvision_resnet18
 
     channels, _, _ = _image(input_shape, "resnet18", at_least=8)
-    layer: Callable[[int], nn.Module] | None = None
-    if norm == "group":
-
-        def layer(width: int) -> nn.Module:
-            return nn.GroupNorm(32, width)
-
+    layer = partial(nn.GroupNorm, 32) if norm == "group" else None
     model: Any = torchvision_resnet18(num_classes=num_classes, norm_layer=layer)
     model.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model  # type: ignore[no-any-return]
+
+
+def _convolution(
+    before: int, after: int, kernel: int, *, padding: int, batch_norm: bool = False
+) -> list[nn.Module]:
+    norm = [nn.BatchNorm2d(after)] if batch_norm else []
+    return [nn.Conv2d(before, after, kernel, padding=padding), *norm, nn.ReLU()]
+
+
+def _dense(*widths: int, batch_norm: bool = False) -> list[nn.Module]:
+    """Return linear layers of these widths, with ReLU between them."""
+    *hidden, last = pairwise(widths)
+    layers: list[nn.Module] = []
+    for before, after in hidden:
+        norm = [nn.BatchNorm1d(after)] if batch_norm else []
+        layers += [nn.Linear(before, after), *norm, nn.ReLU()]
+    return [*layers, nn.Linear(*last)]
 
 
 def _image(input_shape: InputShape, name: str, *, at_least: int) -> InputShape:
@@ -248,9 +226,14 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             f"{type(error).__name__}: {lines[0]}"
         ) from error
     if config.init != "default":
-        _draw_weights(model, config.init, config.seed)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        arrays = {name: p.detach().numpy() for name, p in trained.items()}
+        generator = np.random.default_rng([config.seed, *b"first weights"])
+        drawn = drawn_weights(arrays, config.init, generator)
+        weights = {name: torch.from_numpy(array) for name, array in drawn.items()}
+        model.load_state_dict(weights, strict=False)
     if config.weights:
-        _load_weights(model, Path(config.weights).expanduser(), centred=config.centre_inputs)
+        _load_weights(model, Path(config.weights), centred=config.centre_inputs)
     if shape != (1, num_classes):
         raise ConfigError(
             f"model = {config.model}: expected outputs of shape (n, {num_classes}), one for each "
@@ -261,32 +244,21 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
             model = with_fourier_features(model, config.random_features, config.seed)
         except ValueError as error:
             raise ConfigError(f"random-features: {error}") from None
-    return _centred(model, input_shape, config.model) if config.centre_inputs else model
-
-
-def _centred(model: nn.Module, input_shape: InputShape, name: str) -> nn.Module:
+    if not config.centre_inputs:
+        return model
     try:
         with torch.no_grad():
             model(torch.full((1, *input_shape), -1.5))
     except Exception as error:
         raise ConfigError(
-            f"centre-inputs: model = {name} fails for inputs with a mean taken off, as one does "
-            f"that looks them up in a table: {type(error).__name__}: {error}"
+            f"centre-inputs: model = {config.model} fails for inputs with a mean taken off, as one "
+            f"does that looks them up in a table: {type(error).__name__}: {error}"
         ) from error
     return CentredInputs(model, input_shape)
 
 
-def _draw_weights(model: nn.Module, init: Initialisation, seed: int) -> None:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    arrays = {name: p.detach().numpy() for name, p in trained.items()}
-    generator = np.random.default_rng([seed, *b"first weights"])
-    with torch.no_grad():
-        for name, array in drawn_weights(arrays, init, generator).items():
-            trained[name].copy_(torch.from_numpy(array))
-
-
 def _load_weights(model: nn.Module, path: Path, *, centred: bool) -> None:
-    """Load a network's weights from a file that may hold others; `centred`: it will be wrapped."""
+    """Load a network's weights from a file that may hold others; `centred`: wrapped later."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -20,7 +20,7 @@ from fedntk.ntk.support.files import whole
 
 from ..data.settings import SplitSettings
 from .registry import all_methods, own_methods
-from .settings import ConfigError, Settings, Value, key_of, nearest, numbers, setting
+from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
 __all__ = ["Config", "ConfigError", "nearest"]
 
@@ -35,16 +35,11 @@ END = "# end of the settings\n"  # of a file that is whole
 
 
 class Config(SplitSettings, frozen=True, eq=True):
-    """All settings of a run; checked when made.
+    """All settings of a run; a ConfigError says which of them cannot work.
 
     ``Config.describe()`` lists each key with its default, limits and meaning. Settings of one
     method are given as a dictionary under its name; those of other methods than the chosen one are
     checked and kept, and have no effect.
-
-    Raises
-    ------
-    ConfigError
-        If a value is of a wrong type or out of range, or two do not fit together.
 
     Examples
     --------
@@ -85,7 +80,9 @@ class Config(SplitSettings, frozen=True, eq=True):
     max_examples: int = setting(
         0, "a client that claims more is refused; 0: as many as the training set has", at_least=0
     )
-    targets: str = setting("0.8,0.85,0.9", "accuracies whose first round is reported")
+    targets: tuple[float, ...] = setting(
+        (0.8, 0.85, 0.9), "accuracies whose first round is reported", above=0, below=1
+    )
     # of the metrics, those of loss are the better the smaller
     monitor: Literal[
         "accuracy",
@@ -189,17 +186,14 @@ class Config(SplitSettings, frozen=True, eq=True):
         common = by_table.get("", {})
         for name, option in self.options().items():
             object.__setattr__(self, name, common.get(name, option.default))
-        object.__setattr__(self, "tables", ())
         self.__post_init__()
-        kept = []
-        for name, method in all_methods().items():
-            own = method.settings(**by_table.get(name, {}))
-            if name == self.method or own != method.settings():
-                kept.append(own)
+        methods = all_methods().items()
+        every = [method.settings(**by_table.get(name, {})) for name, method in methods]
+        kept = [own for own in every if own.table == self.method or own != type(own)()]
         object.__setattr__(self, "tables", tuple(kept))
         if self.class_prior and "class_prior" in self.settings.options():
             raise ConfigError(
-                f"class-prior is of local SGD, which {self.method} has not; set "
+                f"class-prior is of local SGD, which {self.method} lacks; set "
                 f"{self.settings.key('class_prior')}"
             )
         self.chosen_method.check(self, self.settings)
@@ -207,6 +201,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     def check(self) -> None:
         """Refuse common settings that do not fit together."""
         super().check()
+        _require_method(self.method)
         if self.weights:  # the same file for every process
             path = str(Path(self.weights).expanduser().absolute())
             object.__setattr__(self, "weights", path)
@@ -222,8 +217,6 @@ class Config(SplitSettings, frozen=True, eq=True):
             )
         if self.class_prior and self.loss != "cross-entropy":
             raise ConfigError(f"class-prior goes with loss = cross-entropy, got {self.loss}")
-        if any(not 0 < target < 1 for target in self.target_accuracies):
-            raise ConfigError(f"targets: expected numbers between 0 and 1, got {self.targets!r}")
         trainable = self.num_clients - self.validation_clients
         if self.clients_per_round > trainable:
             raise ConfigError(
@@ -234,8 +227,6 @@ class Config(SplitSettings, frozen=True, eq=True):
             raise ConfigError(
                 f"monitor = {self.monitor} needs clients-per-evaluation of at least 1, got 0"
             )
-        if self.evaluate_on == "validation":
-            self._check_validation()
         if self.min_completed > self.clients_per_round:
             raise ConfigError(
                 f"min-completed: expected at most clients-per-round = {self.clients_per_round}, "
@@ -243,22 +234,19 @@ class Config(SplitSettings, frozen=True, eq=True):
             )
         if self.client_gpus and self.device == "cpu":
             raise ConfigError(f"client-gpus = {self.client_gpus:g} does not go with device = cpu")
-
-    def _check_validation(self) -> None:
-        """Refuse a run on validation examples that has none."""
+        if self.evaluate_on != "validation":
+            return
         if self.private_test and not self.local_test_fraction:
             raise ConfigError(
                 "local-test-fraction: expected more than 0 with private-test and evaluate-on = "
                 "validation, which keeps clients from the test set, got 0; set it, such as to 0.1, "
-                "for the final run on the test set, too"
+                "also for the final run on the test set"
             )
         if not (self.validation_examples or self.validation_clients or self.private_test):
             raise ConfigError(
                 "evaluate-on = validation: nothing is held out of training; set "
                 "validation-examples, such as a tenth of the training set, or validation-clients"
             )
-
-    # ------------------------------------------------------------------ methods
 
     @property
     def chosen_method(self) -> Any:
@@ -275,20 +263,6 @@ class Config(SplitSettings, frozen=True, eq=True):
         given = {own.table: own for own in self.tables}
         settings: Settings = given.get(method) or all_methods()[method].settings()
         return settings
-
-    @property
-    def local_sgd(self) -> dict[str, Any]:
-        """Options of the clients that run local epochs of SGD."""
-        return {
-            "local_epochs": self.local_epochs,
-            "batch_size": self.batch_size,
-            "learning_rate": self.learning_rate,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "class_prior": self.class_prior,
-        }
-
-    # ------------------------------------------------------------------ derived
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the values: classes of settings that are made from options have no module."""
@@ -310,10 +284,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         return {**super().values(), **self.settings.values()}
 
     def differences(self, other: "Config") -> dict[str, tuple[Any, Any]]:
-        """Key -> (own value, the other's) of the settings that can change a run's results.
-
-        Of two methods, the own settings of each are not compared.
-        """
+        """Key -> (own value, the other's) of the settings of both that can change results."""
         theirs = other._acting()
         return {
             key: (value, theirs[key])
@@ -321,43 +292,24 @@ class Config(SplitSettings, frozen=True, eq=True):
             if key in theirs and value != theirs[key] and key not in INCIDENTAL
         }
 
-    @property
-    def target_accuracies(self) -> tuple[float, ...]:
-        """`targets` as numbers."""
-        return tuple(numbers("targets", self.targets, float))
-
-    # -------------------------------------------------------- reading and writing
-
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from keys and values; the rest are defaults.
+        """Make a configuration from keys, in kebab-case or snake_case; the rest are defaults.
 
-        Keys are in kebab-case or snake_case; those of a method's settings have a dot
-        (``tct.num-features``), or stand in a dictionary under the method's name.
+        Those of a method's settings have a dot (``tct.num-features``), or stand in a dictionary
+        under the method's name.
         """
         return cls(**values)
 
     @classmethod
     def convert(cls, key: str, text: str) -> Any:
-        """Read a value from text, as the type of its key.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such key, or the text is no such value.
-        """
+        """Read a value from text, as the type of its key."""
         home, name = cls.home_of(key)
         return super().convert(name, text) if home is cls else home.convert(name, text)
 
     @classmethod
     def home_of(cls, key: str) -> tuple[type[Settings], str]:
-        """Return whose setting a key is, the common ones' or a method's, and its name there.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such key.
-        """
+        """Return the class whose setting a key is, and its name there."""
         table, name = _located(key_of(key))
         return (all_methods()[table].settings if table else cls), name
 
@@ -367,13 +319,7 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a TOML file; `overrides` (snake_case) win over it.
-
-        Raises
-        ------
-        ConfigError
-            If the file is missing or no TOML, or a key or value is wrong.
-        """
+        """Read a TOML file; `overrides` (snake_case) win over it."""
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -387,21 +333,14 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def of_run(cls, folder: str | Path, **overrides: Any) -> Self:
-        """Read the configuration that a run wrote into its folder; `overrides` win over it.
-
-        Raises
-        ------
-        ConfigError
-            If it is missing, or not whole.
-        """
+        """Read the configuration that a run wrote into its folder; `overrides` win over it."""
         path = Path(folder) / "config.toml"
         if not path.exists():
             raise ConfigError(f"no run in {folder}: config.toml is missing")
         if not path.read_text(encoding="utf-8", errors="replace").endswith(END):
             raise ConfigError(
-                f"{path} is cut off: its last line, {END.strip()!r}, is missing; runs of older "
-                "versions have none, too. Choose another folder with out, or replace that run with "
-                "again"
+                f"{path} is cut off, or of an older version: its last line, {END.strip()!r}, is "
+                "missing. Choose another folder with out, or replace that run with again"
             )
         return cls.load(path, **overrides)
 
@@ -413,7 +352,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         return values
 
     def run_config(self) -> dict[str, Value]:
-        """Return what Flower carries: other packages' methods have all settings in one key."""
+        """Return what Flower carries: settings of other packages' methods are in one key."""
         known, values = own_methods(), super().values()
         others: dict[str, Value] = {}
         for own in self.tables:
@@ -435,34 +374,25 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def describe(cls, method: str = "") -> list[str]:
-        """One line for each key: default, choices, meaning.
-
-        Parameters
-        ----------
-        method : str
-            Describe that method's own settings alone; by default all settings.
-
-        Raises
-        ------
-        ConfigError
-            If there is no such method.
-        """
-        methods = all_methods()
+        """One line for each key, or for each of a method's own: default, choices, meaning."""
         if method:
-            if method not in methods:
-                raise ConfigError(
-                    f"method: expected one of {', '.join(methods)}, got {method!r}"
-                    f"{nearest(method, methods)}"
-                )
-            settings: type[Settings] = methods[method].settings
-            return settings.describe()
-        tables = [line for known in methods.values() for line in known.settings.describe()]
-        return [*super().describe(), *tables]
+            _require_method(method)
+        methods = [all_methods()[method]] if method else all_methods().values()
+        tables = [line for known in methods for line in known.settings.describe()]
+        return tables if method else [*super().describe(), *tables]
 
     @classmethod
     def choices(cls, name: str) -> tuple[str, ...]:
         """Return what a setting may be, if it is one of several words."""
         return tuple(all_methods()) if name == "method" else super().choices(name)
+
+
+def _require_method(name: str) -> None:
+    if name not in all_methods():
+        raise ConfigError(
+            f"method: expected one of {', '.join(all_methods())}, got {name!r}"
+            f"{nearest(name, all_methods())}"
+        )
 
 
 def nested(values: Mapping[str, Value]) -> dict[str, Any]:
@@ -511,24 +441,17 @@ def _keys() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
 
 
 def _located(key: str) -> tuple[str, str]:
-    """Return table (empty: none) and field name of a key.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such key, with where it is now or the nearest one.
-    """
+    """Return table (empty: none) and field name of a key."""
     known, moved = _keys()
     if key in known:
         return known[key]
     if key in moved:
         raise ConfigError(f"unknown key {key!r}; it is now {' or '.join(moved[key])}")
-    common = ", ".join(name for name in known if "." not in name)
     meant = {**{former: own[0] for former, own in moved.items()}, **{own: own for own in known}}
-    near = difflib.get_close_matches(key, meant, n=1)
-    hint = (
-        f"did you mean {meant[near[0]]!r}?"
-        if near
-        else (f"known keys: {common}; and those of each method, which fedntk settings lists")
+    if near := difflib.get_close_matches(key, meant, n=1):
+        raise ConfigError(f"unknown key {key!r}; did you mean {meant[near[0]]!r}?")
+    common = ", ".join(name for name in known if "." not in name)
+    raise ConfigError(
+        f"unknown key {key!r}; known keys: {common}; and those of each method, which fedntk "
+        "settings lists"
     )
-    raise ConfigError(f"unknown key {key!r}; {hint}")

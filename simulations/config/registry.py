@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
-from logging import WARNING, getLogger
+from logging import getLogger
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,7 +21,6 @@ from .settings import Settings
 
 __all__ = ["ConfiguredMethod", "all_methods", "own_methods"]
 
-GROUP = "fedntk.methods"
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
 S = TypeVar("S", bound=Settings)
@@ -55,7 +54,7 @@ def all_methods() -> Mapping[str, Any]:
     One that cannot be imported, or has the name of another, is left out with a warning.
     """
     methods = dict(own_methods())
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in importlib.metadata.entry_points(group="fedntk.methods"):
         try:
             method = entry.load()
             if not isinstance(method, ConfiguredMethod):
@@ -63,10 +62,8 @@ def all_methods() -> Mapping[str, Any]:
             if method.name in methods:
                 raise ValueError(f"there is a method {method.name!r} already")
         except Exception as error:  # another package's fault must not stop all other methods
-            logger.log(
-                WARNING, "method %s (%s) is left out: %s: %s",
-                entry.name, entry.value, type(error).__name__, error,
-            )  # fmt: skip
-            continue
-        methods[method.name] = method
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("method %s (%s) is left out: %s", entry.name, entry.value, reason)
+        else:
+            methods[method.name] = method
     return MappingProxyType(methods)

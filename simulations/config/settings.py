@@ -6,7 +6,7 @@ from fedntk.ntk.options import Declared, key_of, nearest, option
 
 from ..errors import ConfigError
 
-__all__ = ["ConfigError", "Settings", "key_of", "nearest", "numbers", "setting"]
+__all__ = ["ConfigError", "Settings", "key_of", "nearest", "setting"]
 
 Value = bool | float | int | str
 
@@ -48,26 +48,13 @@ class Settings(Declared, frozen=True, eq=True):
 
     @classmethod
     def checked(cls, name: str, value: Any) -> Any:
-        """Return a setting's value as its type; several numbers may come as text.
-
-        Raises
-        ------
-        ConfigError
-            If it is of another type or out of range.
-        """
+        """Return a setting's value as its type; several numbers may come as text."""
         own = cls.options()[name]
-        if isinstance(value, str) and isinstance(own.default, tuple):
-            return cls.convert(name, value)
+        from_text = isinstance(value, str) and isinstance(own.default, tuple)
         try:
-            found = own.check(value, cls.key(name))
+            return (own.from_text if from_text else own.check)(value, cls.key(name))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if (choices := cls.choices(name)) and found not in choices:
-            raise ConfigError(
-                f"{cls.key(name)}: expected one of {', '.join(choices)}, got {found!r}"
-                f"{nearest(found, choices)}"
-            )
-        return found
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -81,13 +68,7 @@ class Settings(Declared, frozen=True, eq=True):
 
     @classmethod
     def convert(cls, name: str, text: str) -> Any:
-        """Read a setting's value from text, as its type.
-
-        Raises
-        ------
-        ConfigError
-            If the text is no such value.
-        """
+        """Read a setting's value from text, as its type."""
         try:
             return cls.options()[name].from_text(text, cls.key(name))
         except ValueError as error:
@@ -103,19 +84,3 @@ class Settings(Declared, frozen=True, eq=True):
         return [
             own.describe(cls.key(name), cls.choices(name)) for name, own in cls.options().items()
         ]
-
-
-def numbers(key: str, text: str, kind: type) -> list[Any]:
-    """Read numbers with commas between them.
-
-    Raises
-    ------
-    ConfigError
-        If the text is something else.
-    """
-    try:
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(
-            f"{key}: expected numbers with commas between them, got {text!r}"
-        ) from None

@@ -63,8 +63,7 @@ class _FedBE(Method[Any]):
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         if self.own(setup.config).distill:
             examples, _ = setup.data.train(setup.split.validation)
-            values = self._values(Distillation, setup)
-            options["distill"] = Distillation(**values, examples=examples)
+            options["distill"] = self._make(Distillation, setup, {"examples": examples})
         return super().strategy(setup, options)
 
 

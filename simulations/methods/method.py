@@ -41,18 +41,8 @@ Arrays = Mapping[str, NDArray[Any]]
 class Setup:
     """What the parts of a run are made from.
 
-    Attributes
-    ----------
-    config : Config
-        All settings.
-    data : Data
-        The data set.
-    split : Split
-        Which client has which training examples.
-    network : nn.Module
-        With the weights that the run starts from. Clients overwrite them.
-    kept : KeptExamples
-        Of the clients that are made from this setup, in one thread.
+    `network` has the weights that the run starts from; clients overwrite them. `kept` serves the
+    clients that are made from this setup, in one thread.
     """
 
     config: Config
@@ -63,7 +53,7 @@ class Setup:
 
     @property
     def max_examples(self) -> int:
-        """Examples that a client may have at most."""
+        """Most examples of a client."""
         return self.config.max_examples or len(self.data.y_train)
 
     def evaluation_set(self) -> tuple[Tensor, Tensor]:
@@ -98,44 +88,29 @@ class Setup:
 
     @cached_property
     def without_examples_to_evaluate(self) -> frozenset[int]:
-        """Clients that are never to evaluate: with private-test, those whose part is empty.
+        """Clients that never evaluate: with private-test, those whose part is empty.
 
-        Elsewhere a client without examples of its own evaluates on its training examples.
-
-        Raises
-        ------
-        ConfigError
-            If that is all clients, and some are to evaluate.
+        Otherwise a client without test examples evaluates on its training examples.
         """
         config, split = self.config, self.split
         if not config.private_test:
             return frozenset()
-        sizes = (
-            [len(own) for own in split.tests]
-            if self._on_private_test
-            else [split.num_kept(i, config) for i in range(len(split.clients))]
-        )
+        if self._on_private_test:
+            sizes = list(map(len, split.tests))
+            cure = "the test set has no classes, or owners, of the clients"
+        else:
+            sizes = [split.num_kept(i, config) for i in range(len(split.clients))]
+            cure = f"raise local-test-fraction = {config.local_test_fraction:g}"
         if config.clients_per_evaluation and not any(sizes):
             raise ConfigError(
-                "private-test: expected a client with examples to evaluate on, got none; "
-                + (
-                    "the test set has no classes, or owners, of the clients"
-                    if self._on_private_test
-                    else f"raise local-test-fraction = {config.local_test_fraction:g}"
-                )
-                + ", or set clients-per-evaluation = 0"
+                f"private-test: expected a client with examples to evaluate on, got none; {cure}, "
+                "or set clients-per-evaluation = 0"
             )
         return frozenset(i for i, size in enumerate(sizes) if not size)
 
     @cached_property
     def device(self) -> str:
-        """Where networks run; ``auto`` is a GPU where there is one.
-
-        Raises
-        ------
-        ConfigError
-            If the configuration names no device, or one that is not there.
-        """
+        """Where networks run; ``auto`` is a GPU where there is one."""
         name = self.config.device
         if name == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,8 +134,8 @@ class Method(ConfiguredMethod[S], ABC):
     name : str
         In kebab-case: the value of the setting ``method``, and the table of the method's settings.
     strategy_class, client_class : type
-        Of the method. Their options that files can hold are the method's settings, but for those
-        that all strategies or clients have and those that are common settings.
+        Classes of the method. Their options that files can hold are the method's settings, but for
+        those that all strategies or clients have and those that are common settings.
     parts : tuple of type
         Further classes with options, from which the strategy is made.
     own_settings : type of Settings
@@ -173,11 +148,10 @@ class Method(ConfiguredMethod[S], ABC):
     baseline : bool
         Whether it is there to compare with: such methods have no notebook.
     headline : str
-        Metric of a round that says how good the method is, as a share: it is shown while a run is
-        at work, and in the end.
+        Metric of a round, a share, that says how good the method is; shown during and after runs.
     metrics : tuple of str
-        Names of what the strategy reports of a training round besides what all report. Others are
-        recorded, too, but only some of them, as clients may choose names.
+        Names of what the strategy reports of a training round besides what all report. Of other
+        names only some are recorded, as clients may choose them.
     evaluation_metrics : tuple of str
         Names of what clients report of an evaluation besides loss and accuracy.
     """
@@ -223,10 +197,10 @@ class Method(ConfiguredMethod[S], ABC):
         kinds = (self.strategy_class, *self.parts, self.client_class)
         return [kind for kind in kinds if issubclass(kind, Declared)]
 
-    def _given(self, kind: type, config: Config, settings: S) -> dict[str, Any]:
+    def _given(self, kind: type[Declared], config: Config, settings: S) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
         given = {}
-        for name, declared in kind.options().items() if kind in self._declared() else ():
+        for name, declared in kind.options().items():
             homes = [home for home in self._declared() if name in home.options()]
             is_own = name not in self.apart or kind is homes[0]
             if declared.in_files and is_own and name in self.settings.options():
@@ -235,17 +209,18 @@ class Method(ConfiguredMethod[S], ABC):
                 given[name] = getattr(config, name)
         return given
 
-    def _values(self, kind: type, setup: Setup) -> dict[str, Any]:
-        """Return the options of a class that a run's settings or parts give."""
-        config = setup.config
+    def _make(self, kind: Any, setup: Setup, options: dict[str, Any]) -> Any:
+        """Make an object from a run's settings and parts, and from `options`, which win."""
+        if kind not in self._declared():
+            return kind(**options)
         parts = {
             "network": setup.network,
             "device": setup.device,
-            "cache": config.folder / "cache" / "personal",
+            "cache": setup.config.folder / "cache" / "personal",
         }
-        names = kind.options() if kind in self._declared() else ()
-        shared = {name: part for name, part in parts.items() if name in names}
-        return {**shared, **self._given(kind, config, self.own(config))}
+        shared = {name: part for name, part in parts.items() if name in kind.options()}
+        given = self._given(kind, setup.config, self.own(setup.config))
+        return kind(**{**shared, **given, **options})
 
     def check(self, config: Config, settings: S) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
@@ -278,26 +253,15 @@ class Method(ConfiguredMethod[S], ABC):
         return cast(S, config.settings_of(self.name))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        """Make the strategy.
-
-        Parameters
-        ----------
-        setup : Setup
-            Of the run.
-        options : dict
-            What strategies of all methods take.
-
-        Raises
-        ------
-        ValueError
-            If its arguments do not fit together.
-        """
-        return self.strategy_class(**{**self._values(self.strategy_class, setup), **options})
+        """Make the strategy; `options` are what strategies of all methods take."""
+        strategy: BaseStrategy = self._make(self.strategy_class, setup, options)
+        return strategy
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client with the examples of one partition; `options` are common to all."""
         del partition
-        return self.client_class(**{**self._values(self.client_class, setup), **options})
+        client: NumPyClient = self._make(self.client_class, setup, options)
+        return client
 
     def predictor(
         self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
@@ -307,11 +271,11 @@ class Method(ConfiguredMethod[S], ABC):
         Parameters
         ----------
         setup : Setup
-            Of the run.
+            Parts of the run.
         arrays : dict of str to ndarray
             A round's global arrays, by name.
         learned : str
-            What they hold, as the strategy's attribute of that name said.
+            What they hold: the strategy's attribute of that name.
         cache : path, optional
             Folder for what the predictors of several rounds share, such as features of the test
             examples. None: nothing is kept.
@@ -325,10 +289,7 @@ class Method(ConfiguredMethod[S], ABC):
         )
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
-        """Refuse what all clients' examples would take of this machine's memory and disk.
-
-        It raises NotEnoughMemory before the first round. `models` are learned beside each other.
-        """
+        """Raise NotEnoughMemory if this machine lacks memory or disk for so many models."""
 
     def validates(self, config: Config) -> bool:
         """Say whether a run chooses part of its model by examples that are held out."""
@@ -338,8 +299,7 @@ class Method(ConfiguredMethod[S], ABC):
     def seeded_protection(self, config: Config) -> list[str]:
         """Name the settings whose keys or noise the app derives from the run's seed.
 
-        They show what protection costs, and protect nothing: clients with examples of their own
-        refuse them.
+        They protect nothing: clients with examples of their own refuse them.
         """
         return ["projection"] if config.projection else []
 
@@ -349,29 +309,15 @@ class Method(ConfiguredMethod[S], ABC):
         return {}
 
     def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
-        """Write what else a round showed.
+        """Write what else a round showed into `folder`, the run's ``details``.
 
-        Parameters
-        ----------
-        strategy : BaseStrategy
-            After the round.
-        server_round : int
-            Its number; a round may be run again after a crash.
-        folder : Path
-            In the run's folder, ``details``. It is not there before something is written.
+        The folder may be missing, and a round may be run again after a crash.
         """
 
     def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
-        """Write what a run showed, when its rounds are over.
+        """Write what a run showed into `folder`, as :meth:`after_round`, when its rounds are over.
 
-        Parameters
-        ----------
-        setup : Setup
-            Of the run.
-        strategy : BaseStrategy
-            After the last round; made anew where a run that was cut off had no round left.
-        folder : Path
-            As of :meth:`after_round`.
+        The strategy is made anew if a run that was cut off had no round left.
         """
 
     def pictures(self, folder: Path) -> Mapping[str, "Figure"]:

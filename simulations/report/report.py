@@ -220,7 +220,7 @@ def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) ->
     """Return one row a run: rounds, MB up and seconds to each target; medians over seeds."""
     rows = []
     if targets is None:
-        targets = sorted({target for run in runs for target in run.config.target_accuracies})
+        targets = sorted({target for run in runs for target in run.config.targets})
     for name, own in _by_name(runs):
         row = {"run": name}
         for target in targets:

@@ -170,7 +170,7 @@ def write_run(
         "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
         "to-target": {
             str(target): to_target(records, target, config.chosen_method.headline)
-            for target in config.target_accuracies
+            for target in config.targets
         },
         "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
         **{total: sum(record[total] for record in records) for total in TOTALS},
