@@ -16,24 +16,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Certificates", "make_certificates", "make_node_key"]
-
 DAYS = 365
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files of TLS, all PEM.
-
-    Attributes
-    ----------
-    authority : Path
-        Certificate of the authority: whoever connects checks the server's with it.
-    certificate : Path
-        The server's, signed by the authority.
-    key : Path
-        The server's private key; it does not leave the server.
-    """
+    """Files of TLS, all PEM: certificates of the authority and the server, the server's key."""
 
     authority: Path
     certificate: Path
@@ -43,16 +31,9 @@ class Certificates:
 def make_certificates(
     folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1")
 ) -> Certificates:
-    """Make a certificate authority and a certificate for servers, valid for a year.
+    """Make ``ca.pem``, ``server.pem`` and ``server.key``, for servers at `hosts`, for a year.
 
     The authority's private key is not kept, so nobody can sign another certificate with it.
-
-    Parameters
-    ----------
-    folder : Path
-        Where ``ca.pem``, ``server.pem`` and ``server.key`` go.
-    hosts : sequence of str
-        Names and addresses by which the servers are reached.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
@@ -79,17 +60,10 @@ def make_certificates(
 
 
 def make_node_key(file: Path) -> Path:
-    """Make the key pair by which the SuperLink knows a node again (ECDSA, P-384, OpenSSH format).
+    """Make the key pair by which the SuperLink knows a node (ECDSA, P-384, OpenSSH format).
 
-    Parameters
-    ----------
-    file : Path
-        Where the private key goes.
-
-    Returns
-    -------
-    Path
-        Of the public key, which is registered with the SuperLink: `file` with ``.pub`` added.
+    `file` gets the private key. The file of the public key, which is registered with the SuperLink,
+    is returned: `file` with ``.pub`` added.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -146,7 +120,7 @@ def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat)
 
 
 def _write_secret(file: Path, secret: bytes) -> None:
-    """Write a new file for its owner's eyes alone."""
+    """Write a new file that only its owner can read."""
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_bytes(secret)

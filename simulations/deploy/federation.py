@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import typer
 
 from fedntk.ntk.support.files import claimed
 
-from ..errors import RunFailed, errors_in_one_line, with_extra_named
+from ..errors import RunFailed, command_line, with_extra_named
 from .certificates import Certificates, make_certificates, make_node_key
 
 try:
@@ -49,7 +48,6 @@ __all__ = ["Federation", "Submission", "Supernode"]
 HOST = "127.0.0.1"
 CONNECTION = "fedntk"  # name of the SuperLink in Flower's configuration
 MARK = "FEDNTK_FEDERATION"  # variable in the environment of all that a federation starts
-OFFLINE = 90.0  # seconds in which the SuperLink has surely noticed that a node is gone
 Value = bool | float | int | str
 Settings = Mapping[str, Value] | str  # or as Flower's commands take them: "key=value key=value"
 Say = Callable[[str], None]
@@ -57,39 +55,15 @@ Say = Callable[[str], None]
 
 @dataclass
 class Supernode:
-    """One node of a federation.
+    """One node of a federation; the server knows it by `node_id`."""
 
-    Attributes
-    ----------
-    config : str
-        Its node config, as ``flower-supernode`` takes it.
-    key : Path
-        Its private key.
-    log : Path
-        What it and its clients say.
-    process : Popen
-        The SuperNode.
-    node_id : int
-        By which the server knows it; the same after a restart.
-    """
-
-    config: str
-    key: Path
     log: Path
     process: Process = field(repr=False)
     node_id: int = 0
 
 
 class Submission:
-    """A run that was submitted.
-
-    Attributes
-    ----------
-    process : Popen
-        ``flwr run --stream``, which ends with the run.
-    log : Path
-        What the ServerApp says.
-    """
+    """A run that was submitted: ``flwr run --stream``, and the log of what the ServerApp says."""
 
     def __init__(self, federation: "Federation", process: Process, log: Path) -> None:
         self._federation = federation
@@ -110,23 +84,18 @@ class Submission:
     def wait(self, on_line: Say | None = None) -> None:
         """Wait until the run has ended; `on_line` is given each line of its log.
 
-        Raises
-        ------
-        RunFailed
-            If it did not finish, or the SuperLink ended, with the last line of the log.
+        It raises RunFailed if the run did not finish, or the SuperLink ended.
         """
-        shown, federation = 0, self._federation
+        shown, ended, federation = 0, False, self._federation
         superlink = federation.superlink
-        while True:
+        while not ended:
             ended = self.process.poll() is not None or superlink.poll() is not None
             lines = self.text.split("\n")
-            if on_line is not None:
-                for line in lines[shown:] if ended else lines[shown:-1]:
+            for line in lines[shown:] if ended else lines[shown:-1]:
+                if on_line is not None:
                     on_line(line)
             shown = len(lines) - 1
-            if ended:
-                break
-            time.sleep(0.2)
+            time.sleep(0.0 if ended else 0.2)
         if superlink.poll() is not None:
             stop(self.process)
             raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
@@ -139,41 +108,34 @@ class Submission:
 class Federation:
     """A SuperLink and SuperNodes on this machine, as a context manager.
 
-    At its end all processes that it started have ended, those that a killed one left, too.
+    At its end all processes that it started have ended, also those that a killed one left. It
+    raises BlockingIOError if there is a federation in the folder already, and RunFailed, with the
+    log that says why, if the SuperLink or a SuperNode does not start.
 
     Parameters
     ----------
     folder : path
-        For certificates, keys, logs, the SuperLink's database and Flower's other files.
+        Folder for certificates, keys, logs, the SuperLink's database and Flower's other files.
     num_supernodes : int
-        How many nodes.
+        Number of nodes.
     node_configs : sequence of dict or str, optional
         One for each node: what its clients find in ``context.node_config``. By default
         ``partition-id`` and ``num-partitions``. A string is given to ``flower-supernode`` as it is.
     environment : dict, optional
         Variables for all processes, besides this process's own.
     say : callable, optional
-        Is given what is done, and each command.
+        Function that is given what is done, and each command.
 
     Attributes
     ----------
     certificates : Certificates
-        Of the SuperLink; they hold for any other server at ``localhost``, too.
+        Those of the SuperLink, valid for any server at ``localhost``.
     superlink : Popen
         The SuperLink.
     supernodes : list of Supernode
         The nodes, in the order of `node_configs`.
     ports : list of int
-        At which something that was started listens.
-
-    Raises
-    ------
-    ValueError
-        If there is not one node config for each node.
-    BlockingIOError
-        If there is a federation in the folder already.
-    RunFailed
-        If the SuperLink or a SuperNode does not start, with the log that says why.
+        Ports at which something that was started listens.
 
     Examples
     --------
@@ -212,8 +174,6 @@ class Federation:
         self._port: int | None = None
         self._submitted = 0
 
-    # ------------------------------------------------------------------ start and stop
-
     def __enter__(self) -> Self:
         self._claim.enter_context(claimed(self.folder, "federation"))
         try:
@@ -223,39 +183,35 @@ class Federation:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End all processes that were started, and those that they have started."""
         self._say("# stopping all processes")
-        try:
+        with self._claim:
             stop(*self._started)
             self._started = []
-            self._end_leftovers()
-        finally:
-            self._claim.close()
-
-    def _end_leftovers(self) -> None:
-        """End what has no parent any more, or was left by a federation that was killed itself."""
-        end(processes_with(MARK, str(self.folder)))
+            end(processes_with(MARK, str(self.folder)))  # what has no parent any more
 
     def _start(self) -> None:
-        self._end_leftovers()
+        end(processes_with(MARK, str(self.folder)))  # what a killed federation left
         self._say(f"# certificates and keys: {self.folder}")
         self.certificates: Certificates = make_certificates(self.folder / "tls")
         self.start_superlink()
         for i, config in enumerate(self.node_configs):
-            home = self.folder / f"node-{i}"
-            key = home / "node.key"
-            public = make_node_key(key)
-            self._flwr("supernode", "register", str(public), CONNECTION)
-            self.supernodes.append(self._supernode(config, key, home / "node.log"))
+            home, log = f"node-{i}", self.folder / f"node-{i}" / "node.log"
+            key = self.folder / home / "node.key"
+            self._flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
+            command = [
+                *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
+                *("--root-certificates", str(self.certificates.authority)),
+                *("--auth-supernode-private-key", str(key), "--port"),
+            ]
+            process, _ = self._serve(
+                f"a SuperNode, on a machine of its own ({home})", home, log, command
+            )
+            self.supernodes.append(Supernode(log, process))
         for node in self.supernodes:
             node.node_id = self._node_id(node)
 
@@ -278,70 +234,20 @@ class Federation:
 
     def start_superlink(self) -> None:
         """Start the SuperLink; after it was killed, on the same port, with what it knew."""
-        tls = self.certificates
-        home = "server"
-        (self.folder / home).mkdir(exist_ok=True)
-        options = [
-            *("--ssl-ca-certfile", str(tls.authority), "--ssl-certfile", str(tls.certificate)),
+        tls, home = self.certificates, self.folder / "server"
+        command = [
+            *(tool("flower-superlink"), "--ssl-ca-certfile", str(tls.authority)),
+            *("--ssl-certfile", str(tls.certificate)),
             *("--ssl-keyfile", str(tls.key), "--enable-supernode-auth"),
-            *("--database", str(self.folder / home / "superlink.db"), "--host", HOST),
+            *("--database", str(home / "superlink.db"), "--host", HOST, "--port"),
         ]
-        self.superlink, self._port = start_on_free_port(
-            lambda port: [tool("flower-superlink"), *options, "--port", str(port)],
-            self.environment(home),
-            self.superlink_log,
-            port=self._port,
+        self.superlink, self._port = self._serve(
+            "the SuperLink, on the server", "server", self.superlink_log, command, self._port
         )
-        self._started.append(self.superlink)
-        self.ports.append(self._port)
-        self._show("the SuperLink, on the server", home, self.superlink.args)
         connection = {"address": self.address, "root-certificates": str(tls.authority)}
         settings = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
-        file = self.folder / home / "flwr" / "config.toml"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(tomli_w.dumps(settings), encoding="utf-8")
-
-    def start_supernode(self, i: int) -> Supernode:
-        """Start a node again after it was killed; it keeps its id.
-
-        The SuperLink takes a killed node for alive for a minute, and refuses it until then: this
-        tries again and again. A message that the node was at work on is lost, and the server may
-        wait for its reply until the strategy's `timeout`.
-
-        Raises
-        ------
-        RunFailed
-            If it is not accepted in `OFFLINE` seconds.
-        """
-        node, deadline = self.supernodes[i], time.monotonic() + OFFLINE
-        while True:
-            node.log.unlink(missing_ok=True)
-            try:
-                node.process = self._supernode(node.config, node.key, node.log).process
-                node.node_id = self._node_id(node)
-            except RunFailed:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(1)
-            else:
-                return node
-
-    def _supernode(self, config: str, key: Path, log: Path) -> Supernode:
-        home = log.parent.name
-        options = [
-            *("--root-certificates", str(self.certificates.authority)),
-            *("--auth-supernode-private-key", str(key), "--superlink", self.address),
-            *("--node-config", config),
-        ]
-        process, port = start_on_free_port(
-            lambda port: [tool("flower-supernode"), *options, "--port", str(port)],
-            self.environment(home),
-            log,
-        )
-        self._started.append(process)
-        self.ports.append(port)
-        self._show(f"a SuperNode, on a machine of its own ({home})", home, process.args)
-        return Supernode(config, key, log, process)
+        (home / "flwr").mkdir(exist_ok=True)
+        (home / "flwr" / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
 
     def _node_id(self, node: Supernode, patience: float = 120) -> int:
         """Wait until a node is known to the SuperLink, and return its id."""
@@ -353,45 +259,30 @@ class Federation:
             time.sleep(0.1)
         raise RunFailed(f"the SuperLink did not accept a node; see {node.log}")
 
-    def start(
-        self, name: str, command: Callable[[int], Sequence[str]], *, port: int | None = None
-    ) -> tuple[Process, int]:
-        """Start another server of the federation, such as a trusted third party.
+    def start(self, name: str, command: Sequence[str]) -> tuple[Process, int]:
+        """Start another server, such as a trusted third party; return its process and its port.
 
-        Parameters
-        ----------
-        name : str
-            Of its log and folder.
-        command : callable
-            Port -> command.
-        port : int, optional
-            Its port, instead of a free one.
-
-        Returns
-        -------
-        tuple of Popen and int
-            The process and its port, at which it listens.
+        The port is appended to the command; `name` is of the log and the folder.
         """
-        (self.folder / name).mkdir(exist_ok=True)
-        log = self.folder / f"{name}.log"
-        process, port = start_on_free_port(command, self.environment(name), log, port=port)
+        return self._serve(name, name, self.folder / f"{name}.log", command)
+
+    def _serve(
+        self, what: str, home: str, log: Path, command: Sequence[str], port: int | None = None
+    ) -> tuple[Process, int]:
+        (self.folder / home).mkdir(exist_ok=True)
+        process, port = start_on_free_port(
+            lambda port: [*command, str(port)], self.environment(home), log, port=port
+        )
         self._started.append(process)
         self.ports.append(port)
-        self._show(name, name, process.args)
+        self._show(what, home, process.args)
         return process, port
 
-    # ------------------------------------------------------------------------- runs
-
     def submit(self, app: str | Path, run_config: Settings = "") -> Submission:
-        """Submit an app, and return at once.
+        """Submit the app in a folder, and return at once.
 
-        Parameters
-        ----------
-        app : path
-            Folder of the app.
-        run_config : dict or str, optional
-            Settings that win over those of its ``pyproject.toml``. A string is given to
-            ``flwr run`` as it is: settings, or the path of a TOML file.
+        The run config wins over the settings in the app's ``pyproject.toml``. A string is given to
+        ``flwr run`` as it is: settings, or the path of a TOML file.
         """
         self._submitted += 1
         command = [tool("flwr"), "run", str(app), CONNECTION, "--stream"]
@@ -404,25 +295,10 @@ class Federation:
         self._show("the run", "server", process.args)
         return Submission(self, process, log)
 
-    def run(
-        self,
-        app: str | Path,
-        run_config: Settings = "",
-        on_line: Say | None = None,
-    ) -> str:
-        """Run an app, and return what its ServerApp said.
+    def run(self, app: str | Path, run_config: Settings = "", on_line: Say | None = None) -> str:
+        """Run an app, as :meth:`submit`, and return what its ServerApp said.
 
-        Parameters
-        ----------
-        app, run_config
-            As of :meth:`submit`.
-        on_line : callable, optional
-            Is given each line as it comes.
-
-        Raises
-        ------
-        RunFailed
-            If the run did not finish.
+        `on_line` is given each line as it comes. It raises RunFailed if the run did not finish.
         """
         submission = self.submit(app, run_config)
         submission.wait(on_line)
@@ -449,14 +325,13 @@ class Federation:
             raise RunFailed(f"{_as_typed(command)} failed: {reason}")
         return done.stdout
 
-    def _show(self, what: str, home: str, command: object) -> None:
+    def _show(self, what: str, home: str, command: Any) -> None:
         self._say(f"# {what}; Flower's files are in FLWR_HOME={self.folder / home / 'flwr'}")
-        if isinstance(command, list):
-            self._say(f"$ {_as_typed(command)}")
+        self._say(f"$ {_as_typed(command)}")
 
 
 def _described(settings: Settings) -> str:
-    """Return settings as Flower's commands take them: JSON's literals are TOML's, too."""
+    """Return settings as Flower's commands take them: JSON's literals are valid TOML."""
     if isinstance(settings, str):
         return settings
     return " ".join(
@@ -469,14 +344,9 @@ def _as_typed(command: Sequence[str]) -> str:
     return shlex.join([Path(command[0]).name, *command[1:]])
 
 
-# ------------------------------------------------------------------------------ the command
-
-cli = typer.Typer(
-    help="A real federation on this machine: a SuperLink with TLS and SuperNodes with keys.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
+cli = command_line(
+    "fedntk.simulations.deploy.federation",
+    "A real federation on this machine: a SuperLink with TLS and SuperNodes with keys.",
 )
 
 
@@ -521,10 +391,7 @@ def run_command(
             f"expected one for each of {nodes} nodes, got {len(node_config)}",
             param_hint="--node-config",
         )
-    with (
-        errors_in_one_line("fedntk.simulations.deploy.federation"),
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedntk-")))
         federation = Federation(place, nodes, node_configs=node_config or None, say=typer.echo)
         stack.enter_context(federation)
@@ -553,11 +420,10 @@ def keys_command(
     node node-<i>.key (for that machine) and node-<i>.key.pub (to be registered). An organisation
     with a certificate authority of its own uses that one.
     """
-    with errors_in_one_line("fedntk.simulations.deploy.federation"):
-        made = make_certificates(folder, host)
-        public = [make_node_key(folder / f"node-{i}.key") for i in range(nodes)]
-        for path in (made.authority, made.certificate, made.key, *public):
-            typer.echo(str(path))
+    made = make_certificates(folder, host)
+    public = [make_node_key(folder / f"node-{i}.key") for i in range(nodes)]
+    for path in (made.authority, made.certificate, made.key, *public):
+        typer.echo(str(path))
 
 
 if __name__ == "__main__":
