@@ -8,18 +8,14 @@ import typer
 from rich.console import Console
 
 from .config.config import Config
-from .config.settings import numbers
-from .errors import ConfigError, errors_in_one_line
+from .errors import ConfigError, command_line
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    help="Federated learning with Jacobians and tangent kernels: run, compare, tune, report, "
-    "assess, unlearn.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
+app = command_line(
+    "fedntk",
+    "Federated learning with Jacobians and tangent kernels: run, compare, tune, report, assess, "
+    "unlearn.",
 )
 
 Settings = Annotated[
@@ -74,29 +70,28 @@ def run_command(
 
       fedntk run --set dataset=fashion-mnist --set num-clients=300 --engine ray
     """
-    with errors_in_one_line("fedntk"):
-        from .engine.runs import run
+    from .engine.runs import run
 
-        overrides = _overrides(settings)
-        if resume is not None:
-            if conf is not None or out or again:
-                raise ConfigError("--resume FOLDER takes its settings and folder from that run")
-            config = Config.of_run(resume, **{**overrides, "out": str(resume)})
-        else:
-            overrides |= {"out": out} if out else {}
-            config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
-        result = run(
-            config,
-            engine=engine,  # type: ignore[arg-type]
-            workers=workers,
-            progress=not quiet,
-            again=again,
-            writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
-        )
-        headline = result.summary["headline"]
-        curve = result.curve(headline)
-        reached = f"{100 * curve.iloc[-1]:.1f} %" if len(curve) else f"no {headline} was measured"
-        typer.echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
+    overrides = _overrides(settings)
+    if resume is not None:
+        if conf is not None or out or again:
+            raise ConfigError("--resume FOLDER takes its settings and folder from that run")
+        config = Config.of_run(resume, **{**overrides, "out": str(resume)})
+    else:
+        overrides |= {"out": out} if out else {}
+        config = Config.load(conf, **overrides) if conf else Config.parse(overrides)
+    result = run(
+        config,
+        engine=engine,  # type: ignore[arg-type]
+        workers=workers,
+        progress=not quiet,
+        again=again,
+        writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
+    )
+    headline = result.summary["headline"]
+    curve = result.curve(headline)
+    reached = f"{100 * curve.iloc[-1]:.1f} %" if len(curve) else f"no {headline} was measured"
+    typer.echo(f"{reached} after round {result.summary['rounds']}: {result.folder}")
 
 
 @app.command("compare")
@@ -124,28 +119,27 @@ def compare_command(
 
       fedntk compare a.toml b.toml --set rounds=10 --engine ray
     """
-    with errors_in_one_line("fedntk"):
-        from .engine.runs import compare
-        from .report.report import write_report
+    from .engine.runs import compare
+    from .report.report import write_report
 
-        configs = {conf.stem: Config.load(conf) for conf in confs}
-        if len(configs) < len(confs):
-            raise ConfigError("expected files of different names, which become the runs' names")
-        configs = {config.name or stem: config for stem, config in configs.items()}
-        if len(configs) < len(confs):
-            raise ConfigError("expected configurations of different names")
-        compare(
-            configs,
-            seeds=numbers("--seeds", seeds, int),
-            out=out,
-            engine=engine,  # type: ignore[arg-type]
-            workers=workers,
-            progress=not quiet,
-            again=again,
-            writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
-            **_overrides(settings),
-        )
-        _show(write_report(out))
+    configs = {conf.stem: Config.load(conf) for conf in confs}
+    if len(configs) < len(confs):
+        raise ConfigError("expected files of different names, which become the runs' names")
+    configs = {config.name or stem: config for stem, config in configs.items()}
+    if len(configs) < len(confs):
+        raise ConfigError("expected configurations of different names")
+    compare(
+        configs,
+        seeds=_seeds(seeds),
+        out=out,
+        engine=engine,  # type: ignore[arg-type]
+        workers=workers,
+        progress=not quiet,
+        again=again,
+        writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
+        **_overrides(settings),
+    )
+    _show(write_report(out))
 
 
 @app.command("tune")
@@ -193,28 +187,27 @@ def tune_command(
 
       fedntk run runs/tune/best.toml
     """
-    with errors_in_one_line("fedntk"):
-        from .tuning.tuning import tune
+    from .tuning.tuning import tune
 
-        found = tune(
-            conf,
-            grid=dict(_listed("--grid", each) for each in grid or []),
-            random=dict(_ranged(each) for each in random or []),
-            trials=trials,
-            sampler=sampler,  # type: ignore[arg-type]
-            sampler_seed=sampler_seed,
-            seeds=numbers("--seeds", seeds, int),
-            metric=metric,
-            last=last,
-            prune=prune,  # type: ignore[arg-type]
-            parallel=parallel,
-            out=out,
-            progress=not quiet,
-            again=again,
-            **_overrides(settings),
-        )
-        _show(found.folder / "report" / "report.md")
-        typer.echo(f"Best: {found.folder / 'best.toml'}")
+    found = tune(
+        conf,
+        grid=dict(_listed("--grid", each) for each in grid or []),
+        random=dict(_ranged(each) for each in random or []),
+        trials=trials,
+        sampler=sampler,  # type: ignore[arg-type]
+        sampler_seed=sampler_seed,
+        seeds=_seeds(seeds),
+        metric=metric,
+        last=last,
+        prune=prune,  # type: ignore[arg-type]
+        parallel=parallel,
+        out=out,
+        progress=not quiet,
+        again=again,
+        **_overrides(settings),
+    )
+    _show(found.folder / "report" / "report.md")
+    typer.echo(f"Best: {found.folder / 'best.toml'}")
 
 
 @app.command("report")
@@ -234,11 +227,10 @@ def report_command(
 
       fedntk report runs --out report --targets 0.5,0.9
     """
-    with errors_in_one_line("fedntk"):
-        from .report.report import write_report
+    from .report.report import write_report
 
-        wanted = Config(targets=targets).targets if targets else None
-        _show(write_report(folder, out, targets=wanted))
+    wanted = Config(targets=targets).targets if targets else None
+    _show(write_report(folder, out, targets=wanted))
 
 
 @app.command("assess")
@@ -282,18 +274,17 @@ def assess_command(
 
       fedntk assess runs/a --unfamiliar mnist --coverage 0.9
     """
-    with errors_in_one_line("fedntk"):
-        from .assessment.uncertainty import assess
+    from .assessment.uncertainty import assess
 
-        found = assess(
-            folder,
-            unfamiliar=unfamiliar or None,
-            coverage=coverage,
-            score=score,  # type: ignore[arg-type]
-            calibrate_on=calibrate_on or None,  # type: ignore[arg-type]
-            which=which,  # type: ignore[arg-type]
-        )
-        _show(found.write(out))
+    found = assess(
+        folder,
+        unfamiliar=unfamiliar or None,
+        coverage=coverage,
+        score=score,  # type: ignore[arg-type]
+        calibrate_on=calibrate_on or None,  # type: ignore[arg-type]
+        which=which,  # type: ignore[arg-type]
+    )
+    _show(found.write(out))
 
 
 @app.command("unlearn")
@@ -320,10 +311,9 @@ def unlearn_command(
 
       fedntk unlearn runs/a 3 5 --forget
     """
-    with errors_in_one_line("fedntk"):
-        from .assessment.unlearning import unlearn
+    from .assessment.unlearning import unlearn
 
-        typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
+    typer.echo("\n".join(unlearn(folder, clients, out=out, forget=forget).lines()))
 
 
 @app.command("settings")
@@ -331,8 +321,7 @@ def settings_command(
     method: Annotated[str, typer.Argument(help="Only its own settings, such as tct.")] = "",
 ) -> None:
     """List all settings with their defaults and meanings."""
-    with errors_in_one_line("fedntk"):
-        typer.echo("\n".join(Config.describe(method)) or f"{method} has no settings of its own")
+    typer.echo("\n".join(Config.describe(method)) or f"{method} has no settings of its own")
 
 
 def _show(report: Path) -> None:
@@ -342,6 +331,15 @@ def _show(report: Path) -> None:
     tables = [line for line in text.splitlines() if not line.startswith("!")]
     Console().print(Markdown("\n".join(tables)))
     typer.echo(f"Report: {report}")
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(seed) for seed in text.split(",") if seed.strip()]
+    except ValueError:
+        raise ConfigError(
+            f"--seeds: expected whole numbers with commas between them, got {text!r}"
+        ) from None
 
 
 def _overrides(settings: list[str] | None) -> dict[str, Any]:

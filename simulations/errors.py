@@ -4,10 +4,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-__all__ = ["ConfigError", "RunFailed", "Stopped", "errors_in_one_line", "with_extra_named"]
+__all__ = ["ConfigError", "RunFailed", "Stopped", "command_line", "with_extra_named"]
 
 
 class ConfigError(ValueError):
@@ -33,16 +35,29 @@ def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:
     )
 
 
+def command_line(name: str, meaning: str) -> typer.Typer:
+    """Make an app for commands; `name` begins each of its errors, which are one line."""
+
+    class Commands(TyperGroup):
+        def invoke(self, ctx: Any) -> Any:
+            with _errors_in_one_line(name):
+                return super().invoke(ctx)
+
+    return typer.Typer(
+        cls=Commands,
+        help=meaning,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+
+
 @contextmanager
-def errors_in_one_line(command: str) -> Iterator[None]:
+def _errors_in_one_line(command: str) -> Iterator[None]:
     """Say what is wrong without a traceback; exit codes: 2 for settings, 1 for failures.
 
     A request to terminate saves what there is, as Ctrl-C does.
-
-    Parameters
-    ----------
-    command : str
-        Begins each message.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -20,6 +20,7 @@ from fedntk.simulations.cli import app
 from ..conftest import ROOT
 
 CONF = ROOT / "simulations" / "conf"
+NTK_FL = CONF / "ntk_fl_digits.toml"
 SMALL = {
     "num-clients": 8, "clients-per-round": 3, "clients-per-evaluation": 2, "rounds": 2,
     "train-examples": 300,
@@ -29,6 +30,9 @@ SMALL = {
 def fedntk(*arguments: object, fails: int = 0) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == fails, result.output
+    if fails:
+        assert result.output.startswith("fedntk: ")
+        assert result.output.count("\n") == 1
     return result.output
 
 
@@ -36,22 +40,38 @@ def settings(**others: object) -> list[str]:
     return [f"--set={key}={value}" for key, value in (SMALL | others).items()]
 
 
-def test_run_again_resume_and_longer(tmp_path):
-    folder = tmp_path / "a"
-    said = fedntk("run", CONF / "ntk_fl_digits.toml", "--out", folder, "--quiet", *settings())
+def assert_same(folder: Path, other: Path) -> None:
+    first, second = (read_runs(one)[0].curve().tolist() for one in (folder, other))
+    assert first == second
+    first, second = (
+        {k: v.tobytes() for k, v in load_model(one).items()} for one in (folder, other)
+    )
+    assert first == second
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Folder of a small run that has ended."""
+    folder = tmp_path_factory.mktemp("ended") / "a"
+    said = fedntk("run", NTK_FL, "--out", folder, "--quiet", *settings())
     assert re.fullmatch(rf"\d+\.\d % after round 2: {folder}\n", said)
-    first = (folder / "model.safetensors").stat().st_mtime_ns
-    fedntk("run", "--resume", folder, "--quiet")
-    assert (folder / "model.safetensors").stat().st_mtime_ns == first
-    said = fedntk("run", "--resume", folder, "--quiet", "--set", "rounds=3")
+    return folder
+
+
+@pytest.fixture
+def finished(ended, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(ended, tmp_path / "a")
+
+
+def test_run_again_resume_and_longer(finished, tmp_path):
+    first = (finished / "model.safetensors").stat().st_mtime_ns
+    fedntk("run", "--resume", finished, "--quiet")
+    assert (finished / "model.safetensors").stat().st_mtime_ns == first
+    said = fedntk("run", "--resume", finished, "--quiet", "--set", "rounds=3")
     assert "after round 3" in said
-    config = Config.load(CONF / "ntk_fl_digits.toml", **{**SMALL, "rounds": 3, "seed": 0})
-    whole = run(config, out=str(tmp_path / "b"), progress=False)
-    (resumed,) = read_runs(folder)
-    assert {k: v.tobytes() for k, v in load_model(folder).items()} == {
-        k: v.tobytes() for k, v in load_model(whole.folder).items()
-    }
-    assert resumed.curve().tolist() == whole.curve().tolist()
+    config = Config.load(NTK_FL, **{**SMALL, "rounds": 3})
+    assert_same(finished, run(config, out=str(tmp_path / "b"), progress=False).folder)
 
 
 def test_a_run_whose_clients_evaluate_nothing_says_so(tmp_path):
@@ -65,14 +85,12 @@ def test_a_run_whose_clients_evaluate_nothing_says_so(tmp_path):
 
 def test_compare_and_report(tmp_path):
     fedntk(
-        "compare", CONF / "ntk_fl_digits.toml", CONF / "fedavg_digits.toml", "--seeds", "0,1",
-        "--out", tmp_path, "--quiet", *settings(),
+        "compare", NTK_FL, CONF / "fedavg_digits.toml", "--seeds", "0,1",
+        "--out", tmp_path, "--quiet", *settings(rounds=1),
     )  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "fedavg_digits",
-        "ntk_fl_digits",
-        "report",
-    ]
+    names = [path.name for path in tmp_path.iterdir()]
+    assert sorted(names) == ["fedavg_digits", "ntk_fl_digits", "report"]
+    assert len(read_runs(tmp_path / "fedavg_digits")) == 2
     text = (tmp_path / "report" / "report.md").read_text()
     assert "| fedavg_digits |" in text.replace("  ", "")
     said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")
@@ -87,15 +105,11 @@ def test_compare_and_report(tmp_path):
         (["run", "--set", "alpa=1"], "unknown key 'alpa'; did you mean 'alpha'?"),
         (["run", "--set", "alpha=x"], "alpha: expected float, got 'x'"),
         (["run", "--set", "alpha"], "--set: expected KEY=VALUE, got 'alpha'"),
-        (["run", "--set", "alpha=-1"], "alpha: expected more than 0, got -1.0"),
         (["run", "--engine", "dask"], "engine: expected one of local, ray, got 'dask'"),
         (["run", "--resume", "nowhere"], "no run in nowhere: config.toml is missing"),
         (["run", "a.toml", "--resume", "b"], "--resume FOLDER takes its settings and folder"),
-        (
-            ["compare", str(CONF / "ntk_fl_digits.toml"), "--seeds", "a"],
-            "--seeds: expected",
-        ),
-        (["compare", *[str(CONF / "ntk_fl_digits.toml")] * 2], "files of different names"),
+        (["compare", str(NTK_FL), "--seeds", "a"], "--seeds: expected"),
+        (["compare", *[str(NTK_FL)] * 2], "files of different names"),
         (["report", "nowhere"], "no finished run in nowhere"),
         (["assess", "nowhere"], "no finished run in nowhere: summary.json is missing"),
         (["unlearn", "nowhere", "1"], "no finished run in nowhere: summary.json is missing"),
@@ -103,18 +117,8 @@ def test_compare_and_report(tmp_path):
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = fedntk(*arguments, fails=2)
-    assert said.startswith("fedntk: ")
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in fedntk(*arguments, fails=2)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", ["run", "compare", "report", "assess", "unlearn"])
-def test_help_has_examples(command):
-    said = fedntk(command, "--help")
-    assert "Examples" in said
-    assert f"fedntk {command}" in said
 
 
 def test_settings_are_listed():
@@ -126,75 +130,39 @@ def test_settings_are_listed():
     assert fedntk("settings", "local-training") == "local-training has no settings of its own\n"
 
 
-def test_ctrl_c_and_kill_9_from_outside(tmp_path):
-    """The command in a process of its own: interrupted, killed, and gone on with to the end."""
+def test_ctrl_c_from_outside(tmp_path):
+    """The command in a process of its own is interrupted, and gone on with to the end."""
     folder = tmp_path / "a"
-    options = {"rounds": 80, "method": "fedavg", "server-threads": 1}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(*arguments: object) -> "subprocess.Popen[str]":
-        # where this process ignores interrupts, as under nohup, its children would, too
-        code = (
-            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from fedntk.simulations.cli import app; app()"
-        )
-        command = [sys.executable, "-c", code, "run", *map(str, arguments)]
-        return subprocess.Popen(  # noqa: S603
-            command, env=environment, stderr=subprocess.PIPE, text=True
-        )
-
-    def rounds() -> int:
-        lines = folder / "rounds.jsonl"
-        return lines.read_text().count("\n") if lines.exists() else 0
-
-    def until(more: int, process: "subprocess.Popen[str]") -> None:
-        deadline = time.monotonic() + 90
-        while rounds() < more and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    # where this process ignores interrupts, as under nohup, its children would, too
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fedntk.simulations.cli import app; app()"
+    )
+    options = settings(rounds=30, method="fedavg", **{"server-threads": 1})
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", code, "run", "--out", str(folder), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    lines, deadline = folder / "rounds.jsonl", time.monotonic() + 90
+    while not (lines.exists() and lines.read_text().count("\n") >= 5):
         assert process.poll() is None, process.communicate()[1]
-
-    first = start("--out", folder, *settings(**options))
-    until(5, first)
-    first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
-    assert first.returncode == 130
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
     assert f"fedntk run --resume {folder}" in said
-    second = start("--resume", folder)
-    until(rounds() + 10, second)
-    second.kill()
-    second.communicate()
-    assert 15 <= rounds() < 80
+    assert lines.read_text().count("\n") < 30
     fedntk("run", "--resume", folder, "--quiet")
-    whole = run(Config.load(folder / "config.toml", out=str(tmp_path / "b")), progress=False)
-    assert read_runs(folder)[0].curve().tolist() == whole.curve().tolist()
-    assert {k: v.tobytes() for k, v in load_model(folder).items()} == {
-        k: v.tobytes() for k, v in load_model(whole.folder).items()
-    }
+    config = Config.load(folder / "config.toml", out=str(tmp_path / "b"))
+    assert_same(folder, run(config, progress=False).folder)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    return run(Config.parse(SMALL), out=tmp_path_factory.mktemp("ended") / "a", progress=False)
-
-
-@pytest.fixture
-def finished(ended, tmp_path):
-    """Folder of a small run that has ended, to be damaged."""
-    return shutil.copytree(ended.folder, tmp_path / "a")
-
-
-def one_line(*arguments: object, fails: int) -> str:
-    said = fedntk(*arguments, fails=fails)
-    assert said.startswith("fedntk: ")
-    assert said.count("\n") == 1
-    return said
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": 3}', '{"rounds": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"rounds": 3}'])
 def test_a_damaged_summary_is_said_in_one_line(finished, text):
     (finished / "summary.json").write_text(text)
     for arguments in (["run", "--resume", finished, "--quiet"], ["report", finished]):
-        assert "summary.json is damaged: " in one_line(*arguments, fails=1)
+        assert "summary.json is damaged: " in fedntk(*arguments, fails=1)
     with pytest.raises(RunFailed, match=r"summary\.json is damaged"):
         read_runs(finished)
     (finished / "summary.json").unlink()  # as the message says
@@ -205,23 +173,21 @@ def test_a_damaged_summary_is_said_in_one_line(finished, text):
 @pytest.mark.parametrize("name", ["rounds.parquet", "clients.parquet"])
 def test_a_damaged_table_is_said_in_one_line(finished, name):
     (finished / name).write_bytes(b"PAR1")
-    assert f"{name} is damaged: " in one_line("report", finished, fails=1)
+    assert f"{name} is damaged: " in fedntk("report", finished, fails=1)
 
 
-@pytest.mark.parametrize("kept", [0, 0.5, 0.95])
-def test_a_configuration_that_is_cut_off_is_said_in_one_line(finished, kept):
+def test_a_configuration_that_is_cut_off_is_said_in_one_line(finished):
     text = (finished / "config.toml").read_text()
-    (finished / "config.toml").write_text(text[: int(kept * len(text))])
-    said = one_line("run", "--resume", finished, "--quiet", fails=2)
+    (finished / "config.toml").write_text(text[: int(0.95 * len(text))])
+    said = fedntk("run", "--resume", finished, "--quiet", fails=2)
     assert "config.toml" in said
-    assert one_line("report", finished, fails=2) == said
+    assert fedntk("report", finished, fails=2) == said
 
 
 def test_a_rate_at_which_the_solver_does_not_end_leaves_the_model_and_says_so(
     tmp_path, caplog, monkeypatch
 ):
-    """Not within a fortieth of the products that it may take, each as in a run."""
-    monkeypatch.setattr("fedntk.ntk.evolution.solver.MAX_PRODUCTS", 500)
+    monkeypatch.setattr("fedntk.ntk.evolution.solver.MAX_PRODUCTS", 100)
     fedntk(
         "run", "--quiet", "--out", tmp_path, "--set", "learning-rate=1e6", "--set",
         "ntk-fl.kernel=full", "--set", "loss=mse", *settings(),
@@ -236,9 +202,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize(
-    ("error", "after"), [(FULL, 0), (READ_ONLY, 1), (FULL, 2), (READ_ONLY, 3), (FULL, 6)]
-)
+@pytest.mark.parametrize(("error", "after"), [(FULL, 0), (READ_ONLY, 3), (FULL, 6)])
 def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, error, after):
     """From the first file, the checkpoints', or the results' on; later the run goes on."""
     folder, written = tmp_path / "a", []
@@ -253,7 +217,7 @@ def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, er
     opened = Path.open
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refusing)
-        said = one_line("run", "--quiet", "--out", folder, *settings(), fails=1)
+        said = fedntk("run", "--quiet", "--out", folder, *settings(), fails=1)
         assert error.strerror in said
         with pytest.raises(RunFailed, match=error.strerror):
             run(Config.parse(SMALL | {"out": str(folder)}), progress=False)
@@ -262,12 +226,11 @@ def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, er
     assert list(folder.rglob("*.partial")) == []
 
 
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path):
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(ended, tmp_path):
     (tmp_path / "file").touch()
-    said = one_line("run", "--quiet", "--out", tmp_path / "file" / "a", *settings(), fails=1)
+    said = fedntk("run", "--quiet", "--out", tmp_path / "file" / "a", *settings(), fails=1)
     assert "NotADirectoryError" in said
-    run(Config.parse(SMALL | {"out": str(tmp_path / "b")}), progress=False)
-    one_line("report", tmp_path / "b", "--out", tmp_path / "file" / "a", fails=1)
+    fedntk("report", ended, "--out", tmp_path / "file" / "a", fails=1)
 
 
 def test_command_is_installed():

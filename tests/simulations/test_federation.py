@@ -186,7 +186,7 @@ def third_parties(federation: Federation, folder: Path) -> dict[str, Any]:
     }
     for name, own in options.items():
         command = [sys.executable, "-m", "fedntk.trust", name, *own, *tls, "--port"]
-        _, port = federation.start(name, lambda port, command=command: [*command, str(port)])
+        _, port = federation.start(name, command)
         told[name] = f"https://localhost:{port}"
     return told
 
