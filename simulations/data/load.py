@@ -299,9 +299,9 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
 
 def _npz(path: Path) -> Loaded:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
-    arrays = _arrays("dataset", path, "x_train", "y_train", "x_test", "y_test")
-    train = _checked(*arrays[:2], f"dataset: train set in {path}: ")
-    test = _checked(*arrays[2:], f"dataset: test set in {path}: ")
+    x, y, x_test, y_test = _arrays("dataset", path, "x_train", "y_train", "x_test", "y_test")
+    train = _checked(x, y, f"dataset: train set in {path}: ")
+    test = _checked(x_test, y_test, f"dataset: test set in {path}: ")
     num_classes = 1 + max(int(part.y.max(initial=-1)) for part in (train, test))
     if num_classes > train.y.size:
         raise ConfigError(

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.metadata
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -236,8 +236,9 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
         return split
     ids, ids_test = data.natural_ids, data.natural_ids_test
     groups = [(np.arange(len(split.clients)), np.arange(len(data.y_test)))]
-    by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
-    if by_owner:
+    by_owner = False
+    if settings.partition == "natural" and ids is not None and ids_test is not None:
+        by_owner = True
         tests = _by_value(ids_test)
         clients_of = _by_value(ids[[own[0] for own in split.clients]])
         groups = [
@@ -262,8 +263,8 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     return replace(split, tests=tuple(np.sort(np.concatenate(own)) for own in parts))
 
 
-def _by_value(values: NDArray[Any]) -> Mapping[Any, Indices]:
-    """Return value -> its positions."""
+def _by_value(values: NDArray[Any]) -> Any:
+    """Return value -> indices where it stands."""
     import pandas as pd
 
     return pd.Series(values).groupby(values).indices
