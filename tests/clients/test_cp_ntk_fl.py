@@ -36,9 +36,12 @@ def network(width=6):
         return nn.Sequential(nn.Flatten(), nn.Linear(width, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def parsed(arrays, model, **asked):
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    return CompressedUpload.from_arrays(arrays.records["arrays"], UploadLimits(shapes, **asked))
+def limits(**asked):
+    return UploadLimits({name: list(p.shape) for name, p in network().named_parameters()}, **asked)
+
+
+def parsed(arrays, asked=None):
+    return CompressedUpload.from_arrays(arrays.records["arrays"], asked or limits())
 
 
 def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
@@ -49,22 +52,20 @@ def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
 
 
 def test_without_tools_it_sends_what_ntk_fl_sends():
-    _, (plain, count, metrics) = fit(kind=NTKFLClient)
-    client, (arrays, own_count, own_metrics) = fit()
-    received = parsed(arrays, client.model).to_arrays()
-    assert {name: a.tobytes() for name, a in received.items()} == {
-        name: a.tobytes() for name, a in plain.records["arrays"].items()
-    }
-    assert (own_count, own_metrics) == (count, metrics)
+    _, (plain, *told) = fit(kind=NTKFLClient)
+    _, (arrays, *own_told) = fit()
+    for name, array in parsed(arrays).to_arrays().items():
+        assert array.tobytes() == plain.records["arrays"][name].tobytes()
+    assert own_told == told
 
 
 # ---------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.1, 4), (0.3, 12), (0.99, 40), (1.0, 40)])
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12), (0.99, 40)])
 def test_a_sample_has_its_size_and_no_example_twice(rate, size):
-    client, (arrays, count, _) = fit(sampling_rate=rate)
-    rows = parsed(arrays, client.model).jacobian.blocks[0].inputs[:, 0]
+    _, (arrays, count, _) = fit(sampling_rate=rate)
+    rows = parsed(arrays).jacobian.blocks[0].inputs[:, 0]
     assert count == len(rows) == size
     drawn = {row.tobytes() for row in rows.numpy()}
     assert drawn <= {example.tobytes() for example in X.flatten(1).numpy()}
@@ -95,7 +96,7 @@ def test_the_sample_is_the_rounds_and_the_partitions():
 
 def test_the_candidates_are_compared_on_the_examples_that_were_sent():
     client, (arrays, count, _) = fit(sampling_rate=0.25)
-    sent = parsed(arrays, client.model)
+    sent = parsed(arrays)
     stacked = [np.stack([w, w]) for w in get_weights(client.model)]
     answer = client.query(stacked, {"server-round": 1})
     expected = float(nn.functional.cross_entropy(sent.outputs, sent.targets.argmax(1)))
@@ -121,7 +122,8 @@ def test_the_jacobian_is_taken_at_the_projected_inputs(party):
     projection, server, config = party
     client, (arrays, _, _) = fit(width=4, projection=projection, config=config)
     z = project(X, 4, server.projection_seed(RUN))
-    received = parsed(arrays, client.model).jacobian.dense()
+    shapes = UploadLimits({name: list(p.shape) for name, p in client.model.named_parameters()})
+    received = parsed(arrays, shapes).jacobian.dense()
     expected = jacobian(client.model.double(), z.double()).dense()
     for name, tensor in received.items():  # float32, sums of up to five products
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-6)
@@ -204,46 +206,40 @@ def test_more_features_than_inputs_are_refused(party, features):
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_an_upload_is_compressed_as_asked(structure):
-    client, (arrays, _, _) = fit(sparsity=0.5, bits=6, structure=structure)
-    sizes = {CPNTKFLClient: sum(a.nbytes for a in arrays)}
+    _, (arrays, _, _) = fit(sparsity=0.5, bits=6, structure=structure)
     _, (plain, _, _) = fit(structure=structure)
-    received = parsed(arrays, client.model, sparsity=0.5, bits=6)
+    received = parsed(arrays, limits(sparsity=0.5, bits=6))
     assert ('"dense"' in received.jacobian.layout) == (structure == "dense")
-    assert sizes[CPNTKFLClient] < 0.5 * sum(a.nbytes for a in plain)
+    assert sum(a.nbytes for a in arrays) < 0.5 * sum(a.nbytes for a in plain)
 
 
-def test_a_sealed_upload_opens_for_the_shuffling_server_alone():
+def test_a_sealed_upload_opens_for_the_shuffling_server_alone_and_no_loss_comes_with_it():
     server = ShufflingServer()
-    sealed = [
-        fit(round_number=3, sparsity=0.5, bits=6, shuffling_key=server.public_key, run=RUN,
-            seed=(0, p), sampling_rate=0.5)[1][0]
+    tools = {"sparsity": 0.5, "bits": 6, "sampling_rate": 0.5, "run": RUN}
+    sent = [
+        fit(round_number=3, shuffling_key=server.public_key, seed=(0, p), **tools)[1]
         for p in range(2)
-    ]  # fmt: skip
-    assert all(len(arrays) == 1 and arrays[0].dtype == np.uint8 for arrays in sealed)
-    shapes = {name: list(p.shape) for name, p in network().named_parameters()}
-    limits = UploadLimits(shapes, sparsity=0.5, bits=6)
-    blobs = [arrays[0].tobytes() for arrays in sealed]
-    opened = server.shuffle(blobs, limits=limits, run=RUN, server_round=3)
-    assert opened.accepted == 2
-    stranger = ShufflingServer().shuffle(blobs, limits=limits, run=RUN, server_round=3)
+    ]
+    assert [told for _, *told in sent] == [[20, {}]] * 2
+    blobs = [arrays.records["arrays"]["sealed"].tobytes() for arrays, *_ in sent]
+    place = {"limits": limits(sparsity=0.5, bits=6), "run": RUN, "server_round": 3}
+    assert server.shuffle(blobs, **place).accepted == 2
+    stranger = ShufflingServer().shuffle(blobs, **place)
     assert [bad.reason for bad in stranger.rejected.values()] == ["sealed", "sealed"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparsity": 1.0}, "sparsity: expected"),
-        ({"bits": 0}, "bits: expected"),
-        ({"clip": -1.0}, "clip: expected"),
+        ({"bits": 17}, "bits: expected"),
         ({"noise_multiplier": 1.0}, "takes clip and noise_multiplier above 0"),
         ({"clip": 1.0}, "takes clip and noise_multiplier above 0"),
+        ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
         ({"shuffling_key": bytes(3), "run": RUN}, "expected the 32 raw bytes of an X25519 key"),
         ({"shuffling_key": new_key().public_key().public_bytes_raw()}, "run: expected a name"),
-        ({"label_noise": 0.5}, "takes clip and noise_multiplier above 0"),
-        ({"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 1.5}, "label_noise: expected"),
     ],
 )
-def test_tools_out_of_range_are_refused(options, message):
+def test_tools_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         CPNTKFLClient(network(), X, Y, **options)
 
@@ -254,14 +250,13 @@ DP = {"clip": 1.0, "noise_multiplier": 2.0, "label_noise": 0.5}
 
 
 def test_noise_comes_from_the_system_unless_a_seed_is_given():
-    def sent(**options):
-        return fit(**DP, **options)[1][0][0]
+    def sent(round_number=1, **options):
+        return fit(round_number, **DP, **options)[1][0].records["arrays"]["outputs"].tobytes()
 
-    assert not np.array_equal(sent(), sent())
-    assert np.array_equal(sent(noise_seed=(1, 2)), sent(noise_seed=(1, 2)))
-    assert not np.array_equal(sent(noise_seed=(1, 2)), sent(noise_seed=(1, 3)))
-    first, second = (fit(r, noise_seed=(1, 2), **DP)[1][0][0] for r in (1, 2))
-    assert not np.array_equal(first, second)
+    assert sent() != sent()
+    seeded = [sent(noise_seed=(1, 2)), sent(noise_seed=(1, 3)), sent(2, noise_seed=(1, 2))]
+    assert len(set(seeded)) == 3
+    assert sent(noise_seed=(1, 2)) == seeded[0]
 
 
 def test_a_private_client_tells_nothing_else_of_its_training_examples():

@@ -43,19 +43,18 @@ def test_it_trains_as_the_client_within():
 def test_it_evaluates_the_mean_of_probabilities_or_outputs(loss):
     """Against float64; float32 sums of three models and twenty examples are right to 1e-6."""
     models = [network(k) for k in range(3)]
-    outputs = torch.stack([model.double()(X.double()).detach() for model in models])
-    models = [model.float() for model in models]
     value, count, metrics = wrapped(loss=loss).evaluate(sent(*models), {"server-round": 1})
+    outputs = torch.stack([model.double()(X.double()).detach() for model in models])
     if loss == "mse":
         mean = outputs.mean(0)
         expected = float(((mean - nn.functional.one_hot(Y, 3)) ** 2).mean() / 2)
         assert "mutual-information" not in metrics
     else:
-        mean = outputs.softmax(-1).mean(0)
-        expected = -float(mean[torch.arange(20), Y].log().mean())
         p = outputs.softmax(-1)
-        entropies = [-(q * q.log()).sum(-1).mean() for q in (mean, p)]
-        assert metrics["mutual-information"] == pytest.approx(float(entropies[0] - entropies[1]))
+        mean = p.mean(0)
+        expected = -float(mean[torch.arange(20), Y].log().mean())
+        entropies = [float(-(q * q.log()).sum(-1).mean()) for q in (mean, p)]
+        assert metrics["mutual-information"] == pytest.approx(entropies[0] - entropies[1])
     assert count == 20
     assert value == pytest.approx(expected, rel=1e-5)
     assert metrics["accuracy"] == float((mean.argmax(1) == Y).double().mean())

@@ -13,19 +13,23 @@ from fedntk.ntk import JacobianUpload, jacobian, loss_value, one_hot
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
 
 
-def network() -> nn.Module:
+def network(seed: int = 1) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(1)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def parsed(arrays):
+    shapes = {name: p.shape for name, p in network().state_dict().items()}
+    return JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
-    sent, own = network(), nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    client = NTKFLClient(own, X, Y, structure=structure)
+    sent = network()
+    client = NTKFLClient(network(2), X, Y, structure=structure)
     arrays, count, metrics = client.fit(get_weights(sent), {})
-    shapes = {name: p.shape for name, p in sent.state_dict().items()}
-    upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
+    upload = parsed(arrays)
     assert count == 9
     assert torch.equal(upload.targets, one_hot(Y, 3))
     with torch.no_grad():
@@ -41,10 +45,9 @@ def test_both_forms_give_the_same_update():
     """That of float64, up to float32's rounding in sums of 27 terms of three products: 1e-5."""
     model = network()
     exact = jacobian(copy.deepcopy(model).double(), X.double())
-    shapes = {name: p.shape for name, p in model.state_dict().items()}
     for structure in ("factored", "dense"):
         arrays, _, _ = NTKFLClient(model, X, Y, structure=structure).fit(get_weights(model), {})
-        upload = JacobianUpload.from_arrays(arrays.records["arrays"], parameters=shapes)
+        upload = parsed(arrays)
         residual = upload.targets - upload.outputs
         update, expected = upload.jacobian.vjp(residual), exact.vjp(residual.double())
         assert update.keys() == expected.keys()
@@ -53,7 +56,7 @@ def test_both_forms_give_the_same_update():
 
 
 def test_query_returns_the_true_loss_of_each_candidate():
-    models = [network(), nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))]
+    models = [network(), network(2)]
     stacked = [np.stack(pair) for pair in zip(*map(get_weights, models), strict=True)]
     answer = NTKFLClient(network(), X, Y).query(stacked, {})
     with torch.no_grad():

@@ -31,7 +31,7 @@ def test_models_can_be_drawn_as_the_networks_layers_draw_them():
     assert all(torch.equal(array, again[name]) for name, array in others[0].state_dict().items())
 
 
-@pytest.mark.parametrize("inner", ["ditto", "d-psgd", "dfedavg", "dfedsam", "dispfl", "ntk-dfl"])
+@pytest.mark.parametrize("inner", ["ditto", "d-psgd"])
 def test_methods_whose_models_stay_with_the_clients_are_refused(inner, tmp_path):
     own = {"inner": inner, "num_models": 2}
     config = Config(method="fed-ensemble", fed_ensemble=own, rounds=1, out=str(tmp_path / "run"))

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedntk.ntk import BadReply, compress
-from fedntk.ntk.payloads import compression
-from fedntk.ntk.payloads.compression import Encoded, _pack, _unpack, num_kept
+from fedntk.ntk.payloads.compression import Encoded, _pack, _unpack, num_kept, top_k
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 3, 33), (0, 3), (64,)]
 HEAD = "<BBBBQQ"
@@ -24,7 +23,11 @@ def tensor(shape, dtype=np.float32, seed=0):
 
 
 def largest(values, sparsity):
-    return compression.top_k(values.reshape(1, -1), sparsity).reshape(values.shape)
+    return top_k(values.reshape(1, -1), sparsity).reshape(values.shape)
+
+
+def sent(values, **options):
+    return Encoded.parse(compress(values, **options)).decode()
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99])
@@ -51,7 +54,7 @@ def test_of_equal_numbers_the_first_stay():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unquantised_numbers_come_back_bit_by_bit(shape, sparsity, dtype):
     values = tensor(shape, dtype)
-    decoded = Encoded.parse(compress(values, sparsity=sparsity)).decode()
+    decoded = sent(values, sparsity=sparsity)
     expected = np.where(largest(values, sparsity), values, 0).astype(dtype)
     assert decoded.dtype == dtype
     assert decoded.shape == shape
@@ -64,7 +67,7 @@ def test_error_of_a_quantised_number_is_at_most_half_a_space(bits, sparsity):
     """2^(b-1) magnitudes over the range that stayed; 1e-6 of the largest for float32."""
     values = tensor((40, 50))
     mask = largest(values, sparsity)
-    decoded = Encoded.parse(compress(values, sparsity=sparsity, bits=bits)).decode()
+    decoded = sent(values, sparsity=sparsity, bits=bits)
     magnitudes = np.abs(values[mask])
     space = (magnitudes.max() - magnitudes.min()) / (2 ** (bits - 1) - 1)
     assert np.abs(decoded - values)[mask].max() <= space / 2 + 1e-6 * magnitudes.max()
@@ -76,9 +79,8 @@ def test_error_of_a_quantised_number_is_at_most_half_a_space(bits, sparsity):
 def test_one_bit_is_the_sign_with_the_mean_magnitude():
     """The mean of 100 float32, whatever adds them up, is right to 100 roundings of 6e-8."""
     values = tensor((100,))
-    decoded = Encoded.parse(compress(values, bits=1)).decode()
-    mean = np.abs(values).mean(dtype=np.float64)
-    np.testing.assert_allclose(decoded, np.sign(values) * mean, rtol=100 * 2**-24)
+    expected = np.sign(values) * np.abs(values).mean(dtype=np.float64)
+    np.testing.assert_allclose(sent(values, bits=1), expected, rtol=100 * 2**-24)
 
 
 @pytest.mark.parametrize("bits", [1, 4, 32])
@@ -88,25 +90,16 @@ def test_by_row_each_row_is_compressed_as_if_it_were_alone(sparsity, bits):
     code = compress(values, sparsity=sparsity, bits=bits, by_row=True)
     decoded = Encoded.parse(code).decode()
     for row, alone in zip(decoded, values, strict=True):
-        expected = Encoded.parse(compress(alone, sparsity=sparsity, bits=bits)).decode()
-        assert row.tobytes() == expected.tobytes()
+        assert row.tobytes() == sent(alone, sparsity=sparsity, bits=bits).tobytes()
     extra = 6 * 8 if bits < 32 else 0
     whole = compress(values, sparsity=sparsity, bits=bits).size
     assert abs(code.size - whole - extra) <= 7 * math.ceil(bits / 8) * 2
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused_not_dropped(value):
-    values = np.array([1, 1, 1, value], np.float32)
-    with pytest.raises(ValueError, match="expected finite numbers"):
-        compress(values, sparsity=0.5)
-
-
-def test_equal_magnitudes_are_exact_at_any_width():
+@pytest.mark.parametrize("bits", [1, 2, 9])
+def test_equal_magnitudes_are_exact_at_any_width(bits):
     values = np.array([3, -3, 3, 0, 0, 0], np.float32)
-    for bits in (1, 2, 9):
-        decoded = Encoded.parse(compress(values, sparsity=0.5, bits=bits)).decode()
-        assert decoded.tolist() == values.tolist()
+    assert sent(values, sparsity=0.5, bits=bits).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("bits", [1, 5, 6, 16, 32])
@@ -148,6 +141,12 @@ def test_packing_is_the_concatenation_of_the_bits(width, data):
 def test_what_is_out_of_range_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         compress(tensor((4,)), **options)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_not_dropped(value):
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        compress(np.array([1, 1, 1, value], np.float32), sparsity=0.5)
 
 
 def head(code, **changes):
@@ -220,18 +219,16 @@ def test_a_small_payload_that_declares_much_allocates_nothing():
         Encoded.parse(np.frombuffer(larger, np.uint8))
 
 
-def test_a_bitmap_with_more_positions_than_numbers_is_refused():
-    code = CODE.copy()
+def test_a_bitmap_with_more_positions_than_numbers_or_beyond_the_end_is_refused():
     start = struct.calcsize(HEAD) + 16 + 8
-    code[start] = 255
-    with pytest.raises(BadReply, match="positions for 50"):
-        Encoded.parse(code).decode()
-    stray = CODE.copy()
+    many, stray = CODE.copy(), CODE.copy()
+    many[start] = 255
     bits = np.unpackbits(stray[start : start + 13])
     bits[np.flatnonzero(bits)[0]], bits[-1] = 0, 1  # beyond the 100th
     stray[start : start + 13] = np.packbits(bits)
-    with pytest.raises(BadReply, match="compression"):
-        Encoded.parse(stray).decode()
+    for code in (many, stray):
+        with pytest.raises(BadReply, match="positions for 50"):
+            Encoded.parse(code).decode()
 
 
 @pytest.mark.parametrize("indices", [[5, 5], [7, 3], [1, 999]])

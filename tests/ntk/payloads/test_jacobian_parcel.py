@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import BadReply, JacobianUpload, UploadLimits
+from fedntk.ntk import BadReply, UploadLimits
 from fedntk.ntk.payloads import JacobianParcel
 
 from .test_uploads import SHAPES, arrays_of, upload
@@ -20,7 +20,7 @@ WITH_INPUTS = JacobianParcel(upload(n=5, seed=1), INPUTS[:5])
 def test_without_compression_every_bit_arrives(inputs):
     sent = JacobianParcel(upload(), inputs)
     own = OWN if inputs is None else WITH_INPUTS
-    found = JacobianParcel.from_arrays(sent.to_arrays(), limits=UploadLimits(SHAPES), own=own)
+    found = received(sent.to_arrays(), own)
     assert arrays_of(found.upload) == arrays_of(sent.upload)
     assert found.inputs is inputs is None or torch.equal(found.inputs, inputs)
 
@@ -31,8 +31,7 @@ def test_compression_is_that_of_cp_ntk_fl_and_spares_labels_and_outputs():
     assert sum(a.nbytes for a in arrays.values()) < 0.3 * sum(
         a.nbytes for a in sent.to_arrays().values()
     )
-    limits = UploadLimits(SHAPES, sparsity=0.5, bits=6)
-    found = JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
+    found = received(arrays, sparsity=0.5, bits=6)
     assert torch.equal(found.upload.outputs, sent.upload.outputs)
     assert torch.equal(found.upload.targets, sent.upload.targets)
     before, after = (own.upload.jacobian.dense() for own in (sent, found))
@@ -40,6 +39,10 @@ def test_compression_is_that_of_cp_ntk_fl_and_spares_labels_and_outputs():
         kept = after[name] != 0
         assert 0 < kept.float().mean() < 0.8
         assert float((after[name] - exact)[kept].abs().max()) < 0.1 * float(exact.abs().max())
+
+
+def received(arrays: Any, own: JacobianParcel = OWN, **limits: Any) -> JacobianParcel:
+    return JacobianParcel.from_arrays(arrays, limits=UploadLimits(SHAPES, **limits), own=own)
 
 
 def without(name: str) -> Any:
@@ -66,32 +69,26 @@ def other(name: str, change: Any) -> Any:
 def test_what_does_not_fit_is_refused(change, reason):
     arrays = change(JacobianParcel(upload(), INPUTS).to_arrays())
     with pytest.raises(BadReply) as refused:
-        JacobianParcel.from_arrays(arrays, limits=UploadLimits(SHAPES), own=WITH_INPUTS)
+        received(arrays, WITH_INPUTS)
     assert refused.value.reason == reason
 
 
 @pytest.mark.parametrize("sent", [{}, {"sparsity": 0.5, "bits": 6}])
 def test_more_rows_than_a_client_may_have_are_refused(sent):
     arrays = JacobianParcel(upload(n=8)).to_arrays(**sent)
-    for most in (8, 7):
-        limits = UploadLimits(SHAPES, max_examples=most, **sent)
-        if most == 8:
-            JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
-            continue
-        with pytest.raises(BadReply, match="expected at most 7 examples, got 8"):
-            JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
+    received(arrays, max_examples=8, **sent)
+    with pytest.raises(BadReply, match="expected at most 7 examples, got 8"):
+        received(arrays, max_examples=7, **sent)
 
 
-def test_another_form_is_refused():
-    sent = upload()
-    literal = JacobianParcel(JacobianUpload(sent.jacobian.to_dense(), sent.outputs, sent.targets))
+def test_another_form_or_inputs_that_were_not_asked_for_are_refused():
     with pytest.raises(BadReply, match="another form"):
-        JacobianParcel.from_arrays(literal.to_arrays(), limits=UploadLimits(SHAPES), own=OWN)
+        received(JacobianParcel(upload(structure="dense")).to_arrays())
+    with pytest.raises(BadReply, match="expected inputs if one sends some, and none else"):
+        received(JacobianParcel(upload(), INPUTS).to_arrays())
 
 
 @pytest.mark.parametrize("sent", [{}, {"sparsity": 0.25}, {"sparsity": 0.5, "bits": 8}])
 def test_less_compression_than_was_asked_for_is_refused(sent):
-    arrays = JacobianParcel(upload()).to_arrays(**sent)
-    limits = UploadLimits(SHAPES, sparsity=0.5, bits=6)
     with pytest.raises(BadReply):
-        JacobianParcel.from_arrays(arrays, limits=limits, own=OWN)
+        received(JacobianParcel(upload()).to_arrays(**sent), sparsity=0.5, bits=6)
