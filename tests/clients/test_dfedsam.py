@@ -1,7 +1,5 @@
 """DFedSAMClient against Foret et al.'s step by hand."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,29 +14,23 @@ from ..strategies.federation import examples, network
 MESSAGE = Message({"server-round": 1}, {}, DFedAvgOptions())
 
 
-def linear() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(3)
-        return nn.Linear(4, 3).double()
-
-
-@pytest.mark.parametrize("rho", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("rho", [0.0, 1.0])
 def test_steps_are_along_the_gradient_at_the_point_nearby(rho):
     """Three full batches with momentum and weight decay, by hand: float64, 1e-12."""
     x, y = examples(2)
     x, rate, momentum, decay = x.double(), 0.2, 0.9, 0.01
     targets = nn.functional.one_hot(y, 3).double()
     own = DFedSAMClient(
-        linear(), x, y, rho=rho, learning_rate=rate, momentum=momentum, weight_decay=decay,
-        batch_size=len(x), local_epochs=3,
+        nn.Linear(4, 3).double(), x, y, rho=rho, learning_rate=rate, momentum=momentum,
+        weight_decay=decay, batch_size=len(x), local_epochs=3,
     )  # fmt: skip
 
     def gradient(w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slope = (torch.softmax(x @ w.T + b, 1) - targets) / len(x)
         return slope.T @ x, slope.sum(0)
 
-    first = {name: tensor.numpy() for name, tensor in linear().state_dict().items()}
-    w, b = (torch.from_numpy(first[name].copy()) for name in ("weight", "bias"))
+    w, b = torch.linspace(-1, 1, 12).double().reshape(3, 4), torch.arange(3).double()
+    first = {"weight": w.numpy().copy(), "bias": b.numpy().copy()}
     velocity = [torch.zeros_like(w), torch.zeros_like(b)]
     for _ in range(3):
         dw, db = gradient(w, b)
@@ -56,12 +48,12 @@ def test_steps_are_along_the_gradient_at_the_point_nearby(rho):
 def test_the_loss_and_batchnorms_statistics_are_those_of_the_first_pass():
     """One step: they do not depend on the radius, and its counter counts one pass."""
     x, y = examples(4)
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    weights = {name: tensor.numpy().copy() for name, tensor in network().state_dict().items()}
-    for kind, options in ((DFedAvgClient, {}), (DFedSAMClient, {"rho": 0.5})):
-        own = kind(network(), x, y, learning_rate=0.1, batch_size=len(x), **options)
-        found.append(own.train_from(weights, MESSAGE))
-    (plain, loss), (sharp, same) = found
+    clients = [
+        kind(network(), x, y, learning_rate=0.1, batch_size=len(x), **options)
+        for kind, options in ((DFedAvgClient, {}), (DFedSAMClient, {"rho": 0.5}))
+    ]
+    weights = clients[0].model_weights()
+    (plain, loss), (sharp, same) = (own.train_from(weights, MESSAGE) for own in clients)
     assert loss == same
     for name, _ in network().named_buffers():
         assert plain[name].tobytes() == sharp[name].tobytes()
@@ -73,9 +65,8 @@ def test_no_gradient_means_no_point_nearby():
     """All targets alike and certain: the gradient of MSE is zero, and the weights stay."""
     model = nn.Linear(4, 1)
     model.load_state_dict({"weight": torch.zeros(1, 4), "bias": torch.ones(1)})
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    own = DFedSAMClient(model, x, torch.zeros(5, dtype=torch.int64), rho=0.1, loss="mse")
-    weights = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+    own = DFedSAMClient(model, torch.ones(5, 4), torch.zeros(5, dtype=torch.int64), loss="mse")
+    weights = own.model_weights()
     trained, _ = own.train_from(weights, MESSAGE)
     for name, array in trained.items():
         np.testing.assert_array_equal(array, weights[name])
