@@ -399,7 +399,7 @@ def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
     assert np.abs(np.array(grid.down["train"]) - got).max() <= 2 * rounded
     assert grid.up["evaluate.model"] == [row["model"]] * 9
     assert not grid.down["evaluate.model"]
-    folders = {"kept": "client-?", "what it trained": "client-?-within-round"}
+    folders = {"kept": "client-?", "what it trained": "client-?-weights-within-round"}
     for start, pattern in folders.items():
         for key in (key for key in row if key.startswith(start)):
             files = sorted(tmp_path.glob(f"*{pattern}/round-*.npz"))

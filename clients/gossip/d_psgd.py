@@ -46,7 +46,7 @@ class DPSGDClient(GossipClient):
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
         self.keep(new, message.config)
         metrics |= {RESTARTED: int(lost), HEARD: len(others)}
-        return {ALL: self.parcel(new)}, len(self._training), {**metrics}
+        return {ALL: self.parcel(new)}, metrics
 
 
 def _moved(own: Arrays, trained: Arrays, average: Arrays) -> Arrays:

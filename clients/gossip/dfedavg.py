@@ -36,14 +36,15 @@ class DFedAvgClient(GossipClient):
         own, lost = self.current(message.config)
         trained, metrics = self.train_from(own, message)
         metrics |= {RESTARTED: int(lost)}
-        self.keep_within(message.config, weights=trained, metrics={**metrics, AVERAGED: 0})
+        self.keep_within(message.config, "weights", trained)
+        self.keep_within(message.config, "metrics", {**metrics, AVERAGED: 0})
         self.keep_before(trained, message.config)
         sent = {} if lost and message.neighbours else {ALL: self.parcel(trained)}
-        return sent, len(self._training), {**metrics}
+        return sent, metrics
 
     def _average(self, message: Message) -> Answer:
         """Average what was trained, or averaged in the step before, with the neighbours'."""
-        own, metrics = self.weights_within(message)
+        own, metrics = self.weights_within(message), self.metrics_within(message)
         averaged = metrics.pop(AVERAGED)
         others = self.weights_heard(message, own)
         average = self.mix(own, others, message, with_own=bool(averaged) or not metrics[RESTARTED])
@@ -52,6 +53,7 @@ class DFedAvgClient(GossipClient):
             self.keep(average, message.config)
         else:
             kept = {**metrics, AVERAGED: int(averaged or bool(others))}
-            self.keep_within(message.config, weights=average, metrics=kept)
+            self.keep_within(message.config, "weights", average)
+            self.keep_within(message.config, "metrics", kept)
         metrics |= {HEARD: len(others)}
-        return {} if last else {ALL: self.parcel(average)}, len(self._training), metrics
+        return {} if last else {ALL: self.parcel(average)}, metrics

@@ -12,27 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedntk.ntk import BadReply
 from fedntk.ntk.averages import masked_mean
 from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 from fedntk.ntk.support.arrays import require_array
 
 from ..core.randomness import round_seed
-from ..core.sgd_steps import Gradients, gradients_of
+from ..core.sgd_steps import Adjust, Gradients, gradients_of
 from ..personal.personal_store import ROUND
 from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
-from .relay import (
-    COUNT,
-    HEARD,
-    MOST_EXAMPLES,
-    RESTARTED,
-    Answer,
-    Arrays,
-    Message,
-    WeightsParcel,
-    require_names,
-)
+from .relay import COUNT, HEARD, RESTARTED, Answer, Arrays, Message, WeightsParcel, require_names
 from .sealed_parcels import ALL
 
 __all__ = ["DisPFLClient"]
@@ -50,15 +39,9 @@ class SparseWeights(NamedTuple):
 
     def to_arrays(self) -> Arrays:
         """Wire format: the numbers in the masks, whole arrays without one, masks of a bit each."""
-        sent = {
-            name: array[self.masks[name]] if name in self.masks else array
-            for name, array in self.weights.items()
-        }
-        return {
-            **sent,
-            MASKS: np.packbits(join_masks(self.masks)),
-            COUNT: np.array(self.num_examples, np.int64),
-        }
+        sent = {name: self.weights[name][mask] for name, mask in self.masks.items()}
+        sent[MASKS] = np.packbits(join_masks(self.masks))
+        return WeightsParcel(self.weights, self.num_examples).to_arrays() | sent
 
     @classmethod
     def from_arrays(
@@ -66,7 +49,7 @@ class SparseWeights(NamedTuple):
         arrays: Mapping[str, NDArray[Any]],
         expected: Arrays,
         masked: Sequence[str],
-        max_examples: int = MOST_EXAMPLES,
+        max_examples: int,
     ) -> "SparseWeights":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply.
 
@@ -79,20 +62,13 @@ class SparseWeights(NamedTuple):
         bits = np.unpackbits(arrays[MASKS], count=sum(sizes)).astype(bool)
         parts = np.split(bits, np.cumsum(sizes)[:-1]) if sizes else []
         masks = {n: p.reshape(expected[n].shape) for n, p in zip(masked, parts, strict=True)}
-        whole: Arrays = {}
-        for name, own in expected.items():
-            if name in masks:
-                shape = (int(masks[name].sum()),)
-                if arrays[name].shape != shape:
-                    raise BadReply("shape", f"{name}: {arrays[name].shape}, its mask has {shape}")
-                whole[name] = np.zeros_like(own)
-                if arrays[name].dtype != own.dtype:
-                    raise BadReply("dtype", f"{name}: expected {own.dtype}")
-                whole[name][masks[name]] = arrays[name]
-            else:
-                whole[name] = arrays[name]
-        counted = {**whole, COUNT: arrays[COUNT]}
-        parcel = WeightsParcel.from_arrays(counted, expected, max_examples)
+        whole = {name: arrays[name] for name in arrays.keys() - {MASKS}}
+        for name, mask in masks.items():
+            own = expected[name]
+            require_array(name, arrays[name], shape=(int(mask.sum()),), dtype=own.dtype)
+            whole[name] = np.zeros_like(own)
+            whole[name][mask] = arrays[name]
+        parcel = WeightsParcel.from_arrays(whole, expected, max_examples)
         return cls(parcel.weights, masks, parcel.num_examples)
 
 
@@ -101,8 +77,7 @@ class DisPFLClient(GossipClient):
 
     Arrays of two axes or more that are trained have masks; biases, norms and buffers are whole. A
     client that lost its weights begins with the first ones again: it sends nothing until it has
-    averaged. ``batch_size`` is also that of the
-    gradient by which masks regrow.
+    averaged. ``batch_size`` is also that of the gradient by which masks regrow.
     """
 
     strategy = "DisPFL"
@@ -116,20 +91,20 @@ class DisPFLClient(GossipClient):
         """Send the weights and the mask that they have."""
         own, _, lost = self._state(message)
         sent = {} if lost and message.neighbours else {ALL: own.to_arrays()}
-        return sent, len(self._training), {RESTARTED: int(lost)}
+        return sent, {RESTARTED: int(lost)}
 
     def _step(self, message: Message) -> Answer:
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         own, mask, lost = self._state(message)
-        masked, most = list(mask), message.max_examples
+        most = message.max_examples
         heard = self.open(
-            message, lambda arrays: SparseWeights.from_arrays(arrays, own.weights, masked, most)
+            message.parcels,
+            lambda _, arrays: SparseWeights.from_arrays(arrays, own.weights, list(mask), most),
         )
         others: list[tuple[int, SparseWeights]] = self.screen_norms(heard, own.weights, message)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
-        parcels = [own, *(parcel for _, parcel in others)]
-        if lost and others:
-            parcels, shares = parcels[1:], shares[1:]
+        first = int(lost and bool(others))  # without oneself
+        parcels, shares = [own, *(parcel for _, parcel in others)][first:], shares[first:]
         begun = _in_mask(
             masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
         )
@@ -146,7 +121,7 @@ class DisPFLClient(GossipClient):
             "mask-density": float(join_masks(mask).mean()),
             "mask-changed": float((join_masks(mask) != join_masks(following)).mean()),
         }
-        return {ALL: sent.to_arrays()}, len(self._training), {**metrics}
+        return {ALL: sent.to_arrays()}, metrics
 
     def _state(self, message: Message) -> tuple[SparseWeights, Masks, bool]:
         """Return the weights with their mask, the next mask, and whether they were lost."""
@@ -166,7 +141,7 @@ class DisPFLClient(GossipClient):
 
     # ------------------------------------------------------------------ masks
 
-    def _masked(self, masks: Masks) -> Any:
+    def _masked(self, masks: Masks) -> Adjust:
         """Return what keeps SGD within masks: gradients, and so momenta, are zero outside."""
         tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
 

@@ -21,8 +21,8 @@ def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float) -> di
     """Return the density of each array by the rule of Erdos-Renyi kernels.
 
     Arrays of fewer than two axes, such as biases, are whole, and count. Any other array, of shape
-    (a, b, ...), has a density in proportion to (a + b + ...) / (a b ...), such that all together
-    have the wanted `density`, above 0 and at most 1. An array that would have more than 1 is whole.
+    (a, b, ...), has a density in proportion to (a + b + ...) / (a b ...), at most 1, such that all
+    together have the wanted `density`.
 
     Examples
     --------

@@ -41,11 +41,10 @@ class GossipClient(RelayClient, SGDClient):
     def train_from(
         self, weights: Arrays, message: Message, adjust: Adjust | None = None
     ) -> tuple[Arrays, dict[str, float]]:
-        """Run the local epochs of a round from some weights, in the network's order.
+        """Return new weights after a round's local epochs, and ``{"train-loss": ...}`` if finite.
 
-        `adjust` is that of :meth:`SGDClient.descend`. Returns new weights, and ``{"train-loss":
-        ...}``. Training that diverged gives the weights where it began; a loss that is not finite
-        is left out.
+        `adjust` is that of :meth:`SGDClient.descend`. Training that diverged gives the weights
+        where it began.
         """
         config, options = dict(message.config), message.options
         x, targets = self.training_examples(config)
@@ -67,10 +66,9 @@ class GossipClient(RelayClient, SGDClient):
         *,
         with_own: bool = True,
     ) -> Arrays:
-        """Return sum over j of W_ij x_j, in float64 and cast back.
+        """Return sum over j of W_ij x_j: see :func:`weighted_sum`.
 
-        x_i are the client's `own` weights; those of the `others` were heard. If x_i does not count
-        (`with_own`), and there are others, their shares grow.
+        Unless `with_own` the shares of the others, if there are some, grow by that of x_i.
         """
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         weights = [own, *(parcel.weights for _, parcel in others)]
@@ -81,8 +79,7 @@ class GossipClient(RelayClient, SGDClient):
     def shares(self, heard: Sequence[tuple[int, int]], message: Message) -> list[float]:
         """Return a row of W: the client's own share, then those of the neighbours heard.
 
-        Each neighbour comes with its number of examples. With ``"metropolis"`` the message has the
-        neighbours' degrees.
+        Each neighbour comes with its number of examples.
         """
         counts = [len(self._training), *(n for _, n in heard)]
         near = message.neighbours

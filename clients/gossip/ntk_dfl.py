@@ -39,11 +39,11 @@ BESIDE = "metric-"  # before the names of metrics beside weights
 
 
 class EvolvedParcel(NamedTuple):
-    """New weights from a hub, the t that it chose, and how many neighbours it heard."""
+    """What a hub sends its cluster's members."""
 
     new: WeightsParcel
-    t: float
-    heard: int
+    t: float  # that it chose
+    heard: int  # neighbours
 
     def to_arrays(self) -> Arrays:
         """Wire format: that of the weights, with ``metric-t`` and ``metric-neighbours-heard``."""
@@ -51,15 +51,15 @@ class EvolvedParcel(NamedTuple):
         return {**self.new.to_arrays(), **{BESIDE + n: array for n, array in metrics.items()}}
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, expected: Arrays) -> "EvolvedParcel":
-        """Check what :meth:`to_arrays` made; raise BadReply as for weights."""
+    def from_arrays(cls, arrays: Arrays, expected: Arrays, most: int) -> "EvolvedParcel":
+        """Check what :meth:`to_arrays` made; raise BadReply."""
         t, heard = (arrays.get(BESIDE + name) for name in (T, HEARD))
         if t is None or heard is None:
             raise BadReply("arrays", f"expected {T!r} and {HEARD!r}, got {sorted(arrays)[:5]}")
         require_array(T, t, shape=(), dtype=np.float64, low=0)
         require_array(HEARD, heard, shape=(), dtype=np.int64, low=0, high=2**31)
         rest = {name: a for name, a in arrays.items() if not name.startswith(BESIDE)}
-        return cls(WeightsParcel.from_arrays(rest, expected), float(t), int(heard))
+        return cls(WeightsParcel.from_arrays(rest, expected, most), float(t), int(heard))
 
 
 class NTKDFLClient(RelayClient):
@@ -94,23 +94,23 @@ class NTKDFLClient(RelayClient):
     def _average(self, message: Message) -> Answer:
         """Average with the neighbours' weights, and send the average (algorithm 2)."""
         if message.config.get(HUB) is False:
-            return {}, len(self._training), {}
+            return {}, {}
         own, lost = self.current(message.config)
         others = self.weights_heard(message, own)
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         parcels = [*mine, *(parcel for _, parcel in others)]
         shares = mixing_row("examples", [parcel.num_examples for parcel in parcels])
         average = weighted_sum([parcel.weights for parcel in parcels], shares)
-        self.keep_within(message.config, weights=average)
+        self.keep_within(message.config, "weights", average)
         self.keep_before(average, message.config)
-        return {ALL: self.parcel(average)}, len(self._training), {RESTARTED: int(lost)}
+        return {ALL: self.parcel(average)}, {RESTARTED: int(lost)}
 
     def _send_jacobians(self, message: Message) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
         own, _ = self.current(message.config)
         options, config = message.options, message.config
         if not options.average and message.batch == 0:
-            self.keep_within(config, weights=own)
+            self.keep_within(config, "weights", own)
         x, targets = self._part(message)
         outgoing = {}
         for sender, parcel in self.weights_heard(message, own):
@@ -121,18 +121,18 @@ class NTKDFLClient(RelayClient):
                 continue
             if HUB in config:
                 loss = loss_value(rows.outputs, rows.targets, self.loss)
-                self.keep_within(config, metrics={LOSS: loss})
+                self.keep_within(config, "metrics", {LOSS: loss})
                 if options.average and message.batch == 0:
                     self.keep_before(parcel.weights, config)
             sent = JacobianParcel(rows, x if options.selection == "true-loss" else None)
             outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=options.sparsity, bits=options.bits)
-        return outgoing, len(x), {}
+        return outgoing, {}
 
     def _evolve(self, message: Message) -> Answer:
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
         if message.config.get(HUB) is False:
-            return {}, len(self._training), {}
-        average, options = self.weights_within(message)[0], message.options
+            return {}, {}
+        average, options = self.weights_within(message), message.options
         own, others = self._all_rows(average, message)
         whole = JacobianUpload.concatenate([own.upload, *(each.upload for _, each in others)])
         offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
@@ -159,24 +159,28 @@ class NTKDFLClient(RelayClient):
         if is_last and not has_hubs:
             self.keep(weights, message.config)
         else:
-            self.keep_within(message.config, weights=weights, metrics=metrics)
+            self.keep_within(message.config, "weights", weights)
+            self.keep_within(message.config, "metrics", metrics)
         if is_last and has_hubs:
             evolved = EvolvedParcel(new, float(metrics[T]), len(others))
-            return {ALL: evolved.to_arrays()}, len(self._training), metrics
-        return {ALL: new.to_arrays()}, len(self._training), metrics
+            return {ALL: evolved.to_arrays()}, metrics
+        return {ALL: new.to_arrays()}, metrics
 
     def _adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
-        (weights, noted), (expected, lost) = self.work_within(message), self.current(message.config)
+        noted, (expected, lost) = self.metrics_within(message), self.current(message.config)
         if LOSS not in noted:
             raise ValueError(
                 "adopt: the client has no Jacobian in this round; it keeps its weights, and goes "
                 "on with the next round"
             )
         if message.config[HUB]:
-            t, heard = noted[T], noted[HEARD]
+            weights, t, heard = self.weights_within(message), noted[T], noted[HEARD]
         else:
-            others = self.open(message, lambda arrays: EvolvedParcel.from_arrays(arrays, expected))
+            most = message.max_examples
+            others = self.open(
+                message.parcels, lambda _, arrays: EvolvedParcel.from_arrays(arrays, expected, most)
+            )
             if not others:
                 raise ValueError(
                     "no weights came from the cluster's hub; the client keeps its own, and goes on "
@@ -185,7 +189,7 @@ class NTKDFLClient(RelayClient):
             ((weights, _), t, heard) = others[0][1]
         self.keep(weights, message.config)
         metrics: dict[str, Scalar] = {LOSS: noted[LOSS], T: t, HEARD: heard, RESTARTED: int(lost)}
-        return {ALL: self.parcel(weights)}, len(self._training), metrics
+        return {ALL: self.parcel(weights)}, metrics
 
     # --------------------------------------------------------------- the rows
 
@@ -214,10 +218,7 @@ class NTKDFLClient(RelayClient):
     def _all_rows(
         self, average: Arrays, message: Message
     ) -> tuple[JacobianParcel, list[tuple[int, JacobianParcel]]]:
-        """Return the client's rows at its average, and its neighbours' that can be used.
-
-        Rows hold inputs if t is chosen by their loss.
-        """
+        """Return the client's rows at its average, and its neighbours' that can be used."""
         x, targets = self._part(message)
         upload, options = self._rows(average, x, targets), message.options
         own = JacobianParcel(upload, None if options.selection == "last" else x)
@@ -226,12 +227,12 @@ class NTKDFLClient(RelayClient):
         limits = UploadLimits(shapes, message.max_examples, options.sparsity, options.bits)
         budget = MemoryBudget()
 
-        def parse(arrays: Arrays) -> JacobianParcel:
+        def parse(_: int, arrays: Arrays) -> JacobianParcel:
             parcel = JacobianParcel.from_arrays(arrays, limits=limits, own=form)
             budget.hold(parcel.upload)
             return parcel
 
-        heard = self.open(message, parse)
+        heard = self.open(message.parcels, parse)
         uploads = [upload, *(each.upload for _, each in heard)]
         return own, self.screen(heard, lambda factor: screen_uploads(uploads, factor), message)
 
@@ -243,10 +244,9 @@ class NTKDFLClient(RelayClient):
         message: Message,
         offset: Tensor,
     ) -> int | None:
-        """Return the position of the best t; None if no loss is finite.
+        """Return the position of the best t by the loss on all inputs there are; None if none is.
 
-        Losses are compared on all inputs that are there: none for ``"last"``, the client's for
-        ``"own"``. Neighbours with losses out of all proportion have no say.
+        Neighbours with losses out of all proportion have no say.
         """
         if own.inputs is None:
             return len(candidates) - 1

@@ -43,7 +43,7 @@ MOST_EXAMPLES = 10_000_000  # of a neighbour, if the strategy names no limit
 logger = getLogger("flwr")
 Arrays = dict[str, NDArray[Any]]
 Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
-Answer = tuple[Outgoing, int, dict[str, Scalar]]
+Answer = tuple[Outgoing, Mapping[str, Scalar]]  # what goes to whom, and metrics
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 T = TypeVar("T")
 
@@ -60,21 +60,14 @@ class WeightsParcel(NamedTuple):
 
     @classmethod
     def from_arrays(
-        cls,
-        arrays: Mapping[str, NDArray[Any]],
-        expected: Arrays,
-        max_examples: int = MOST_EXAMPLES,
+        cls, arrays: Mapping[str, NDArray[Any]], expected: Arrays, max_examples: int
     ) -> "WeightsParcel":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply."""
         require_names(arrays, {*expected, COUNT})
         for name, own in expected.items():
+            low = 0.0 if name.endswith("running_var") else None
             require_array(
-                name,
-                arrays[name],
-                shape=own.shape,
-                dtype=own.dtype,
-                limit=LARGEST,
-                low=0.0 if name.endswith("running_var") else None,
+                name, arrays[name], shape=own.shape, dtype=own.dtype, limit=LARGEST, low=low
             )
         require_array(COUNT, arrays[COUNT], shape=(), dtype=np.int64, low=1, high=max_examples)
         return cls({name: arrays[name] for name in expected}, int(arrays[COUNT]))
@@ -85,7 +78,7 @@ class Message(NamedTuple):
 
     config: Mapping[str, Any]
     parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
-    options: Any  # the strategy's options that travel, of the class that the client names
+    options: Any  # the strategy's, of the class `told`
 
     @property
     def server_round(self) -> int:
@@ -111,7 +104,7 @@ class Message(NamedTuple):
 class RelayClient(ModelClient):
     """A client that has weights of its own, and neighbours.
 
-    A client that finds its weights missing begins with the first ones again, and reports
+    One that finds its weights missing begins with the first ones again, and reports
     ``"restarted"``.
     """
 
@@ -130,42 +123,39 @@ class RelayClient(ModelClient):
         "key for the run, and keeps it in its folder",
         default=None,
     )
-    _first: Arrays = state(dict)  # first weights that the message brings
     _rejected: int = state(int)  # parcels of the message that could not be used
 
     @abstractmethod
     def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
         """Return what the client does in each step that it knows, by the step's name.
 
-        Each is given the message, and returns receivers (``"to-<j>"``, or ``"to-neighbours"``) with
-        arrays, the number of examples, and metrics.
+        It returns receivers (``"to-<j>"``, or ``"to-neighbours"``) with arrays, and metrics.
         """
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
-        records = getattr(parameters, "records", {})
         parcels = {
             int(name.removeprefix(FROM)): dict(arrays)
-            for name, arrays in records.items()
+            for name, arrays in getattr(parameters, "records", {}).items()
             if name.startswith(FROM)
         }
-        self._first = dict(records.get("arrays", {}))
         unreadable = getattr(parameters, "unreadable", {})
         for name, reason in unreadable.items():
             logger.log(WARNING, "dropped what came %s: it cannot be read: %s", name, reason)
         self._rejected = len(unreadable)
         sealing = self._sealing(config)
         if sealing is not None:
-            parcels = dict(self._usable(parcels, sealing.open))
+            parcels = dict(self.open(parcels, sealing.open))
         message = Message(config, parcels, self.told.from_config(config))
         steps, step = self.steps(), config.get("step", "")
         if step not in steps:
             raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
-        outgoing, num_examples, metrics = steps[str(step)](message)
+        self._take_first(parameters, config)
+        outgoing, found = steps[str(step)](message)
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
-        metrics["parcels-rejected"] = self._rejected  # always: odd names are left out of the means
-        return NamedArrays(outgoing), num_examples, metrics
+        metrics = {**found, "parcels-rejected": self._rejected}  # always, as means need all
+        return NamedArrays(outgoing), len(self._training), metrics
 
     def report(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Return the client's weights, for the mean model that is evaluated.
@@ -174,7 +164,7 @@ class RelayClient(ModelClient):
         """
         records = {"arrays": self.own_weights(parameters, config)}
         if config.get("keep-both") and int(config.get(ROUND, 0)) == round_of(config):
-            before = self._of_network(_part(self._within(config), "before"))
+            before = self._of_network(self.kept_within(config, "before"))
             records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
@@ -185,7 +175,7 @@ class RelayClient(ModelClient):
         return super().evaluate(list(self.own_weights(parameters, config).values()), config)
 
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
-        """Make a module of the client's own weights: see :meth:`ModelClient.predictor`."""
+        """Make a module of the client's own weights."""
         return super().predictor(list(self.own_weights(parameters, config).values()), config)
 
     # -------------------------------------------------------------------- keys
@@ -195,9 +185,7 @@ class RelayClient(ModelClient):
         return self._keys(config).public_key
 
     def _keys(self, config: Mapping[str, Any]) -> ParcelKeys:
-        if self.parcel_keys is not None:
-            return self.parcel_keys
-        return ParcelKeys(kept_key(self.store(config, KEYS).folder))
+        return self.parcel_keys or ParcelKeys(kept_key(self.store(config, KEYS).folder))
 
     def _sealing(self, config: Mapping[str, Any]) -> SealedParcels | None:
         """Return what opens and seals a message's parcels; None if they are in the clear."""
@@ -214,35 +202,38 @@ class RelayClient(ModelClient):
 
     def own_weights(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
         """Return the weights that count as the client's own, in the network's order."""
-        self._first = dict(getattr(parameters, "records", {}).get("arrays", {}))
-        weights, _ = self.current(config)
-        return weights
+        self._take_first(parameters, config)
+        return self.current(config)[0]
+
+    def _take_first(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> None:
+        """Keep the first weights if the message brings them: they come once.
+
+        After round 1 they are the newest mean model.
+        """
+        first = dict(getattr(parameters, "records", {}).get("arrays", {}))
+        if not first or int(config.get(ROUND, 0)):
+            return
+        if not self._of_network(first):
+            raise ValueError(f"arrays: expected those of the network, got {sorted(first)[:5]}")
+        late = round_of(config) > 1
+        self.store(config).save(0, first if late else self._drawn(first, config))
 
     def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
-        """Return the client's weights from the round that counts, and whether they were lost."""
+        """Return the client's weights from the round that counts, and whether they were lost.
+
+        Then they are the first ones, or the model's as it is if these are lost, too.
+        """
         counted = int(config.get(ROUND, 0))
-        if self._first and not counted:  # they come once
-            late = round_of(config) > 1  # then they are the newest mean model
-            first = self._first if late else self._drawn(self._first, config)
-            self.store(config).save(0, first)
-        kept = self._kept_weights(counted, config)
-        if counted:
-            if kept is not None:
-                return kept, False
-            logger.log(WARNING, "a client lost its weights, and begins with the first ones again")
-        elif kept is None:
+        if kept := self._kept_weights(counted, config):
+            return kept, False
+        if not counted:
             raise ValueError(
-                f"arrays: expected those of the network, got {sorted(self._first)[:5]}"
-                if self._first
-                else f"{self.store(config).folder}: the first weights of this run are lost; the "
+                f"{self.store(config).folder}: the first weights of this run are lost; the "
                 "strategy sends them again"
             )
-        return self.first_weights(config), counted > 0
-
-    def first_weights(self, config: Mapping[str, Any]) -> Arrays:
-        """Return the weights to begin with; the model's as it is, if the client lost them."""
-        kept = self._kept_weights(0, config)
-        return self._drawn(self.model_weights(), config) if kept is None else kept
+        logger.log(WARNING, "a client lost its weights, and begins with the first ones again")
+        first = self._kept_weights(0, config) or self._drawn(self.model_weights(), config)
+        return first, True
 
     def _drawn(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
         """Return weights of the client's own if clients begin with different ones."""
@@ -251,8 +242,8 @@ class RelayClient(ModelClient):
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
         return drawn_weights(weights, "he", generator)
 
-    def _kept_weights(self, server_round: int, config: Mapping[str, Any]) -> Arrays | None:
-        return self._of_network(self.store(config).load(server_round) or {}) or None
+    def _kept_weights(self, server_round: int, config: Mapping[str, Any]) -> Arrays:
+        return self._of_network(self.store(config).load(server_round) or {})
 
     def _of_network(self, kept: Arrays) -> Arrays:
         """Return the network's arrays among what was kept, in its order; empty if some lack."""
@@ -261,45 +252,38 @@ class RelayClient(ModelClient):
 
     def keep(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
         """Keep weights as those of the round at work, and those that count until it does."""
-        needed = int(config.get(ROUND, 0))
-        self.store(config).save(round_of(config), weights, needed=needed)
+        self.store(config).save(round_of(config), weights, needed=int(config.get(ROUND, 0)))
 
     # -------------------------------------------------------- within the round
 
-    def keep_within(self, config: Mapping[str, Any], **parts: Mapping[str, Any]) -> None:
-        """Keep parts of the round's work, such as weights or metrics, beside its other parts."""
-        store, kept = self.store(config, WITHIN), self._within(config)
-        kept = {name: a for name, a in kept.items() if name.partition(" ")[0] not in parts}
-        for part, arrays in parts.items():
-            kept |= {f"{part} {name}": np.asarray(array) for name, array in arrays.items()}
-        store.save(round_of(config), kept)
+    def keep_within(self, config: Mapping[str, Any], part: str, arrays: Mapping[str, Any]) -> None:
+        """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
+        self.store(config, f"-{part}{WITHIN}").save(round_of(config), arrays)
 
-    def _within(self, config: Mapping[str, Any]) -> Arrays:
-        return self.store(config, WITHIN).load(round_of(config)) or {}
+    def kept_within(self, config: Mapping[str, Any], part: str) -> Arrays:
+        """Return what was kept of a part in earlier steps of the round; empty if it was not."""
+        return self.store(config, f"-{part}{WITHIN}").load(round_of(config)) or {}
 
-    def work_within(self, message: Message) -> tuple[Arrays, dict[str, Scalar]]:
-        """Return the weights and metrics that were kept in earlier steps of the round, if any."""
-        kept = self._within(message.config)
-        metrics = {n: array.item() for n, array in _part(kept, "metrics").items()}
-        return self._of_network(_part(kept, "weights")), metrics
+    def metrics_within(self, message: Message) -> dict[str, Scalar]:
+        """Return the metrics that were kept in earlier steps of the round, if any."""
+        kept = self.kept_within(message.config, "metrics")
+        return {name: array.item() for name, array in kept.items()}
 
-    def weights_within(self, message: Message) -> tuple[Arrays, dict[str, Scalar]]:
-        """Return the same, and fail if the weights are lost."""
-        weights, metrics = self.work_within(message)
+    def weights_within(self, message: Message) -> Arrays:
+        """Return the weights that were kept in earlier steps of the round."""
+        weights = self._of_network(self.kept_within(message.config, "weights"))
         if not weights:
+            folder = self.store(message.config).folder
             raise ValueError(
-                f"{self.store(message.config, WITHIN).folder}: the weights of this round are lost; "
-                "the client goes on with the next round"
+                f"{folder}: the weights of this round are lost; the client goes on with the next "
+                "round"
             )
-        return weights, metrics
+        return weights
 
     def keep_before(self, weights: Mapping[str, NDArray[Any]], config: Mapping[str, Any]) -> None:
-        """Keep weights within a round, for evaluation: averaged ones before training.
-
-        If averaging ends a round, these are the trained ones.
-        """
+        """Keep weights from before the last thing done in a round, for evaluation."""
         if config.get("keep-both"):
-            self.keep_within(config, before=weights)
+            self.keep_within(config, "before", weights)
 
     def store(self, config: Mapping[str, Any], what: str = "") -> PersonalStore:
         """Return the folder of the client's weights, or of something else that it keeps."""
@@ -323,23 +307,32 @@ class RelayClient(ModelClient):
         """Send the client's weights to all neighbours; one that lost them has nothing to say."""
         own, lost = self.current(message.config)
         silent = lost and not though_lost and message.neighbours
-        sent = {} if silent else {ALL: self.parcel(own)}
-        return sent, len(self._training), {RESTARTED: int(lost)}
+        return {} if silent else {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
 
-    def open(self, message: Message, parse: Callable[[Arrays], T]) -> list[tuple[int, T]]:
-        """Parse the parcels, in the order of the neighbours; those that are bad are dropped."""
-        return self._usable(message.parcels, lambda _, arrays: parse(arrays))
+    def open(
+        self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
+    ) -> list[tuple[int, T]]:
+        """Read parcels by their senders, in the order of these; those that are bad are dropped."""
+        good = []
+        for sender, arrays in sorted(parcels.items()):
+            try:
+                good.append((sender, read(sender, arrays)))
+            except Exception as error:  # a neighbour may send anything
+                self.refuse(sender, error)
+        return good
 
     def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
         """Return the neighbours' weights, without those that are not like one's own."""
-        most = message.max_examples
-        heard = self.open(message, lambda arrays: WeightsParcel.from_arrays(arrays, own, most))
+        heard = self.open(
+            message.parcels,
+            lambda _, arrays: WeightsParcel.from_arrays(arrays, own, message.max_examples),
+        )
         return self.screen_norms(heard, own, message)
 
     def screen_norms(
         self, heard: Sequence[tuple[int, Any]], own: Arrays, message: Message
     ) -> list[tuple[int, Any]]:
-        """Drop the neighbours with weights of a norm out of all proportion: see :meth:`screen`."""
+        """Drop the neighbours with weights of a norm out of all proportion."""
         norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
         return self.screen(heard, lambda factor: screen_sizes(norms, factor), message)
 
@@ -363,24 +356,6 @@ class RelayClient(ModelClient):
         """Count what a neighbour sent as refused, and log why."""
         self._rejected += 1
         logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, reason)
-
-    def _usable(
-        self, parcels: Mapping[int, Arrays], read: Callable[[int, Arrays], T]
-    ) -> list[tuple[int, T]]:
-        """Read the parcels, in the order of the neighbours; those that are bad are dropped."""
-        good = []
-        for sender, arrays in sorted(parcels.items()):
-            try:
-                good.append((sender, read(sender, arrays)))
-            except Exception as error:  # a neighbour may send anything
-                self.refuse(sender, error)
-        return good
-
-
-def _part(kept: Arrays, part: str) -> Arrays:
-    """Return a part of a round's work; empty if it was not kept."""
-    begin = f"{part} "
-    return {n.removeprefix(begin): array for n, array in kept.items() if n.startswith(begin)}
 
 
 def round_of(config: Mapping[str, Any]) -> int:

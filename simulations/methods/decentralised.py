@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import networkx as nx
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, RelayStrategy, Topology
 from fedntk.strategies.core.averaging import cast_like, named_arrays
+from fedntk.strategies.gossip.topology import TopologyKind
 
 from ..assessment.selection import selection_curves
 from ..config.config import Config
@@ -23,24 +24,20 @@ from ..deploy.simulated_trust import projected
 from ..report.figures import selection_accuracies
 from .method import Method, Setup
 
-__all__ = [
-    "DecentralisedMethod",
-    "GraphSettings",
-    "selection_sets",
-]
+__all__ = ["DecentralisedMethod", "GraphSettings", "selection_sets"]
+
+_GRAPH = Topology.options()
 
 
 class GraphSettings(Settings, frozen=True, eq=True):
     """Settings of methods whose clients have neighbours."""
 
-    topology: Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"] = (
-        setting("regular", "who is whose neighbour; own: by the graph in a file")
-    )
+    topology: TopologyKind = _GRAPH["kind"].field()
     graph: str = setting(
         "", "with topology = own: a file with its edges, two partitions on each line"
     )
-    degree: int = setting(5, "kappa, neighbours of a client (in the mean)", at_least=1)
-    dynamic: bool = setting(True, "the graph is drawn anew in each round")
+    degree: int = _GRAPH["degree"].field()
+    dynamic: bool = _GRAPH["dynamic"].field()
     both_accuracies: bool = setting(
         True,
         "clients' models are judged both after they averaged and after they trained, in rounds "
@@ -66,23 +63,24 @@ class GraphSettings(Settings, frozen=True, eq=True):
 
     def drawn(self, config: Config) -> Topology:
         """Return the graphs of a run."""
-        graph = self._read_graph(config.num_clients) if self.graph else None
         return Topology(
-            self.topology, degree=self.degree, dynamic=self.dynamic, seed=config.seed, graph=graph
+            self.topology,
+            degree=self.degree,
+            dynamic=self.dynamic,
+            seed=config.seed,
+            graph=self._read_graph(config.num_clients) if self.graph else None,
         )
 
     def _read_graph(self, num_clients: int) -> nx.Graph:
-        named = f"{self.key('graph')} = {self.graph}"
+        named = f"{self.key('graph')} = {self.graph}: expected edges"
         try:
             graph = nx.read_edgelist(self.graph, nodetype=int, data=False)
         except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{named}: expected edges, two partitions on each line: {error}"
-            ) from error
+            raise ConfigError(f"{named}, two partitions on each line: {error}") from error
         unknown = sorted(client for client in graph if not 0 <= client < num_clients)
         if unknown or not graph:
             raise ConfigError(
-                f"{named}: expected edges between the partitions 0 ... {num_clients - 1}, got "
+                f"{named} between the partitions 0 ... {num_clients - 1}, got "
                 f"{unknown[:5] or 'none'}"
             )
         return graph
@@ -108,36 +106,23 @@ class DecentralisedMethod(Method[Any]):
             )
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
-        """Return the graphs."""
-        return {"topology": settings.drawn(config)}
-
-    def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
-        """Make the strategy, with a run's graphs."""
-        own = self.own(setup.config)
-        options |= {"topology": own.drawn(setup.config), "collect_both": own.both_accuracies}
-        return super().strategy(setup, options)
+        """Return the graphs, and whether clients send two models."""
+        return {"topology": settings.drawn(config), "collect_both": settings.both_accuracies}
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""
-        models_at = cast(RelayStrategy, strategy).models_at
         measured: dict[str, float] = {}
+        models_at = cast(RelayStrategy, strategy).models_at
         if not any(models_at.values()):
             return measured
         x, y = setup.evaluation_set()
         x = projected(setup.config, x)
         for point, models in sorted(models_at.items()):
-            values = [self._accuracy(setup, model, x, y) for model in models.values()]
-            if values:
-                low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
-                measured |= {
-                    f"{point}-accuracy-mean": float(np.mean(values)),
-                    f"{point}-accuracy-std": float(np.std(values)),
-                    f"{point}-accuracy-min": min(values),
-                    f"{point}-accuracy-q1": float(low),
-                    f"{point}-accuracy-median": float(middle),
-                    f"{point}-accuracy-q3": float(high),
-                    f"{point}-accuracy-max": max(values),
-                }
+            if values := [self._accuracy(setup, model, x, y) for model in models.values()]:
+                quantiles = np.quantile(values, [0, 0.25, 0.5, 0.75, 1])
+                found = dict(zip(("min", "q1", "median", "q3", "max"), quantiles, strict=True))
+                found |= {"mean": np.mean(values), "std": np.std(values)}
+                measured |= {f"{point}-accuracy-{name}": float(v) for name, v in found.items()}
         return measured
 
     def after_run(self, setup: Setup, strategy: BaseStrategy, folder: Path) -> None:
@@ -173,8 +158,8 @@ class DecentralisedMethod(Method[Any]):
 def selection_sets(setup: Setup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the examples that judge means of models, and those by which models are sorted.
 
-    The latter are the server's validation examples. Where there are none, or what is evaluated on
-    are these, the evaluation set is halved at random, as in the paper.
+    The latter are the server's validation examples. If there are none, or they are the evaluation
+    set, that is halved at random, as in the paper.
     """
     x, y = setup.evaluation_set()
     if len(setup.split.validation) and setup.config.evaluate_on == "test":

@@ -13,14 +13,7 @@ from logging import WARNING
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -50,18 +43,10 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """One exchange with all clients of a round.
+    """One exchange with all clients of a round."""
 
-    Attributes
-    ----------
-    name : str
-        Name under which clients know it.
-    batch : int
-        Part of its examples that a client is to use.
-    """
-
-    name: str
-    batch: int = 0
+    name: str  # under which clients know it
+    batch: int = 0  # part of its examples that a client is to use
 
 
 class RelayStrategy(RelayOptions, KeepingStrategy):
@@ -94,14 +79,13 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         default=Topology(),
     )
     collect: bool = argument(
-        "clients are asked for their models; else the global arrays stay what they were, and the "
-        "clients' own evaluations are all that is known of the models",
+        "whether clients are asked for their models; else the global arrays stay what they were, "
+        "and only the clients' own evaluations tell how good the models are",
         default=True,
     )
     collect_both: bool = argument(
-        "clients are also asked for their models as they were before the last thing that they did "
-        "in the round: as averaged, before they trained; or as trained, before they averaged. "
-        "Methods can so be compared at one point",
+        "whether clients also send their models as they were before the round's last step, as "
+        "averaged or as trained, so that methods can be compared at one point",
         default=False,
     )
     seal: bool = option(
@@ -130,6 +114,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     replies = "parcels"
     ends_with: ClassVar[Literal["trained", "averaged"]] = "trained"  # what a round's models are
+    _is_first_sample: ClassVar[bool] = False  # clients tell who they are first: parcels go by it
 
     def check(self) -> None:
         """Refuse vouchers without keys or a run that they are for."""
@@ -141,13 +126,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     @abstractmethod
     def plan(self, *, first: bool) -> Sequence[Step]:
-        """Return the steps of a round, in order.
-
-        Parameters
-        ----------
-        first : bool
-            Whether no parcels are there from the end of the round before.
-        """
+        """Return the steps of a round, the `first` or one that lacks the last round's parcels."""
 
     @abstractmethod
     def averages_of(self, examples: Mapping[int, int]) -> NDArray[np.float64] | None:
@@ -161,19 +140,18 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
         """Draw the graph, and plan the steps."""
-        clients = [self.registry.client(node) for node in nodes]
+        clients = {self.registry.client(node): node for node in nodes}
         if self.seal:
-            self._ask_keys(grid, dict(zip(clients, nodes, strict=True)))
-        self.neighbours = self.graph(server_round, clients)
-        first = self.seal or any(client not in self._sent_last for client in clients)
+            self._ask_keys(grid, clients)
+        self.neighbours = self.graph(server_round, list(clients))
+        first = self.seal or not clients.keys() <= self._sent_last.keys()
         self._planned, self._position = list(self.plan(first=first)), 0
         self._parcels = {} if first else self._addressed(self._sent_last)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return who exchanges parcels with whom in a round.
+        """Return who exchanges parcels with whom; a client that misses a static graph leaves a gap.
 
-        A static graph is one of all clients so far, if all are to take part in each round: a
-        missing client leaves a gap in it.
+        That graph is one of all clients so far, if all are to take part in each round.
         """
         if self.topology.dynamic or self.fraction_train < 1:
             return self.topology.neighbours(server_round, clients)
@@ -192,7 +170,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
 
     @property
     def _step(self) -> Step:
-        """The step at work."""
         return self._planned[self._position]
 
     def content_for(
@@ -214,16 +191,18 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     def accepted(
         self, replies: Iterable[Message], parse: Callable[[Reply], T], stage: str
     ) -> tuple[Pairs[T], Counter[str]]:
-        """Note besides that clients with accepted replies have the first weights."""
+        """Note besides that clients with accepted replies have the first weights.
+
+        They do not after an evaluation of the mean over rounds, which nobody trains from.
+        """
         pairs, rejected = super().accepted(replies, parse, stage)
-        if stage == MessageType.EVALUATE and self.averaged is not None:
-            return pairs, rejected  # that was the mean over rounds, which nobody trains from
-        for reply, _ in pairs:
-            self.sent.mark(reply.client, FIRST)
+        if stage != MessageType.EVALUATE or self.averaged is None:
+            for reply, _ in pairs:
+                self.sent.mark(reply.client, FIRST)
         return pairs, rejected
 
     def forget_sent(self, client: int) -> None:
-        """Have a client sent all parts again, and asked for its key."""
+        """Have the client asked for its key, too."""
         super().forget_sent(client)
         self.public_keys.pop(client, None)
 
@@ -261,11 +240,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         config["parcel-receivers"] = list(known)
         config["parcel-keys"] = [bytes.fromhex(key) for key, _ in known.values()]
         config["parcel-vouchers"] = [bytes.fromhex(voucher) for _, voucher in known.values()]
-
-    @property
-    def _is_first_sample(self) -> bool:
-        """Have clients asked who they are before the first round: parcels go by it."""
-        return False
 
     # -------------------------------------------------------------- the round
 
@@ -353,7 +327,6 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return cast_like(self.mean_of(models), network)
 
     def _models_of(self, reply: Reply, network: Arrays) -> dict[str, Arrays]:
-        """Check a client's models, by record."""
         both = self.collect_both and "before" in reply.message.content.array_records
         names = ("arrays", "before") if both else ("arrays",)
         found = zip(names, reply.array_records(*names), strict=True)
@@ -366,7 +339,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return {self.ends_with: self.models, other: self.models_before}
 
     def mean_of(self, models: Sequence[Mapping[str, NDArray[Any]]]) -> Arrays:
-        """Return the model that stands for all: the equal mean."""
+        """Return the model that stands for all."""
         return equal_mean(models)
 
 

@@ -62,7 +62,7 @@ class Topology(Declared):
 
     @classmethod
     def key(cls, name: str) -> str:
-        """Return the name of an option in errors; the kind is a strategy's topology."""
+        """Name the kind as strategies do: topology."""
         return "topology" if name == "kind" else name
 
     def check(self) -> None:
@@ -75,50 +75,32 @@ class Topology(Declared):
             )
 
     def neighbours(self, server_round: int, clients: Iterable[int]) -> Neighbours:
-        """Return the neighbours of each client in a round.
+        """Return each client's neighbours in a round, sorted, without its own id.
 
-        A random graph that falls apart is drawn again, up to 100 times; if that does not help, the
-        sizes of its parts are logged. So are those of a graph of one's own that is not connected.
-
-        Parameters
-        ----------
-        server_round : int
-            Number of the round. Without `dynamic` it plays no part, as long as the clients are the
-            same.
-        clients : iterable of int
-            Ids of those that take part.
-
-        Returns
-        -------
-        dict of int to tuple of int
-            Client -> ids of its neighbours, sorted, without its own.
+        A random graph that falls apart is drawn again, up to 100 times. The sizes of the parts of
+        one that still does, or of a graph of one's own that is not connected, are logged.
         """
         members = sorted(clients)
         drawn = server_round if self.dynamic else 0
         generator = np.random.default_rng([self.seed, drawn, *b"topology"])
-        whole = len(members) > 1 and self.kind != "clustered"
-        for _ in range(TRIES if self.kind in ("regular", "erdos-renyi") else 1):
+        tries = TRIES if self.kind in ("regular", "erdos-renyi") else 1
+        for _ in range(tries):
             graph = self._draw(members, generator)
-            if not whole or nx.is_connected(graph):
+            if len(members) < 2 or self.kind == "clustered" or nx.is_connected(graph):
                 break
         else:
-            self._report(server_round, graph)
+            sizes = sorted(map(len, nx.connected_components(graph)), reverse=True)
+            logger.log(
+                WARNING,
+                "round %d: the graph is not connected, its parts have %s clients; %s",
+                server_round,
+                ", ".join(map(str, sizes[:10])) + (", ..." if len(sizes) > 10 else ""),
+                "add edges" if self.kind == "own" else "raise degree",
+            )
         return {client: tuple(sorted(graph.neighbors(client))) for client in members}
 
     def hubs(self, server_round: int, neighbours: Neighbours) -> Neighbours:
-        """Return the clusters of a round as stars: all are joined to one random member.
-
-        Parameters
-        ----------
-        server_round : int
-            Number of the round: each draws anew.
-        neighbours : dict of int to tuple of int
-            Neighbours in clusters, as from :meth:`neighbours`.
-
-        Returns
-        -------
-        dict of int to tuple of int
-            Hub -> ids of its cluster's other members, sorted.
+        """Return a round's clusters as stars: random hub -> its cluster's other members, sorted.
 
         Examples
         --------
@@ -141,16 +123,6 @@ class Topology(Declared):
             "edges": sorted(map(list, self.edges)),
         }
 
-    def _report(self, server_round: int, graph: nx.Graph) -> None:
-        sizes = sorted(map(len, nx.connected_components(graph)), reverse=True)
-        logger.log(
-            WARNING,
-            "round %d: the graph is not connected, its parts have %s clients; %s",
-            server_round,
-            ", ".join(map(str, sizes[:10])) + (", ..." if len(sizes) > 10 else ""),
-            "add edges" if self.kind == "own" else "raise degree",
-        )
-
     def _draw(self, members: Sequence[int], generator: np.random.Generator) -> nx.Graph:
         count, order = len(members), [members[i] for i in generator.permutation(len(members))]
         seed = int(generator.integers(2**31))
@@ -158,9 +130,9 @@ class Topology(Declared):
         if count < 2:
             return nx.empty_graph(members)
         match self.kind:
-            case "ring":
-                numbered = nx.cycle_graph(count) if count > 2 else nx.path_graph(count)
-            case "line":
+            case "ring" if count > 2:
+                numbered = nx.cycle_graph(count)
+            case "line" | "ring":
                 numbered = nx.path_graph(count)
             case "complete":
                 numbered = nx.complete_graph(count)
@@ -168,13 +140,10 @@ class Topology(Declared):
                 numbered = nx.gnp_random_graph(count, degree / (count - 1), seed=seed)
             case "clustered":
                 size = self.degree + 1
-                numbered = nx.empty_graph(count)
-                for start in range(0, count, size):
-                    own = range(start, min(start + size, count))
-                    numbered.add_edges_from(nx.complete_graph(own).edges)
+                sizes = [min(size, count - start) for start in range(0, count, size)]
+                numbered = nx.disjoint_union_all(map(nx.complete_graph, sizes))
             case "own":
-                graph = nx.Graph()
-                graph.add_nodes_from(members)
+                graph = nx.empty_graph(members)
                 graph.add_edges_from((a, b) for a, b in self.edges if {a, b} <= set(members))
                 return graph
             case _:
@@ -207,22 +176,10 @@ def _edges(graph: Edges) -> frozenset[tuple[int, int]]:
 def mixing_matrix(
     neighbours: Mapping[int, Sequence[int]], examples: Mapping[int, int], mixing: MixingMatrix
 ) -> NDArray[np.float64]:
-    """Return W, with which clients average: row i has the shares of i's average.
+    """Return W of the clients with examples, in order: row i has the shares of i's average.
 
-    Parameters
-    ----------
-    neighbours : mapping of int to sequence of int
-        Client -> its neighbours. Those without examples here are left out: their shares go to the
-        others of the row, or with ``"metropolis"`` to the client itself.
-    examples : mapping of int to int
-        Client -> how many it has.
-    mixing : {"examples", "equal", "metropolis"}
-        Rule: see :class:`~fedntk.strategies.GossipStrategy`.
-
-    Returns
-    -------
-    ndarray of float64, shape (M, M)
-        Shares among the M clients with examples, in their order. Rows sum to one.
+    Neighbours without examples are left out: their shares go to the others of the row, or with
+    ``"metropolis"`` to the client itself. :class:`~fedntk.strategies.GossipStrategy` has the rules.
 
     Examples
     --------
@@ -246,16 +203,8 @@ def spectral_gap(matrix: NDArray[np.float64]) -> float:
     1 if one average does, as on the complete graph; 0 if it never does, as the graph is in parts.
     (Definition 4.2 of Thompson et al. has (1 - lambda)^2 with lambda = |lambda_2|.)
 
-    Parameters
-    ----------
-    matrix : ndarray of float64, shape (M, M)
-        Result of :func:`mixing_matrix`. It is reversible, so sqrt(W_ij W_ji) has its eigenvalues,
-        and is symmetric.
-
-    Returns
-    -------
-    float
-        Between 0 and 1, but for rounding; 1 for fewer than two clients.
+    A result of :func:`mixing_matrix` is reversible: sqrt(W_ij W_ji) has its eigenvalues, and is
+    symmetric.
     """
     if len(matrix) < 2:
         return 1.0

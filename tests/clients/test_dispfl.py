@@ -72,7 +72,7 @@ def sparse() -> SparseWeights:
 
 def test_a_parcel_comes_back_as_it_was():
     own = sparse()
-    again = SparseWeights.from_arrays(own.to_arrays(), own.weights, list(own.masks))
+    again = SparseWeights.from_arrays(own.to_arrays(), own.weights, list(own.masks), 100)
     assert again.num_examples == 7
     for name, array in own.weights.items():
         assert again.weights[name].tobytes() == array.tobytes()
@@ -98,7 +98,9 @@ def test_a_parcel_comes_back_as_it_was():
 def test_a_damaged_parcel_is_refused(name, array, reason):
     own = sparse()
     with pytest.raises(BadReply) as caught:
-        SparseWeights.from_arrays({**own.to_arrays(), name: array}, own.weights, list(own.masks))
+        SparseWeights.from_arrays(
+            {**own.to_arrays(), name: array}, own.weights, list(own.masks), 100
+        )
     assert caught.value.reason == reason
 
 

@@ -147,7 +147,7 @@ def test_weights_of_a_hub_that_cannot_be_used_are_not_adopted(damage, tmp_path):
     own = client(tmp_path)
     parameters, config = message("jacobians", from_2=parcel(2))
     own.fit(parameters, {**config, "hub": False})
-    sent = EvolvedParcel(WeightsParcel.from_arrays(parcel(2), weights()), 4.0, 2).to_arrays()
+    sent = EvolvedParcel(WeightsParcel.from_arrays(parcel(2), weights(), 9), 4.0, 2).to_arrays()
     good, config = message("adopt", from_2=sent)
     result, _, metrics = client(tmp_path).fit(good, {**config, "hub": False})
     assert (metrics["t"], metrics["neighbours-heard"]) == (4.0, 2)
@@ -170,7 +170,7 @@ def test_weights_under_the_names_of_metrics_come_back():
     """A network may call a parameter t."""
     own = {"t": np.array([2.0]), "neighbours-heard": np.array([3.0])}
     sent = EvolvedParcel(WeightsParcel(own, 7), 4.0, 2)
-    found = EvolvedParcel.from_arrays(sent.to_arrays(), own)
+    found = EvolvedParcel.from_arrays(sent.to_arrays(), own, 9)
     assert (found.new.weights, found.t, found.heard) == (own, 4.0, 2)
 
 

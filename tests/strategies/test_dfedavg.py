@@ -69,8 +69,7 @@ def run(of: Any, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
 
 def within(of: Any, client: int, number: int) -> dict[str, np.ndarray]:
     """Weights that a client kept within a round, in DFedAvg the trained ones."""
-    kept = kept_by(of, f"{client}-within-round", number)
-    return {n.removeprefix("weights "): a for n, a in kept.items() if n.startswith("weights ")}
+    return kept_by(of, f"{client}-weights-within-round", number)
 
 
 def agree(a: Any, b: Any, atol: float = 1e-12) -> None:

@@ -457,10 +457,10 @@ def test_a_client_that_joins_begins_with_the_global_arrays(collect):
     begun = [bits(kept_by(own, k, 0)) for k in range(2)]
     assert (begun[0] == begun[1]) == (not collect)
     held = [*(kept_by(own, k, 1) for k in range(5)), after]
-    average = kept_by(own, "5-within-round", 2)
+    average = kept_by(own, "5-weights-within-round", 2)
     for name in weights():
         mean = np.average([each[name] for each in held], axis=0, weights=range(5, 11))
-        np.testing.assert_allclose(average[f"weights {name}"], mean, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(average[name], mean, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
