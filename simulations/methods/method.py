@@ -199,7 +199,7 @@ class Method(ConfiguredMethod[S], ABC):
 
     def _given(self, kind: type[Declared], config: Config, settings: S) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
-        given = {}
+        given = self.arguments(config, settings) if kind is self.strategy_class else {}
         for name, declared in kind.options().items():
             homes = [home for home in self._declared() if name in home.options()]
             is_own = name not in self.apart or kind is homes[0]
@@ -225,11 +225,8 @@ class Method(ConfiguredMethod[S], ABC):
     def check(self, config: Config, settings: S) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
         for kind in self._declared():
-            given = self._given(kind, config, settings)
-            if kind is self.strategy_class:
-                given |= self.arguments(config, settings)
             try:
-                kind.check_together(given)
+                kind.check_together(self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
 
