@@ -50,7 +50,6 @@ def parcel(seed: int, count: int = 4) -> dict[str, np.ndarray]:
 def test_each_neighbour_gets_the_rows_at_its_own_weights(tmp_path):
     own = client(tmp_path)
     result, *_ = own.fit(*message("jacobians", from_2=parcel(2), from_5=parcel(5)))
-    assert isinstance(result, NamedArrays)
     assert list(result.records) == ["to-2", "to-5"]
     for neighbour in (2, 5):
         arrays = result.records[f"to-{neighbour}"]
@@ -65,33 +64,24 @@ def test_each_neighbour_gets_the_rows_at_its_own_weights(tmp_path):
             torch.testing.assert_close(upload.outputs, network(neighbour)(X))
 
 
-def test_inputs_travel_only_where_t_is_chosen_by_them(tmp_path):
-    task = {"selection": "true-loss"}
-    result, *_ = client(tmp_path).fit(*message("jacobians", task, from_2=parcel(2)))
-    assert isinstance(result, NamedArrays)
-    np.testing.assert_array_equal(result.records["to-2"]["inputs"], X)
+@pytest.mark.parametrize(
+    ("count", "batches", "sizes"), [(9, 1, [9]), (9, 4, [3, 2, 2, 2]), (1, 2, [1, 1])]
+)
+def test_batches_leave_no_example_out_and_are_never_empty(count, batches, sizes, tmp_path):
+    """Inputs that travel with the rows, by which t is chosen, say which examples a part has.
 
-
-def test_batches_share_no_example_and_leave_none_out(tmp_path):
-    """Inputs that travel with the rows say which examples a part has."""
-    task = {"selection": "true-loss", "batches": 4}
+    Parts share none, unless there are fewer examples than parts.
+    """
+    own = NTKDFLClient(network(), X[:count], Y[:count], loss="mse", cache=tmp_path, seed=1)
     sent = []
-    for batch in range(4):
-        parameters, config = message("jacobians", task, from_2=parcel(2))
-        result, *_ = client(tmp_path).fit(parameters, {**config, "batch": batch})
-        sent.append(result.records["to-2"]["inputs"])
-    assert [len(part) for part in sent] == [3, 2, 2, 2]
-    rows = sorted(row.tobytes() for part in sent for row in part)
-    assert rows == sorted(row.tobytes() for row in X.numpy())
-
-
-def test_a_client_with_one_example_uses_it_in_each_of_two_batches(tmp_path):
-    own = NTKDFLClient(network(), X[:1], Y[:1], loss="mse", cache=tmp_path)
-    for batch in range(2):
-        task = {"selection": "true-loss", "batches": 2}
+    for batch in range(batches):
+        task = {"selection": "true-loss", "batches": batches}
         parameters, config = message("jacobians", task, from_2=parcel(2))
         result, *_ = own.fit(parameters, {**config, "batch": batch})
-        np.testing.assert_array_equal(result.records["to-2"]["inputs"], X[:1])
+        sent.append(result.records["to-2"]["inputs"])
+    assert [len(part) for part in sent] == sizes
+    rows = sorted(row.tobytes() for part in sent for row in part)
+    assert rows == sorted(row.tobytes() for row in X[:count].numpy()) * (sum(sizes) // count)
 
 
 def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
@@ -120,50 +110,50 @@ def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
         assert all((new[name] == a).all() for name, a in ours.items()) == (t == 0)
 
 
-@pytest.mark.parametrize("damage", ["shape", "NaN", "missing", "count", "not arrays"])
-def test_a_bad_parcel_is_dropped_and_counted(damage, tmp_path):
-    bad = parcel(2)
-    if damage == "shape":
-        bad["0.weight"] = bad["0.weight"][:-1]
-    elif damage == "NaN":
-        bad["0.weight"] = np.full_like(bad["0.weight"], np.nan)
-    elif damage == "missing":
-        del bad["2.bias"]
-    elif damage == "count":
-        bad["num-examples"] = np.array(0)
-    else:
-        bad = {"sealed": np.frombuffer(b"\\x00\\x01", np.uint8)}
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {**parcel(2), "0.weight": parcel(2)["0.weight"][:-1]},
+        {**parcel(2), "0.weight": np.full((5, 4), np.nan)},
+        {name: array for name, array in parcel(2).items() if name != "2.bias"},
+        {**parcel(2), "num-examples": np.array(0)},
+    ],
+    ids=["shape", "NaN", "missing", "count"],
+)
+def test_a_bad_parcel_is_dropped_and_counted(bad, tmp_path):
     result, _, metrics = client(tmp_path).fit(*message("average", from_2=bad, from_5=parcel(5, 9)))
-    assert isinstance(result, NamedArrays)
     assert metrics["parcels-rejected"] == 1
-    for name, array in result.records["to-neighbours"].items():
-        if name != "num-examples":
-            np.testing.assert_allclose(array, (weights()[name] + weights(5)[name]) / 2)
+    for name, array in weights().items():
+        found = result.records["to-neighbours"][name]
+        np.testing.assert_allclose(found, (array + weights(5)[name]) / 2)
 
 
-@pytest.mark.parametrize("damage", ["no t", "t", "NaN", "heard", "none"])
-def test_weights_of_a_hub_that_cannot_be_used_are_not_adopted(damage, tmp_path):
-    """The client fails in the step, and so keeps the weights that it had."""
-    own = client(tmp_path)
+SENT = EvolvedParcel(WeightsParcel(weights(2), 4), 4.0, 2).to_arrays()
+
+
+def test_weights_of_a_hub_are_adopted_unless_they_cannot_be_used(tmp_path):
+    """Then the client fails in the step, and so keeps the weights that it had."""
+
+    def adopt(**records: Any) -> Any:
+        parameters, config = message("adopt", **records)
+        return client(tmp_path).fit(parameters, {**config, "hub": False})
+
     parameters, config = message("jacobians", from_2=parcel(2))
-    own.fit(parameters, {**config, "hub": False})
-    sent = EvolvedParcel(WeightsParcel.from_arrays(parcel(2), weights(), 9), 4.0, 2).to_arrays()
-    good, config = message("adopt", from_2=sent)
-    result, _, metrics = client(tmp_path).fit(good, {**config, "hub": False})
+    client(tmp_path).fit(parameters, {**config, "hub": False})
+    result, _, metrics = adopt(from_2=SENT)
     assert (metrics["t"], metrics["neighbours-heard"]) == (4.0, 2)
     for name, array in weights(2).items():
         np.testing.assert_array_equal(result.records["to-neighbours"][name], array)
-    if damage == "no t":
-        del sent["metric-t"]
-    elif damage == "t":
-        sent["metric-t"] = np.array(np.inf)
-    elif damage == "NaN":
-        sent["0.bias"] = np.full_like(sent["0.bias"], np.nan)
-    elif damage == "heard":
-        sent["metric-neighbours-heard"] = np.array(-1)
-    bad, config = message("adopt", **({} if damage == "none" else {"from_2": sent}))
-    with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
-        client(tmp_path).fit(bad, {**config, "hub": False})
+    without_t = {name: array for name, array in SENT.items() if name != "metric-t"}
+    for bad in (
+        without_t,
+        {**SENT, "metric-t": np.array(np.inf)},
+        {**SENT, "0.bias": np.full(5, np.nan)},
+        {**SENT, "metric-neighbours-heard": np.array(-1)},
+        None,
+    ):
+        with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
+            adopt(**({} if bad is None else {"from_2": bad}))
 
 
 def test_weights_under_the_names_of_metrics_come_back():
@@ -174,43 +164,44 @@ def test_weights_under_the_names_of_metrics_come_back():
     assert (found.new.weights, found.t, found.heard) == (own, 4.0, 2)
 
 
-@pytest.mark.parametrize("compression", [{}, {"sparsity": 0.5, "bits": 6}])
-def test_weights_at_which_rows_are_not_finite_are_refused(compression, tmp_path):
-    """A deep network's outputs overflow at some weights; others still get their rows."""
+@pytest.mark.parametrize("factor", [np.inf, 100.0])
+def test_weights_at_which_rows_are_not_finite_are_refused(factor, tmp_path):
+    """A deep network's outputs overflow at some weights; others still get their rows.
+
+    With the factor 100 their norm tells before.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
     own = {name: t.numpy().copy() for name, t in deep.state_dict().items()}
-    task = {"loss": "cross-entropy", **compression}
     huge = WeightsParcel({name: a * np.float32(1e11) for name, a in own.items()}, 3).to_arrays()
-    _, config = message("jacobians", task)
-    config["outlier-factor"] = np.inf
     good = WeightsParcel(own, 3).to_arrays()
+    _, config = message("jacobians", {"loss": "cross-entropy", "sparsity": 0.5, "bits": 6})
     records = NamedArrays({"arrays": own, "from-2": huge, "from-5": good})
     made = NTKDFLClient(deep, X.float(), Y % 3, cache=tmp_path, seed=1)
-    result, _, metrics = made.fit(records, config)
+    result, _, metrics = made.fit(records, {**config, "outlier-factor": factor})
     assert list(result.records) == ["to-5"]
     assert metrics["parcels-rejected"] == 1
-    config["outlier-factor"] = 100.0  # then the norm tells
-    records = NamedArrays({"arrays": own, "from-2": huge, "from-5": good})
-    assert list(made.fit(records, config)[0].records) == ["to-5"]
 
 
-@pytest.mark.parametrize("hub", [True, False])
-def test_a_client_that_made_no_rows_adopts_nothing(hub, tmp_path):
-    parameters, config = message("adopt")
-    with pytest.raises(ValueError, match="the client has no Jacobian in this round"):
-        client(tmp_path).fit(parameters, {**config, "hub": hub})
+@pytest.mark.parametrize(
+    ("step", "told", "reason"),
+    [
+        ("adopt", {"hub": True}, "the client has no Jacobian in this round"),
+        ("adopt", {"hub": False}, "the client has no Jacobian in this round"),
+        ("evolve", {}, "the weights of this round are lost"),
+        ("dance", {}, "step: expected one of weights, average, jacobians"),
+    ],
+)
+def test_a_step_that_is_unknown_or_comes_without_those_before_is_an_error(
+    step, told, reason, tmp_path
+):
+    parameters, config = message(step)
+    with pytest.raises(ValueError, match=reason):
+        client(tmp_path).fit(parameters, {**config, **told})
 
 
-def test_an_average_that_is_lost_within_a_round_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="the weights of this round are lost"):
-        client(tmp_path).fit(*message("evolve"))
-
-
-def test_unknown_steps_and_settings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="step: expected one of weights, average, jacobians"):
-        client(tmp_path).fit(*message("dance"))
+def test_unknown_settings_are_refused(tmp_path):
     parameters, config = message("weights")
     del config["option-steps"]
     with pytest.raises(ValueError, match="expected option-steps"):
