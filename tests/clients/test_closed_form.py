@@ -34,7 +34,7 @@ def test_sums_are_of_the_received_weights_in_chunks():
     z = features(1)
     received = get_weights(network(1))
     arrays, count, metrics = client(batch_size_eval=3).fit(received, config())
-    gram, sums, counts = arrays
+    gram, sums, counts = (arrays.records["arrays"][n] for n in ("gram", "class-sums", "counts"))
     found = FeatureStatistics(gram, sums, counts, np.ones(3))
     np.testing.assert_allclose(found.matrix(), z.T @ z, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(sums, np.eye(3)[y].T @ z, rtol=1e-6, atol=1e-6)
@@ -47,7 +47,8 @@ def test_sums_are_of_the_received_weights_in_chunks():
 
 def test_without_a_gram_matrix_it_sends_class_means_and_counts():
     _, y = examples(3)
-    (means, counts), _, _ = client().fit(get_weights(network(1)), config(gram=False))
+    arrays, _, _ = client().fit(get_weights(network(1)), config(gram=False))
+    means, counts = (arrays.records["arrays"][name] for name in ("means", "counts"))
     z, present = features(1), sorted(set(y.tolist()))
     expected = np.stack([z[y.numpy() == c].mean(0) for c in present])
     np.testing.assert_allclose(means, expected, rtol=1e-6, atol=1e-6)

@@ -11,6 +11,7 @@ from fedntk.clients import cache_dir
 from fedntk.clients.personal import personal_store
 from fedntk.clients.personal.personal_store import PersonalStore
 
+from ..strategies.federation import bits
 from .damage import WAYS, damaged
 
 ARRAYS = {
@@ -24,27 +25,24 @@ def rounds(store: PersonalStore) -> list[int]:
     return sorted(int(path.stem.removeprefix("round-")) for path in store.folder.glob("round-*"))
 
 
-def test_a_round_is_read_as_it_was_written(tmp_path: Path):
-    PersonalStore(tmp_path, "a", "3").save(5, ARRAYS)
-    kept = PersonalStore(tmp_path, "a", "3").load(5)  # by another process
-    assert kept is not None
-    assert list(kept) == list(ARRAYS)
-    for name, array in ARRAYS.items():
-        assert (kept[name].dtype, kept[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(kept[name], array)
+@pytest.fixture
+def store(tmp_path: Path) -> PersonalStore:
+    return PersonalStore(tmp_path, "a", "3")
 
 
-def test_what_was_not_kept_is_missing(tmp_path: Path):
-    store = PersonalStore(tmp_path, "a", "3")
+def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: PersonalStore):
     assert store.load(1) is None
     assert not store.folder.exists()  # nothing is made by looking
-    store.save(1, ARRAYS)
+    store.save(5, ARRAYS)
+    kept = PersonalStore(store.folder.parent, "a", "3").load(5)  # by another process
+    assert list(kept) == list(ARRAYS)
+    assert [a.shape for a in kept.values()] == [a.shape for a in ARRAYS.values()]
+    assert bits(kept) == bits(ARRAYS)
     assert store.load(2) is None
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_damaged_round_counts_as_missing_and_others_do_not(tmp_path: Path, how: str):
-    store = PersonalStore(tmp_path, "a", "3")
+def test_a_damaged_round_counts_as_missing_and_others_do_not(store: PersonalStore, how: str):
     for number in (1, 2):
         store.save(number, ARRAYS)
     damaged(store.folder / "round-00000002.npz", how)
@@ -61,9 +59,8 @@ def test_runs_and_clients_do_not_share_a_folder(tmp_path: Path):
     assert [int((store.load(1) or {})["w"]) for store in stores] == [0, 1, 2, 3]
 
 
-def test_a_round_that_is_run_again_removes_those_after_it(tmp_path: Path):
+def test_a_round_that_is_run_again_removes_those_after_it(store: PersonalStore):
     """A run went on from a checkpoint of round 2: what was kept of 3 and 4 is of no run."""
-    store = PersonalStore(tmp_path, "a", "3")
     for number in (1, 2, 3, 4):
         store.save(number, ARRAYS)
     store.save(3, ARRAYS)
@@ -72,22 +69,20 @@ def test_a_round_that_is_run_again_removes_those_after_it(tmp_path: Path):
 
 @pytest.mark.parametrize(("numbers", "left"), [(1, 20), (25, 10), (150, 2)])
 def test_the_newest_rounds_are_kept_as_far_as_they_are_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: int, left: int
+    store: PersonalStore, monkeypatch: pytest.MonkeyPatch, numbers: int, left: int
 ):
     """1,000 bytes in all: of 4-byte numbers, 20 rounds of 1, 10 of 25; two of any size."""
     monkeypatch.setattr(personal_store, "KEPT_BYTES", 1000)
-    store = PersonalStore(tmp_path, "a", "3")
     for number in range(1, 31):
         store.save(number, {"w": np.zeros(numbers, np.float32)})
     assert rounds(store) == list(range(31 - left, 31))
 
 
 def test_the_round_that_is_gone_on_from_stays_however_old_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: PersonalStore, monkeypatch: pytest.MonkeyPatch
 ):
     """Replies of rounds 3 to 9 were refused: what was kept of round 2 is still the client's."""
     monkeypatch.setattr(personal_store, "KEPT_BYTES", 0)
-    store = PersonalStore(tmp_path, "a", "3")
     for number in (1, 2):
         store.save(number, ARRAYS, needed=number - 1)
     for number in range(3, 10):
@@ -103,15 +98,11 @@ def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path: 
     )
     for store in (old, recent, others):
         store.save(1, ARRAYS)
+    then = time.time() - 25 * 3600
     for store in (old, others):
-        then = time.time() - 25 * 3600
         os.utime(store.folder / "key.json", (then, then))
     PersonalStore(tmp_path, "d", "3").save(1, ARRAYS)
     assert not old.folder.exists()
     assert recent.folder.exists()
     assert others.folder.exists()  # another client's
-
-
-def test_the_folder_is_the_users_cache_by_default():
-    store = PersonalStore(None, "a", "3")
-    assert store.folder.parent == cache_dir() / "personal"
+    assert PersonalStore(None, "a", "3").folder.parent == cache_dir() / "personal"

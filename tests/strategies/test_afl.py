@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from fedntk.clients import ClosedFormClient, SGDClient
+from fedntk.clients import ClosedFormClient
 from fedntk.ntk import FeatureMap, one_hot
 from fedntk.ntk.payloads import FeatureStatistics
 from fedntk.strategies import AFL, SeededFedAvg
@@ -28,7 +28,6 @@ from .federation import (
     network,
     run_as_if_lost,
     start,
-    start_in_vain,
 )
 
 CLIENTS = app(ClosedFormClient)
@@ -137,15 +136,6 @@ def test_a_singular_problem_has_the_solution_of_least_norm():
     np.testing.assert_allclose(weight[:, 2], weight[:, 3], rtol=1e-7, atol=1e-10)
 
 
-def test_the_split_of_the_examples_does_not_matter():
-    """One client or five, to the rounding of sums in float64."""
-    z, y = pooled()
-    whole = strategy().last_layer([sums_of(z, y)])[0]
-    for split in (torch.arange(len(z)).split(9), [y[:, c].nonzero().flatten() for c in range(3)]):
-        found = strategy().last_layer([sums_of(z[own], y[own]) for own in split])[0]
-        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-11)
-
-
 def test_all_clients_are_asked_once_whatever_the_fraction():
     own, grid = strategy(fraction_train=0.5, held_out=[4]), Grid(CLIENTS)
     after = start(own, grid, rounds=3)
@@ -205,9 +195,3 @@ def test_bad_arguments_are_refused_by_name():
         strategy().start(Grid(CLIENTS), ArrayRecord(nn.Linear(4, 3).state_dict()), num_rounds=1)
     with pytest.raises(ValueError, match="AFL: expected a strategy that shows all clients"):
         strategy().work_within(SeededFedAvg(), everyone=False)
-
-
-def test_weights_from_another_client_are_refused_with_the_cure():
-    own = strategy()
-    start_in_vain(own, Grid(app(SGDClient)))
-    assert "have client_fn return a ClosedFormClient" in own.last_refusal

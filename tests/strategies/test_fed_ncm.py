@@ -8,7 +8,6 @@ import torch
 
 from fedntk.clients import ClosedFormClient
 from fedntk.ntk import NetworkPredictor
-from fedntk.ntk.payloads import Prototypes
 from fedntk.strategies import FedNCM
 
 from .federation import Contract, Grid, app, damaged, examples, network, run_as_if_lost, start
@@ -64,16 +63,3 @@ def test_clients_send_means_of_the_classes_that_they_have_and_counts():
 )
 def test_false_counts_and_features_of_another_size_are_refused(change, reason):
     run_as_if_lost(strategy, CLIENTS, change, reason)
-
-
-def test_the_split_of_the_examples_does_not_matter():
-    """Means of parts, rounded to float32, and pooled by counts: 1e-6."""
-    z, labels = pooled()
-    y = labels.argmax(1)
-    one, many = (
-        strategy().last_layer(
-            [Prototypes.of(lambda part: part, z[own], y[own], 3) for own in split]
-        )
-        for split in ([torch.arange(len(z))], torch.arange(len(z)).split(4))
-    )
-    np.testing.assert_allclose(many[0], one[0], rtol=1e-6, atol=1e-7)

@@ -10,37 +10,29 @@ from fedntk.clients import SGDClient
 from fedntk.strategies import SeededFedAvg
 
 from .federation import (
-    NUM_CLIENTS,
     Contract,
     Grid,
     InOrder,
     app,
+    arrays_of,
     bits,
     damaged,
-    examples,
     network,
     run_as_if_lost,
     start,
-    with_arrays,
 )
 
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
+ALL = {"fraction_evaluate": 0.0}
 CONTRACT = {"SeededFedAvg": Contract(SeededFedAvg, CLIENTS)}
 
 
 def test_result_is_the_mean_weighted_by_examples():
-    grid = Grid(CLIENTS)
-    averaged = start(SeededFedAvg(fraction_evaluate=0.0), grid)
-    sizes = np.array([len(examples(p)[1]) for p in range(NUM_CLIENTS)], dtype=np.float64)
-    trained = []
-    for partition in range(NUM_CLIENTS):
-        x, y = examples(partition)
-        start_weights = [v.numpy() for v in network().state_dict().values()]
-        client = SGDClient(network(), x, y, learning_rate=0.1, batch_size=4, seed=(0, partition))
-        trained.append(client.fit(start_weights, {"server-round": 1})[0])
-    for k, (name, array) in enumerate(averaged.items()):
-        mean = sum(n * w[k].astype(np.float64) for n, w in zip(sizes, trained, strict=True))
-        mean = mean / sizes.sum()
+    averaged = start(SeededFedAvg(**ALL), grid := Grid(CLIENTS))
+    replies = [arrays_of(m.content["arrays"]) for way, m in grid.seen if way == "up"]
+    assert len(replies) == 6
+    for name, array in averaged.items():
+        mean = np.average([own[name] for own in replies], axis=0, weights=np.arange(5.0, 11))
         if np.issubdtype(array.dtype, np.integer):
             assert array == np.rint(mean), name
         else:  # float32 sums of six terms
@@ -49,9 +41,11 @@ def test_result_is_the_mean_weighted_by_examples():
 
 def test_result_is_that_of_flowers_own_class():
     """All clients, replies in one order: the same sums, so the same bits, floats at least."""
-    ours = start(SeededFedAvg(fraction_evaluate=0.0), Grid(CLIENTS))
-
-    theirs = start(FedAvg(fraction_evaluate=0.0), InOrder(CLIENTS))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    ours = start(SeededFedAvg(**ALL), Grid(CLIENTS))
+    assert torch.equal(before, torch.get_rng_state())  # the global generator is left alone
+    theirs = start(FedAvg(**ALL), InOrder(CLIENTS))
     for name, array in ours.items():
         if not np.issubdtype(array.dtype, np.integer):
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name
@@ -67,22 +61,14 @@ def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything(mask):
         return model
 
     clients = app(lambda _, x, y, **options: SGDClient(masked(), x, y, **options))
-    strategy = SeededFedAvg(fraction_evaluate=0.0)
+    strategy = SeededFedAvg(**ALL)
     after = start(strategy, Grid(clients), 2, masked())
-    assert strategy.train_metrics[2]["replies-accepted"] == NUM_CLIENTS
+    assert strategy.train_metrics[2]["replies-accepted"] == 6
     assert bits({"mask": after["mask"]}) == bits({"mask": mask.numpy()})
-
-
-def test_torch_generator_is_left_alone():
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    start(SeededFedAvg(fraction_evaluate=0.0), Grid(CLIENTS))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 # ------------------------------------------------------------------ hostile weights
 
-ALL = {"fraction_evaluate": 0.0}
 NAMES = list(network().state_dict())
 VARIANCE, COUNTER = NAMES.index("1.running_var"), NAMES.index("1.num_batches_tracked")
 
@@ -103,37 +89,24 @@ def test_one_reply_that_would_stop_all_learning_is_dropped(change, reason):
     run_as_if_lost(lambda: SeededFedAvg(**ALL), CLIENTS, change, reason, rounds=2)
 
 
-@pytest.mark.parametrize("factor", [1e9, float("inf")])
-def test_the_limit_can_be_raised_or_lifted(factor):
-    """For clients that take very different numbers of steps."""
-    strategy = SeededFedAvg(outlier_factor=factor, **ALL)
-    start(strategy, Grid(CLIENTS, changes={2: damaged(0, lambda a: a + 1e4)}))
-    assert strategy.train_metrics[1]["replies-accepted"] == 6
+FIRST, FAR = network().state_dict()["0.weight"].numpy(), damaged(0, lambda a: a + 1e4)
 
 
-def test_a_client_that_took_many_more_steps_is_no_outlier_by_its_counter():
-    strategy, many = SeededFedAvg(**ALL), damaged(COUNTER, lambda a: np.full_like(a, 10**5))
-    start(strategy, Grid(CLIENTS, changes={2: many}))
-    assert strategy.train_metrics[1]["replies-accepted"] == 6
-
-
-@pytest.mark.parametrize("factor", [0.0, 50.0])
-def test_weights_that_moved_within_the_limit_are_used(factor):
-    """Of two clients neither is the outlier, whatever the factor."""
-
-    def moved(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        for name in ("0.weight", "3.weight"):
-            first = network().state_dict()[name].numpy()
-            arrays[name] = first + np.float32(factor) * (arrays[name] - first)
-        return arrays
-
-    strategy = SeededFedAvg(**ALL)
-    start(strategy, Grid(CLIENTS, changes={2: with_arrays(moved)}))
-    assert strategy.train_metrics[1]["replies-accepted"] == 6
-    few = SeededFedAvg(**ALL)
-    far = damaged(0, lambda a: a + 1e4)
-    start(few, Grid(CLIENTS, changes={1: far}, num_clients=2))
-    assert few.train_metrics[1]["replies-accepted"] == 2
+@pytest.mark.parametrize(
+    ("change", "options", "num_clients"),
+    [
+        (FAR, {"outlier_factor": 1e9}, 6),  # the limit raised or lifted
+        (FAR, {"outlier_factor": float("inf")}, 6),
+        (FAR, {}, 2),  # of two clients neither is the outlier
+        (damaged(COUNTER, lambda a: np.full_like(a, 10**5)), {}, 6),  # of many more steps
+        (damaged(0, lambda a: FIRST), {}, 6),
+        (damaged(0, lambda a: FIRST + np.float32(50) * (a - FIRST)), {}, 6),
+    ],
+)
+def test_weights_that_moved_within_the_limit_are_used(change, options, num_clients):
+    strategy = SeededFedAvg(**options, **ALL)
+    start(strategy, Grid(CLIENTS, changes={1: change}, num_clients=num_clients))
+    assert strategy.train_metrics[1]["replies-accepted"] == num_clients
 
 
 def test_counters_near_the_limit_stay_there():

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 
 from fedntk.clients import (
     DittoClient,
@@ -14,7 +14,6 @@ from fedntk.clients import (
     WeightedFedAvgClient,
     cache_dir,
 )
-from fedntk.clients.core.adapter import unpacked
 from fedntk.strategies import (
     DPSGD,
     NTKDFL,
@@ -25,7 +24,6 @@ from fedntk.strategies import (
     FedEnsemble,
     FedProto,
     LocalTraining,
-    NoUsableReply,
     PersonalisedStrategy,
     SeededFedAvg,
     WeightedFedAvg,
@@ -35,10 +33,8 @@ from .federation import (
     Contract,
     Grid,
     app,
-    as_record,
     bits,
     damaged,
-    examples,
     failed,
     kept_by,
     network,
@@ -193,32 +189,3 @@ def test_an_ensemble_of_what_clients_keep_to_themselves_is_refused(kind):
     """The server's models are first weights, wholly or in part, or a mean of the clients'."""
     with pytest.raises(ValueError, match=rf"{kind.__name__} cannot work within a FedEnsemble"):
         FedEnsemble(inner=kind, num_models=2)
-
-
-def test_predictor_of_a_client_is_its_own_network():
-    """With what it keeps it scores as its evaluation says."""
-    strategy = personal(**EVALUATED)
-    record = as_record(start(strategy, Grid(CLIENTS), rounds=2))
-    strategy.prepare_config(config := ConfigRecord(), 2)
-    for client in range(6):
-        x, y = examples(client)
-        content = strategy.content_for(client, "evaluate", record, config)
-        predictor = PersonalisedClient(network(1), x, y).predictor(*unpacked(content, str(client)))
-        accuracy = float((predictor(x).argmax(1) == y).double().mean())
-        assert accuracy == pytest.approx(strategy.client_evaluations[client]["accuracy"])
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("PersonalisedStrategy", SGDClient),
-        ("Ditto", PersonalisedClient),
-        ("FedProto", PersonalisedClient),
-    ],
-)
-def test_another_client_is_told_what_to_use(name, kind):
-    """It gets other arrays than its network has, and says so in an error."""
-    make, _ = NAMED[name]
-    strategy = make(**OPTIONS)
-    with pytest.raises(NoUsableReply, match=f"client_fn return a {strategy.client}"):
-        start(strategy, Grid(app(kind)))

@@ -64,20 +64,19 @@ def descend(
     return float(result.arrays["weight"].numpy()[0, 0])
 
 
-@OPTIONS
-def test_fedavg_ends_beside_the_pooled_optimum_and_scaffold_in_it(option):
+def test_fedavg_ends_beside_the_pooled_optimum_and_scaffold_in_it():
     """Two clients of slopes 1 and 2, equal in size, K = 5 full-batch steps of eta = 0.1.
 
     A client's steps multiply its distance to its own minimum by (1 - eta a^2)^5: r_1 = 0.9^5 =
     0.59049 and r_2 = 0.6^5 = 0.07776. FedAvg stands still where (1 - r_1)(w - 1) +
     (1 - r_2)(w - 1/2) = 0: at w = (0.40951 + 0.46112) / 1.33175 = 0.65375. The pooled optimum is
-    (1 + 2) / (1 + 4) = 0.6. Float64, and 50 rounds contract by far less than 1e-12.
+    (1 + 2) / (1 + 4) = 0.6. In float64 40 rounds contract by 0.33^40 and less.
     """
     local = {"learning_rate": 0.1, "local_epochs": 5}
-    biased = descend(SeededFedAvg(**ALL), scalar(SGDClient, **local), 50, num_clients=2)
+    biased = descend(SeededFedAvg(**ALL), scalar(SGDClient, **local), 40, num_clients=2)
     assert biased == pytest.approx((0.40951 + 0.46112) / 1.33175, rel=1e-12)
-    clients = scalar(SCAFFOLDClient, option=option, **local)
-    assert descend(SCAFFOLD(**ALL), clients, 50, num_clients=2) == pytest.approx(0.6, rel=1e-12)
+    found = descend(SCAFFOLD(**ALL), scalar(SCAFFOLDClient, **local), 40, num_clients=2)
+    assert found == pytest.approx(0.6, rel=1e-12)
 
 
 @pytest.mark.parametrize(("option", "rate"), [("I", 1.5), ("II", 0.5)])
@@ -93,19 +92,6 @@ def test_partial_participation_and_unequal_clients_end_in_the_pooled_optimum_too
     found = descend(strategy, clients, 120, num_clients=3)
     assert found == pytest.approx(15 / 23.5, rel=1e-10)
     assert strategy.control() == pytest.approx([0.0], abs=1e-10)  # c is the pooled gradient there
-
-
-@pytest.mark.parametrize(("option", "rate"), [("I", 0.5), ("II", 1.0)])
-def test_one_local_step_is_gradient_descent_on_the_pooled_loss(option, rate):
-    """K = 1: corrections cancel in the mean from the start, w <- w - eta_g eta_l sum p_i F_i'."""
-    strategy = SCAFFOLD(server_learning_rate=rate, **ALL)
-    clients = scalar(SCAFFOLDClient, option=option, learning_rate=0.1)
-    a, p = np.array(SLOPES), np.array(COUNTS) / sum(COUNTS)
-    weight = 2.0
-    for _ in range(4):
-        weight -= rate * 0.1 * float((p * a * (a * weight - 1)).sum())
-    found = descend(strategy, clients, 4, num_clients=3, first=2.0)
-    assert found == pytest.approx(weight, rel=1e-13)
 
 
 @OPTIONS

@@ -12,7 +12,7 @@ from fedntk.trust import (
     new_key,
     public_bytes,
 )
-from fedntk.trust.key_server import load_secret, new_secret
+from fedntk.trust.key_server import load_secret
 
 from .uploads import refused
 
@@ -170,15 +170,6 @@ def test_a_voucher_is_for_one_key_and_run_of_one_key_server(setup):
         (b"", key, "a", verify_key),
     ):
         refused("does not vouch for key", check_voucher, *wrong)
-
-
-def test_secret_file_gives_the_same_key_server_again(tmp_path):
-    path = tmp_path / "secret"
-    verify_key = new_secret(path)
-    master, signing_key = load_secret(path)
-    assert KeyServer(master, [], signing_key).verify_key == verify_key
-    assert load_secret(path)[0] == master
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"master": 1, "signing-key": ""}', "\x80"])
