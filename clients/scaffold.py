@@ -29,8 +29,6 @@ from .sgd import SGDClient
 
 __all__ = ["SCAFFOLDClient"]
 
-Arrays = dict[str, NDArray[Any]]
-
 
 class SCAFFOLDClient(SGDClient):
     """Trains on corrected gradients; sends weights and its new control (algorithm 1).
@@ -85,13 +83,19 @@ class SCAFFOLDClient(SGDClient):
             examples, and the ``train-loss`` of :meth:`SGDClient.descend`.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
-        name, received, own = _parted(parameters)
-        weights, corrections = list(received.values()), self._checked(own)
+        (sent,) = records_of(parameters, "corrections", strategy=self.strategy)
+        corrections, records = self._checked(sent), parameters.records  # type: ignore[attr-defined]
+        others = [name for name in records if name != "corrections"]
+        if len(others) != 1:
+            raise ValueError(
+                f"expected one record of weights beside corrections, got {len(others)}"
+            )
+        weights = list(records[others[0]].values())
         set_weights(self.model, weights)
         x, targets = self.training_examples(config)
         corrected = _Corrected(self.trainable, corrections, self.weight_decay)
         train_loss = self.descend(weights, x, targets, config, corrected)
-        trained = get_weights(self.model)
+        trained = dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
         if self.option == "II":
             control = corrected.mean_gradients()
         else:
@@ -100,8 +104,7 @@ class SCAFFOLDClient(SGDClient):
             key: control.get(key, torch.zeros_like(tensor)).cpu().numpy()
             for key, tensor in self._floating().items()
         }
-        weights_by_name = dict(zip(self.model.state_dict(), trained, strict=True))
-        result = NamedArrays({name: weights_by_name, "controls": controls})
+        result = NamedArrays({others[0]: trained, "controls": controls})
         return result, len(x), {"train-loss": train_loss}
 
     def _floating(self) -> dict[str, Tensor]:
@@ -175,7 +178,10 @@ class _Corrected:
 
 def _all(gradients: Gradients, trainable: Mapping[str, nn.Parameter]) -> Gradients:
     """Return the gradients of all parameters: zero for one that the loss does not know."""
-    return {n: gradients.get(n, torch.zeros_like(p.detach())) for n, p in trainable.items()}
+    return {
+        name: gradients[name] if name in gradients else torch.zeros_like(parameter.detach())
+        for name, parameter in trainable.items()
+    }
 
 
 def _decayed(
@@ -187,16 +193,6 @@ def _decayed(
     weights = [parameter.detach() for parameter in trainable.values()]
     decayed = torch._foreach_add(list(gradients.values()), weights, alpha=weight_decay)
     return dict(zip(gradients, decayed, strict=True))
-
-
-def _parted(parameters: Sequence[NDArray[Any]]) -> tuple[str, Arrays, Arrays]:
-    """Return name and content of the record of weights, and the corrections."""
-    (corrections,) = records_of(parameters, "corrections", strategy="SCAFFOLD")
-    others = {k: r for k, r in parameters.records.items() if r is not corrections}  # type: ignore[attr-defined]
-    if len(others) != 1:
-        raise ValueError(f"expected one record of weights beside corrections, got {len(others)}")
-    ((name, weights),) = others.items()
-    return name, weights, corrections
 
 
 def _refuse_mu(name: str, mu: Any) -> None:

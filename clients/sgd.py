@@ -8,7 +8,6 @@ Networks*, MLSys 2020, eq. (2):
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -50,7 +49,7 @@ class SGDClient(ModelClient):
     learning_rate: float = option(
         "eta of SGD; config['lr'], from a strategy's train_config, replaces it in its round",
         default=0.01,
-        at_least=0,
+        above=0,
     )
     momentum: float = option("momentum of SGD; 0: none", default=0.0, at_least=0)
     weight_decay: float = option("weight decay of SGD; 0: none", default=0.0, at_least=0)
@@ -83,21 +82,15 @@ class SGDClient(ModelClient):
         parameters : list of ndarray
             The global model.
         config : dict
-            ``"server-round"`` seeds the shuffling; ``"proximal-mu"`` and ``"lr"``, where they are
-            there, count instead of the client's own.
+            ``"server-round"`` seeds the shuffling; ``"proximal-mu"`` and ``"lr"`` replace the
+            client's own.
 
         Returns
         -------
         tuple of list of ndarray, int, dict
             New weights, number of examples, ``{"train-loss": ...}``: see :meth:`descend`.
-
-        Raises
-        ------
-        ValueError
-            If the message's ``"proximal-mu"`` is no number of at least 0, or ``"lr"`` is no number
-            above 0.
         """
-        mu = _checked_mu("proximal-mu", config.get("proximal-mu", self.proximal_mu))
+        mu = self._replaced("proximal_mu", config, "proximal-mu")
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
         adjust = proximal_term(self.trainable, mu) if mu else None
@@ -128,10 +121,10 @@ class SGDClient(ModelClient):
         x, targets : Tensor, shapes (n, ...) and (n, C)
             Examples, in the order before shuffling.
         config : dict
-            ``"server-round"`` seeds the shuffling; ``"lr"`` counts instead of the client's own.
+            ``"server-round"`` seeds the shuffling; ``"lr"`` replaces the client's own.
         adjust : callable, optional
-            Is given each step's gradients, by their parameters' names, and returns those along
-            which the step is to go. It changes none in place.
+            Maps each step's gradients, by their parameters' names, to those along which the step
+            is to go. It changes none in place.
         epochs : int, optional
             E; the client's ``local_epochs`` by default.
 
@@ -142,47 +135,38 @@ class SGDClient(ModelClient):
             training mode, and at weights that move on. Without epochs: in evaluation mode, at the
             weights where they would begin.
         """
-        rate = config.get("lr", self.learning_rate)
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
-            raise ValueError(f"lr: expected a finite number above 0, got {rate!r}")
+        rate = self._replaced("learning_rate", config, "lr")
         epochs = self.local_epochs if epochs is None else epochs
         if not epochs:
             return loss_value(self.outputs(x), targets, self.loss)
+        trainable, targets = self.trainable, self._compact(targets)
+        losses, sizes = list[torch.Tensor](), list[int]()
         with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
             set_weights(self.model, weights)  # the probe may have moved statistics
-            return self._train(x, targets, rate, drawn, adjust, epochs)
+            steps = SGDSteps(
+                trainable,
+                learning_rate=rate,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+            )
+            self.model.train()
+            for _ in range(epochs):
+                for batch in self._batches(torch.randperm(len(x), generator=drawn)):
+                    loss, gradients = self.batch_gradients(x, targets, batch, trainable)
+                    steps.take(gradients if adjust is None else adjust(gradients))
+                    losses.append(loss.detach())
+                    sizes.append(len(batch))
+            self.model.zero_grad()
+        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        return float(torch.stack(losses).cpu().double() @ shares)
+
+    def _replaced(self, name: str, config: Mapping[str, Any], key: str) -> float:
+        """Return an option, or what a message has in its place."""
+        return float(self.options()[name].check(config.get(key, getattr(self, name)), key))
 
     def _draws(self, config: Mapping[str, Any]) -> int:
         entropy = np.random.SeedSequence(round_seed(self.seed, config))
         return int(entropy.generate_state(1)[0])
-
-    def _train(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor,
-        learning_rate: float,
-        generator: torch.Generator,
-        adjust: Adjust | None,
-        epochs: int,
-    ) -> float:
-        trainable, targets = self.trainable, self._compact(targets)
-        steps = SGDSteps(
-            trainable,
-            learning_rate=learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
-        losses, sizes = list[torch.Tensor](), list[int]()
-        self.model.train()
-        for _ in range(epochs):
-            for batch in self._batches(torch.randperm(len(x), generator=generator)):
-                loss, gradients = self.batch_gradients(x, targets, batch, trainable)
-                steps.take(gradients if adjust is None else adjust(gradients))
-                losses.append(loss.detach())
-                sizes.append(len(batch))
-        self.model.zero_grad()
-        shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        return float(torch.stack(losses).cpu().double() @ shares)
 
     def batch_gradients(
         self,
@@ -193,27 +177,18 @@ class SGDClient(ModelClient):
     ) -> tuple[torch.Tensor, Gradients]:
         """Return the loss of a batch, and the gradients that a step is taken along.
 
-        Parameters
-        ----------
-        x, targets : Tensor
-            All examples of the round, and their targets.
-        batch : Tensor of int64
-            Positions of the batch's.
-        trainable : mapping of str to nn.Parameter
-            Of the model: what is differentiated.
+        `batch` are its positions (int64) among the round's examples `x` and `targets`.
         """
         loss = self._batch_loss(x, targets, batch)
         return loss, gradients_of(loss, trainable)
 
     def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
         batches = list(order.split(self.batch_size))
-        if len(batches) > 1 and len(batches[-1]) == 1 and self._normalises_batches:
+        norm = nn.modules.batchnorm._BatchNorm
+        normalises = any(isinstance(module, norm) for module in self.model.modules())
+        if normalises and len(batches) > 1 and len(batches[-1]) == 1:
             batches[-2:] = [torch.cat(batches[-2:])]
         return batches
-
-    @property
-    def _normalises_batches(self) -> bool:
-        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
 
     def _compact(self, targets: torch.Tensor) -> torch.Tensor:
         """Return class numbers for one-hot targets, where the loss takes them: that is faster."""
@@ -237,9 +212,3 @@ class SGDClient(ModelClient):
         if self.loss == "mse":
             return torch.nn.functional.mse_loss(outputs, own) / 2
         return torch.nn.functional.cross_entropy(outputs, own)
-
-
-def _checked_mu(name: str, mu: Any) -> float:
-    if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 <= mu < math.inf:
-        raise ValueError(f"{name}: expected a finite number of at least 0, got {mu!r}")
-    return float(mu)

@@ -87,7 +87,26 @@ def _app(answers: dict[str, Callable[..., bytes]], limit: int, timeout: float) -
     """Serve functions at addresses; they have pydantic check the arguments of requests."""
 
     async def read_body(request: Request) -> bytes:
-        return await _body(request, limit, timeout)
+        """Return the body. One that is too large is read to its end, and not kept."""
+        body, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(timeout):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size <= limit:
+                        body += chunk
+                    else:
+                        body.clear()
+        except TimeoutError:
+            raise TimeoutError(
+                f"expected the whole request within {timeout:g} s, got {size} bytes of it; "
+                f"{SHORTER} --body-timeout"
+            ) from None
+        if size > limit:
+            raise SealError(
+                f"expected a request of at most {limit} bytes, got {size}; {SHORTER} limit"
+            )
+        return bytes(body)
 
     def serve(path: str, answer: Callable[..., bytes]) -> None:
         @app.post(path)  # not async: FastAPI runs it in a thread
@@ -119,25 +138,3 @@ async def _broken_off(request: Request, _: Exception) -> Response:
     """Answer nobody: the client has gone."""
     logger.info("a request to %s broke off", request.url.path)
     return Response(status_code=400)
-
-
-async def _body(request: Request, limit: int, timeout: float) -> bytes:
-    """Return the body of a request. One that is too large is read to its end, and not kept."""
-    body = bytearray()
-    size = 0
-    try:
-        async with asyncio.timeout(timeout):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
-                    body += chunk
-                else:
-                    body.clear()
-    except TimeoutError:
-        raise TimeoutError(
-            f"expected the whole request within {timeout:g} s, got {size} bytes of it; {SHORTER} "
-            "--body-timeout"
-        ) from None
-    if size > limit:
-        raise SealError(f"expected a request of at most {limit} bytes, got {size}; {SHORTER} limit")
-    return bytes(body)

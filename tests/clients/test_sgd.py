@@ -221,8 +221,8 @@ def test_steps_are_those_of_torchs_optimizer_bit_for_bit(momentum, weight_decay)
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf"), "1", True])
 def test_a_bad_mu_in_a_message_is_refused(mu):
-    model, said = nn.Linear(4, 3), "expected a finite number of at least 0, got"
-    with pytest.raises(ValueError, match=f"proximal-mu: {said}"):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"proximal-mu: expected (at least 0|a finite|float)"):
         client(model).fit(get_weights(model), {"proximal-mu": mu})
 
 
