@@ -8,8 +8,6 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 As in the authors' program, d is taken example by example: the mean square over the features.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -60,15 +58,28 @@ class FedProtoClient(PersonalisedClient):
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
-        with self._pulled(parameters, config):
+        prototypes, feature_map = self._received(parameters), FeatureMap.from_config(config)
+        _, head = feature_map.last_layer(self.model)
+        if prototypes.means.shape != (head.out_features, head.in_features):
+            raise ValueError(
+                f"prototypes: expected {head.out_features} classes and {head.in_features} features "
+                f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
+                "network"
+            )
+        if self.pull and prototypes.present.any():
+            self._pull = _Pull(head, prototypes, self.pull)
+        try:
             result, num_examples, metrics = super().fit(parameters, config)
+        finally:
+            if self._pull is not None:
+                self._pull.detach()
+            self._pull = None
         if not isinstance(result, NamedArrays):  # what it kept is lost
             return result, num_examples, metrics
         x, targets = self.training_examples(config)
-        extract = FeatureMap.from_config(config).extractor(self.model)
+        extract = feature_map.extractor(self.model)
         own = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
-        name = self.record_name(parameters)
-        return NamedArrays({name: own.to_arrays()}), num_examples, metrics
+        return NamedArrays({self.record_name(parameters): own.to_arrays()}), num_examples, metrics
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -106,27 +117,6 @@ class FedProtoClient(PersonalisedClient):
     def _by_prototypes(self, parameters: list[NDArray[Any]]) -> bool:
         there = bool(self._received(parameters).present.any())
         return there and self.predict == "prototype"
-
-    @contextmanager
-    def _pulled(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Iterator[None]:
-        """Add the pull to the loss of batches."""
-        prototypes = self._received(parameters)
-        _, head = FeatureMap.from_config(config).last_layer(self.model)
-        if prototypes.means.shape != (head.out_features, head.in_features):
-            raise ValueError(
-                f"prototypes: expected {head.out_features} classes and {head.in_features} features "
-                f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
-                "network"
-            )
-        if not self.pull or not prototypes.present.any():
-            yield
-            return
-        self._pull = _Pull(head, prototypes, self.pull)
-        try:
-            yield
-        finally:
-            self._pull.detach()
-            self._pull = None
 
     def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
         if self._pull is None:

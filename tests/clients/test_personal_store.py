@@ -12,7 +12,6 @@ from fedntk.clients.personal import personal_store
 from fedntk.clients.personal.personal_store import PersonalStore
 
 from ..strategies.federation import bits
-from .damage import WAYS, damaged
 
 ARRAYS = {
     "0.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -39,17 +38,6 @@ def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: Perso
     assert [a.shape for a in kept.values()] == [a.shape for a in ARRAYS.values()]
     assert bits(kept) == bits(ARRAYS)
     assert store.load(2) is None
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_a_damaged_round_counts_as_missing_and_others_do_not(store: PersonalStore, how: str):
-    for number in (1, 2):
-        store.save(number, ARRAYS)
-    damaged(store.folder / "round-00000002.npz", how)
-    assert store.load(2) is None
-    assert store.load(1) is not None
-    store.save(2, ARRAYS)
-    assert store.load(2) is not None
 
 
 def test_runs_and_clients_do_not_share_a_folder(tmp_path: Path):
