@@ -30,6 +30,7 @@ from .sealing import (
     check_run,
     fingerprint,
     public_bytes,
+    require_bytes,
     seal,
     unseal,
     write_secret,
@@ -74,8 +75,7 @@ class KeyServer:
     def __init__(
         self, master: bytes, enrolled: Iterable[bytes], signing_key: Ed25519PrivateKey
     ) -> None:
-        if len(master) != SEED_BYTES:
-            raise SealError(f"master: expected {SEED_BYTES} bytes, got {len(master)}")
+        require_bytes("master", master, SEED_BYTES)
         self._master, self._signing_key = master, signing_key
         self.verify_key = signing_key.public_key().public_bytes_raw()
         self.enrol(enrolled)
@@ -84,8 +84,7 @@ class KeyServer:
         """Replace the enrolled public keys; if one lacks 32 bytes, the former keys stay."""
         keys = frozenset(enrolled)
         for key in keys:
-            if len(key) != KEY_BYTES:
-                raise SealError(f"enrolled keys: expected {KEY_BYTES} bytes each, got {len(key)}")
+            require_bytes("enrolled keys", key, KEY_BYTES)
         self._enrolled = keys
 
     def projection_seed(self, run: str) -> bytes:
@@ -100,8 +99,7 @@ class KeyServer:
         clear, then come the sealed seed and a signature of it all.
         """
         self._require_enrolled(public_key)
-        if len(challenge) != CHALLENGE_BYTES:
-            raise SealError(f"challenge: expected {CHALLENGE_BYTES} bytes, got {len(challenge)}")
+        require_bytes("challenge", challenge, CHALLENGE_BYTES)
         head = _head(public_key, challenge, run)
         signed = head + seal(self.projection_seed(run), public_key, info=head)
         return signed + self._signing_key.sign(signed)

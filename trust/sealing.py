@@ -60,6 +60,12 @@ def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
         ) from None
 
 
+def require_bytes(name: str, value: bytes, size: int) -> None:
+    """Raise SealError unless there are so many bytes."""
+    if len(value) != size:
+        raise SealError(f"{name}: expected {size} bytes, got {len(value)}")
+
+
 def check_public_key(public_key: bytes) -> bytes:
     """Return an X25519 public key of 32 raw bytes; raise SealError for anything else."""
     seal(b"", public_key, b"")

@@ -53,7 +53,7 @@ class Prototypes:
 
     @classmethod
     def none(cls, num_classes: int, width: int) -> Self:
-        """Return those of no examples, of C classes and p features."""
+        """Return those of no example."""
         return cls(np.zeros((num_classes, width), np.float32), np.zeros(num_classes, np.int64))
 
     @classmethod
@@ -66,7 +66,7 @@ class Prototypes:
         return cls((sums / np.maximum(counts, 1)[:, None]).astype(np.float32), counts)
 
     def replaced_by(self, newer: Self) -> Self:
-        """Return newer ones, and these for the classes that the newer lack."""
+        """Return the newer ones, and these for classes that the newer lack."""
         means = np.where(newer.present[:, None], newer.means, self.means)
         return type(self)(means, np.where(newer.present, newer.counts, self.counts))
 
@@ -77,7 +77,7 @@ class Prototypes:
 
     @property
     def size(self) -> float:
-        """Root mean square of the means of the classes that are there."""
+        """Root mean square of the means that are there."""
         return float(np.sqrt(np.square(self.means[self.present], dtype=np.float64).mean()))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
