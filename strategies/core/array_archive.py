@@ -39,13 +39,7 @@ class OldFormat(ValueError):  # noqa: N818
 
 
 class ArrayArchive:
-    """Numbered versions of a state in a folder; one process at a time writes them.
-
-    Parameters
-    ----------
-    folder : Path
-        Is made when the first version is written.
-    """
+    """Numbered versions of a state in a folder; one process at a time writes them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,16 +49,12 @@ class ArrayArchive:
     def save(self, number: int, state: Mapping[str, Any]) -> None:
         """Write what changed since the last version; keep that one, and remove older ones.
 
-        Parameters
-        ----------
-        number : int
-            Number of the version, larger than those before.
-        state : mapping
-            Values of JSON, and arrays, in dictionaries and lists.
+        Versions' numbers grow. The state is values of JSON, and arrays, in dictionaries and lists.
         """
         text, arrays = self._encode(state)
         known = {d: p for d, p in self._places.items() if d in arrays and p[1] >= SMALL}
-        sizes = {name: self._size(name) for name in {name for name, _ in known.values()}}
+        paths = {name: self.folder / name for name, _ in known.values()}
+        sizes = {name: p.stat().st_size if p.exists() else 0 for name, p in paths.items()}
         known = {d: place for d, place in known.items() if sizes[place[0]]}
         if sum(sizes.values()) > 2 * sum(nbytes for _, nbytes in known.values()) + 2**16:
             known = {}
@@ -75,13 +65,7 @@ class ArrayArchive:
         self._write(number, *self._encode(state), {}, kept=1)
 
     def newest(self) -> State | None:
-        """Read the newest version that is whole, with a warning for each that is not.
-
-        Raises
-        ------
-        OldFormat
-            If another version of fedntk has written it.
-        """
+        """Read the newest version that is whole, with a warning for each that is not."""
         for path in self._files():
             try:
                 return self._load(path)
@@ -107,15 +91,7 @@ class ArrayArchive:
 
         return json.dumps(state, default=reference), arrays
 
-    def _write(
-        self,
-        number: int,
-        text: str,
-        arrays: Arrays,
-        known: Places,
-        *,
-        kept: int,
-    ) -> None:
+    def _write(self, number: int, text: str, arrays: Arrays, known: Places, *, kept: int) -> None:
         path = self.folder / f"round-{number:06}.safetensors"
         new = {digest: array for digest, array in arrays.items() if digest not in known}
         self._places = known | {digest: (path.name, array.nbytes) for digest, array in new.items()}
@@ -138,11 +114,6 @@ class ArrayArchive:
 
         state: State = json.loads(described["state"], object_hook=decode)
         return state
-
-    def _size(self, name: str) -> int:
-        """Bytes of a file; 0 if it is gone."""
-        path = self.folder / name
-        return path.stat().st_size if path.exists() else 0
 
     def _files(self) -> list[Path]:
         """All versions, newest first."""

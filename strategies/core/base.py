@@ -4,10 +4,11 @@ Flower's FedAvg lends its options and two helpers. :mod:`.exchange` sends and ch
 :mod:`.sampling` draws clients, :mod:`.rounds` is the loop.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from .averaging import named_arrays
 from .centred_inputs import centred_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
-from .replies import NoUsableReply, Reply, accuracy_of, kinds_of, largest_group, screen_accuracies
+from .replies import Reply, accuracy_of, kinds_of, largest_group, screen_accuracies
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
@@ -102,7 +103,7 @@ class BaseStrategy(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.averaged = AveragedModel(self.average_decay) if self.average_decay else None
-        self._rounds_loaded: int | None = None  # before start, of a state
+        self.rounds_loaded = 0  # of a state, until a run goes on from it
         self._last_round = 0
 
     def check(self) -> None:
@@ -131,17 +132,11 @@ class BaseStrategy(Sampling):
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later rounds depend on besides the global weights and the settings.
+        """Return what later rounds depend on besides the global weights: arrays, and JSON's values.
 
-        A strategy made with the same settings that loads it, and is started from the same weights,
-        goes on bit for bit as this one would. There is no generator in it: draws are seeded by
-        (seed, round).
-
-        Returns
-        -------
-        dict
-            Name -> array, or what JSON holds. Later rounds do not change it. A name with a dot is
-            one of a varying number, such as ``controls.<client>``.
+        A strategy with the same settings that loads it, and starts from the same weights, goes on
+        bit for bit as this one would. A name with a dot is one of a varying number, such as
+        ``controls.<client>``. Later rounds do not change what was returned.
         """
         saved: dict[str, Any] = {"settings": self.settings(), "server-round": self.server_round}
         for name in self.states():
@@ -158,10 +153,7 @@ class BaseStrategy(Sampling):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned; :meth:`start` then goes on from it.
 
-        Raises
-        ------
-        ValueError
-            If it is the state of another class of strategy, or of other settings.
+        ValueError if it is of another class of strategy, or of other settings.
         """
         own = self.state_dict()
         if not {name for name in own if "." not in name} <= state.keys():
@@ -176,7 +168,7 @@ class BaseStrategy(Sampling):
         self.reset_state()
         for name, kind in self.states().items():
             setattr(self, name, unpack(name, kind, getattr(self, name), state))
-        self.server_round = self._rounds_loaded = int(state["server-round"])
+        self.server_round = self.rounds_loaded = int(state["server-round"])
         if self.averaged is not None:
             self.averaged.load_state_dict(under(f"{AVERAGED}.", state))
 
@@ -197,21 +189,19 @@ class BaseStrategy(Sampling):
     ) -> Result:
         """Run Flower's ``Strategy.start``, or the rounds of it that remain.
 
-        After :meth:`load_state_dict` `num_rounds` counts the rounds before, too, and
-        `initial_arrays` are the weights that belong to the state, or their mean (`average_decay`),
-        as the state then has the weights. If no round changes the model, they are what is returned.
+        After :meth:`load_state_dict` `num_rounds` includes the rounds before, and `initial_arrays`
+        are the weights of the state, or their mean (`average_decay`). They are returned if no round
+        changes the model.
 
         Parameters
         ----------
         checkpoint : path, optional
-            Folder of this run. Its state is written there after each round, whole or not at all.
-            If there is one already, the run goes on from it, to the same bits as if it had never
-            been cut off: make the same call again after a crash. `initial_arrays` then only have to
-            be of the same network, and the Result holds all rounds. `evaluate_fn` is called once
-            more for the last of the rounds that were run.
+            Folder of this run. Its state is written there after each round. After a crash make the
+            same call again: the run goes on to the same bits as if it had never been cut off.
+            `initial_arrays` then only have to be of the same network, the Result holds all rounds,
+            and `evaluate_fn` is called once more for the last round that was run.
         should_stop : callable, optional
-            (round, Result so far) -> whether that round is the last one. Newer versions of Flower
-            have this argument, too.
+            (round, Result so far) -> whether that round is the last one, as in newer Flower.
         grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
             Flower's.
         **options
@@ -241,88 +231,23 @@ class BaseStrategy(Sampling):
             "should_stop": should_stop,
         }
         self._timeout = timeout
+        run = functools.partial(run_rounds, self, grid, initial_arrays, num_rounds)
         if checkpoint is None:
-            return self._run(grid, initial_arrays, num_rounds, None, **own)
+            return run(None, **own)
         folder = Path(checkpoint)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
         network = self.network_of(initial_arrays)
         checkpoints = RunCheckpoints(folder, network, train_config or {})
         with claimed(folder, "checkpoint"):
-            return self._run(grid, initial_arrays, num_rounds, checkpoints, **own)
+            return run(checkpoints, **own)
 
-    def _run(
-        self,
-        grid: Grid,
-        arrays: ArrayRecord,
-        num_rounds: int,
-        checkpoints: RunCheckpoints | None,
-        **options: Any,
-    ) -> Result:
-        """Run the rounds that remain, from the newest checkpoint if there is one."""
-        result = Result()
-        if checkpoints is not None:
-            found = checkpoints.newest(self.network_of)
-            if found is not None:
-                arrays, result = found.arrays, found.result
-                self._go_on_from(checkpoints.folder, found.strategy, num_rounds)
-        loaded, self._rounds_loaded = self._rounds_loaded, None
-        done = loaded or 0
-        logger.log(
-            INFO, "Starting %s strategy: rounds %d to %d", type(self).__name__, done + 1, num_rounds
-        )
-        self.summary()
-        arrays = self.begin(arrays, num_rounds, done)
-        if self.averaged is not None and self.averaged.count:
-            arrays, result.arrays = self.averaged.newest, self.averaged.mean
+    def centred(self, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
+        """Ask for the mean of the inputs, unless it is there or not to be taken off."""
         if self.centre_inputs and self.fraction_train and not self._centred:
             arrays = centred_by_clients(arrays, self, grid)
             self._centred = True
-
-        def save(server_round: int, arrays: ArrayRecord, result: Result) -> None:
-            if checkpoints is not None:
-                checkpoints.save(server_round, arrays, self.state_dict(), result)
-
-        rounds = range(done + 1, max(num_rounds, done) + 1)
-        run_rounds(self, grid, arrays, result, rounds=rounds, after_round=save, **options)
-        if not len(result.arrays):
-            result.arrays = arrays
-            if self.last_failure and done == 0:
-                raise RuntimeError(
-                    f"in {num_rounds} rounds the model never changed: {self.last_failure}"
-                )
-        if self.server_round > done == 0:
-            self._require_success()
-        return result
-
-    def _go_on_from(self, folder: Path, state: Mapping[str, Any], num_rounds: int) -> None:
-        """Take over the state of a checkpoint, and say so."""
-        try:
-            self.load_state_dict(state)
-        except ValueError as error:
-            raise ValueError(
-                f"checkpoint: {folder} holds another run ({error}); use the same settings, or "
-                "another folder"
-            ) from error
-        if self.server_round >= num_rounds:
-            logger.log(
-                WARNING,
-                "%s: all %d rounds have been run before, and none is run now; choose another "
-                "folder for another run",
-                folder,
-                self.server_round,
-            )
-        else:
-            logger.log(INFO, "%s: going on after round %d", folder, self.server_round)
-
-    def _require_success(self) -> None:
-        """Refuse to end as if all were well where no client ever replied with what can be used."""
-        trained = [m for m in self.train_metrics.values() if "replies-accepted" in m]
-        if trained and not any(metrics["replies-accepted"] for metrics in trained):
-            raise NoUsableReply(
-                f"in {len(trained)} rounds no client's reply could be used; the last refused: "
-                f"{self.last_refusal or 'none came at all'}"
-            )
+        return arrays
 
     def judged(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return what is evaluated and returned: the mean over rounds, or the newest arrays."""
@@ -345,20 +270,14 @@ class BaseStrategy(Sampling):
     ) -> Predictor:
         """Make the predictor of what :meth:`start` returned, or ``evaluate_fn`` was given.
 
-        Parameters
-        ----------
-        arrays : ArrayRecord or dict of str to ndarray
-            The newest global arrays.
-        network : nn.Module
-            Of the clients' architecture; it is copied, its weights do not matter.
+        The network has the clients' architecture; it is copied, its weights do not matter.
         """
         return NetworkPredictor.from_arrays(network, named_arrays(arrays))
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
-        """Return the arrays that a run begins with, `done` rounds of it run before.
+        """Return the arrays that a run begins with; methods that learn more than a network add it.
 
-        With none, what is left of an earlier run of this object is forgotten. Methods that learn
-        more than a network add it here.
+        If no round is `done`, what is left of an earlier run of this object is forgotten.
         """
         self.require_memory()
         self._last_round = num_rounds
@@ -409,7 +328,8 @@ class BaseStrategy(Sampling):
         """Share the clients of another strategy, which samples them.
 
         Then :meth:`sample` returns all nodes of the grid that the owner shows. Clients held out,
-        sealed seeds and the names of records and weights are the owner's.
+        sealed seeds and the names of records and weights are the owner's. ValueError if the method
+        cannot work so.
 
         Parameters
         ----------
@@ -417,12 +337,6 @@ class BaseStrategy(Sampling):
             The other strategy.
         everyone : bool
             Whether it shows all clients that it samples, and not some of them.
-
-        Raises
-        ------
-        ValueError
-            If the method cannot work so, averages its weights over rounds, which is the owner's, or
-            centres inputs.
         """
         del everyone
         if self.averaged is not None:
@@ -474,15 +388,8 @@ class BaseStrategy(Sampling):
     ) -> MetricRecord:
         """Aggregate the accepted replies' metrics, and count the replies.
 
-        Parameters
-        ----------
-        replies : sequence of Reply
-            Accepted. Metrics must have the same names in all replies that are aggregated, so those
-            whose names differ from most replies' are left out of it.
-        rejected : Counter
-            Reason -> number of replies dropped.
-        aggregate : callable, optional
-            Flower's ``train_metrics_aggr_fn`` by default: a mean weighted by examples.
+        Replies with other names of metrics than most are left out of the aggregation, by default
+        ``train_metrics_aggr_fn``: a mean weighted by examples.
         """
         metrics = MetricRecord()
         if replies:

@@ -1,10 +1,10 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
 import hashlib
-from collections.abc import Callable, Mapping
-from logging import WARNING, getLogger
+from collections.abc import Mapping
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result
 
 from .array_archive import ArrayArchive, checksum
 
-__all__ = ["RunCheckpoints", "RunState"]
+__all__ = ["RunCheckpoints"]
 
 logger = getLogger("flwr")
 HISTORIES = (
@@ -22,26 +22,11 @@ HISTORIES = (
 )
 
 
-class RunState(NamedTuple):
-    """A run after a round: the global arrays, the strategy's state, and the result so far."""
-
-    arrays: ArrayRecord
-    strategy: dict[str, Any]
-    result: Result
-
-
 class RunCheckpoints:
-    """The checkpoints of one run in a folder of its own.
+    """The checkpoints of one run in a folder of its own, which is made.
 
-    Parameters
-    ----------
-    folder : Path
-        Is made if it is not there.
-    network : ArrayRecord
-        First weights of the run as it is started now. A checkpoint must have their names and
-        shapes; if it began with other numbers, that is logged, and these are not used.
-    train_config : mapping
-        Of the run as it is started now; a checkpoint must have the same.
+    A checkpoint must have the `train_config` of the run as it is started now, and the names and
+    shapes of its `network`. If it began with other numbers, that is logged; these are not used.
     """
 
     def __init__(self, folder: Path, network: ArrayRecord, train_config: Mapping[str, Any]) -> None:
@@ -51,24 +36,40 @@ class RunCheckpoints:
         self._saved = -1
         self._first_weights = _digest(network)
 
-    def newest(self, network_of: Callable[[ArrayRecord], ArrayRecord]) -> RunState | None:
-        """Return the newest state that is whole; None if there is none.
+    def restored(self, strategy: Any, num_rounds: int) -> Result:
+        """Return the result of the newest whole checkpoint, and load its state; else an empty one.
 
-        `network_of` picks the network's arrays among the global ones.
+        `strategy` is a BaseStrategy. The result's arrays are those that the next round begins with.
         """
         self._archive.remove_partial()
         found = self._archive.newest()
         if found is None:
-            return None
+            return Result()
         arrays = ArrayRecord({name: Array(array) for name, array in found["arrays"].items()})
-        self._require_same(found, network_of(arrays))
+        self._require_same(found, strategy.network_of(arrays))
+        try:
+            strategy.load_state_dict(found["strategy"])
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint: {self.folder} holds another run ({error}); use the same settings, or "
+                "another folder"
+            ) from error
+        self._saved, self._first_weights = strategy.server_round, found["first-weights"]
+        if self._saved >= num_rounds:
+            logger.log(
+                WARNING,
+                "%s: all %d rounds have been run before, and none is run now; choose another "
+                "folder for another run",
+                self.folder,
+                self._saved,
+            )
+        else:
+            logger.log(INFO, "%s: going on after round %d", self.folder, self._saved)
         result = Result(arrays)
         for history in HISTORIES:
             own = found["result"][history]
             setattr(result, history, {int(k): MetricRecord(v) for k, v in own.items()})
-        self._saved = int(found["strategy"]["server-round"])
-        self._first_weights = found["first-weights"]
-        return RunState(arrays, found["strategy"], result)
+        return result
 
     def _require_same(self, found: Mapping[str, Any], saved: ArrayRecord) -> None:
         own = (self._network, saved)

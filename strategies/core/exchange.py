@@ -179,7 +179,7 @@ class Exchanges(Declared, FedAvg):
     ) -> list[Message]:
         """Address contents to nodes, with their sealed seeds where there is a key server."""
         if self._seeds is not None:
-            self._seeds.fetch(nodes, self._public_keys)
+            self._seeds.fetch(nodes, lambda new: self._ask(new, "query.keys"))
         messages: list[Message] = []
         for node, content in zip(nodes, contents, strict=True):
             sealed = None if self._seeds is None else self._seeds.of(node)
@@ -191,22 +191,22 @@ class Exchanges(Declared, FedAvg):
         self._exchanges[stage] = Exchange(messages)
         return messages
 
-    def _public_keys(self, nodes: list[int]) -> Iterable[Message]:
-        return self._ask(nodes, "query.keys")
-
     def _ask(self, nodes: Sequence[int], kind: str) -> list[Message]:
         """Return the replies to a question without content that answer it."""
-        if self._grid is None:
-            raise RuntimeError("call configure_train first, which sets the grid")
         asked = list(self._construct_messages(RecordDict(), list(nodes), kind))
         sent, answers = Exchange(asked), []
-        for reply in self._grid.send_and_receive(asked, timeout=self.query_timeout):
+        for reply in self._sent(asked, self.query_timeout):
             try:
                 sent.take(reply)
                 answers.append(reply)
             except BadReply as error:
                 logger.log(WARNING, "dropped an answer to %s: %s", kind, error)
         return answers
+
+    def _sent(self, messages: list[Message], timeout: float) -> Iterable[Message]:
+        if self._grid is None:
+            raise RuntimeError("call configure_train first, which sets the grid")
+        return self._grid.send_and_receive(messages, timeout=timeout)
 
     def exchange(
         self,
@@ -220,14 +220,11 @@ class Exchanges(Declared, FedAvg):
         A stage that was sent before has its configuration again. In a deployment an exchange costs
         seconds: prefer one a round.
         """
-        if self._grid is None:
-            raise RuntimeError("exchange: call configure_train first, which sets the grid")
         config = self._configs.get(stage, ConfigRecord())
         messages = self.messages(self.server_round, nodes, stage, arrays, config)
         asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
         timeout = (self._owner or self)._timeout if asked_again else self.query_timeout
-        answers = self._grid.send_and_receive(messages, timeout=timeout)
-        return self.accepted(answers, parse, stage)
+        return self.accepted(self._sent(messages, timeout), parse, stage)
 
     # --------------------------------------------------------------- receiving
 
@@ -239,15 +236,8 @@ class Exchanges(Declared, FedAvg):
         Each message is answered once, by the node that was asked. A client whose reply is an error
         is sent again all that it may have lost. Only replies that are used claim a partition.
 
-        Parameters
-        ----------
-        replies : iterable of Message
-            In any order.
-        parse : callable
-            Turns a reply into what the method needs of it, or raises BadReply. It must not change
-            anything: the reply may yet be dropped.
-        stage : str
-            As :meth:`content_for` was given.
+        `parse` turns a reply into what the method needs of it, or raises BadReply. It must not
+        change anything: the reply may yet be dropped.
 
         Returns
         -------
@@ -284,9 +274,8 @@ class Exchanges(Declared, FedAvg):
 
     def _require_kind(self, message: Message, stage: str) -> None:
         """Refuse weights where something else is taken, with what to do."""
-        if stage != MessageType.TRAIN or self.takes_weights:
-            return
-        if is_like(message, self.network_of(self.global_arrays)):
+        expected = stage != MessageType.TRAIN or self.takes_weights
+        if not expected and is_like(message, self.network_of(self.global_arrays)):
             raise BadReply(
                 "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
             )

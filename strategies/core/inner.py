@@ -32,17 +32,10 @@ __all__ = ["CheckedStrategy", "GridSubset", "InnerStrategy"]
 
 
 class InnerStrategy:
-    """A strategy at work within another, which samples the nodes and checks the replies.
+    """A strategy at work within its owner, which samples the nodes and checks the replies.
 
-    Parameters
-    ----------
-    argument : str
-        Name under which the strategy was given, for errors.
-    strategy : Strategy
-        One whose replies are one set of weights, the network's.
-    owner : BaseStrategy
-        Samples the nodes and checks the replies: its ``min_completed`` and ``max_examples`` are
-        what counts.
+    Its replies are one set of weights, the network's; the owner's ``min_completed`` and
+    ``max_examples`` count. `argument` is the name under which it was given, for errors.
     """
 
     def __init__(self, argument: str, strategy: Strategy, owner: BaseStrategy) -> None:
@@ -104,10 +97,7 @@ class InnerStrategy:
         replies: Iterable[Message],
         expected: Mapping[str, NDArray[Any]],
     ) -> tuple[dict[str, NDArray[Any]] | None, MetricRecord]:
-        """Return the new network, if there is one, and the round's metrics.
-
-        `expected` is the network as it was sent.
-        """
+        """Return the new network, if there is one, and metrics; `expected` is what was sent."""
         pairs, rejected = self.owner.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
         )
@@ -154,10 +144,7 @@ class InnerStrategy:
         return {"strategy": type(self.strategy).__name__, **plain}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the strategy keeps from round to round, such as FedAdam's moments.
-
-        That is its own ``state_dict()`` where it has one, else its attributes that hold arrays.
-        """
+        """Return its own ``state_dict()``, else attributes that hold arrays: moments."""
         if (own := getattr(self.strategy, "state_dict", None)) is not None:
             state: dict[str, Any] = own()
             return state

@@ -99,10 +99,6 @@ class SentParts:
         """Have a client sent all parts again."""
         self._parts.pop(client, None)
 
-    def forget_all(self) -> None:
-        """Have all clients sent all parts again."""
-        self._parts = {}
-
     def state_dict(self) -> dict[str, list[str]]:
         """Return what each client was sent; placeholders end with their nodes."""
         return {str(k): sorted(parts) for k, parts in sorted(self._parts.items()) if k >= 0}

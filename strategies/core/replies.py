@@ -44,34 +44,18 @@ class NoUsableReply(RuntimeError):  # noqa: N818
 class Reply:
     """A reply whose metrics have been checked.
 
-    Parameters
-    ----------
-    message : Message
-        The reply.
-    client : int
-        Id of the client that sent it, as the registry knows it.
-    num_examples_key : str
-        Under which its metrics count the examples.
-    max_examples : int
-        More than so many are refused.
-
     Attributes
     ----------
-    node : int
-        Id of the node that sent it.
+    message, node : Message, int
+        The reply itself, and the id of the node that sent it.
+    client : int
+        Id of the client that sent it, as the registry knows it.
     num_examples : int
-        Between 1 and `max_examples`.
+        Examples that its metrics count under `num_examples_key`: 1 ... `max_examples`.
     metrics : dict of str to int, float or list
         The other metrics: finite numbers, and lists without NaN. Of more than 64, or of more than
         10,000 numbers in all, some are left out, as are names of more than 64 characters, names
         that are no Unicode text, and those under which the server counts replies.
-    message : Message
-        The reply itself.
-
-    Raises
-    ------
-    BadReply
-        If there is not one MetricRecord, or a metric is not finite or the examples out of range.
     """
 
     def __init__(
@@ -87,8 +71,7 @@ class Reply:
         metrics: dict[str, Any] = dict(record)
         for key, value in metrics.items():
             for number in value if isinstance(value, list) else [value]:
-                infinite = math.isinf(number) and not isinstance(value, list)
-                if math.isnan(number) or infinite:
+                if math.isnan(number) or (math.isinf(number) and number is value):
                     raise BadReply("non-finite", f"metric {key[:80]!r} is {number}")
                 if isinstance(number, int) and abs(number) >= 2**63:
                     raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")
@@ -105,10 +88,8 @@ class Reply:
             )
         self.num_examples = int(examples)
         metrics.pop("partition-id", None)
-        names = sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name))
-        kept: set[str] = set()
-        room = MOST_NUMBERS
-        for name in names:
+        kept, room = set[str](), MOST_NUMBERS
+        for name in sorted(metrics, key=lambda name: (name not in KNOWN_METRICS, name)):
             size = len(metrics[name]) if isinstance(metrics[name], list) else 1
             if _can_be_kept(name) and len(kept) < MOST_METRICS and size <= room:
                 kept.add(name)
@@ -116,13 +97,7 @@ class Reply:
         self.metrics = {name: value for name, value in metrics.items() if name in kept}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Name -> array of the reply's one ArrayRecord, whatever its name.
-
-        Raises
-        ------
-        BadReply
-            If there is not exactly one, or its bytes are no arrays.
-        """
+        """Name -> array of the reply's one ArrayRecord, whatever its name."""
         records = self.message.content.array_records
         if len(records) != 1:
             raise BadReply("arrays", f"expected one ArrayRecord, got {len(records)}")
@@ -130,13 +105,7 @@ class Reply:
         return read_arrays(record)
 
     def ordered_arrays(self, *names: str) -> list[NDArray[Any]]:
-        """Return the arrays of the one ArrayRecord in the order of these names.
-
-        Raises
-        ------
-        BadReply
-            If the names are others, or as for :meth:`arrays`.
-        """
+        """Return the arrays of the one ArrayRecord, which has these names, in their order."""
         arrays = self.arrays()
         if arrays.keys() != set(names):
             found = ", ".join(sorted(arrays))[:80] or "none"
@@ -144,13 +113,7 @@ class Reply:
         return [arrays[name] for name in names]
 
     def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
-        """Name -> array of each of several ArrayRecords, which come by name.
-
-        Raises
-        ------
-        BadReply
-            If there are others, or some are missing, or their bytes are no arrays.
-        """
+        """Name -> array of each of several ArrayRecords, which have these names."""
         records = self.message.content.array_records
         if records.keys() != set(names):
             found = ", ".join(sorted(records))[:80] or "none"
@@ -170,13 +133,7 @@ def _can_be_kept(name: str) -> bool:
 
 
 def read_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Name -> array of a client's record, which may hold anything.
-
-    Raises
-    ------
-    BadReply
-        With the reason ``"arrays"``, if some of its bytes are no array.
-    """
+    """Name -> array of a client's record; BadReply if some of its bytes are no array."""
     arrays = {}
     for name, array in record.items():
         try:
@@ -207,11 +164,6 @@ def checked_weights(
     """Check arrays against those of a model: names, shapes, dtypes and ranges.
 
     Those that are `untrained` must be as they were sent.
-
-    Raises
-    ------
-    BadReply
-        With the reason ``"arrays"`` or one of :func:`require_like`.
     """
     if arrays.keys() != expected.keys():
         odd = sorted(arrays.keys() ^ expected.keys())
@@ -245,13 +197,9 @@ def require_like(name: str, array: NDArray[Any], expected: NDArray[Any]) -> None
 
 def is_like(message: Message, model: ArrayRecord) -> bool:
     """Whether a reply's arrays are those of a model, by names, shapes and dtypes."""
-    records = list(message.content.array_records.values())
-    if len(records) != 1 or records[0].keys() != model.keys():
-        return False
-    return all(
-        (array.dtype, tuple(array.shape)) == (model[name].dtype, tuple(model[name].shape))
-        for name, array in records[0].items()
-    )
+    records = (*message.content.array_records.values(), model)
+    own, *others = ({n: (a.dtype, tuple(a.shape)) for n, a in r.items()} for r in records)
+    return others == [own]
 
 
 def accuracy_of(reply: Reply) -> Any:

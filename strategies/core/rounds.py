@@ -1,59 +1,51 @@
 """The rounds of a run, over the hooks that all of Flower's strategies have."""
 
-import logging
 import time
 from collections.abc import Callable
+from logging import getLogger
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-__all__ = ["AfterRound", "EvaluateFn", "ShouldStop", "run_rounds"]
+from .checkpoint import RunCheckpoints
+from .replies import NoUsableReply
+
+__all__ = ["EvaluateFn", "ShouldStop", "run_rounds"]
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
-AfterRound = Callable[[int, ArrayRecord, Result], None]
-logger = logging.getLogger("flwr")
+logger = getLogger("flwr")
 
 
 def run_rounds(
     strategy: Any,
     grid: Grid,
     arrays: ArrayRecord,
-    result: Result,
+    num_rounds: int,
+    checkpoints: RunCheckpoints | None,
     *,
-    rounds: range,
     timeout: float,
     train_config: ConfigRecord,
     evaluate_config: ConfigRecord,
     evaluate_fn: EvaluateFn | None,
     should_stop: ShouldStop | None,
-    after_round: AfterRound | None = None,
-) -> None:
-    """Run some rounds of a strategy, in the order of Flower's own ``Strategy.start``.
+) -> Result:
+    """Run the rounds that remain, in the order of Flower's own ``Strategy.start``.
 
-    Parameters
-    ----------
-    strategy : BaseStrategy
-        In the state before these rounds.
-    grid : Grid
-        Sends messages and waits for the replies.
-    arrays : ArrayRecord
-        What the first of these rounds begins with.
-    result : Result
-        What each round returned is added to it, under the round's number.
-    rounds : range
-        Numbers of the rounds, from 1.
-    evaluate_fn : callable, optional
-        Called with the arrays before the first of these rounds, and after each.
-    should_stop : callable, optional
-        (round, result so far) -> whether that round is the last one; asked after each evaluation.
-    after_round : callable, optional
-        Called when a round has been evaluated with its number, the newest arrays and the result.
-    timeout, train_config, evaluate_config
-        Flower's.
+    `strategy` is a BaseStrategy; the other parameters are those of its ``start``. The newest
+    checkpoint, if there is one, takes the place of `arrays`.
     """
+    result = Result() if checkpoints is None else checkpoints.restored(strategy, num_rounds)
+    done, strategy.rounds_loaded = strategy.rounds_loaded, 0
+    name = type(strategy).__name__
+    logger.info("Starting %s strategy: rounds %d to %d", name, done + 1, num_rounds)
+    strategy.summary()
+    arrays = strategy.begin(result.arrays or arrays, num_rounds, done)
+    if strategy.averaged is not None and strategy.averaged.count:
+        arrays, result.arrays = strategy.averaged.newest, strategy.averaged.mean
+    arrays = strategy.centred(arrays, grid)
     started = time.monotonic()
 
     def is_last(number: int) -> bool:
@@ -62,13 +54,12 @@ def run_rounds(
             logger.info("Evaluation on the server: %s", metrics)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-        if after_round is not None:
-            after_round(number, arrays, result)
+        if checkpoints is not None:
+            checkpoints.save(number, arrays, strategy.state_dict(), result)
         return should_stop is not None and should_stop(number, result)
 
-    over = is_last(rounds.start - 1)
-    for number in () if over else rounds:
-        logger.info("[ROUND %s/%s]", number, rounds.stop - 1)
+    for number in () if is_last(done) else range(done + 1, num_rounds + 1):
+        logger.info("[ROUND %s/%s]", number, num_rounds)
         messages = strategy.configure_train(number, arrays, train_config, grid)
         replies = grid.send_and_receive(messages=messages, timeout=timeout)
         found, metrics = strategy.aggregate_train(number, replies)
@@ -91,6 +82,24 @@ def run_rounds(
     logger.info("Finished in %.2f s. Results:", time.monotonic() - started)
     for line in str(result).splitlines():
         logger.info("\t%s", line)
+    if not done:
+        _require_success(strategy, num_rounds, changed=bool(result.arrays))
+    result.arrays = result.arrays or arrays
+    return result
+
+
+def _require_success(strategy: Any, num_rounds: int, *, changed: bool) -> None:
+    """Refuse to end as if all were well where no client ever replied with what can be used."""
+    if strategy.last_failure and not changed:
+        raise RuntimeError(
+            f"in {num_rounds} rounds the model never changed: {strategy.last_failure}"
+        )
+    trained = [m for m in strategy.train_metrics.values() if "replies-accepted" in m]
+    if trained and not any(metrics["replies-accepted"] for metrics in trained):
+        raise NoUsableReply(
+            f"in {len(trained)} rounds no client's reply could be used; the last refused: "
+            f"{strategy.last_refusal or 'none came at all'}"
+        )
 
 
 def _evaluate(

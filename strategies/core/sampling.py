@@ -38,16 +38,8 @@ class Sampling(Exchanges):
     ) -> list[int]:
         """Node ids of a sample drawn by client, in the order of the clients.
 
-        Parameters
-        ----------
-        grid : Grid
-            Waited on until ``min_available_nodes`` are there.
-        server_round, stage : int, str
-            Seed the draw, together with the strategy's seed.
-        fraction, minimum : float, int
-            ``max(int(fraction * available), minimum)`` nodes are drawn, or all if they are fewer.
-        excluded : collection of int
-            Partitions left out.
+        The strategy's seed, round and stage seed the draw of ``max(int(fraction * available),
+        minimum)`` nodes, or of all if they are fewer, without the `excluded` partitions.
         """
         if self._owner is not None:
             self._grid = grid
@@ -71,37 +63,28 @@ class Sampling(Exchanges):
 
         `sent_alike`: in the first round it does not matter who is who, if all are sampled.
         """
-        nodes = self._wait_for_nodes(grid, max(self.min_available_nodes, minimum))
-        everyone = max(int(fraction * len(nodes)), minimum) >= len(nodes) and not excluded
-        told = everyone and sent_alike and self._is_first_sample
-        live = self._identified(nodes, with_reply=told)
-        candidates = sorted(
-            (self.registry.client(node), node)
-            for node in live
-            if self.registry.partitions[node] not in excluded
-        )
-        size = min(max(int(fraction * len(live)), minimum), len(candidates))
-        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(live))
-        return candidates, size
-
-    def _wait_for_nodes(self, grid: Grid, minimum: int) -> list[int]:
-        self._grid = grid
-        while len(nodes := sorted(grid.get_node_ids())) < minimum:
-            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), minimum)
+        self._grid, needed = grid, max(self.min_available_nodes, minimum)
+        while len(nodes := sorted(grid.get_node_ids())) < needed:
+            logger.log(INFO, "waiting for nodes: %d of %d are there", len(nodes), needed)
             time.sleep(1)
-        return nodes
-
-    @property
-    def _is_first_sample(self) -> bool:
-        """Whether no client has a past, so that what it is sent is the same whoever it is."""
-        return not self.registry.partitions and self.server_round <= 1
-
-    def _identified(self, nodes: list[int], *, with_reply: bool) -> list[int]:
-        """Have each node's partition: ask new ones, once, or have it with their first replies."""
-        if new := self.registry.unknown(nodes):
-            if with_reply:
+        wanted = max(int(fraction * len(nodes)), minimum)
+        if new := self.registry.unknown(nodes):  # ask each once, or have it told with the reply
+            everyone = wanted >= len(nodes) and not excluded
+            if everyone and sent_alike and self._is_first_sample:
                 self.registry.expect(new)
             else:
                 self.registry.add(dict.fromkeys(new) | self._ask_partitions(new))
         self.registry.set_present(nodes)
-        return nodes
+        candidates = sorted(
+            (self.registry.client(node), node)
+            for node in nodes
+            if self.registry.partitions[node] not in excluded
+        )
+        size = min(wanted, len(candidates))
+        logger.log(INFO, "configure_%s: sampled %d of %d nodes", stage, size, len(nodes))
+        return candidates, size
+
+    @property
+    def _is_first_sample(self) -> bool:
+        """Whether no client has state yet, so all are sent the same."""
+        return not self.registry.partitions and self.server_round <= 1

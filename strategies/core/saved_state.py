@@ -35,18 +35,10 @@ def pack(name: str, value: Any) -> dict[str, Any]:
 
 
 def unpack(name: str, kind: Any, fresh: Any, state: Mapping[str, Any]) -> Any:
-    """Return a field's value from what :func:`pack` returned.
+    """Return a field's value from what :func:`pack` returned, among all of the state.
 
-    Parameters
-    ----------
-    name : str
-        Name of the field.
-    kind : type
-        Its annotation: ``dict[int, int]`` gets its integer keys back.
-    fresh : object
-        Its first value; objects load their state into it.
-    state : mapping
-        All of the state.
+    `kind` is its annotation: ``dict[int, int]`` gets its integer keys back. `fresh` is its first
+    value; objects load their state into it.
     """
     parts = under(f"{name}.", state)
     if hasattr(fresh, "load_state_dict"):

@@ -87,15 +87,12 @@ class SecureSums:
     ask : Ask
         Makes an exchange.
     threshold : float
-        Share of the clients with public keys who are needed to open the sum.
+        Share of the clients with public keys that is needed to open the sum.
     vouching : VouchesForKeys, optional
         Vouches for the public keys.
-
-    Attributes
-    ----------
-    step : str
-        The exchange at work.
     """
+
+    step: SumStep  # the exchange at work
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class SecureSums:
         common: Mapping[str, NDArray[Any]] | None = None,
         own: Mapping[int, Mapping[str, NDArray[Any]]] | None = None,
     ) -> None:
-        self.step: SumStep = step
+        self.step = step
         self._common, self._own = common or {}, own or {}
 
     def record_for(self, client: int) -> ArrayRecord | None:
@@ -152,13 +149,13 @@ class SecureSums:
         Parameters
         ----------
         pairs : list of (Reply, PublicPart)
-            Of the first exchange.
+            Replies to the first exchange.
         rejected : Counter
             Reason -> rejected replies; those of all exchanges are added.
         format_for : callable
-            Returns the format of the words, from the number of examples of all clients.
+            Number of examples of all clients -> format of their words.
         read : callable
-            Makes the result of the sum and its number of examples; ValueError if it cannot be.
+            Sum, its number of examples -> the result; ValueError if it cannot be.
 
         Returns
         -------

@@ -103,14 +103,8 @@ class SealedSeeds:
 def public_key_in(reply: Message, key_server: VouchesForKeys | None, run: str) -> tuple[str, str]:
     """Return a client's public key, and the key server's voucher for it, in hexadecimal.
 
-    The voucher is empty if there is no key server.
-
-    Raises
-    ------
-    ValueError
-        If the reply is an error or holds no public key, or the key server refuses it.
-    ConnectionError
-        If the key server cannot be reached.
+    The voucher is empty if there is no key server. ValueError if the reply is an error or holds no
+    public key, or the key server refuses it; ConnectionError if that cannot be reached.
     """
     if reply.has_error():
         raise ValueError(reply.error.reason)

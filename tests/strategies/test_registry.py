@@ -37,8 +37,12 @@ def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
     assert known.nodes_of([3]) == [40, 50]
 
 
-def test_a_node_that_registers_anew_is_the_client_it_was():
+def test_a_node_that_registers_anew_is_the_client_it_was_and_clients_that_left_count_if_asked():
     known = registry({50: 3, 60: 4})
+    known.set_present([60])
+    assert known.clients() == {4}
+    assert known.clients(departed=True) == {3, 4}
+    assert known.clients(departed=True, without=[3]) == {4}
     known.add({70: 3})
     known.set_present([60, 70])
     assert known.client(70) == 3
@@ -53,14 +57,6 @@ def test_a_node_that_reports_nothing_takes_no_partition_from_one_that_does():
     assert (known.client(9), known.client(3)) == (3, -4)
 
 
-def test_clients_whose_node_has_left_count_if_asked():
-    known = registry({50: 3, 60: 4})
-    known.set_present([60])
-    assert known.clients() == {4}
-    assert known.clients(departed=True) == {3, 4}
-    assert known.clients(departed=True, without=[3]) == {4}
-
-
 def test_what_was_sent_is_forgotten_and_restored():
     sent = SentParts()
     for client in (3, 4, -62):
@@ -70,8 +66,6 @@ def test_what_was_sent_is_forgotten_and_restored():
     again = SentParts()
     again.load_state_dict(sent.state_dict())
     assert sent.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
-    sent.forget_all()
-    assert sent.state_dict() == {}
 
 
 # ------------------------------------------------------------------------ exchange
