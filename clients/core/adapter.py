@@ -49,28 +49,23 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
       ``num-examples``.
     - ``evaluate`` calls ``evaluate(parameters, config)``. The reply has ``metrics`` with ``loss``
       and ``num-examples``.
-    - ``query`` calls ``query(parameters, config)`` where there is one and arrays came, else
-      ``get_properties(config)``. The reply has ``metrics``; strings, which metrics cannot hold, go
-      into ``properties``.
+    - ``query`` calls ``query(parameters, config)`` if there is one and arrays came, else
+      ``get_properties(config)``. The reply has ``metrics``; strings go into ``properties``.
 
-    Each reply's metrics hold ``partition-id`` too, from the node's configuration, or -1 where it
-    has none. A ``query.partition`` message asks for nothing else and loads no data; a
-    ``query.keys`` message asks for ``get_properties({})``, which tells the key server to whom to
-    seal; a ``query.public_key`` message calls ``public_key(config)``, and a
-    ``query.input_sums`` message ``input_sums(config)``.
-
-    The configuration that a client is given has ``client-id`` besides what was sent: its partition,
-    or ``node<id>`` where the node has none. What a client keeps on disk goes by it.
+    Each reply's metrics hold ``partition-id`` from the node's configuration, -1 if it has none.
+    A ``query.partition`` message asks only for that and loads no data; ``query.keys`` calls
+    ``get_properties({})``, for the key server; ``query.public_key`` calls ``public_key(config)``,
+    and ``query.input_sums`` ``input_sums(config)``. The configuration that a client is given also
+    has ``client-id``: its partition, or ``node<id>``. What a client keeps on disk goes by it.
 
     Parameters are :class:`~fedntk.clients.NamedArrays`: a list, as any NumPyClient takes it, whose
-    ``records`` say which record and name each array came under. A reply's arrays go back in the
-    record ``arrays``, under the names of the message's first record if there are as many of them,
-    else under numbers; a client that returns NamedArrays of its own names its records itself.
+    ``records`` hold each array's record and name. A reply's arrays go back in the record
+    ``arrays``, under the names of the message's first record if there are as many of them, else
+    under numbers; a client that returns NamedArrays of its own names its records itself.
 
-    Functions that are registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()``
-    take the place of these: they are given Flower's message as it came, and what they return is the
-    reply. Metrics that all clients report are averaged under the names that they have there;
-    ``num-examples`` must be among them.
+    Functions registered with ``@app.train()``, ``@app.evaluate()`` or ``@app.query()`` replace
+    these: they are given Flower's message as it came, and return the reply. Metrics that all
+    clients report are averaged under their names; ``num-examples`` must be among them.
 
     Parameters
     ----------
@@ -78,11 +73,6 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
         Context -> NumPyClient, called once per message.
     **options
         Of ``flwr.clientapp.ClientApp``, such as ``mods``.
-
-    Returns
-    -------
-    ClientApp
-        To be named in an app's ``pyproject.toml``.
 
     Examples
     --------
@@ -94,7 +84,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
         app = client_app(client_fn)
 
-    With an evaluation of one's own, which a plain ClientApp may have had before::
+    With an evaluation of one's own::
 
         @app.evaluate()
         def evaluate(message, context):
@@ -168,49 +158,43 @@ class _ReplaceableApp(ClientApp):
 def _register(app: ClientApp, client_fn: ClientFn) -> None:
     """Have an app answer with the client that `client_fn` makes."""
 
+    def given(message: Message, context: Context) -> tuple[Any, NamedArrays, dict[str, Any]]:
+        """Return a client, and what it is given."""
+        return _made(client_fn, context), *received(message, context)
+
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        parameters, config = received(message, context)
-        client = _made(client_fn, context)
+        client, parameters, config = given(message, context)
         if (require := getattr(client, "require_agreement", None)) is not None:
             require(_agreed(message))
-        result, num_examples, metrics = client.fit(parameters, config)
-        values = {"num-examples": num_examples, **metrics}
-        return _reply(message, context, values, _named(result, parameters))
+        return _reply_with_arrays(message, context, parameters, client.fit(parameters, config))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        parameters, config = received(message, context)
-        client = _made(client_fn, context)
+        client, parameters, config = given(message, context)
         loss, num_examples, metrics = client.evaluate(parameters, config)
         return _reply(message, context, {"loss": loss, "num-examples": num_examples, **metrics})
 
     @app.evaluate("model")
     def model(message: Message, context: Context) -> Message:
-        parameters, config = received(message, context)
-        client: Any = _made(client_fn, context)
-        result, num_examples, metrics = client.report(parameters, config)
-        values = {"num-examples": num_examples, **metrics}
-        return _reply(message, context, values, _named(result, parameters))
+        client, parameters, config = given(message, context)
+        return _reply_with_arrays(message, context, parameters, client.report(parameters, config))
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        parameters, config = received(message, context)
-        client = _made(client_fn, context)
+        client, parameters, config = given(message, context)
         if parameters and (answer := getattr(client, "query", None)) is not None:
             return _reply(message, context, answer(parameters, config))
         return _reply(message, context, client.get_properties(config))
 
     @app.query("public_key")
     def public_key(message: Message, context: Context) -> Message:
-        _, config = received(message, context)
-        client: Any = _made(client_fn, context)
+        client, _, config = given(message, context)
         return _reply(message, context, {"public-key": client.public_key(config)})
 
     @app.query("input_sums")
     def input_sums(message: Message, context: Context) -> Message:
-        _, config = received(message, context)
-        client: Any = _made(client_fn, context)
+        client, _, config = given(message, context)
         client.require_agreement(_agreed(message))
         sums, num_examples = client.input_sums(config)
         records = {"arrays": {INPUT_SUMS: sums}}
@@ -240,16 +224,12 @@ def _made(client_fn: ClientFn, context: Context) -> NumPyClient:
 
 
 def received(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return what a client is given: copies of the arrays received, and the configuration.
-
-    The message's records are left alone. The configuration says which client this is: see
-    :data:`CLIENT_ID`.
-    """
+    """Return what a client is given: copies of the arrays received, and the configuration."""
     return unpacked(message.content, _client_id(context))
 
 
 def unpacked(content: RecordDict, client_id: str) -> tuple[NamedArrays, dict[str, Any]]:
-    """Return what a client of this id is given of a message's content: see :func:`received`."""
+    """Return what :func:`received` returns, for a client of this id."""
     records, unreadable = {}, {}
     for record, arrays in content.array_records.items():
         try:
@@ -279,16 +259,22 @@ def _client_id(context: Context) -> str:
     return f"node{context.node_id}" if partition is None else str(partition)
 
 
-def _named(
-    result: Sequence[NDArray[Any]], received: NamedArrays
-) -> dict[str, dict[str, NDArray[Any]]]:
-    """Return the records of a reply."""
+def _reply_with_arrays(
+    message: Message,
+    context: Context,
+    received: NamedArrays,
+    found: tuple[Sequence[NDArray[Any]], int, Mapping[str, Any]],
+) -> Message:
+    """Return the reply of a client that found arrays, a number of examples and metrics."""
+    result, num_examples, metrics = found
     if isinstance(result, NamedArrays) and result is not received:  # else it may be changed
-        return result.records
-    names = list(next(iter(received.records.values()), {}))
-    if len(names) != len(result):
-        names = [str(i) for i in range(len(result))]
-    return {"arrays": dict(zip(names, result, strict=True))}
+        records = result.records
+    else:
+        names = list(next(iter(received.records.values()), {}))
+        if len(names) != len(result):
+            names = [str(i) for i in range(len(result))]
+        records = {"arrays": dict(zip(names, result, strict=True))}
+    return _reply(message, context, {"num-examples": num_examples, **metrics}, records)
 
 
 def _array(array: NDArray[Any]) -> Array:

@@ -50,20 +50,8 @@ class ModelClient(Declared, NumPyClient):
     **Augmentation.** A dataset that draws random numbers is read with the global generators of
     torch, NumPy and Python seeded by (`seed`, round), and restored afterwards. So all exchanges of
     a round see the same examples, and the next round sees new ones. Evaluation, and all of stage 2
-    of :class:`TCTClient`, see those of `seed` alone. A dataset with a generator of its own must
+    of :class:`TCTClient`, see those of `seed` only. A dataset with a generator of its own must
     seed it itself. Clients in threads of one process read one after another.
-
-    Attributes
-    ----------
-    inputs, targets : Tensor, shapes (n, ...) and (n, C)
-        All training examples and their one-hot float32 targets, augmented by `seed` only.
-    test_inputs, test_targets : Tensor, shapes (n, ...) and (n, C)
-        Those for evaluation: the same objects if there are no test examples.
-
-    Raises
-    ------
-    TypeError
-        If `x` is neither an array nor a dataset.
     """
 
     strategy: ClassVar[str] = ""  # that the client goes with
@@ -186,12 +174,12 @@ class ModelClient(Declared, NumPyClient):
 
     @cached_property
     def inputs(self) -> Tensor:
-        """All training examples (n, ...), augmented by the client's seed alone."""
+        """All training examples (n, ...), augmented by the client's seed only."""
         return self._all_training[0]
 
     @cached_property
     def targets(self) -> Tensor:
-        """One-hot targets (n, C) of all training examples."""
+        """Their one-hot float32 targets (n, C)."""
         return self._all_training[1]
 
     @cached_property
@@ -201,33 +189,22 @@ class ModelClient(Declared, NumPyClient):
 
     @cached_property
     def test_targets(self) -> Tensor:
-        """One-hot targets (n, C) of the examples for evaluation."""
+        """Their one-hot targets (n, C)."""
         return self._all_testing[1]
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse to train for a strategy that expects something else.
+        """Refuse to train for a strategy that expects something else, or on unknown keys.
 
-        Parameters
-        ----------
-        config : dict
-            Of a training message.
-
-        Raises
-        ------
-        ValueError
-            If the strategy takes other replies, has another loss or a projection that the client
-            has not, or if ``train_config`` has a key that the client does not heed.
+        `config` is a training message's.
         """
         own, expected = type(self).__name__, Agreement.from_config(config)
-        if expected is None:
-            if self.replies not in ("", WEIGHTS):
-                raise ValueError(
-                    f"{own} replies with {self.replies}, and the message comes from a strategy "
-                    f"that takes no such replies; use fedntk.strategies.{self.strategy} on the "
-                    "server"
-                )
-        else:
+        if expected is not None:
             self._require(expected)
+        elif self.replies not in ("", WEIGHTS):
+            raise ValueError(
+                f"{own} replies with {self.replies}, and the message comes from a strategy that "
+                f"takes no such replies; use fedntk.strategies.{self.strategy} on the server"
+            )
         known = {*OF_EVERY_MESSAGE, *self.config_keys}
         unknown = [
             k for k in config if k not in known and not (Agreement.owns(k) or Declared.owns(k))
@@ -267,19 +244,10 @@ class ModelClient(Declared, NumPyClient):
         return {} if self.projection is None else dict(self.projection.keys.request())
 
     def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
-        """Return the sum of all training inputs, and their number: for their mean over all clients.
+        """Return the sum of all training inputs, of one input's shape, and their number.
 
-        Returns
-        -------
-        sums : ndarray of float64, of one input's shape
-            Of the inputs as the model takes them: projected where there is a projection.
-        num_examples : int
-            How many they are.
-
-        Raises
-        ------
-        ValueError
-            If the model has no centred inputs: then nobody needs to know.
+        The inputs are as the model takes them, projected if there is a projection. ValueError if
+        the model has no centred inputs: then nobody needs to know.
         """
         if not isinstance(self.model, CentredInputs):
             raise ValueError(
@@ -292,10 +260,7 @@ class ModelClient(Declared, NumPyClient):
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return this round's sample of the training examples, projected, and their targets.
 
-        Parameters
-        ----------
-        config : dict
-            ``"server-round"`` seeds the sample; ``"sealed-seed"`` holds the projection's seed.
+        The configuration's ``server-round`` seeds the sample; ``sealed-seed`` is the projection's.
         """
         chosen, seed = None, round_seed(self.seed, config)
         if self.sampling_rate < 1:
@@ -321,13 +286,7 @@ class ModelClient(Declared, NumPyClient):
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Loss and accuracy of the given weights on the local test examples.
-
-        Returns
-        -------
-        tuple of float, int, dict
-            Loss, number of examples, ``{"accuracy": ...}``.
-        """
+        """Return loss, number of examples and ``{"accuracy": ...}`` on the test examples."""
         set_weights(self.model, parameters)
         x, targets = self.test_examples(config)
         outputs = self.outputs(x)
@@ -338,15 +297,8 @@ class ModelClient(Declared, NumPyClient):
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
         """Make a module of what a message brings, for an evaluation of one's own.
 
-        Parameters
-        ----------
-        parameters, config
-            What :func:`~fedntk.clients.received` makes of the message.
-
-        Returns
-        -------
-        Predictor
-            An ``nn.Module`` that maps examples, projected where there is a projection, to scores.
+        Parameters are those that :func:`~fedntk.clients.received` makes of the message; the module
+        maps examples, projected if there is a projection, to scores.
         """
         set_weights(self.model, parameters)
         return NetworkPredictor(self.model, loss=self.loss, device=self.device)
@@ -365,10 +317,7 @@ class ModelClient(Declared, NumPyClient):
         targets: Tensor,
         offset: Tensor | float = 0.0,
     ) -> list[float]:
-        """Loss on the given examples of each of several weights, the offset added to the outputs.
-
-        A loss that is not a number counts as infinite: such weights are never to be chosen.
-        """
+        """Loss of each of several weights, the offset added to the outputs; infinite for NaN."""
         losses = []
         for candidate in candidates:
             set_weights(self.model, candidate)

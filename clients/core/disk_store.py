@@ -40,7 +40,6 @@ __all__ = [
 logger = getLogger("flwr")
 STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
 
-
 # what numpy raises for a file that is not what it wrote
 DAMAGED = (
     OSError,
@@ -53,8 +52,6 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-
-
 # what the system says where the file may be as good as it was
 PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -66,22 +63,12 @@ def cache_dir() -> Path:
 
 def client_folder(cache: Path, run: str, client: object) -> Path:
     """Return the folder of what one client keeps in one run."""
-    return cache / f"run-{_word(run)}-client-{_word(client)}"
-
-
-def _word(name: object) -> str:
-    """Return what can be part of a folder's name."""
-    return re.sub(r"\W+", "-", str(name))[:64]
+    words = [re.sub(r"\W+", "-", str(name))[:64] for name in (run, client)]
+    return cache / "run-{}-client-{}".format(*words)
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what a client kept in other runs, and nobody has used for a day.
-
-    Parameters
-    ----------
-    folder : Path
-        Of :func:`client_folder`, which stays.
-    """
+    """Remove what a client kept in other runs, and nobody has used for a day; `folder` stays."""
     client = folder.name.partition("-client-")[2]
     for other in folder.parent.glob(f"run-*-client-{client}/"):
         with contextlib.suppress(FileNotFoundError):
@@ -142,26 +129,17 @@ class DiskStore:
     def load(self, name: str) -> dict[str, NDArray[Any]]:
         """Return the arrays kept under a name; none if they are missing or damaged."""
         path = self.folder / f"{name}.npz"
-        try:
-            with path.open("rb") as file, np.load(file) as saved:
-                return dict(saved)
-        except FileNotFoundError:
-            return {}
-        except DAMAGED as error:
-            _remove_damaged(path, error)
-            return {}
+        with _damaged_removed(path), path.open("rb") as file, np.load(file) as saved:
+            return dict(saved)
+        return {}
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
         """Map one large array into memory; None if it is missing, damaged or of another shape."""
         path = self.folder / f"{name}.npy"
-        try:
+        with _damaged_removed(path):
             array: NDArray[Any] = np.load(path, mmap_mode="c")
-        except FileNotFoundError:
-            return None
-        except DAMAGED as error:
-            _remove_damaged(path, error)
-            return None
-        return array if array.shape == shape else None
+            return array if array.shape == shape else None
+        return None
 
     @contextlib.contextmanager
     def fill(
@@ -169,17 +147,7 @@ class DiskStore:
     ) -> Iterator[NDArray[Any]]:
         """Make one large array to be filled, which is kept once it is.
 
-        Parameters
-        ----------
-        name, shape, dtype : str, tuple of int, str
-            Of the array.
-        what : str
-            Says what it is in the error; the name by default.
-
-        Raises
-        ------
-        NotEnoughMemory
-            If the disk is too small for it.
+        NotEnoughMemory, which says `what` it is, if the disk is too small for it.
         """
         needed = math.prod(shape) * np.dtype(dtype).itemsize
         require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
@@ -199,8 +167,14 @@ class DiskStore:
                 path.unlink()
 
 
-def _remove_damaged(path: Path, error: Exception) -> None:
-    """Remove a file that cannot be read, unless that may pass."""
-    if isinstance(error, OSError) and error.errno in PASSING:
-        raise error
-    path.unlink()
+@contextlib.contextmanager
+def _damaged_removed(path: Path) -> Iterator[None]:
+    """Go on after a file that is missing or cannot be read; remove it, unless that may pass."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except DAMAGED as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
+        path.unlink()

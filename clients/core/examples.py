@@ -1,9 +1,7 @@
-"""Labelled examples in the forms in which people have them.
+"""Labelled examples in the forms in which people have them: see ``ModelClient``.
 
-A client takes tensors, NumPy arrays, a ``Dataset`` (torch's, or one of Hugging Face with a torch
-format or transform) or a ``DataLoader`` of either. The result is the same for all: every example
-once, in the order of the dataset, as two tensors. A loader's shuffling and its last, dropped batch
-are ignored, since methods need a quantity for each example.
+The result is the same for all: every example once, in the order of the dataset, as two tensors.
+Methods need a quantity for each example.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +31,10 @@ LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 
 
 class LabelledExamples:
-    """Examples with their labels: in memory, or in a subclass made by a dataset when read.
+    """Examples with their labels: in memory, or in a subclass made by a dataset when read."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the argument that held the labels, for errors.
-    may_change : bool
-        Whether another seed may give other examples, such as newly augmented ones.
-    """
-
-    name: str
-    may_change = False
+    name: str  # of the argument that held the labels, for errors
+    may_change = False  # whether another seed may give other examples, such as augmented ones
 
     def __init__(self, names: tuple[str, str], x: Tensor, y: Tensor) -> None:
         name, self.name = names
@@ -130,19 +120,9 @@ class _FromDataset(LabelledExamples):
 def labelled_examples(
     x: Data, y: Any = None, *, columns: Columns | None = None, name: str = "x"
 ) -> LabelledExamples:
-    """Take examples in any of the forms that clients take.
+    """Take examples in any of the forms that clients take; `name` is the argument's, for errors.
 
-    Parameters
-    ----------
-    x : Tensor or ndarray of shape (n, ...), Dataset, or DataLoader
-        Examples, or examples with labels. A DataLoader is read through its ``collate_fn`` in this
-        process, whatever its ``num_workers``.
-    y : Tensor, ndarray or list, optional
-        Labels, if `x` does not hold them.
-    columns : pair of str or of int, optional
-        Names, in dicts, or positions, in tuples, of an example and its label.
-    name : str
-        Name of the argument, for errors.
+    A DataLoader is read through its ``collate_fn`` in this process, whatever its ``num_workers``.
     """
     labels = name.replace("x", "y")
     if isinstance(x, tuple) and len(x) == 2 and y is None and all(map(_is_array, x)):
@@ -322,13 +302,7 @@ def _finite(name: str, x: Tensor) -> Tensor:
 def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tensor:
     """Return labels as class numbers: int64, shape (n,).
 
-    Labels are integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C); `name` is the
-    argument that held them, for errors.
-
-    Examples
-    --------
-    >>> class_numbers(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 2)
-    tensor([1, 0])
+    Labels are integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C).
     """
     if labels.ndim == 2 and labels.shape[1] != 1:
         return _from_one_hot(labels, num_classes, name)

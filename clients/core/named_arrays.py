@@ -43,22 +43,7 @@ class NamedArrays(list[NDArray[Any]]):
 def records_of(
     parameters: Sequence[NDArray[Any]], *names: str, strategy: str
 ) -> list[dict[str, NDArray[Any]]]:
-    """Return some records of a message.
-
-    Parameters
-    ----------
-    parameters : NamedArrays
-        What ``fit`` was given.
-    names : str
-        Records that must be there.
-    strategy : str
-        That sends them, for the error.
-
-    Raises
-    ------
-    ValueError
-        If the arrays come without records, or without these.
-    """
+    """Return records that must be in what ``fit`` was given; `strategy` sends them, for errors."""
     if not isinstance(parameters, NamedArrays):
         raise ValueError(
             f"expected NamedArrays with the records of the strategy {strategy}, as client_app "

@@ -25,21 +25,11 @@ ProjectionKind = Literal["gaussian", "low-frequency"]
 
 @dataclass(frozen=True)
 class SealedProjection:
-    """Projects examples with the sealed seed of a message: see :func:`project`.
+    """Projects examples with the sealed seed of a message: see :func:`project`."""
 
-    Attributes
-    ----------
-    num_features : int
-        d_1', the model's inputs.
-    keys : ClientKeys
-        Client's keys, which open the seed.
-    kind : {"gaussian", "low-frequency"}
-        Kind of projection, the same for all clients and for whoever evaluates.
-    """
-
-    num_features: int
-    keys: ClientKeys
-    kind: ProjectionKind = "gaussian"
+    num_features: int  # d_1', the model's inputs
+    keys: ClientKeys  # which open the seed
+    kind: ProjectionKind = "gaussian"  # the same for all clients and for whoever evaluates
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ProjectionKind):

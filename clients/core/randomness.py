@@ -31,15 +31,7 @@ def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Gen
 
     Torch's global state is the same afterwards as before. Clients of one process train at the same
     time, in threads of their own, unless their networks draw random numbers: those take turns.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Its buffers may change.
-    x : Tensor, shape (n, ...)
-        Examples on the model's device, to find out whether it draws.
-    seed : int
-        Of the generator and, if the model draws, of torch's global state.
+    The examples `x` (n, ...), on the model's device, show whether it draws; its buffers may change.
     """
     generator = torch.Generator().manual_seed(seed)
     devices = [x.device] if x.device.type == "cuda" else []
@@ -55,14 +47,9 @@ def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Gen
 def seeded_generators(seed: Sequence[int]) -> Iterator[None]:
     """Seed the global generators of torch, NumPy and Python, and restore them afterwards.
 
-    What runs inside draws the same numbers whenever the seed is the same. Other clients of this
-    process that are made, or that read or train at random, wait meanwhile; what else draws from
-    these generators in another thread must not run at the same time.
-
-    Parameters
-    ----------
-    seed : sequence of int
-        Whole numbers of at least 0, any number of them.
+    The seed is any number of whole numbers of at least 0. Other clients of this process that are
+    made, or that read or train at random, wait meanwhile; what else draws from these generators in
+    another thread must not run at the same time.
     """
     words = np.random.SeedSequence([int(number) for number in seed]).generate_state(3)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -27,14 +27,9 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Gradie
 
 
 class SGDSteps:
-    """Takes steps from the weights that parameters have; begins without momentum.
+    """Trains parameters in place, from the weights that they have; begins without momentum.
 
-    Parameters
-    ----------
-    parameters : mapping of str to nn.Parameter
-        Name -> what is trained, in place.
-    learning_rate, momentum, weight_decay : float
-        As in ``torch.optim.SGD``; 0 means none.
+    `learning_rate`, `momentum` and `weight_decay` are as in ``torch.optim.SGD``; 0 means none.
     """
 
     def __init__(
@@ -73,16 +68,9 @@ def proximal_term(
     mu: float,
     centre: Mapping[str, Tensor] | None = None,
 ) -> Adjust:
-    """Return what adds mu (w - centre) to the gradients; by default the centre is w as it is now.
+    """Return what adds mu (w - centre) to the gradients of parameters w, trained in place.
 
-    Parameters
-    ----------
-    parameters : mapping of str to nn.Parameter
-        Name -> what is trained, in place: w.
-    mu : float
-        Strength of the pull.
-    centre : mapping of str to Tensor, optional
-        Name -> where each of them is pulled to; it may hold more. It is copied.
+    By default the centre is w as it is now. It is copied, and may hold more than w has.
     """
     weights = _detached(parameters)
     given = weights if centre is None else {n: centre[n].to(w) for n, w in weights.items()}

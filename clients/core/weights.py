@@ -18,13 +18,7 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
 
 
 def set_weights(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
-    """Load what :func:`get_weights` returned, cast to the model's own dtypes.
-
-    Raises
-    ------
-    ValueError
-        If the number of arrays or a shape differs from the model's.
-    """
+    """Load what :func:`get_weights` returned, cast to the model's own dtypes."""
     state = model.state_dict()
     if len(arrays) != len(state):
         raise ValueError(f"weights: the model has {len(state)} arrays, got {len(arrays)}")
