@@ -1,6 +1,7 @@
 """A small federation on the local grid, with replies that can be reordered or damaged."""
 
 import copy
+import functools
 import io
 import itertools
 import shutil
@@ -46,6 +47,11 @@ SUPERLINK = 1_000_000  # a node id that no client has
 
 
 def network(seed: int = 0) -> nn.Module:
+    return copy.deepcopy(_drawn_network(seed))
+
+
+@functools.cache
+def _drawn_network(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -53,6 +59,12 @@ def network(seed: int = 0) -> nn.Module:
 
 def examples(partition: int) -> tuple[Tensor, Tensor]:
     """5 + partition examples of a client, of two of three classes."""
+    x, y = _drawn_examples(partition)
+    return x.clone(), y.clone()
+
+
+@functools.cache
+def _drawn_examples(partition: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(partition)
     n = 5 + partition
     y = (torch.arange(n) % 2 + partition) % 3

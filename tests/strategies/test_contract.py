@@ -50,6 +50,7 @@ from .federation import (
     with_metrics,
 )
 
+FEWER = 4  # clients, where so many show it
 OPTIONS = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 6}
 FILES = [
     path
@@ -79,7 +80,7 @@ EXCHANGES = [
 ODD_CLIENTS = {
     0: with_metrics(bonus=1.0, partition_id=-1),
     2: ODD["another's partition"],
-    4: ODD["missing metric"],
+    3: ODD["missing metric"],
 }
 OTHER_DAMAGE = {  # client -> what becomes of its answers to other messages than those of training
     k: DAMAGED_REPLIES[kind][0]
@@ -137,20 +138,20 @@ def test_rounds_learn_keep_the_arrays_and_average_the_clients_evaluations(name):
     strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
     for arrays in (untouched(make), before):
         assert list(strategy.network_of(as_record(arrays))) == list(network().state_dict())
-    after = start(strategy, Grid(clients, order=4), rounds=4)
+    after = start(strategy, Grid(clients, order=4), rounds=2)
     assert list(after) == list(before)
     for name, array in after.items():
         assert (array.dtype, array.shape) == (before[name].dtype, before[name].shape)
         assert np.isfinite(array).all()
     x, y = (torch.cat(parts) for parts in zip(*map(examples, range(6)), strict=True))
     if personal:
-        losses = [strategy.evaluate_metrics[number]["loss"] for number in (1, 4)]
+        losses = [strategy.evaluate_metrics[number]["loss"] for number in (1, 2)]
     else:
         losses = [
             strategy.predictor(arrays, network()).evaluate(x, y).loss for arrays in (before, after)
         ]
     assert losses[1] < losses[0]
-    assert np.isfinite(strategy.train_metrics[1 if once else 4]["train-loss"])
+    assert np.isfinite(strategy.train_metrics[1 if once else 2]["train-loss"])
     metrics = strategy.evaluate_metrics[1]
     assert metrics["replies-accepted"] == 6
     assert metrics["num-examples"] == sum(len(examples(p)[1]) for p in range(6))
@@ -165,8 +166,7 @@ def test_same_seed_same_bits_whatever_the_node_ids_and_the_order_of_replies(repe
     results, trained = [], []
     for sampling, node_ids, order in (
         (by_fraction, range(1, 7), None),
-        (by_fraction, [90, 12, 55, 7, 31, 68], 1),
-        (by_completed, range(6, 0, -1), 2),
+        (by_completed, [90, 12, 55, 7, 31, 68], 1),
     ):
         grid, strategy = Grid(clients, node_ids=node_ids, order=order), make(seed=3, **sampling)
         results.append(bits(start(strategy, grid, rounds=2)))
@@ -174,11 +174,10 @@ def test_same_seed_same_bits_whatever_the_node_ids_and_the_order_of_replies(repe
         assert [len(set(grid.trained[i : i + 3])) for i in (0, 3)] == [3, 3]
         total = sum(len(examples(p)[1]) for p in grid.trained[:3])
         assert strategy.train_metrics[1]["num-examples"] == total
-    assert results[0] == results[1] == results[2]
-    assert trained[0] == trained[1] == trained[2]
-    grid = Grid(clients)
-    start(make(seed=0, **by_fraction), grid)
-    assert sorted(grid.trained[:3]) != trained[0][0]
+    assert results[0] == results[1]
+    assert trained[0] == trained[1]
+    other = make(seed=0).sample(Grid(clients), 1, "train", 0.5, 3)
+    assert [node - 1 for node in other] != trained[0][0]
 
 
 def test_same_bits_whether_clients_were_asked_who_they_are_or_told_it_with_their_replies(method):
@@ -190,13 +189,14 @@ def test_same_bits_whether_clients_were_asked_who_they_are_or_told_it_with_their
         return failed(reply) if strategy.server_round == 1 else reply
 
     for asked in (False, True):
-        strategy = make()
-        ids, order = [90, 12, 55, 7, 31, 68], 1 if asked else None
-        grid = Grid(clients, node_ids=ids, order=order, changes={2: failed_at_first})
+        strategy = make(min_available_nodes=FEWER)
+        ids, order = [90, 12, 55, 7], 1 if asked else None
+        changes: Any = {2: failed_at_first}
+        grid = Grid(clients, node_ids=ids, order=order, changes=changes, num_clients=FEWER)
         weights = start(asked_first(strategy, grid) if asked else strategy, grid, rounds=2)
         state = without_random_names(strategy.state_dict())
         results.append((bits(weights), json.dumps(state, default=repr)))
-        assert not asked or grid.exchanges[0] == ("query.partition", 6)
+        assert not asked or grid.exchanges[0] == ("query.partition", FEWER)
     assert results[0] == results[1]
 
 
@@ -215,26 +215,27 @@ def test_damaged_replies_leave_the_result_of_the_run_without_those_clients(sende
 def test_odd_replies_with_good_arrays_are_used_as_any_other(method):
     """The first has a metric more, another one less, and one claims another's partition."""
     make, clients = method
-    strategy, grid = make(), Grid(clients, changes=ODD_CLIENTS)
+    strategy, plain = make(min_available_nodes=FEWER), make(min_available_nodes=FEWER)
+    grid = Grid(clients, changes=ODD_CLIENTS, num_clients=FEWER)
     odd = start(asked_first(strategy, grid), grid)
     assert grid.damaged == sum(grid.trained.count(k) for k in ODD_CLIENTS) >= 3
-    assert bits(odd) == after_one_round(make, clients)
-    assert strategy.train_metrics[1]["replies-accepted"] == 6
+    assert bits(odd) == bits(start(plain, Grid(clients, num_clients=FEWER)))
+    assert strategy.train_metrics[1]["replies-accepted"] == FEWER
     assert np.isfinite(strategy.train_metrics[1]["train-loss"])
 
 
 def test_a_reply_counts_once_and_in_its_round(single):
     """In round 2 a client answers with its reply of round 1; another gives each reply twice."""
     make, clients = single
-    strategy = make()
-    grid = Grid(clients, changes={2: replayed(), 4: lambda reply: [reply, reply]})
+    strategy, silent = make(min_available_nodes=FEWER), make(min_available_nodes=FEWER)
+    changes = {2: replayed(), 3: lambda reply: [reply, reply]}
+    grid = Grid(clients, changes=changes, num_clients=FEWER)
     after = start(strategy, grid, rounds=2)
     assert grid.damaged == 4
     metrics = strategy.train_metrics[2]
     assert (metrics["rejected-duplicate"], metrics["rejected-not-asked"]) == (1, 1)
-    silent = make()
     missing = {2: lambda reply: None if silent.server_round == 2 else reply}
-    assert bits(after) == bits(start(silent, Grid(clients, changes=missing), rounds=2))
+    assert bits(after) == bits(start(silent, Grid(clients, changes=missing, num_clients=FEWER), 2))
 
 
 @pytest.mark.parametrize(("name", "exchange"), EXCHANGES)
@@ -268,20 +269,17 @@ def largest(contents: list[RecordDict], _: str) -> MetricRecord:
 
 def test_a_round_in_which_all_fail_leaves_the_model_and_says_so(sender, caplog):
     make, clients = sender
-    strategy = make()
-    changes = dict(enumerate([failed, lost, DAMAGED_ARRAYS["NaN"][0]] * 2))
+    strategy = make(min_available_nodes=3)
+    changes = dict(enumerate([failed, lost, DAMAGED_ARRAYS["NaN"][0]]))
     with caplog.at_level(WARNING, "flwr"):
-        after = start_in_vain(strategy, Grid(clients, changes=changes))
+        after = start_in_vain(strategy, Grid(clients, changes=changes, num_clients=3))
     assert bits(after) == bits(untouched(make))
     assert strategy.train_metrics[1]["replies-accepted"] == 0
     assert any("the model stays as it was" in record.getMessage() for record in caplog.records)
-
-
-def test_fewer_than_min_completed_replies_leave_the_model(sender):
-    make, clients = sender
-    changes = dict(enumerate([failed, lost, DAMAGED_ARRAYS["NaN"][0]]))
-    after = start(make(min_completed=4), Grid(clients, changes=changes))
+    few = make(min_available_nodes=FEWER, min_completed=2)  # and one good reply is not enough
+    after = start(few, Grid(clients, changes=changes, num_clients=FEWER))
     assert bits(after) == bits(untouched(make))
+    assert few.train_metrics[1]["replies-accepted"] == 1
 
 
 def test_state_saved_and_restored_mid_run_gives_the_same_bits(repeating):
@@ -301,21 +299,19 @@ def test_state_saved_and_restored_mid_run_gives_the_same_bits(repeating):
             states.append((straight.state_dict(), saved(straight.state_dict()), arrays))
         return MetricRecord()
 
-    expected = start(straight, Grid(clients), rounds=4, evaluate_fn=after_two)
+    expected = start(straight, Grid(clients), rounds=3, evaluate_fn=after_two)
     ((state, kept, halfway),) = states
     assert saved(state) == kept
 
     second = make(**options)
     second.load_state_dict(restored(kept))
     grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=2)
-    result = second.start(grid, halfway, num_rounds=4, evaluate_fn=round_number)
+    result = second.start(grid, halfway, num_rounds=3, evaluate_fn=round_number)
     assert bits(arrays_of(result.arrays)) == bits(expected)
-    assert sorted(result.evaluate_metrics_serverapp) == [2, 3, 4]
-    for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
-        assert sorted(getattr(result, name)) == [3, 4]
-    for number in (3, 4):
-        assert dict(second.train_metrics[number]) == dict(straight.train_metrics[number])
-        assert dict(second.evaluate_metrics[number]) == dict(straight.evaluate_metrics[number])
+    assert sorted(result.evaluate_metrics_serverapp) == [2, 3]
+    for name in ("train_metrics", "evaluate_metrics"):
+        assert list(getattr(result, f"{name}_clientapp")) == [3]
+        assert dict(getattr(second, name)[3]) == dict(getattr(straight, name)[3])
     ends = [without_random_names(strategy.state_dict()) for strategy in (second, straight)]
     assert saved(ends[0]) == saved(ends[1])
     anew = start(straight, Grid(clients), rounds=2)
@@ -328,53 +324,47 @@ def round_number(server_round: int, _: ArrayRecord) -> MetricRecord:
 
 
 def test_a_run_with_checkpoints_that_crashed_goes_on_to_the_same_bits(repeating, tmp_path):
-    """The grid fails in round 2 at training and in round 3 at evaluation, with all clients.
+    """The grid fails in round 2 at training, then at evaluation, with all clients.
 
     Each time another process makes the same call again, on other node ids.
     """
     make, clients = repeating
-    options = {"fraction_train": 1.0, "fraction_evaluate": 0.4}
+    options = {"fraction_train": 1.0, "fraction_evaluate": 0.5, "min_available_nodes": FEWER}
     initial = ArrayRecord(dict(network().state_dict()))
 
     def run(grid: Grid, folder: Path) -> Any:
         return make(**options).start(
-            grid, initial, num_rounds=3, evaluate_fn=round_number, checkpoint=folder
+            grid, initial, num_rounds=2, evaluate_fn=round_number, checkpoint=folder
         )
 
-    whole = Grid(clients)
+    whole = Grid(clients, num_clients=FEWER)
     straight = run(whole, tmp_path / "straight")
-    stages = [kind for kind, _ in whole.exchanges]
     for stage in ("train", "evaluate"):
+        failing = Grid(clients, num_clients=FEWER, on_send=failing_in_round_2(stage))
         with pytest.raises(ConnectionError):
-            run(Failing(clients, stage=stage, after=stages.count(stage) // 3), tmp_path / "crashed")
-    grid = Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=2)
+            run(failing, tmp_path / "crashed")
+    grid = Grid(clients, node_ids=[90, 12, 55, 7], order=2, num_clients=FEWER)
     again = run(grid, tmp_path / "crashed")
-    assert 0 < len(grid.trained) < len(whole.trained)  # of round 3 only
+    assert 0 < len(grid.trained) < len(whole.trained)  # of round 2 only
     assert bits(arrays_of(again.arrays)) == bits(arrays_of(straight.arrays))
-    assert list(again.evaluate_metrics_serverapp) == [0, 1, 2, 3]
+    assert list(again.evaluate_metrics_serverapp) == [0, 1, 2]
     for history in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
         metrics, expected = getattr(again, history), getattr(straight, history)
         assert {k: dict(v) for k, v in metrics.items()} == {k: dict(v) for k, v in expected.items()}
-    grid = Grid(clients)
+    grid = Grid(clients, num_clients=FEWER)
     over = run(grid, tmp_path / "crashed")  # which is finished
     assert grid.trained == []
     assert over.train_metrics_clientapp.keys() == again.train_metrics_clientapp.keys()
 
 
-class Failing(Grid):
-    """Fails at an exchange of a stage, once there were some of it."""
-
-    def __init__(self, *args: Any, stage: str, after: int) -> None:
-        super().__init__(*args)
-        self.stage, self.left = stage, after
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        messages = list(messages)
-        if messages and messages[0].metadata.message_type == self.stage:
-            self.left -= 1
-            if self.left < 0:
+def failing_in_round_2(stage: str) -> Callable[[list[Message]], None]:
+    def fail(messages: list[Message]) -> None:
+        for message in messages:
+            rounds = [c.get("server-round") for c in message.content.config_records.values()]
+            if message.metadata.message_type == stage and 2 in rounds:
                 raise ConnectionError
-        return super().send_and_receive(messages, timeout=timeout)
+
+    return fail
 
 
 def saved(state: dict[str, Any]) -> tuple[str, dict[str, tuple[str, tuple[int, ...], bytes]]]:
