@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,26 +29,29 @@ from fedntk.ntk import FeatureMap, Moments, NetworkPredictor, Normaliser, TCTMod
 from fedntk.ntk.evolution.candidates import stack_candidates
 from fedntk.ntk.payloads import ConvexTask
 from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
-from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
+from fedntk.trust import SEALED_SEED
 
 from ..fake_device import NAME, FakeDevice
+from .keys import enrolled
 
-X = torch.randn(13, 2, 6, 6, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(13) % 3
-DEVICES = ("cpu", NAME)
+X = torch.randn(7, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(7) % 3
+ROUND = {"server-round": 1}
 
 
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         return nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
         )
 
 
 def same(run: Callable[[str], tuple[Any, ...]]) -> None:
     """Whether a client on the device sends and reports what one on the CPU does."""
-    (arrays, count, metrics), (own_arrays, own_count, own_metrics) = map(_on, DEVICES, [run] * 2)
+    arrays, count, metrics = run("cpu")
+    with FakeDevice():
+        own_arrays, own_count, own_metrics = run(NAME)
     assert own_count == count
     assert own_metrics == pytest.approx(metrics, rel=1e-5)
     assert len(own_arrays) == len(arrays)
@@ -58,17 +60,15 @@ def same(run: Callable[[str], tuple[Any, ...]]) -> None:
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
 
 
-def _on(device: str, run: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
-    with FakeDevice():
-        return run(device)
-
-
 def named_weights() -> dict[str, np.ndarray]:
     return {name: v.numpy().copy() for name, v in network().state_dict().items()}
 
 
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
-def test_evaluation(loss):
+def test_evaluation_and_steps_of_sgd(loss):
+    """Evaluation in batches; steps with momentum, weight decay and FedProx's term."""
+    options = {"momentum": 0.9, "weight_decay": 1e-2, "proximal_mu": 0.1, "local_epochs": 2}
+
     def evaluate(device: str) -> tuple[Any, ...]:
         client = ModelClient(network(), X, Y, loss=loss, device=device, batch_size_eval=5)
         assert next(client.model.parameters()).device.type == device
@@ -77,20 +77,25 @@ def test_evaluation(loss):
         value, count, metrics = client.evaluate(get_weights(network()), {})
         return [outputs.numpy(), *client.get_parameters({})], count, {"loss": value, **metrics}
 
+    def fit(device: str) -> tuple[Any, ...]:
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+        client = SGDClient(network(), loader, loss=loss, device=device, batch_size=4, **options)
+        return client.fit(get_weights(network()), ROUND)
+
     same(evaluate)
+    same(fit)
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_upload_and_query_of_ntk_fl(structure):
     def upload(device: str) -> tuple[Any, ...]:
         client = NTKFLClient(network(), X, Y, structure=structure, device=device, sampling_rate=0.7)
-        return client.fit(get_weights(network()), {"server-round": 1})
+        return client.fit(get_weights(network()), ROUND)
 
     def query(device: str) -> tuple[Any, ...]:
         client = NTKFLClient(network(), X, Y, device=device)
-        weights = {k: v.numpy() for k, v in network().state_dict().items()}
-        moved = [{"4.weight": s * torch.ones(3, 64)} for s in (0.0, 0.1)]
-        answer = client.query(list(stack_candidates(weights, moved).values()), {})
+        moved = [{"4.weight": s * torch.ones(3, 8)} for s in (0.0, 0.1)]
+        answer = client.query(list(stack_candidates(named_weights(), moved).values()), {})
         return [np.array(answer["losses"])], answer["num-examples"], {}
 
     same(upload)
@@ -106,11 +111,7 @@ def test_upload_and_query_of_ntk_fl(structure):
 )
 def test_upload_of_cp_ntk_fl(tools):
     """The same random numbers are drawn on the CPU, wherever the model is."""
-    key = new_key()
-    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
-    keys = ClientKeys(key, run="a run", verify_key=server.verify_key, state={})
-    asked = keys.request()
-    sealed = server.sealed_seed(asked["public-key"], "a run", asked["challenge"])
+    keys, sealed = enrolled()
 
     def upload(device: str) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=[]):
@@ -123,18 +124,6 @@ def test_upload_of_cp_ntk_fl(tools):
     same(upload)
 
 
-@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
-def test_steps_of_sgd(loss):
-    """With momentum, weight decay and FedProx's term."""
-
-    def fit(device: str) -> tuple[Any, ...]:
-        options = {"momentum": 0.9, "weight_decay": 1e-2, "proximal_mu": 0.1, "local_epochs": 2}
-        client = SGDClient(network(), X, Y, loss=loss, device=device, batch_size=4, **options)
-        return client.fit(get_weights(network()), {"server-round": 1})
-
-    same(fit)
-
-
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_steps_of_scaffold(option):
     def fit(device: str) -> tuple[Any, ...]:
@@ -145,7 +134,7 @@ def test_steps_of_scaffold(option):
             network(), X, Y, option=option, device=device, batch_size=4, weight_decay=1e-2
         )
         records = NamedArrays({"arrays": weights, "corrections": corrections})
-        return client.fit(records, {"server-round": 1})
+        return client.fit(records, ROUND)
 
     same(fit)
 
@@ -154,14 +143,14 @@ def test_steps_of_scaffold(option):
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 def test_rounds_of_tct(loss, solver, tmp_path):
     """Statistics, a corrected round, and evaluation of the linear model."""
-    chosen = FeatureMap(num_features=30)
-    first = ConvexTask(step="moments", network_key="k", num_features=30)
+    chosen = FeatureMap(num_features=12)
+    first = ConvexTask(step="moments", network_key="k", num_features=12)
     second = ConvexTask(
-        step="linear", network_key="k", num_features=30, learning_rate=0.05, local_steps=10,
+        step="linear", network_key="k", num_features=12, learning_rate=0.05, local_steps=3,
         loss=loss, control="sent",
     )  # fmt: skip
     normal = Normaliser.of(Moments.of(chosen.extractor(network())(X)))
-    theta, control = np.random.default_rng(0).standard_normal((2, 30, 3)).astype(np.float32)
+    theta, control = np.random.default_rng(0).standard_normal((2, 12, 3)).astype(np.float32)
     records = {
         "network": named_weights(),
         "normaliser": {"tct.mean": normal.mean, "tct.scale": normal.inv_std},
@@ -179,7 +168,7 @@ def test_rounds_of_tct(loss, solver, tmp_path):
             NamedArrays(controlled), {"server-round": 2, **second.to_config()}
         )
         evaluated = ConvexTask(
-            step="linear", network_key="k", num_features=30, loss=loss, control="zero"
+            step="linear", network_key="k", num_features=12, loss=loss, control="zero"
         )
         value, _, found = client.evaluate(NamedArrays(records), evaluated.to_config())
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}
@@ -223,12 +212,12 @@ def test_a_predictor_goes_where_its_module_goes(kind):
     """As in ``test(net, loader, device)``: scores are where the labels are."""
 
     def scores(device: str) -> tuple[Any, ...]:
-        chosen = FeatureMap(num_features=30)
-        linear = np.random.default_rng(0).standard_normal((30, 3)).astype(np.float32)
+        chosen = FeatureMap(num_features=12)
+        linear = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
         predictor = (
             NetworkPredictor(network())
             if kind is NetworkPredictor
-            else TCTModel(network(), chosen, Normaliser.identity(30), linear)
+            else TCTModel(network(), chosen, Normaliser.identity(12), linear)
         )
         predictor.to(device).eval()
         with torch.no_grad():
@@ -238,12 +227,3 @@ def test_a_predictor_goes_where_its_module_goes(kind):
         return [found.cpu().numpy(), predictor.predict(X).numpy()], len(X), {}
 
     same(scores)
-
-
-def test_a_loader_of_examples_on_the_cpu():
-    def fit(device: str) -> tuple[Any, ...]:
-        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
-        client = SGDClient(network(), loader, device=device, batch_size=4)
-        return client.fit(get_weights(network()), {"server-round": 1})
-
-    same(fit)

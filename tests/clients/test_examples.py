@@ -10,7 +10,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -36,7 +35,9 @@ from fedntk.clients import (
     get_weights,
 )
 from fedntk.ntk import one_hot
-from fedntk.trust import SEALED_SEED, ClientKeys, KeyServer, new_key, public_bytes
+from fedntk.trust import SEALED_SEED
+
+from .keys import enrolled
 
 N = 11
 X = torch.randn(N, 1, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -528,18 +529,13 @@ def test_numbers_whose_sum_is_no_number_are_finite_themselves():
 
 
 def test_examples_of_a_loader_are_projected_like_tensors():
-    key = new_key()
-    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
-    keys = ClientKeys(key, run="a run", verify_key=server.verify_key, state={})
-    asked = keys.request()
-    sealed = server.sealed_seed(asked["public-key"], "a run", asked["challenge"])
+    keys, sealed = enrolled()
     options = {"projection": SealedProjection(10, keys), "sampling_rate": 0.5}
-    loader = DataLoader(Dicts(), batch_size=4, shuffle=True)
     found, expected = (
         CPNTKFLClient(nn.Linear(10, 3), *data, **options).training_examples(
             {"server-round": 2, SEALED_SEED: sealed}
         )
-        for data in ((loader,), (X, Y))
+        for data in ((DataLoader(Dicts(), batch_size=4),), (X, Y))
     )
     assert found[0].shape == (6, 10)
     assert all(map(torch.equal, found, expected))

@@ -15,32 +15,18 @@ RECORDS = {
 }
 
 
-def test_it_is_the_list_of_all_arrays_in_their_order():
+def test_it_is_the_list_of_all_arrays_and_knows_their_records_and_names():
+    """The same name may stand in two records, and a record may be empty."""
     arrays = NamedArrays(RECORDS)
-    assert isinstance(arrays, list)
     expected = [RECORDS["arrays"]["w"], RECORDS["arrays"]["b"], RECORDS["corrections"]["w"]]
     assert len(arrays) == 3
     assert all(own is other for own, other in zip(arrays, expected, strict=True))
-    assert type(arrays[:2]) is list
-    assert type(arrays.copy()) is list
-
-
-def test_it_knows_records_and_names_in_their_order():
-    """The same name may stand in two records, and a record may be empty."""
-    arrays = NamedArrays(RECORDS)
-    assert list(arrays.records) == ["arrays", "empty", "corrections"]
-    assert list(arrays.records["arrays"]) == ["w", "b"]
-    assert arrays.records["empty"] == {}
-    assert arrays.records["arrays"]["w"] is not arrays.records["corrections"]["w"]
-
-
-def test_its_records_are_not_the_ones_it_was_made_of():
-    given = {name: dict(record) for name, record in RECORDS.items()}
-    arrays = NamedArrays(given)
-    del arrays.records["corrections"]
+    assert type(arrays[:2]) is type(arrays.copy()) is list
+    shown = {name: list(record) for name, record in arrays.records.items()}
+    assert shown == {"arrays": ["w", "b"], "empty": [], "corrections": ["w"]}
+    del arrays.records["corrections"]  # they are not the ones that it was made of
     arrays.records["arrays"]["more"] = np.zeros(1)
-    assert list(given) == list(RECORDS)
-    assert list(given["arrays"]) == ["w", "b"]
+    assert {name: list(record) for name, record in RECORDS.items()} == shown
 
 
 def test_a_deep_copy_keeps_the_names():
