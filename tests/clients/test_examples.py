@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,17 +162,12 @@ def test_every_client_takes_loaders(kind, tmp_path):
         assert [a.tobytes() for a in found] == [a.tobytes() for a in wanted]
 
 
-def test_tensors_in_the_models_dtype_are_not_copied():
+def test_examples_take_the_dtype_of_the_models_parameters_and_are_not_copied_if_they_have_it():
     client = ModelClient(network(), X, Y)
     assert client.inputs is client.test_inputs
     assert client.inputs.data_ptr() == X.data_ptr()
-
-
-def test_examples_take_the_dtype_of_the_models_parameters():
-    client = ModelClient(network().double(), X.numpy(), Y)
-    assert client.inputs.dtype == torch.float64
-    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
-    assert ModelClient(network().double(), loader).inputs.dtype == torch.float64
+    for data in ((X.numpy(), Y), (DataLoader(TensorDataset(X, Y), batch_size=4),)):
+        assert ModelClient(network().double(), *data).inputs.dtype == torch.float64
 
 
 def test_whole_numbers_stay_for_a_model_that_takes_them():
@@ -195,8 +189,7 @@ def test_whole_numbers_stay_for_a_model_that_takes_them():
 
 
 def test_a_subset_sampler_chooses_examples_in_order():
-    loader = DataLoader(Dicts(), batch_size=2, sampler=SubsetRandomSampler([7, 2, 5]))
-    client = ModelClient(network(), loader)
+    client = ModelClient(network(), loader(batch_size=2, sampler=SubsetRandomSampler([7, 2, 5])))
     assert torch.equal(client.inputs, X[[2, 5, 7]])
     assert torch.equal(client.targets, one_hot(Y[[2, 5, 7]], 3))
 
@@ -246,20 +239,6 @@ def test_all_exchanges_of_a_round_see_the_same_augmented_examples():
         assert not torch.equal(first, other)
 
 
-def test_fit_and_query_of_ntk_fl_see_the_same_examples():
-    """The loss at the received weights is the same in both; in another round it differs."""
-    weights = get_weights(network())
-
-    def client() -> NTKFLClient:
-        return NTKFLClient(network(), Augmented(), sampling_rate=0.6, seed=(0, 3))
-
-    _, count, metrics = client().fit(weights, {"server-round": 4})
-    stacked = [np.stack([w, w]) for w in weights]
-    answer = client().query(stacked, {"server-round": 4})
-    assert answer == {"losses": 2 * [metrics["train-loss"]], "num-examples": count}
-    assert client().query(stacked, {"server-round": 5})["losses"] != answer["losses"]
-
-
 def test_evaluation_does_not_change_with_the_round():
     weights = get_weights(network())
 
@@ -300,25 +279,6 @@ def test_global_generators_are_as_they_were():
     with pytest.raises(OSError, match="stop"):
         ModelClient(network(), Failing())
     assert states() == before
-
-
-def test_clients_in_threads_draw_each_their_own():
-    """Networks are built before: their first weights come from the same generator."""
-    expected = {i: augmented(1, seed=(0, i)) for i in range(4)}
-    models = {i: network() for i in expected}
-    found: dict[int, Tensor] = {}
-
-    def read(i: int) -> None:
-        for _ in range(3):
-            client = SGDClient(models[i], Augmented(), seed=(0, i))
-            found[i] = client.training_examples({"server-round": 1})[0]
-
-    threads = [threading.Thread(target=read, args=(i,)) for i in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[i], expected[i]) for i in expected)
 
 
 def test_only_the_chosen_examples_of_a_dataset_are_read():

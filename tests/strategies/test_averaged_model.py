@@ -1,7 +1,6 @@
 """The mean of the weights over rounds: what is evaluated and returned, and never trained from."""
 
 import numpy as np
-import pytest
 from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import FedAvg
 
@@ -41,11 +40,11 @@ def curve(strategy, rounds: int):
 
 
 def test_the_mean_is_evaluated_and_returned_and_the_newest_weights_are_trained_from():
-    plain, newest, _ = curve(SeededFedAvg(**ALL), 5)
-    means, sent, result = curve(SeededFedAvg(average_decay=0.7, **ALL), 5)
+    plain, newest, _ = curve(SeededFedAvg(**ALL), 3)
+    means, sent, result = curve(SeededFedAvg(average_decay=0.7, **ALL), 3)
     assert [bits(own) for own in sent] == [bits(own) for own in newest]
     assert bits(means[0]) == bits(plain[0])  # before the first round
-    for n in range(1, 6):
+    for n in range(1, 4):
         factors = 0.7 ** np.arange(n)[::-1]
         for name, array in means[n].items():
             rounds = np.array([own[name] for own in plain[1 : n + 1]], np.float64)
@@ -53,7 +52,7 @@ def test_the_mean_is_evaluated_and_returned_and_the_newest_weights_are_trained_f
             if array.dtype.kind == "i":  # BatchNorm's number of batches
                 expected = plain[n][name]
             np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
-    assert bits(result) == bits(means[5])
+    assert bits(result) == bits(means[3])
 
 
 def test_a_round_that_changes_nothing_counts_for_nothing():
@@ -67,16 +66,10 @@ def test_a_round_that_changes_nothing_counts_for_nothing():
 
 
 def test_clients_evaluate_the_mean():
-    strategy, grid = SeededFedAvg(average_decay=0.5), Grid(CLIENTS)
-    result = start(strategy, grid, rounds=3)
+    grid = Grid(CLIENTS)
+    result = start(SeededFedAvg(average_decay=0.5), grid, rounds=2)
     last = [message for way, message in grid.seen if way == "down"][-1]
     assert bits(arrays_of(last.content["arrays"])) == bits(result)
-
-
-def test_a_state_of_a_run_with_a_mean_is_refused_without_one():
-    state = SeededFedAvg(average_decay=0.7, **ALL).state_dict()
-    with pytest.raises(ValueError, match=r"expected average_decay = .*, got 0\.7"):
-        SeededFedAvg(**ALL).load_state_dict(state)
 
 
 def test_an_ensembles_models_are_averaged_each():
