@@ -4,11 +4,10 @@ import itertools
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from logging import WARNING, getLogger
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -166,7 +165,7 @@ class MeteredGrid(Grid):
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self._costs: Counter[str] = Counter()
+        self._costs: defaultdict[str, float] = defaultdict(int)
         self._peak = 0.0
 
     def take(self) -> dict[str, float]:
@@ -197,16 +196,9 @@ class MeteredGrid(Grid):
         """The run that messages belong to."""
         return self.grid.run
 
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
+    def create_message(self, *args: Any, **options: Any) -> Message:
         """Make a message to a node."""
-        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+        return self.grid.create_message(*args, **options)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes."""
@@ -218,7 +210,7 @@ class MeteredGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive and count."""
-        return self._received(self._waited(self.grid.pull_messages, message_ids))
+        return self._received(self._waited(self.grid.pull_messages, message_ids), {})
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -232,31 +224,31 @@ class MeteredGrid(Grid):
     def _waited(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         start = time.perf_counter()
         result = list(exchange(*args, **options))
-        self._costs["seconds-waiting"] += time.perf_counter() - start  # type: ignore[assignment]
+        self._costs["seconds-waiting"] += time.perf_counter() - start
         return result
 
     def _sent(self, messages: Iterable[Message]) -> list[Message]:
         messages = list(messages)
-        self._count("down", messages)
+        self._count("down", messages, {})
         return messages
 
-    def _received(
-        self, replies: Iterable[Message], kinds: Mapping[str, str] = MappingProxyType({})
-    ) -> list[Message]:
+    def _received(self, replies: list[Message], kinds: Mapping[str, str]) -> list[Message]:
         """Count replies; those to known messages by the messages' kinds, not by their own."""
-        replies = list(replies)
         for reply in replies:
             if reply.has_content() and METER in reply.content:
-                seconds, peak = _metered(reply.content[METER])
-                del reply.content[METER]
-                self._costs["seconds-clients"] += seconds  # type: ignore[assignment]
+                record = reply.content.pop(METER)
+                values = record if isinstance(record, MetricRecord) else {}
+                claimed = (values.get("seconds"), values.get("peak-memory"))
+                # 0 for what cannot be
+                seconds, peak = (
+                    v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claimed
+                )
+                self._costs["seconds-clients"] += seconds
                 self._peak = max(self._peak, peak)
         self._count("up", replies, kinds)
         return replies
 
-    def _count(
-        self, way: str, messages: list[Message], kinds: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def _count(self, way: str, messages: list[Message], kinds: Mapping[str, str]) -> None:
         known: dict[int, int] = {}  # messages of a round share their records
         for message in messages:
             metadata = message.metadata
@@ -264,14 +256,6 @@ class MeteredGrid(Grid):
             if kind not in SET_UP:
                 prefix = "evaluation-" if kind.startswith("evaluate") else ""
                 self._costs[f"{prefix}bytes-{way}"] += message_bytes(message, known)
-
-
-def _metered(record: object) -> tuple[float, float]:
-    """Seconds and MB that a client claims; 0 for what cannot be."""
-    values = record if isinstance(record, MetricRecord) else {}
-    claimed = (values.get("seconds"), values.get("peak-memory"))
-    seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0.0 for v in claimed)
-    return seconds, peak
 
 
 def message_bytes(message: Message, known: dict[int, int] | None = None) -> int:

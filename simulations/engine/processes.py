@@ -13,16 +13,6 @@ import psutil
 
 from ..errors import RunFailed
 
-__all__ = [
-    "end",
-    "flower_environment",
-    "processes_with",
-    "start",
-    "start_on_free_port",
-    "stop",
-    "tool",
-]
-
 Process = subprocess.Popen[bytes]
 PATIENCE = 15.0  # seconds in which a process that was told to end may do so
 
@@ -58,23 +48,9 @@ def start_on_free_port(
     *,
     port: int | None = None,
 ) -> tuple[Process, int]:
-    """Start a server, and wait until it listens.
+    """Start a server with the command for a port, and wait until it listens on it.
 
-    Parameters
-    ----------
-    command : callable
-        Port -> command.
-    environment : dict
-        Of the process.
-    log : Path
-        What it says is appended to this file.
-    port : int, optional
-        The port that it shall have, instead of a free one.
-
-    Returns
-    -------
-    tuple of Popen and int
-        The process, and its port.
+    The port is a free one, unless one is given. What the server says is appended to `log`.
 
     Raises
     ------
@@ -96,10 +72,9 @@ def start_on_free_port(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
-        return port
+    return port
 
 
 def _listens(process: Process, port: int, timeout: float = 60) -> bool:
@@ -137,8 +112,7 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(variable) == value:
-                found.append(process)
+            found += [process] * (process.environ().get(variable) == value)
     return found
 
 

@@ -4,11 +4,11 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from logging import StreamHandler, getLogger
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +20,7 @@ __all__ = ["Progress", "progress"]
 
 LOG_EVERY = 10.0  # seconds between lines in a log
 JUPYTER_EVERY = 0.25
+Sink = Callable[["Progress", bool], None]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Progress:
 
     rounds: int
     runs: int = 1
-    sink: "Sink | None" = None
+    sink: Sink | None = None  # shows the state: at once, or, unless asked for, maybe later
     run: int = 0
     name: str = ""
     round: int = 0
@@ -107,70 +108,54 @@ class Progress:
 
     def _show(self, *, now: bool = False) -> None:
         if self.sink is not None:
-            self.sink.show(self, now=now)
+            self.sink(self, now)
 
 
-class Sink(Protocol):
-    """A place that shows a state."""
+def _to_log(console: Console) -> Sink:
+    """Print a line at the beginning, at the end, and every ten seconds."""
+    last = -float("inf")
 
-    def show(self, state: Progress, *, now: bool) -> None:
-        """Show it at once, or unless `now` maybe later."""
+    def show(state: Progress, now: bool) -> None:
+        nonlocal last
+        if now or time.monotonic() - last > LOG_EVERY:
+            last = time.monotonic()
+            console.print(str(state), markup=False, highlight=False, soft_wrap=True)
 
-
-class _Log:
-    """A line at the beginning, at the end, and every ten seconds."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._last = console, -float("inf")
-
-    def show(self, state: Progress, *, now: bool) -> None:
-        if now or time.monotonic() - self._last > LOG_EVERY:
-            self._last = time.monotonic()
-            self._console.print(str(state), markup=False, highlight=False, soft_wrap=True)
+    return show
 
 
-class _Jupyter:
-    """One output of the cell, rewritten in place."""
+def _to_jupyter() -> Sink:
+    """Rewrite one output of the cell in place."""
+    from IPython.display import display
 
-    def __init__(self) -> None:
-        from IPython.display import display
+    handle = display({"text/plain": "..."}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+    last, ended = 0.0, []
 
-        self._handle = display(self._output("..."), raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        self._last = 0.0
-        self._ended: list[str] = []
-
-    def show(self, state: Progress, *, now: bool) -> None:
-        if now or time.monotonic() - self._last > JUPYTER_EVERY:
-            self._last = time.monotonic()
-            lines = [*self._ended, str(state)]
-            self._handle.update(self._output("\n".join(lines)), raw=True)
+    def show(state: Progress, now: bool) -> None:
+        nonlocal last
+        if now or time.monotonic() - last > JUPYTER_EVERY:
+            last = time.monotonic()
+            handle.update({"text/plain": "\n".join([*ended, str(state)])}, raw=True)
             if state.ended:
-                self._ended = lines
+                ended.append(str(state))
 
-    @staticmethod
-    def _output(text: str) -> dict[str, str]:
-        return {"text/plain": text}
+    return show
 
 
-class _Terminal:
-    """A bar and a line, rewritten in place; the lines of ended runs stay above them."""
+def _to_terminal(live: Live) -> Sink:
+    """Rewrite a bar and a line in place; the lines of ended runs stay above them."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    def show(self, state: Progress, *, now: bool) -> None:
+    def show(state: Progress, now: bool) -> None:
         del now  # rich refreshes by itself
-        self._live.update(self._row(state))
-        if state.ended and state.run < state.runs:
-            self._live.console.print(str(state), markup=False, highlight=False)
-
-    @staticmethod
-    def _row(state: Progress) -> Group:
         row = Table.grid(padding=(0, 1))
         name, _, rest = str(state).partition(": ")
         bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
         row.add_row(Text(name), bar)
-        return Group(row, Text(rest))
+        live.update(Group(row, Text(rest)))
+        if state.ended and state.run < state.runs:
+            live.console.print(str(state), markup=False, highlight=False)
+
+    return show
 
 
 @contextlib.contextmanager
@@ -196,12 +181,12 @@ def progress(
     if not enabled:
         yield state
     elif console.is_jupyter:
-        state.sink = _Jupyter()
+        state.sink = _to_jupyter()
         yield state
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live, _log_above():
-            state.sink = _Terminal(live)
+            state.sink = _to_terminal(live)
             yield state
     else:
-        state.sink = _Log(console)
+        state.sink = _to_log(console)
         yield state
