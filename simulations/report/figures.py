@@ -75,19 +75,22 @@ def accuracy_curves(
     many = False
     for name, rows, style in _each(rounds, "run"):
         accuracy = _by_round(rows, "accuracy") * 100
-        x = accuracy.index.to_numpy(dtype=float)
+        x = accuracy.index.astype(float)
         if against != "rounds":
             spent = _by_round(rows, against)["mean"].cumsum() * factor
-            x = spent.reindex(accuracy.index).to_numpy()
+            x = spent.reindex(accuracy.index)
         every = max(len(x) // 20, 1)
         axes.plot(x, accuracy["mean"], ms=4, markevery=every, label=name, **style)
         if rows.seed.nunique() > 1:
             many = True
-            axes.fill_between(
-                x, accuracy["min"], accuracy["max"], color=style["color"], alpha=0.2, lw=0
-            )
+            band = accuracy["min"], accuracy["max"]
+            axes.fill_between(x, *band, color=style["color"], alpha=0.2, lw=0)
     if target is not None:
-        _mark(axes, 100 * target)
+        axes.axhline(100 * target, color="0.5", lw=1, ls="--", zorder=0)
+        axes.annotate(
+            f"{100 * target:g} %", (1.0, 100 * target), xycoords=("axes fraction", "data"),
+            xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
+        )  # fmt: skip
     axes.set(xlabel=label, ylabel=f"{evaluated_on} accuracy (%)")
     axes.set_ylim(100 * bottom, 100 if bottom == 0 else None)
     if against == "rounds":
@@ -116,12 +119,8 @@ def accuracy_against_heterogeneity(
         Curve of each run, by the run's name; by default its method's.
     """
     figure, axes = _figure(title)
-    best = (
-        rounds[rounds.metric == "accuracy"]
-        .groupby(["run", "method", "seed"], sort=False)
-        .value.max()
-        .reset_index()
-    )
+    accuracy = rounds[rounds.metric == "accuracy"]
+    best = accuracy.groupby(["run", "method", "seed"], sort=False).value.max().reset_index()
     best["alpha"] = best.run.map(alphas)
     if labels is not None:
         best["method"] = best.run.map(labels)
@@ -129,13 +128,11 @@ def accuracy_against_heterogeneity(
     for method, rows, style in _each(best, "method"):
         values = rows.groupby("alpha").value.agg(["mean", "min", "max", "size"])
         means = values["mean"] * 100
-        spread = np.stack([means - values["min"] * 100, values["max"] * 100 - means])
+        spread = means - values["min"] * 100, values["max"] * 100 - means
         many = many or bool((values["size"] > 1).any())
         axes.errorbar(means.index, means, spread, capsize=3, label=method, **style)
     axes.set_xscale("log")
-    shown = sorted(best.alpha.unique())
-    axes.set_xticks(shown, [f"{alpha:g}" for alpha in shown])
-    axes.set_xticks([], minor=True)
+    _tick(axes, best.alpha)
     axes.set(
         xlabel=r"Dirichlet concentration $\alpha$ (smaller: more heterogeneous)",
         ylabel=f"best {evaluated_on} accuracy (%)",
@@ -175,27 +172,23 @@ def label_distribution(
 ) -> Figure:
     """Draw how many examples of each class each client holds: a disc's area is their number.
 
-    Parameters
-    ----------
-    labels : ndarray of int64, shape (n,)
-        Labels of all training examples.
-    clients : sequence of ndarray of int64
-        Indices of each client's examples; the first `most` clients are drawn.
+    `labels` (n,) are those of all training examples, and `clients` holds the indices of each
+    client's examples; the first `most` clients are drawn.
     """
     figure, axes = _figure(title, width=8.0)
     shown, classes = clients[:most], int(labels.max()) + 1
     counts = np.stack([np.bincount(labels[own], minlength=classes) for own in shown])
     client, label = np.nonzero(counts)
-    sizes = counts[client, label]
     largest = int(counts.max())
-    axes.scatter(client, label, s=110 * sizes / largest, color=COLOURS[0], lw=0)
+    disc: Any = {"color": COLOURS[0], "lw": 0}
+    axes.scatter(client, label, s=110 * counts[client, label] / largest, **disc)
     for example in (largest, max(largest // 4, 1)):
-        axes.scatter([], [], s=110 * example / largest, color=COLOURS[0], lw=0, label=f"{example}")
+        axes.scatter([], [], s=110 * example / largest, label=f"{example}", **disc)
     few = f" (the first {most} of {len(clients)})" if len(clients) > most else ""
-    axes.set(
-        xlabel=f"client{few}", ylabel="class", xlim=(-1, len(shown)), ylim=(-0.7, classes - 0.3)
-    )
-    axes.set_yticks(range(classes)) if classes <= 20 else None
+    axes.set(xlabel=f"client{few}", ylabel="class")
+    axes.set(xlim=(-1, len(shown)), ylim=(-0.7, classes - 0.3))
+    if classes <= 20:
+        axes.set_yticks(range(classes))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(title="examples", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
@@ -232,10 +225,8 @@ def tuning_values(
         axes.plot(*first, "o", ms=13, mfc="none", mec=COLOURS[1], label="best")
         if not in_words and 0 < 10 * x.min() <= x.max():
             axes.set_xscale("log")
-        shown = sorted(x.unique())
-        if not in_words and len(shown) <= 6:
-            axes.set_xticks(shown, [f"{value:g}" for value in shown])
-            axes.set_xticks([], minor=True)
+        if not in_words and x.nunique() <= 6:
+            _tick(axes, x)
         axes.set_xlabel(key)
     for axes in grid.flat[len(searched) :]:
         axes.set_axis_off()
@@ -259,14 +250,12 @@ def reliability_diagram(
     """
     figure, axes = _figure(title)
     axes.plot([0, 100], [0, 100], color="0.5", lw=1, ls="--", zorder=0, label="calibrated")
+    first: dict[str, Any] = {"color": COLOURS[0], "marker": MARKERS[0], "ms": 4, "zorder": 3}
+    other: dict[str, Any] = {"color": COLOURS[1], "lw": 0.8, "alpha": 0.7}
     for number, (name, table) in enumerate(tables.items()):
-        shown = table[table.examples >= least]
-        values = (100 * shown.confidence, 100 * shown.accuracy)
-        if number == 0:
-            axes.plot(*values, color=COLOURS[0], marker=MARKERS[0], ms=4, label=name, zorder=3)
-        else:
-            label = "its single models" if number == 1 else None
-            axes.plot(*values, color=COLOURS[1], lw=0.8, alpha=0.7, label=label)
+        shown = 100 * table[table.examples >= least]
+        label = [name, "its single models", None][min(number, 2)]
+        axes.plot(shown.confidence, shown.accuracy, label=label, **(other if number else first))
     axes.set(xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
     axes.legend(loc="upper left", frameon=False)
     return figure
@@ -304,14 +293,8 @@ def uncertainty_histogram(
 ) -> Figure:
     """Draw how an uncertainty is spread over the examples of several data sets.
 
-    Parameters
-    ----------
-    values : dict of str to ndarray, shape (n,)
-        Uncertainties of the examples, by the data set's name.
-    label : str
-        Name of the uncertainty, with its unit.
-    bins : int
-        Number of bins of equal width, from 0 to the largest value.
+    `values` holds the uncertainties (n,) of each data set by its name, and `label` is the
+    uncertainty's name, with its unit. The `bins` have equal width, from 0 to the largest value.
     """
     figure, axes = _figure(title)
     edges = np.linspace(0, max(float(own.max()) for own in values.values()) or 1.0, bins + 1)
@@ -320,8 +303,7 @@ def uncertainty_histogram(
         colour = COLOURS[number % len(COLOURS)]
         axes.stairs(shares, edges, color=colour, lw=1.5, label=name)
         axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
-    axes.set(xlabel=label, ylabel="share of the examples (%)")
-    axes.set_xlim(0, edges[-1])
+    axes.set(xlabel=label, ylabel="share of the examples (%)", xlim=(0, edges[-1]))
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False)
     return figure
@@ -338,15 +320,16 @@ def similarity_heat_map(
 
     `similarities` is symmetric, shape (K, K), and `clients` holds the K clients' numbers.
     """
-    order = _order_by_similarity(np.asarray(similarities))
+    similarities = np.asarray(similarities)
+    order = _order_by_similarity(similarities)
     figure = _Picture(figsize=(5.6, 4.8), dpi=120, layout="constrained")
     axes = figure.subplots()
-    shown = np.asarray(similarities)[np.ix_(order, order)]
+    shown = similarities[np.ix_(order, order)]
     image = axes.imshow(shown, cmap="viridis", interpolation="nearest")
     figure.colorbar(image, label=label)
     every = -(-len(order) // 30)  # more labels would run into each other
     places = np.arange(0, len(order), every)
-    names = [str(np.asarray(clients)[order[i]]) for i in places]
+    names = [str(clients[order[i]]) for i in places]
     axes.set_xticks(places, names, rotation=90, fontsize=7)
     axes.set_yticks(places, names, fontsize=7)
     axes.set(xlabel="client", ylabel="client", title=title)
@@ -377,7 +360,7 @@ def _order_by_similarity(similarities: NDArray[np.float64]) -> NDArray[np.int64]
     distances = np.clip(1 - (similarities + similarities.T) / 2, 0, None)
     np.fill_diagonal(distances, 0)
     tree = linkage(squareform(distances, checks=False), "average", optimal_ordering=True)
-    leaves: NDArray[np.int64] = leaves_list(tree).astype(np.int64)
+    leaves: NDArray[np.int64] = leaves_list(tree)
     return leaves
 
 
@@ -404,6 +387,13 @@ def _plain_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _tick(axes: Axes, values: "pd.Series[float]") -> None:
+    """Mark the values on the horizontal axis, and no others."""
+    shown = sorted(values.unique())
+    axes.set_xticks(shown, [f"{value:g}" for value in shown])
+    axes.set_xticks([], minor=True)
+
+
 def _each(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame, dict[str, Any]]]:
     """Yield rows by the values of a column, with a style that depends only on the value."""
     numbers = {name: i for i, name in enumerate(sorted(table[column].unique()))}
@@ -417,11 +407,3 @@ def _by_round(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return mean and range over the seeds, of the rounds that all seeds have."""
     values = rows[rows.metric == metric].groupby("round").value.agg(["mean", "min", "max", "size"])
     return values[values["size"] == rows.seed.nunique()]
-
-
-def _mark(axes: Axes, height: float) -> None:
-    axes.axhline(height, color="0.5", lw=1, ls="--", zorder=0)
-    axes.annotate(
-        f"{height:g} %", (1.0, height), xycoords=("axes fraction", "data"),
-        xytext=(3, 0), textcoords="offset points", ha="left", va="center", color="0.4",
-    )  # fmt: skip

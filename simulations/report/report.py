@@ -1,12 +1,12 @@
 """Tables and pictures of finished runs, in one folder."""
 
-import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -85,7 +85,10 @@ def write_report(
             clients, title="Clients' own examples, last five rounds"
         )
     pictures |= _splits(runs)
-    pictures |= _of_methods(runs)
+    for name, own in _by_name(runs):  # what methods draw of their own runs, each of its first seed
+        word = re.sub(r"[^\w]+", "-", name).strip("-")
+        found = own[0].config.chosen_method.pictures(own[0].folder / "details")
+        pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
     paragraphs = [
@@ -131,16 +134,6 @@ def _of_clients(runs: Sequence[Run], clients: pd.DataFrame, out: Path) -> list[s
     return paragraphs
 
 
-def _of_methods(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return the pictures that methods draw of their own runs, each of its first seed."""
-    pictures: dict[str, Figure] = {}
-    for name, own in _by_name(runs):
-        found = own[0].config.chosen_method.pictures(own[0].folder / "details")
-        word = re.sub(r"[^\w]+", "-", name).strip("-")
-        pictures |= {f"{kind}-{word}": figure for kind, figure in found.items()}
-    return pictures
-
-
 def write_tuning_report(
     out: Path,
     trials: pd.DataFrame,
@@ -151,18 +144,8 @@ def write_tuning_report(
 ) -> None:
     """Write the table of a search (Markdown, LaTeX, CSV), and its values against each setting.
 
-    Parameters
-    ----------
-    out : Path
-        Folder of the report.
-    trials : DataFrame
-        Table of the trials: see :class:`~fedntk.simulations.Tuning`.
-    searched : sequence of str
-        Settings that were searched.
-    metric : str
-        Name of the values.
-    lines : sequence of str
-        Text before the table.
+    `out` is the folder of the report, `trials` the table of a :class:`~fedntk.simulations.Tuning`,
+    `metric` the name of its values, and `lines` is the text before the table.
     """
     out.mkdir(parents=True, exist_ok=True)
     trials.to_csv(out / "trials.csv", index=False)
@@ -199,7 +182,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
     for name, own in _by_name(runs):
         summaries = pd.DataFrame([run.summary for run in own])
         low, high = summaries["rounds"].min(), summaries["rounds"].max()
-        worst = [run.curve("client-accuracy-worst").tolist()[-1:] for run in own]
+        worst = [value for run in own for value in run.curve("client-accuracy-worst")[-1:]]
         rows.append(
             {
                 "run": name,
@@ -207,7 +190,7 @@ def final_table(runs: Sequence[Run]) -> pd.DataFrame:
                 "rounds": str(low) if low == high else f"{low}-{high}",
                 "last accuracy (%)": _spread(summaries["accuracy"]),
                 "best accuracy (%)": _spread(pd.Series([run.curve().max() for run in own])),
-                "worst client (%)": _spread(pd.Series([*itertools.chain(*worst)], dtype=float)),
+                "worst client (%)": _spread(pd.Series(worst, dtype=float)),
                 "MB up": f"{summaries['bytes-up'].mean() / 1e6:.1f}",
                 "MB down": f"{summaries['bytes-down'].mean() / 1e6:.1f}",
                 "seconds": f"{summaries['seconds'].mean():.1f}",
@@ -221,27 +204,26 @@ def target_table(runs: Sequence[Run], targets: Sequence[float] | None = None) ->
     rows = []
     if targets is None:
         targets = sorted({target for run in runs for target in run.config.targets})
+    forms = {"rounds": ("round", 1, "{:.0f}"), "MB up": ("bytes-up", 1e6, "{:.1f}")}
+    forms["s"] = "seconds", 1, "{:.1f}"
     for name, own in _by_name(runs):
         row = {"run": name}
         for target in targets:
-            found = [run.to_target(target) for run in own]
-            reached = [each for each in found if each is not None]
-            few = f" ({len(reached)} of {len(own)})" if 0 < len(reached) < len(own) else ""
-            for label, key, unit, form in (
-                ("rounds", "round", 1.0, "{:.0f}"),
-                ("MB up", "bytes-up", 1e6, "{:.1f}"),
-                ("s", "seconds", 1.0, "{:.1f}"),
-            ):
-                median = pd.Series([each[key] / unit for each in reached], dtype=float).median()
-                value = form.format(median) + few if reached else "-"
+            reached = [found for run in own if (found := run.to_target(target)) is not None]
+            few = f" ({len(reached)} of {len(own)})" if len(reached) < len(own) else ""
+            for label, (key, unit, form) in forms.items():
+                values = [found[key] / unit for found in reached]
+                value = form.format(np.median(values)) + few if reached else "-"
                 row[f"{label} to {100 * target:g} %"] = value
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    names = dict.fromkeys(str(run.summary["run"]) for run in runs)
-    return [(name, [run for run in runs if run.summary["run"] == name]) for name in names]
+def _by_name(runs: Sequence[Run]) -> Iterable[tuple[str, list[Run]]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(str(run.summary["run"]), []).append(run)
+    return groups.items()
 
 
 def _spread(shares: "pd.Series[float]") -> str:
