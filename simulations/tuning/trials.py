@@ -31,18 +31,11 @@ def run_trials(
     on_end: Callable[[T, str], None],
     parallel: int,
 ) -> None:
-    """Run trials, `parallel` at a time; with 1, in this process.
+    """Run trials, `parallel` at a time: each in another process, or a single one in this.
 
-    Parameters
-    ----------
-    trials : iterator of tuple
-        A trial and its configuration for each seed; the next one is taken when it can begin.
-    on_round : callable
-        (trial, position of the seed, metrics of the round) -> whether to end the trial.
-    on_end : callable
-        (trial, how it ended).
-    parallel : int
-        With more than one, each trial runs in another process, which ends with this one.
+    The next of `trials`, each with its configuration for each seed, is taken when it can begin.
+    `on_round` is given a trial, the position of the seed and the metrics of the round, and says
+    whether to end the trial; `on_end` is given the trial and how it ended.
     """
     if parallel == 1:
         for trial, configs in trials:
@@ -54,9 +47,7 @@ def run_trials(
         while True:
             while len(busy) < parallel and (begun := next(trials, None)) is not None:
                 trial, configs = begun
-                if not idle:
-                    idle.append(_start_worker(max((os.cpu_count() or 1) // parallel, 1)))
-                connection, process = idle.pop()
+                connection, process = idle.pop() if idle else _start_worker(parallel)
                 busy[connection] = process, trial
                 connection.send(configs)
             if not busy:
@@ -105,13 +96,13 @@ def _run_trial(
     return FINISHED
 
 
-def _start_worker(threads: int) -> Worker:
+def _start_worker(parallel: int) -> Worker:
     """Start a process that runs one trial at a time, and asks after each round whether to go on."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs,), daemon=True)
     unset = "OMP_NUM_THREADS" not in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // parallel, 1)))
     try:
         process.start()
     finally:
