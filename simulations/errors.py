@@ -9,7 +9,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["ConfigError", "RunFailed", "Stopped", "command_line", "with_extra_named"]
+__all__ = [
+    "ConfigError",
+    "RunFailed",
+    "Stopped",
+    "command_line",
+    "first_line",
+    "with_extra_named",
+]
 
 
 class ConfigError(ValueError):
@@ -22,6 +29,11 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 class Stopped(RunFailed):
     """Raised by a caller's `on_round` to end a run, which may go on later."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
 
 
 def with_extra_named(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -49,8 +49,8 @@ class ConformalSets:
     ----------
     coverage, score
         The coverage and the score that were asked for: see :func:`assess`.
-    calibrated_on, num_calibration : str, int
-        The examples they were calibrated on, and how many.
+    calibrated_on, num_calibration, note : str, int, str
+        The examples they were calibrated on, how many, and how the run had used them, if it had.
     threshold : float
         The largest score in a set.
     test_coverage : float
@@ -58,12 +58,8 @@ class ConformalSets:
     expected_low, expected_high : float
         Range of `test_coverage` in 95 % of all draws of calibration and test examples, if all are
         exchangeable (and no two scores the same).
-    mean_size : float
-        Classes in a set, averaged over the test examples.
-    empty : float
-        Share of the test examples whose set is empty.
-    note : str
-        How the run had used the calibration examples; empty if it had not.
+    mean_size, empty : float
+        Classes in a set, averaged over the test examples; share of the sets that are empty.
     """
 
     coverage: float
@@ -136,20 +132,21 @@ class Assessment:
             "rejection": rejection_curves(self.rejection, title=title),
         }
         if self.unfamiliar is not None:
-            for measure in self._measures():
+            for measure in self._own_rejection().measure.unique():
+                tables = {
+                    self.run.config.dataset: self.examples,
+                    self.unfamiliar_name: self.unfamiliar,
+                }
                 pictures[f"unfamiliar-{measure.replace('_', '-')}"] = uncertainty_histogram(
-                    {
-                        self.run.config.dataset: self.examples[measure].to_numpy(),
-                        self.unfamiliar_name: self.unfamiliar[measure].to_numpy(),
-                    },
+                    {name: table[measure].to_numpy() for name, table in tables.items()},
                     label=f"{MEASURES[measure]}{'' if measure == 'doubt' else ' (nats)'}",
                     title=f"{self.table.index[0]}: {title}",
                 )
         return pictures
 
-    def _measures(self) -> list[str]:
-        own = self.rejection[self.rejection.model == self.table.index[0]]
-        return list(own.measure.unique())
+    def _own_rejection(self) -> pd.DataFrame:
+        """`rejection` of the ensemble, or of the single model."""
+        return self.rejection[self.rejection.model == self.table.index[0]]
 
     def write(self, out: str | Path | None = None) -> Path:
         """Write tables and pictures into `out`; return the path of ``report.md``.
@@ -160,26 +157,18 @@ class Assessment:
         """
         out = self.run.folder / "uncertainty" if out is None else Path(out)
         out.mkdir(parents=True, exist_ok=True)
+        for stale in (*out.glob("unfamiliar-*.png"), *out.glob("unfamiliar.parquet")):
+            stale.unlink()  # of an earlier assessment
         self.examples.to_parquet(out / "examples.parquet", index=False)
-        (out / "unfamiliar.parquet").unlink(missing_ok=True)  # of an earlier assessment
         if self.unfamiliar is not None:
             self.unfamiliar.to_parquet(out / "unfamiliar.parquet", index=False)
         self.rejection.to_csv(out / "rejection.csv", index=False, float_format="%.6g")
-        for stale in out.glob("unfamiliar-*.png"):
-            stale.unlink()
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
         write_latex(self.shown_table(), out / "table.tex")
-        with whole(out / "metrics.json") as file:
-            file.write((json.dumps(self._figures_of_merit(), indent=2) + "\n").encode())
-        text = "\n\n".join(self._paragraphs(pictures)) + "\n"
-        (out / "report.md").write_text(text, encoding="utf-8")
-        return out / "report.md"
-
-    def _figures_of_merit(self) -> dict[str, Any]:
         table = self.table.astype(object).where(self.table.notna(), None)
-        return {
+        content = {
             "run": self.run.summary["run"],
             "model": self.which,
             "examples": len(self.examples),
@@ -187,6 +176,11 @@ class Assessment:
             "models": table.to_dict("index"),
             "sets": None if self.sets is None else asdict(self.sets),
         }
+        with whole(out / "metrics.json") as file:
+            file.write((json.dumps(content, indent=2) + "\n").encode())
+        text = "\n\n".join(self._paragraphs(pictures)) + "\n"
+        (out / "report.md").write_text(text, encoding="utf-8")
+        return out / "report.md"
 
     def shown_table(self) -> pd.DataFrame:
         """Return `table` as text, with a row for the mean of an ensemble's models."""
@@ -195,21 +189,21 @@ class Assessment:
             mean = table.iloc[1:].mean().rename("mean of the models")
             table = pd.concat([table.iloc[:1], mean.to_frame().T, table.iloc[1:]])
         shown = pd.DataFrame({"model": table.index})
-        shown["accuracy (%)"] = [f"{100 * value:.1f}" for value in table.accuracy]
+        columns = {"accuracy": ("accuracy (%)", "{:.1f}", 100)}
         for key, label in (("nll", "NLL (nats)"), ("brier", "Brier"), ("ece", "ECE")):
-            shown[label] = [f"{value:.4f}" for value in table[key]]
-        for measure, label in MEASURES.items():
-            if f"auroc_{measure}" in table:
-                values = table[f"auroc_{measure}"]
-                if values.notna().any():
-                    texts = ["-" if pd.isna(value) else f"{value:.3f}" for value in values]
-                    shown[f"AUROC, {label}"] = texts
+            columns[key] = label, "{:.4f}", 1
+        for key, label in MEASURES.items():
+            if table.get(f"auroc_{key}", pd.Series()).notna().any():
+                columns[f"auroc_{key}"] = f"AUROC, {label}", "{:.3f}", 1
+        for key, (label, form, factor) in columns.items():
+            texts = (factor * table[key]).map(form.format).replace("nan", "-")
+            shown[label] = texts.to_numpy()
         return shown
 
     def _paragraphs(self, pictures: Mapping[str, Figure]) -> list[str]:
         summary, config = self.run.summary, self.run.config
-        best = summary["best"]
-        at = summary["rounds"] if self.which == "model" or not best else best["round"]
+        best = summary["best"] if self.which == "best" else None
+        at = best["round"] if best else summary["rounds"]
         paragraphs = [
             "# Uncertainty",
             f"{summary['run']}, the {'last' if self.which == 'model' else 'best'} model, of round "
@@ -257,9 +251,7 @@ class Assessment:
     def _rejected(self) -> pd.DataFrame:
         """Accuracy at some shares of rejected examples, as text."""
         rows = []
-        for (model, measure), own in self.rejection.groupby(["model", "measure"], sort=False):
-            if model != self.table.index[0]:
-                continue
+        for measure, own in self._own_rejection().groupby("measure", sort=False):
             at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
             shares = {f"{r} %": f"{100 * at[r]:.1f}" for r in (0, 5, 10, 20, 30, 50)}
             rows.append({"rejected by": MEASURES[str(measure)], **shares})
@@ -302,10 +294,8 @@ def assess(
     ConfigError
         The model's outputs are no probabilities, the other data set does not fit, or too little
         was held out for the coverage.
-    FileNotFoundError
+    FileNotFoundError, RunFailed
         There is no finished run.
-    RunFailed
-        The run did not finish.
     """
     run = run if isinstance(run, Run) else read_run(run)
     require_same_data(run)
@@ -344,12 +334,10 @@ def assess(
                 for name, own in models.items()
             ]
     sets = None
-    if coverage is not None and held_out is not None:
+    if held_out is not None:
         held = _together(predicted(held_out.x)[whole_name]).exp()
         p = _together(models[whole_name]).exp()
-        sets, sizes = _conformal(
-            held, held_out, p, labels, coverage=coverage, score=score, seed=config.seed
-        )
+        sets, sizes = _conformal(held, held_out, p, labels, coverage, score, config.seed)
         examples[whole_name]["set_size"] = sizes
     return Assessment(
         run=run,
@@ -369,10 +357,8 @@ def assess(
 
 def _log_probabilities(predictor: Predictor, x: Tensor) -> Tensor:
     """Each model's log-probabilities, float64: shape (K, n, C)."""
-    if isinstance(predictor, EnsemblePredictor):
-        scores = predictor.scores(x)
-    else:
-        scores = predictor.predict(x)[None]
+    is_ensemble = isinstance(predictor, EnsemblePredictor)
+    scores = predictor.scores(x) if is_ensemble else predictor.predict(x)[None]
     return scores.double().log_softmax(-1)
 
 
@@ -469,7 +455,6 @@ def _conformal(
     held_out: _HeldOut,
     p: Tensor,
     labels: Tensor,
-    *,
     coverage: float,
     score: Score,
     seed: int,

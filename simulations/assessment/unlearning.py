@@ -8,18 +8,16 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import save_tensors
 
-from ..config.config import Config
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
-from ..engine.building import load_setup, make_strategy
-from ..engine.checkpoints import Checkpoints
+from ..engine.building import load_finished, make_strategy
 from ..methods.method import Setup
 from ..report.results import Run, read_run, require_same_data
 
@@ -54,14 +52,10 @@ class Unlearned:
     ----------
     folder : Path
         Folder of the model; ``load_predictor`` reads it.
-    clients : tuple of int
-        Partitions that were taken out.
-    examples : int
-        Number of their training examples.
-    overall : Accuracy
-        Accuracy on all test examples.
-    by_class : dict of int to Accuracy
-        Accuracy on the test examples of each class that these clients had.
+    clients, examples : tuple of int, int
+        Partitions that were taken out, and the number of their training examples.
+    overall, by_class : Accuracy, dict of int to Accuracy
+        Accuracy on all test examples, and on those of each class that these clients had.
     """
 
     folder: Path
@@ -117,10 +111,8 @@ def unlearn(
     ConfigError
         The method or the run's settings do not allow it, a client is unknown, no client would be
         left, `out` holds something else, or the data has changed or is too large.
-    FileNotFoundError
+    FileNotFoundError, RunFailed
         There is no finished run.
-    RunFailed
-        The run did not finish.
 
     Examples
     --------
@@ -138,14 +130,9 @@ def unlearn(
     if not gone:
         raise ConfigError("clients: expected at least one partition, got none")
     folder = _folder(run, gone, out)
-    checkpoint = Checkpoints(run.folder).newest()
-    if checkpoint is None:
-        raise FileNotFoundError(f"{run.folder}: no checkpoint of a finished run")
-    config = Config.of_run(run.folder, weights="").replace(out=str(run.folder))
-    setup = load_setup(config)
+    setup, checkpoint = load_finished(run.folder)
     require_same_data(run)
-    strategy = make_strategy(setup)
-    before = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+    strategy, before = make_strategy(setup), checkpoint.arrays
     if not isinstance(strategy, CanUnlearn):
         raise ConfigError(
             f"{run.folder}: {type(strategy).__name__} cannot take a client out of what it learned"
@@ -158,7 +145,7 @@ def unlearn(
     named = {name: array.numpy() for name, array in after.items()}
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
     save_tensors(folder / "model.safetensors", named, described)
-    config.replace(out=str(folder)).save(folder / "config.toml")
+    setup.config.replace(out=str(folder)).save(folder / "config.toml")
     found = _assessed(setup, folder, gone, checkpoint.learned, [before, after])
     content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
     with whole(folder / "unlearned.json") as file:
@@ -188,8 +175,7 @@ def _assessed(
 ) -> Unlearned:
     config = setup.config
     x, labels = (part[: config.test_examples or None] for part in setup.data.test())
-    x = projected(config, x)
-    hits = []
+    x, hits = projected(config, x), []
     for arrays in models:
         named = {name: array.numpy() for name, array in arrays.items()}
         predictor = config.chosen_method.predictor(setup, named, learned)

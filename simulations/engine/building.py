@@ -5,7 +5,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import Any, Literal
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MessageType
+from flwr.app import ConfigRecord, MessageType
 from flwr.client import NumPyClient
 
 from fedntk.clients.core.adapter import unpacked
@@ -23,9 +23,9 @@ from ..deploy.simulated_trust import key_server, run_name, sealed_projection
 from ..methods.method import Method, Setup
 from ..models import build_model
 from ._flower import log_from
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoint, Checkpoints
 
-__all__ = ["load_predictor", "load_setup", "make_client", "make_strategy"]
+__all__ = ["load_finished", "load_predictor", "load_setup", "make_client", "make_strategy"]
 
 
 def load_setup(config: Config) -> Setup:
@@ -33,6 +33,14 @@ def load_setup(config: Config) -> Setup:
     data = load_data(config)
     network = build_model(config, data.input_shape, data.num_classes)
     return Setup(config, data, load_split(config), network)
+
+
+def load_finished(folder: Path) -> tuple[Setup, Checkpoint]:
+    """Load the parts of a finished run and its checkpoint; FileNotFoundError if it has none."""
+    checkpoint = Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
+    return load_setup(Config.of_run(folder, weights="").replace(out=str(folder))), checkpoint
 
 
 def make_strategy(setup: Setup) -> BaseStrategy:
@@ -77,32 +85,23 @@ def make_strategy(setup: Setup) -> BaseStrategy:
 def make_client(
     setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
 ) -> NumPyClient:
-    """Make the client that the configuration names.
+    """Make the client of a partition, whose number also seeds what the client draws.
 
-    Parameters
-    ----------
-    setup : Setup
-        Parts of the run.
-    partition : int
-        Number of its partition, which also seeds what the client draws.
-    state : dict
-        State that the client keeps from one message to the next.
-    own : Own, optional
-        Examples of its own, instead of the partition's.
+    It keeps its `state` from one message to the next. The examples of its `own`, if any, are used
+    instead of the partition's.
     """
     config = setup.config
-    if own is not None:
-        if seeded := config.chosen_method.seeded_protection(config):
-            raise ConfigError(
-                f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so "
-                "they protect nothing; write a client with keys of its own for data-path"
-            )
-    else:
+    if own is None:
         if not 0 <= partition < len(setup.split.clients):
             raise ConfigError(
                 f"partition-id: expected 0 ... {len(setup.split.clients) - 1}, got {partition}"
             )
         own = setup.examples(partition)
+    elif seeded := config.chosen_method.seeded_protection(config):
+        raise ConfigError(
+            f"{', '.join(seeded)}: this app derives the keys and the noise from the seed, so they "
+            "protect nothing; write a client with keys of its own for data-path"
+        )
     (x, y), (x_test, y_test) = own.train, own.test
     options: dict[str, Any] = {
         "model": setup.network,
@@ -144,29 +143,21 @@ def load_predictor(
     FileNotFoundError
         If there is no finished run.
     """
-    if client is not None:
-        return _predictor_of_client(Path(folder), which, client)
-    arrays, described = load_tensors(Path(folder) / f"{which}.safetensors")
-    config = Config.of_run(folder, weights="")
-    method: Method[Any] = config.chosen_method
-    return method.predictor(load_setup(config), arrays, described["learned"])
-
-
-def _predictor_of_client(folder: Path, which: str, partition: int) -> Predictor:
-    """Have the strategy say what it would send a client, and the client make a module of it."""
+    folder = Path(folder)
+    if client is None:
+        arrays, described = load_tensors(folder / f"{which}.safetensors")
+        config = Config.of_run(folder, weights="")
+        method: Method[Any] = config.chosen_method
+        return method.predictor(load_setup(config), arrays, described["learned"])
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")
-    checkpoint = Checkpoints(folder).newest()
-    if checkpoint is None:
-        raise FileNotFoundError(f"{folder}: no checkpoint of a finished run")
-    config = Config.of_run(folder, weights="").replace(out=str(folder))
-    setup = load_setup(config)
-    client, strategy = make_client(setup, partition, {}), make_strategy(setup)
+    setup, checkpoint = load_finished(folder)
+    # the strategy says what it would send the client, which makes a module of it
+    own, strategy = make_client(setup, client, {}), make_strategy(setup)
     strategy.load_state_dict(checkpoint.strategy)
-    arrays = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
-    arrays = strategy.begin(arrays, checkpoint.round, done=checkpoint.round)
+    arrays_then = strategy.begin(checkpoint.arrays, checkpoint.round, done=checkpoint.round)
     settings = ConfigRecord()
     strategy.prepare_config(settings, checkpoint.round)
-    content = strategy.content_for(partition, MessageType.EVALUATE, arrays, settings)
-    predictor: Predictor = client.predictor(*unpacked(content, str(partition)))  # type: ignore[attr-defined]
+    content = strategy.content_for(client, MessageType.EVALUATE, arrays_then, settings)
+    predictor: Predictor = own.predictor(*unpacked(content, str(client)))  # type: ignore[attr-defined]
     return predictor

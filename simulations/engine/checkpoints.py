@@ -4,27 +4,29 @@ There are no generators in it: all random numbers are drawn from (seed, round, p
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
 
 from ..config.settings import ConfigError
 
-__all__ = ["Best", "Checkpoint", "Checkpoints", "Round"]
+__all__ = ["Best", "Checkpoint", "Checkpoints", "OnRound", "Record", "Round"]
 
 ROUNDS = 32  # rounds in one array of a file: those of long ago are written once
-Record = dict[str, Any]
+Record = dict[str, Any]  # a round's metrics
+OnRound = Callable[[Record], None]
 Arrays = dict[str, NDArray[Any]]
 
 
 class Best(NamedTuple):
-    """The round with the best model so far by the monitored metric.
+    """The best model so far by the monitored metric.
 
     `value` is of the metric, and `learned` says what the model's `weights` hold: see
     :class:`~fedntk.strategies.BaseStrategy`.
@@ -37,10 +39,10 @@ class Best(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round showed: its metrics, and those of the clients' own evaluations.
+    """Metrics of a round, and (partition, metric, value) of the clients' own evaluations.
 
-    `clients` are (partition, metric, value). The id of a node that reports no partition may have
-    64 bits; it is the signed number of the same bits, as in Flower's own tables.
+    The id of a node that reports no partition may have 64 bits; it is the signed number of the same
+    bits, as in Flower's own tables.
     """
 
     metrics: Record
@@ -65,9 +67,7 @@ class Checkpoint:
     Attributes
     ----------
     weights : dict of str to ndarray
-        The global model.
-    learned : str
-        What its arrays hold.
+        The global model; `learned` says what its arrays hold.
     strategy : dict
         The strategy's ``state_dict()``.
     source : dict of str to str
@@ -87,6 +87,11 @@ class Checkpoint:
     best: Best | None = None
 
     @property
+    def arrays(self) -> ArrayRecord:
+        """The global model, as strategies take it."""
+        return ArrayRecord({name: Array(array) for name, array in self.weights.items()})
+
+    @property
     def records(self) -> list[Record]:
         """Metrics of all rounds so far."""
         return [own.metrics for own in self.rounds]
@@ -103,13 +108,15 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self._archive = ArrayArchive(folder / "checkpoints")
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write what changed since the last one; that one is kept, older ones are removed."""
-        self._archive.save(checkpoint.round, _encoded(checkpoint))
-
-    def finish(self, checkpoint: Checkpoint) -> None:
-        """Write the last checkpoint whole, and remove all others."""
-        self._archive.save_whole(checkpoint.round, _encoded(checkpoint))
+    def save(self, checkpoint: Checkpoint, *, last: bool = False) -> None:
+        """Write what changed and keep the one before; the `last` one is whole, and the only one."""
+        texts = (
+            json.dumps(checkpoint.rounds[start : start + ROUNDS])
+            for start in range(0, len(checkpoint.rounds), ROUNDS)
+        )
+        rounds = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        write = self._archive.save_whole if last else self._archive.save
+        write(checkpoint.round, {**vars(checkpoint), "rounds": rounds})
 
     def newest(self) -> Checkpoint | None:
         """Read the newest checkpoint that is whole, with a warning for each that is not."""
@@ -124,12 +131,3 @@ class Checkpoints:
         rounds = [Round(*own) for chunk in state["rounds"] for own in json.loads(chunk.tobytes())]
         best = Best(*state["best"]) if state["best"] else None
         return Checkpoint(**{**state, "rounds": rounds, "best": best})
-
-
-def _encoded(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a state for the archive, with the rounds as bytes of JSON, some in each array."""
-    texts = (
-        json.dumps(checkpoint.rounds[start : start + ROUNDS])
-        for start in range(0, len(checkpoint.rounds), ROUNDS)
-    )
-    return {**vars(checkpoint), "rounds": [np.frombuffer(t.encode(), np.uint8) for t in texts]}

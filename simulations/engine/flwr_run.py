@@ -3,14 +3,14 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from ..config.config import Config, nested
 from ..errors import RunFailed
+from .checkpoints import OnRound
 from .processes import (
     Process,
     end,
@@ -24,7 +24,6 @@ from .processes import (
 
 __all__ = ["end_leftovers", "flwr_run", "superlink"]
 
-OnRound = Callable[[dict[str, Any]], None]
 APP = Path(__file__).parents[1]
 
 
@@ -34,12 +33,8 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     The SuperLink is started for this run and stopped after it; all of Flower's files are in the
     run's folder.
 
-    Parameters
-    ----------
-    config : Config
-        What to run. If it has checkpoints already, it goes on from the newest.
-    on_round : callable
-        Is given the metrics of each round, those of a resumed run's earlier rounds too.
+    A run that has checkpoints already goes on from the newest; `on_round` gets its earlier rounds,
+    too.
 
     Raises
     ------
@@ -50,7 +45,8 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("summary.json", "rounds.jsonl"):  # which this run will write again
         (folder / name).unlink(missing_ok=True)
-    config = config.replace(out=str(folder), data_dir=_absolute(config.data_dir))
+    data_dir = config.data_dir and str(Path(config.data_dir).expanduser().absolute())
+    config = config.replace(out=str(folder), data_dir=data_dir)
     settings = folder / "run-config.toml"
     settings.write_text(tomli_w.dumps(nested(config.run_config())), encoding="utf-8")
     federation = (
@@ -65,14 +61,12 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
             *("--run-config", str(settings), "--federation-config", federation),
         ]
         process = start(command, environment, log)
+        shown, ended = 0, False
         try:
-            shown = 0
-            while True:
+            while not ended:
+                time.sleep(0.2)
                 ended = process.poll() is not None or server.poll() is not None
                 shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
-                if ended:
-                    break
-                time.sleep(0.2)
         finally:
             stop(process)
     settings.unlink()
@@ -103,17 +97,9 @@ def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
 
 @contextlib.contextmanager
 def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
-    """Start a SuperLink in simulation mode, and stop it with all that it started.
+    """Start a SuperLink in simulation mode with its files in `home`; stop it and all it started.
 
-    Parameters
-    ----------
-    home : Path
-        Where Flower's files go.
-
-    Yields
-    ------
-    tuple of Popen and dict
-        The process, and the environment with which ``flwr run`` finds it.
+    It yields the process, and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
     environment, log = flower_environment(home), home / "superlink.log"
@@ -131,7 +117,3 @@ def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
         stop(process)
         # Ray's workers, where what started them has just ended: nobody's children
         end(processes_with("FLWR_HOME", str(home)))
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else path

@@ -4,7 +4,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import INFO, WARNING, getLogger
+from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,16 @@ from fedntk.ntk.predictors.network import Evaluation
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
-from .checkpoints import Best, Checkpoint, Checkpoints, Round
+from .checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
 
-__all__ = ["OnRound", "Recorder"]
+__all__ = ["Recorder"]
 
 logger = getLogger("flwr")
-OnRound = Callable[[dict[str, float]], None]
 
 # what strategies of all methods report of a round's replies
 OF_REPLIES = ("num-examples", "replies-accepted", "replies-rejected")
-OF_TRAINING = (*OF_REPLIES, "train-loss")
-OF_EVALUATION = (*OF_REPLIES, "accuracy", "loss")
 OTHERS = 32  # names that clients may choose over a run
 LONGEST = 64  # characters of such a name
 
@@ -59,14 +57,10 @@ class AdmittedMetrics:
         left_out = [name for name in scalars if not self._admits(name)]
         if left_out and not self._warned:
             self._warned = True
-            logger.log(
-                WARNING,
+            logger.warning(
                 "metrics of %s are left out, as %.80r: %d names of at most %d characters are "
                 "recorded besides the known ones",
-                self._source,
-                min(left_out),
-                OTHERS,
-                LONGEST,
+                *(self._source, min(left_out), OTHERS, LONGEST),
             )
         return {name: value for name, value in scalars.items() if self._admits(name)}
 
@@ -94,44 +88,33 @@ def _is_statistic(name: str) -> bool:
     return name.startswith(("accuracy-", "loss-"))
 
 
+@dataclass(eq=False)
 class Recorder:
     """Evaluates what was learned after each round; records and saves what the round did.
 
-    Parameters
-    ----------
-    config, grid, strategy, checkpoints
-        Parts of the run.
-    evaluate : callable
-        Global arrays by name -> loss and accuracy.
-    source : dict of str to str
-        See :class:`~fedntk.simulations.engine.checkpoints.Checkpoint`.
-    on_round : callable, optional
-        Called with the metrics of each round.
+    It calls `on_round` with the metrics of each round, and writes `source` into each
+    :class:`~fedntk.simulations.engine.checkpoints.Checkpoint`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        grid: MeteredGrid,
-        strategy: BaseStrategy,
-        evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation],
-        checkpoints: Checkpoints,
-        source: dict[str, str],
-        on_round: OnRound | None = None,
-    ) -> None:
-        self._config, self._folder = config, config.folder
-        self._grid, self._strategy = grid, strategy
-        self._evaluate, self._on_round = evaluate, on_round
+    config: Config
+    grid: MeteredGrid
+    strategy: BaseStrategy
+    evaluate: Callable[[dict[str, NDArray[Any]]], Evaluation]
+    checkpoints: Checkpoints
+    source: dict[str, str]
+    on_round: OnRound | None = None
+
+    def __post_init__(self) -> None:
         self._arrays = ArrayRecord()
         self._saved = -1
         self._start = time.perf_counter()
-        known = (*OF_TRAINING, *config.chosen_method.metrics)
+        method = self.config.chosen_method
+        known = (*OF_REPLIES, "train-loss", *method.metrics)
         self._of_training = AdmittedMetrics(known, _is_measured_here, "training")
-        of_clients = (*OF_EVALUATION, *config.chosen_method.evaluation_metrics)
+        of_clients = (*OF_REPLIES, "accuracy", "loss", *method.evaluation_metrics)
         self._of_evaluation = AdmittedMetrics(of_clients, _is_statistic, "evaluation")
         self._of_clients = AdmittedMetrics(of_clients, lambda _: False, "clients' evaluations")
-        self._checkpoints = checkpoints
-        self.checkpoint = Checkpoint({}, strategy.learned, {}, source)
+        self.checkpoint = Checkpoint({}, self.strategy.learned, {}, self.source)
         reset_peak_memory()
 
     def go_on_from(self, checkpoint: Checkpoint, arrays: ArrayRecord) -> None:
@@ -147,7 +130,7 @@ class Recorder:
     def save(self) -> None:
         """Write a checkpoint, if there is anything new."""
         if self.checkpoint.round > self._saved:
-            self._checkpoints.save(self.checkpoint)
+            self.checkpoints.save(self.checkpoint)
             self._saved = self.checkpoint.round
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -167,22 +150,22 @@ class Recorder:
     def should_stop(self, server_round: int, result: Result) -> bool:
         """Whether this round is evaluated, and as many as `patience` had no better model."""
         del result
-        best, patience = self.checkpoint.best, self._config.patience
+        best, patience = self.checkpoint.best, self.config.patience
         stops = best is not None and 0 < patience <= server_round - best.round
-        stops = stops and self._strategy.evaluates_in(server_round)
+        stops = stops and self.strategy.evaluates_in(server_round)
         if stops:
-            logger.log(INFO, "no better model in %d rounds: stopped", patience)
+            logger.info("no better model in %d rounds: stopped", patience)
         return stops
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
         updated = arrays is not self._arrays  # Flower hands the same record on where none came
         weights = {name: array.numpy() for name, array in arrays.items()}
-        strategy = self._strategy
+        strategy = self.strategy
         evaluated: dict[str, Any] = {}
         if strategy.evaluates_in(server_round):
-            loss, accuracy, more = self._evaluate(weights)
+            loss, accuracy, more = self.evaluate(weights)
             evaluated = {**more, "accuracy": accuracy, "loss": loss}
-        record: dict[str, Any] = self._of_training.take(strategy.train_metrics.get(server_round))
+        record: Record = self._of_training.take(strategy.train_metrics.get(server_round))
         by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round))
         record |= {f"client-{name}": value for name, value in by_clients.items()}
         record |= {**evaluated, "round": server_round}
@@ -193,35 +176,28 @@ class Recorder:
             evaluations = sorted(strategy.client_evaluations.items())
             own = {partition: self._of_clients.take(metrics) for partition, metrics in evaluations}
             record |= _among_clients(list(own.values()))
-        costs = self._grid.take()
+        costs = self.grid.take()
         waiting = costs.pop("seconds-waiting")
         record |= {**costs, "seconds-server": seconds - waiting, "seconds": seconds}
         record["peak-memory"] = peak_memory()
 
-        before = self.checkpoint
-        best = before.best
-        if _is_better(record, self._config.monitor, best):
-            value = float(record[self._config.monitor])
-            best = Best(server_round, value, strategy.learned, weights)
+        config, best = self.config, self.checkpoint.best
+        if _is_better(record, config.monitor, best):
+            best = Best(server_round, float(record[config.monitor]), strategy.learned, weights)
         self._arrays = arrays
+        rounds = [*self.checkpoint.rounds, Round.of(record, own)]
         self.checkpoint = Checkpoint(
-            weights,
-            strategy.learned,
-            strategy.state_dict(),
-            before.source,
-            [*before.rounds, Round.of(record, own)],
-            best,
+            weights, strategy.learned, strategy.state_dict(), self.checkpoint.source, rounds, best
         )
-        details = self._folder / "details"
-        self._config.chosen_method.after_round(strategy, server_round, details)
-        if server_round % self._config.checkpoint_every == 0:
+        config.chosen_method.after_round(strategy, server_round, config.folder / "details")
+        if server_round % config.checkpoint_every == 0:
             self.save()
         self._append(record)
-        if self._on_round is not None:
-            self._on_round(record)
+        if self.on_round is not None:
+            self.on_round(record)
 
-    def _append(self, *records: dict[str, Any]) -> None:
-        with (self._folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+    def _append(self, *records: Record) -> None:
+        with (self.config.folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 
@@ -229,13 +205,10 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean, worst and standard deviation over the clients, each counting once."""
     statistics: dict[str, float] = {}
     for name, worst in (("accuracy", min), ("loss", max)):
-        values = [float(own[name]) for own in metrics if name in own]
-        if values:
-            statistics |= {
-                f"client-{name}-mean": float(np.mean(values)),
-                f"client-{name}-worst": worst(values),
-                f"client-{name}-std": float(np.std(values)),
-            }
+        if values := [float(own[name]) for own in metrics if name in own]:
+            whole = (float(np.mean(values)), worst(values), float(np.std(values)))
+            names = (f"client-{name}-{statistic}" for statistic in ("mean", "worst", "std"))
+            statistics |= zip(names, whole, strict=True)
     return statistics
 
 

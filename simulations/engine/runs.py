@@ -1,7 +1,6 @@
 """Run a configuration, or compare several, in this process or through ``flwr run`` on Ray."""
 
 import contextlib
-import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,16 +16,27 @@ from fedntk.ntk.support.files import claimed
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.load import load_data
-from ..errors import RunFailed
-from ..report.results import Run, State, clear_run, load_results, read_run, read_summary, run_state
+from ..errors import RunFailed, first_line
+from ..report.results import (
+    Run,
+    State,
+    clear_run,
+    load_results,
+    read_records,
+    read_run,
+    read_summary,
+    require_same,
+    run_state,
+)
 from ._flower import log_from
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
 from .flwr_run import end_leftovers, flwr_run
-from .progress import Progress, progress
+from .progress import Progress
+from .progress import progress as show_progress
 from .server_app import Prepared, prepare, serve
-from .writers import OnRound, check_writers, writing
+from .writers import check_writers, writing
 
 __all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
 
@@ -93,14 +103,11 @@ def run(
     config = settled(config, overrides)
     prepared = _prepared(config, engine, again=again)
     try:
-        with _shown([config], progress) as shown:
+        with show_progress(config.rounds, enabled=progress) as shown:
             return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
     except KeyboardInterrupt:
-        logger.log(
-            WARNING,
-            "interrupted; go on with the same call, or: fedntk run --resume %s",
-            shlex.quote(str(config.folder)),
-        )
+        go_on = f"fedntk run --resume {shlex.quote(str(config.folder))}"
+        logger.warning("interrupted; go on with the same call, or: %s", go_on)
         raise
 
 
@@ -158,21 +165,23 @@ def compare(
     """
     _check(engine, workers, writers)
     planned = _plan(configs, seeds, Path(out), overrides)
+    prepared = []
     for config in planned:
         with _named(config.name):
-            _prepared(config, engine, again=again)  # not kept: many networks may not fit
-    failed = []
+            prepared.append(_prepared(config, engine, again=again))
+    failed, rounds = [], sum(config.rounds for config in planned)
     try:
-        with _shown(planned, progress) as shown:
+        with show_progress(rounds, len(planned), enabled=progress) as shown:
             for config in planned:
+                own = prepared.pop(0)  # which is free after its run
                 try:
-                    _run(config, None, engine, workers, writers, shown, None, again=again)
+                    _run(config, own, engine, workers, writers, shown, None, again=again)
                 except Exception as error:  # the other runs' results are worth having
                     failed.append(f"{config.name}, seed {config.seed}: {error}")
                     shown.end("failed")
-                    logger.log(ERROR, "%s", failed[-1], exc_info=error.__cause__)
+                    logger.error("%s", failed[-1], exc_info=error.__cause__)
     except KeyboardInterrupt:
-        logger.log(WARNING, "interrupted; go on with the same call")
+        logger.warning("interrupted; go on with the same call")
         raise
     if failed:
         raise RunFailed(
@@ -278,12 +287,7 @@ def failing_as_run() -> Iterator[None]:
     except BlockingIOError as error:  # another process is at work in the folder
         raise ConfigError(str(error)) from error
     except Exception as error:
-        lines = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()
-        raise RunFailed(lines[0]) from error
-
-
-def _shown(configs: Sequence[Config], enabled: bool) -> contextlib.AbstractContextManager[Progress]:
-    return progress(sum(config.rounds for config in configs), len(configs), enabled=enabled)
+        raise RunFailed(first_line(error)) from error
 
 
 def _run(
@@ -300,11 +304,8 @@ def _run(
     folder = config.folder
     try:
         # the folder is read while nobody else works there
-        with (
-            failing_as_run(),
-            claimed(folder, "run"),
-            log_from(WARNING),
-        ):  # display and results say the rest
+        # and the display and the results say what is not logged
+        with failing_as_run(), claimed(folder, "run"), log_from(WARNING):
             end_leftovers(folder)
             state: State = "new" if again else run_state(config)
             before = _records_before(config, state)
@@ -326,13 +327,9 @@ def _run(
                 if state != "finished" and engine == "ray":
                     flwr_run(config, on_round)
                 elif state != "finished":
-                    with LocalGrid(
-                        client_application,
-                        config.num_clients,
-                        config.run_config(),
-                        workers=workers,
-                        on_answer=shown.on_answer,
-                    ) as grid:
+                    options: Any = {"workers": workers, "on_answer": shown.on_answer}
+                    clients = config.num_clients, config.run_config()
+                    with LocalGrid(client_application, *clients, **options) as grid:
                         serve(grid, config, on_round, prepared)
     except KeyboardInterrupt:
         shown.end("interrupted")
@@ -341,7 +338,7 @@ def _run(
     return read_run(folder)
 
 
-def _records_before(config: Config, state: State) -> list[dict[str, Any]]:
+def _records_before(config: Config, state: State) -> Sequence[Record]:
     """Metrics of the rounds that need not be run."""
     if state == "interrupted":
         with log_from(ERROR):  # the server says what it cannot use
@@ -349,23 +346,8 @@ def _records_before(config: Config, state: State) -> list[dict[str, Any]]:
         return [] if checkpoint is None else checkpoint.records
     if state == "new":
         return []
-    _require_same_data(config)
-    path = config.folder / "rounds.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise RunFailed(f"{path} is damaged: {error}; replace the run with again") from error
-
-
-def _require_same_data(config: Config) -> None:
-    """Refuse results of other data than the configuration names now, where it can be had."""
-    summary = read_summary(config.folder)
-    try:
-        data = load_data(config)
-    except ConfigError:
-        return  # results can be read without it
-    if data.checksum != summary["data"]:
-        raise ConfigError(
-            f"the data set has changed since the run in {config.folder}; choose another folder "
-            "with out, or replace that run with again"
-        )
+    before = data = read_summary(config.folder)["data"]
+    with contextlib.suppress(ConfigError):  # results can be read without the data
+        data = load_data(config).checksum
+    require_same("data set", before, data, config.folder)
+    return read_records(config.folder)

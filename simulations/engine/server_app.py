@@ -3,12 +3,13 @@
 import contextlib
 import time
 from collections.abc import Mapping
-from logging import ERROR, INFO, WARNING, getLogger
+from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
@@ -19,14 +20,15 @@ from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
 from ..config.settings import ConfigError
+from ..data.kept_examples import KeptExamples
 from ..deploy.simulated_trust import projected
 from ..errors import Stopped
-from ..methods.method import Method, Setup
-from ..report.results import clear_run, run_state, write_run, write_summary
+from ..methods.method import Setup
+from ..report.results import clear_run, require_same, run_state, write_run, write_summary
 from .building import load_setup, make_client, make_strategy
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
-from .recorder import OnRound, Recorder
+from .recorder import Recorder
 
 __all__ = ["app", "prepare", "serve"]
 
@@ -40,23 +42,20 @@ def main(grid: Grid, context: Context) -> None:
     try:
         config = Config.parse(context.run_config)
     except ConfigError as error:
-        logger.log(ERROR, "%s", error)
+        logger.error("%s", error)
         raise
     serve(grid, config)
 
 
-class Prepared(NamedTuple):
-    """What a run needs besides clients; made, and so checked, before the first round."""
-
-    setup: Setup
-    strategy: BaseStrategy
+# what a run needs besides clients; made, and so checked, before the first round
+Prepared = tuple[Setup, BaseStrategy]
 
 
 def prepare(config: Config) -> Prepared:
     """Load data and split, build network, strategy and, as a trial, a client."""
     setup = load_setup(config)
-    make_client(setup, 0, {})
-    return Prepared(setup, make_strategy(setup))
+    make_client(replace(setup, kept=KeptExamples()), 0, {})  # whose examples go with it
+    return setup, make_strategy(setup)
 
 
 def serve(
@@ -76,7 +75,7 @@ def serve(
         Settings of the run.
     on_round : callable, optional
         Called with the metrics of each round that is run.
-    prepared : Prepared, optional
+    prepared : tuple, optional
         What :func:`prepare` made of `config`; made here by default.
 
     Raises
@@ -90,19 +89,19 @@ def serve(
     folder = config.folder
     state = run_state(config)
     if state == "finished":
-        logger.log(INFO, "finished before; results are in %s", folder)
+        logger.info("finished before; results are in %s", folder)
         return
     threads = torch.get_num_threads()
     with claimed(folder, "server"):
         try:
             torch.set_num_threads(config.server_threads or threads)
             warn_of_spinning(torch.get_num_threads())
-            _serve(grid, config, folder, on_round, prepared, resume=state == "interrupted")
+            _serve(grid, config, on_round, prepared, resume=state == "interrupted")
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit | Stopped)
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if not stopped:
-                logger.log(ERROR, "%s", reason)
+                logger.error("%s", reason)
             status = "interrupted" if stopped else "failed"
             with contextlib.suppress(OSError):
                 write_summary(folder, {"status": status, "error": reason})
@@ -114,12 +113,12 @@ def serve(
 def _serve(
     grid: Grid,
     config: Config,
-    folder: Path,
     on_round: OnRound | None,
     prepared: Prepared | None,
     *,
     resume: bool,
 ) -> None:
+    folder, method = config.folder, config.chosen_method
     # what killed processes left half written
     for path in (*folder.glob(f"*{PARTIAL}"), *folder.glob(f"checkpoints/*{PARTIAL}")):
         path.unlink(missing_ok=True)
@@ -137,7 +136,6 @@ def _serve(
     x = projected(config, x)  # once, not in each round
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
-        method: Method[Any] = config.chosen_method
         predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
         evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measured(setup, strategy)}
@@ -146,18 +144,16 @@ def _serve(
     recorder = Recorder(config, metered, strategy, evaluate, checkpoints, source, on_round)
     initial = ArrayRecord(dict(setup.network.state_dict()))
     if checkpoint is not None:
-        initial = ArrayRecord({name: Array(array) for name, array in checkpoint.weights.items()})
+        initial = checkpoint.arrays
         strategy.load_state_dict(checkpoint.strategy)
         recorder.go_on_from(checkpoint, initial)
     elif resume:
-        logger.log(WARNING, "no checkpoint in %s can be used: starting with round 1", folder)
+        logger.warning("no checkpoint in %s can be used: starting with round 1", folder)
     try:
         strategy.start(
             grid=metered,
             initial_arrays=initial,
             num_rounds=config.rounds,
-            train_config=ConfigRecord(),
-            evaluate_config=ConfigRecord(),
             evaluate_fn=recorder,
             should_stop=recorder.should_stop,
         )
@@ -166,19 +162,16 @@ def _serve(
             recorder.save()
         raise
     recorder.save()
-    config.chosen_method.after_run(setup, strategy, folder / "details")
+    method.after_run(setup, strategy, folder / "details")
     sizes = [len(own) for own in setup.split.clients]
-    summary = write_run(
-        folder,
-        config,
-        recorder.checkpoint,
-        checkpoints,
-        **{**source, "examples-per-client": [min(sizes), max(sizes)]},
-    )
-    config.chosen_method.clean_up(config)
+    more = {**source, "examples-per-client": [min(sizes), max(sizes)]}
+    summary = write_run(config, recorder.checkpoint, **more)
+    checkpoints.save(recorder.checkpoint, last=True)
+    write_summary(folder, summary)
+    method.clean_up(config)
     if unchanged := summary["rounds-unchanged"]:
-        logger.log(WARNING, "%d rounds left the model as it was", unchanged)
-    logger.log(INFO, "results are in %s", folder)
+        logger.warning("%d rounds left the model as it was", unchanged)
+    logger.info("results are in %s", folder)
 
 
 def _source(setup: Setup) -> dict[str, str]:
@@ -195,16 +188,10 @@ def _source(setup: Setup) -> dict[str, str]:
 def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
     """Refuse to go on with other data; warn where the machine may make other bits."""
     for key, name in (("data", "data set"), ("split", "split of the data set")):
-        if before[key] != now[key]:
-            raise ConfigError(
-                f"the {name} has changed since the checkpoint in {folder}; choose another folder "
-                "with out, or replace that run with again"
-            )
+        require_same(name, before[key], now[key], folder)
     for key in ("device", "threads"):
         if before[key] != now[key]:
-            logger.log(
-                WARNING, "%s: %s before, %s now: bits may differ", key, before[key], now[key]
-            )
+            logger.warning("%s: %s before, %s now: bits may differ", key, before[key], now[key])
 
 
 def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
@@ -212,7 +199,7 @@ def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:
     seen, since = -1, time.monotonic()
     while (count := len(list(grid.get_node_ids()))) < config.num_clients:
         if count > seen:
-            logger.log(INFO, "waiting for nodes: %d of %d are there", count, config.num_clients)
+            logger.info("waiting for nodes: %d of %d are there", count, config.num_clients)
             seen, since = count, time.monotonic()
         elif time.monotonic() > since + patience:
             break

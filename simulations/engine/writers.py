@@ -5,16 +5,16 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..config.config import Config
 from ..config.settings import ConfigError
+from .checkpoints import OnRound, Record
 
-__all__ = ["WRITERS", "OnRound", "check_writers", "writing"]
+__all__ = ["check_writers", "writing"]
 
-OnRound = Callable[[Mapping[str, Any]], None]
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[Record]
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
     shutil.rmtree(folder, ignore_errors=True)
     with SummaryWriter(str(folder)) as writer:
 
-        def on_round(record: Mapping[str, Any]) -> None:
+        def on_round(record: Record) -> None:
             for name, value in _metrics(record):
                 writer.add_scalar(name, value, int(record["round"]))
 
@@ -55,16 +55,14 @@ def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
         history = client.get_metric_history(run_id, "accuracy")
         logged = max((metric.step for metric in history), default=-1)
     else:
-        own = client.create_run(
-            experiment_id, run_name=f"{config.name or config.method}-{config.seed}"
-        )
-        run_id = own.info.run_id
+        run_name = f"{config.name or config.method}-{config.seed}"
+        run_id = client.create_run(experiment_id, run_name=run_name).info.run_id
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.write_text(run_id, encoding="utf-8")
         params = [Param(key, str(value)) for key, value in config.values().items()]
         client.log_batch(run_id, params=params)
 
-    def on_round(record: Mapping[str, Any]) -> None:
+    def on_round(record: Record) -> None:
         step, now = int(record["round"]), int(time.time() * 1000)
         if step > logged:
             metrics = [Metric(name, value, now, step) for name, value in _metrics(record)]
@@ -102,12 +100,12 @@ def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[O
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]
 
-        def on_round(record: Mapping[str, Any]) -> None:
+        def on_round(record: Record) -> None:
             for write in opened:
                 write(record)
 
         yield on_round
 
 
-def _metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+def _metrics(record: Record) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in record.items() if name != "round"]

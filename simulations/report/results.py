@@ -30,8 +30,8 @@ from fedntk.strategies.core.array_archive import load_tensors, save_tensors
 from ..config.config import Config
 from ..config.settings import ConfigError
 from ..data.load import load_data
-from ..engine.checkpoints import Checkpoint, Checkpoints
-from ..errors import RunFailed
+from ..engine.checkpoints import Checkpoint, Record
+from ..errors import RunFailed, first_line
 
 __all__ = [
     "Run",
@@ -40,9 +40,11 @@ __all__ = [
     "load_model",
     "load_results",
     "machine",
+    "read_records",
     "read_run",
     "read_runs",
     "read_summary",
+    "require_same",
     "require_same_data",
     "run_state",
     "to_target",
@@ -89,9 +91,8 @@ class Run:
         The accuracy is the method's headline: of clients' own models, the clients' mean.
         """
         table = self.rounds.pivot_table(index="round", columns="metric", values="value")
-        records = table.reset_index().to_dict("records")
-        named = [{str(key): value for key, value in record.items()} for record in records]
-        return to_target(named, target, self.config.chosen_method.headline)
+        records: Any = table.reset_index().to_dict("records")
+        return to_target(records, target, self.config.chosen_method.headline)
 
 
 State = Literal["new", "interrupted", "finished"]
@@ -100,10 +101,7 @@ State = Literal["new", "interrupted", "finished"]
 def run_state(config: Config) -> State:
     """Say how far a run has come in its folder; with more rounds than before, it is interrupted.
 
-    Raises
-    ------
-    ConfigError
-        The folder holds a run with other settings.
+    ConfigError if the folder holds a run with other settings.
     """
     folder = config.folder
     started = (folder / "rounds.jsonl").exists() or (folder / "checkpoints").exists()
@@ -120,8 +118,7 @@ def run_state(config: Config) -> State:
             f"{folder} holds a run with other settings: {listed}; choose another folder with out, "
             "or replace that run with again"
         )
-    summary = folder / "summary.json"
-    if longer or not summary.exists():
+    if longer or not (folder / "summary.json").exists():
         return "interrupted"
     return "finished" if read_summary(folder)["status"] == "finished" else "interrupted"
 
@@ -133,83 +130,59 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
         *("model.safetensors", "best.safetensors"),
     ):
         (folder / name).unlink(missing_ok=True)
-    for path in folder.glob("without-*/unlearned.json"):
-        shutil.rmtree(path.parent, ignore_errors=True)
+    stale = [path.parent for path in folder.glob("without-*/unlearned.json")]
     if checkpoints:
-        for name in ("checkpoints", "cache", "details"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        stale += [folder / name for name in ("checkpoints", "cache", "details")]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def write_run(
-    folder: Path,
-    config: Config,
-    checkpoint: Checkpoint,
-    checkpoints: Checkpoints,
-    **summary: Any,
-) -> dict[str, Any]:
-    """Write all results of a finished run; return the summary, `summary` included."""
-    name = config.name or config.method
-    whose = {"run": name, "method": config.method, "seed": config.seed}
+def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
+    """Write a finished run's tables and models; return the summary, with `more` in it."""
+    folder, headline = config.folder, config.chosen_method.headline
+    whose = {"run": config.name or config.method, "method": config.method, "seed": config.seed}
     records = checkpoint.records
-    _tidy(whose, records).to_parquet(folder / "rounds.parquet", index=False)
-    _tidy_clients(whose, checkpoint).to_parquet(folder / "clients.parquet", index=False)
-    described = {"round": checkpoint.round, "learned": checkpoint.learned}
-    save_tensors(folder / "model.safetensors", checkpoint.weights, described)
-    last, best = records[-1], checkpoint.best
-    measured = next(record for record in reversed(records) if "accuracy" in record)
-    if best is not None:
-        described = {"round": best.round, "learned": best.learned}
-        save_tensors(folder / "best.safetensors", best.weights, described)
-    content = {
-        "status": "finished",
-        **whose,
-        "rounds": int(last["round"]),
-        "accuracy": measured["accuracy"],
-        "loss": measured["loss"],
-        "headline": config.chosen_method.headline,
-        "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
-        "to-target": {
-            str(target): to_target(records, target, config.chosen_method.headline)
-            for target in config.targets
-        },
-        "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
-        **{total: sum(record[total] for record in records) for total in TOTALS},
-        "machine": machine(),
-        **summary,
-    }
-    checkpoints.finish(checkpoint)
-    write_summary(folder, content)
-    return content
-
-
-TOTALS = ("bytes-up", "bytes-down", "seconds")
-
-
-def _tidy(whose: dict[str, Any], records: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    rows = [
-        (*whose.values(), int(record["round"]), metric, float(value))
+    rounds = [
+        (int(record["round"]), metric, float(value))
         for record in records
         for metric, value in record.items()
         if metric != "round"
     ]
-    return pd.DataFrame(rows, columns=[*whose, "round", "metric", "value"])
-
-
-def _tidy_clients(whose: dict[str, Any], checkpoint: Checkpoint) -> pd.DataFrame:
-    rows = [
-        (*whose.values(), int(own.metrics["round"]), *row)
-        for own in checkpoint.rounds
-        for row in own.clients
+    clients = [
+        (int(own.metrics["round"]), *row) for own in checkpoint.rounds for row in own.clients
     ]
-    columns = [*whose, "round", "partition", "metric", "value"]
-    types = {
-        "seed": np.int64,
-        "round": np.int64,
-        "partition": np.int64,
-        "metric": str,
-        "value": np.float64,
+    for name, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
+        table = pd.DataFrame(rows, columns=["round", *columns, "metric", "value"])
+        for position, (column, value) in enumerate(whose.items()):
+            table.insert(position, column, value)
+        kinds = {"metric": str, "value": float, **dict.fromkeys(["seed", "round", *columns], int)}
+        table.astype(kinds).to_parquet(folder / f"{name}.parquet", index=False)
+    described = {"round": checkpoint.round, "learned": checkpoint.learned}
+    save_tensors(folder / "model.safetensors", checkpoint.weights, described)
+    best = checkpoint.best
+    if best is not None:
+        described = {"round": best.round, "learned": best.learned}
+        save_tensors(folder / "best.safetensors", best.weights, described)
+    measured = next(record for record in reversed(records) if "accuracy" in record)
+    return {
+        "status": "finished",
+        **whose,
+        "rounds": checkpoint.round,
+        "accuracy": measured["accuracy"],
+        "loss": measured["loss"],
+        "headline": headline,
+        "best": best and {"metric": config.monitor, "round": best.round, "value": best.value},
+        "to-target": {
+            str(target): to_target(records, target, headline) for target in config.targets
+        },
+        "rounds-unchanged": int(sum(1 - record.get("model-updated", 1) for record in records)),
+        **{total: sum(record[total] for record in records) for total in TOTALS},
+        "machine": machine(),
+        **more,
     }
-    return pd.DataFrame(rows, columns=columns).astype(types)
+
+
+TOTALS = ("bytes-up", "bytes-down", "seconds")
 
 
 def write_summary(folder: Path, content: dict[str, Any]) -> None:
@@ -251,9 +224,8 @@ def read_run(folder: str | Path) -> Run:
         There is no run.
     """
     folder = Path(folder)
-    path = folder / "summary.json"
-    if not path.exists():
-        raise FileNotFoundError(f"no finished run in {folder}: {path.name} is missing")
+    if not (folder / "summary.json").exists():
+        raise FileNotFoundError(f"no finished run in {folder}: summary.json is missing")
     summary = read_summary(folder)
     if summary["status"] != "finished":
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
@@ -262,36 +234,47 @@ def read_run(folder: str | Path) -> Run:
         try:
             tables.append(pd.read_parquet(folder / name))
         except ValueError as error:  # as pyarrow calls a file that is none of its own
-            raise RunFailed(f"{folder / name} is damaged: {_first_line(error)}") from error
-    return Run(folder, Config.of_run(folder), tables[0], tables[1], summary)
+            raise RunFailed(f"{folder / name} is damaged: {first_line(error)}") from error
+    return Run(folder, Config.of_run(folder), *tables, summary)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Read the metrics of each round so far; RunFailed if they are damaged."""
+    path = folder / "rounds.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise RunFailed(f"{path} is damaged: {error}; replace the run with again") from error
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Read ``summary.json``; RunFailed if it is damaged."""
     path = folder / "summary.json"
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(summary["status"], str):
             raise TypeError(f"expected a word as status, got {summary['status']!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise RunFailed(
-            f"{path} is damaged: {_first_line(error)}; remove it to go on from the checkpoints, or "
+            f"{path} is damaged: {first_line(error)}; remove it to go on from the checkpoints, or "
             "replace the run with again"
         ) from error
-    result: dict[str, Any] = summary
-    return result
+    return summary
+
+
+def require_same(name: str, before: str, now: str, folder: Path) -> None:
+    """Refuse a run of other data: those with another checksum than `before`."""
+    if before != now:
+        raise ConfigError(
+            f"the {name} has changed since the run in {folder}; restore it, choose another folder "
+            "with out, or replace that run with again"
+        )
 
 
 def require_same_data(run: Run) -> None:
     """Refuse a run if its data set has changed since."""
-    if load_data(run.config).checksum != run.summary["data"]:
-        raise ConfigError(
-            f"the data set has changed since the run in {run.folder}; restore it, or run again"
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    require_same("data set", run.summary["data"], load_data(run.config).checksum, run.folder)
 
 
 def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
@@ -361,15 +344,9 @@ def load_model(
 ) -> dict[str, NDArray[Any]]:
     """Return name -> array of a run's last or best weights, in the order of its state dict.
 
-    Raises
-    ------
-    DamagedFile
-        The file is not as it was written.
-    FileNotFoundError
-        There is none.
+    DamagedFile if the file is not as it was written, FileNotFoundError if there is none.
     """
-    arrays, _ = load_tensors(Path(folder) / f"{which}.safetensors")
-    return arrays
+    return load_tensors(Path(folder) / f"{which}.safetensors")[0]
 
 
 def machine() -> dict[str, Any]:

@@ -6,10 +6,9 @@ fails is left running there, as one that is cut off: the next call runs both aga
 """
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging import WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from ..config.config import Config
 from ..config.settings import ConfigError, Value
 from ..engine.progress import Progress
+from ..report.results import read_records
 from .trials import FINISHED, PRUNED, run_trials
 
 __all__ = ["Pruner", "Sampler", "Search", "Searched", "Space", "open_study"]
@@ -67,7 +67,7 @@ def open_study(folder: Path, metric: str, prune: Pruner, rounds: int) -> Iterato
         optuna.logging.set_verbosity(verbosity)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Search:
     """Draws and runs the trials of a study, and stores what came of them."""
 
@@ -124,7 +124,7 @@ class Search:
             run_trials(self._trials(total), on_round, on_end, parallel)
         except KeyboardInterrupt:
             shown.end("interrupted")
-            logger.log(WARNING, "interrupted; go on with the same call")
+            logger.warning("interrupted; go on with the same call")
             raise
         shown.end()
 
@@ -158,9 +158,7 @@ class Search:
         """Store a trial's result, read from its runs' folders."""
         means, rounds, seconds = [], 0, 0.0
         for config in configs:
-            path = config.folder / "rounds.jsonl"
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            records = [json.loads(line) for line in lines]
+            records = read_records(config.folder)
             measured = [r[self.metric] for r in records if r["round"] and self.metric in r]
             if measured:
                 means.append(float(np.mean(measured[-self.last :])))

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from logging import WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any, get_args
 
@@ -158,11 +158,8 @@ def tune(
             _require_same_search(study, described, list(space) if grid else [], folder)
             for combination in combinations if grid else []:
                 study.enqueue_trial(combination, {"values": combination}, skip_if_exists=True)
-            search = Search(
-                study=study, folder=folder, base=base, seeds=each, metric=metric, last=last,
-                rounds=rounds, space={} if grid else space, sampler=sampler,
-                sampler_seed=sampler_seed,
-            )  # fmt: skip
+            drawn = {} if grid else space, sampler, sampler_seed
+            search = Search(study, folder, base, each, metric, last, rounds, *drawn)
             total = len(study.get_trials(deepcopy=False)) if grid else trials
             with show_progress(total * len(each) * rounds, enabled=progress) as shown:
                 search.run(total, parallel, shown)
@@ -233,11 +230,8 @@ def _check_metric(base: Config, metric: str) -> None:
         raise ConfigError(f"metric = {metric} needs at least 1 of each, got {listed}{other}")
     headline = base.chosen_method.headline
     if metric in ("accuracy", "loss") and headline != "accuracy":
-        logger.log(
-            WARNING,
-            "metric = %s is of the server's model; %s is judged by metric = %s",
-            *(metric, base.method, headline),
-        )
+        judged = f"{base.method} is judged by metric = {headline}"
+        logger.warning("metric = %s is of the server's model; %s", metric, judged)
 
 
 def _prepare(
@@ -268,7 +262,7 @@ def _require_same_search(
     differing = []
     for key in {**before, **described}:
         old, new = before.get(key), described.get(key)
-        grown = key in grid and isinstance(old, list) and set(old) <= {*described[key]}
+        grown = key in grid and isinstance(old, list) and {*old} <= {*described[key]}
         if old != new and not grown:
             differing.append(f"{key} = {old!r} (now {new!r})")
     if differing:
@@ -291,28 +285,23 @@ def _conclude(search: Search, space: Space) -> Tuning:
         reason = failed[0] if failed else "all were pruned"
         raise RunFailed(f"no trial was finished; {reason}; give the same command to try again")
     values = {key: table[key].tolist()[0] for key in space}
-    at_edges = (_warn_of_edge(key, values[key], own) for key, own in space.items())
+    at_edges = (_note_of_edge(key, values[key], own) for key, own in space.items())
     notes = [*filter(None, at_edges), *failed]
     for note in notes:
-        logger.log(WARNING, "%s", note)
+        logger.warning("%s", note)
     best = base.replace(**{**values, "evaluate-on": "test"})
     best.save(folder / "best.toml")
-    write_tuning_report(
-        folder / "report",
-        table,
-        list(space),
-        metric=search.metric,
-        lines=[
-            f"{base.method} on {base.dataset}: {search.metric} on validation examples, as a mean "
-            f"over the last {search.last} rounds and over seeds. The test set played no part.",
-            *notes,
-        ],
-    )
+    lines = [
+        f"{base.method} on {base.dataset}: {search.metric} on validation examples, as a mean over "
+        f"the last {search.last} rounds and over seeds. The test set played no part.",
+        *notes,
+    ]
+    write_tuning_report(folder / "report", table, list(space), metric=search.metric, lines=lines)
     return Tuning(best, table, folder)
 
 
-def _warn_of_edge(key: str, best: Value, values: Searched) -> str:
-    """Warn of a grid beyond which better values may lie; not where the setting itself ends."""
+def _note_of_edge(key: str, best: Value, values: Searched) -> str:
+    """Say that better values may lie beyond a grid, unless the setting itself ends there."""
     home, name = Config.home_of(key)
     if isinstance(best, bool | str) or best in home.options()[name].limits.values():
         return ""
