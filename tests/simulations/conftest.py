@@ -6,27 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from fedntk.simulations import Run, run
+from fedntk.simulations.engine import runs
 from fedntk.simulations.engine.recorder import AdmittedMetrics
 
 from .settings import SETTINGS, SMALL
 
 
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory) -> Callable[[str], Run]:
-    """A finished run of a method, which tests only read; run once in each process of tests."""
-
-    @functools.cache
-    def finished(method: str) -> Run:
-        out = tmp_path_factory.mktemp(method)
-        config = SMALL.replace(method=method, **SETTINGS[method])
-        return run(config, out=out, progress=False)
-
-    return finished
-
-
-@pytest.fixture
-def unknown_metrics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of metrics that runs recorded without knowing them from their method."""
+def note_unknown_metrics(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which runs add each metric that their method does not name."""
     names: list[str] = []
     pool = AdmittedMetrics._pool
 
@@ -35,5 +22,49 @@ def unknown_metrics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
         return pool(self, name)
 
-    monkeypatch.setattr(AdmittedMetrics, "_pool", noted)
+    patch.setattr(AdmittedMetrics, "_pool", noted)
     return names
+
+
+@pytest.fixture
+def unknown_metrics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of metrics that runs recorded without knowing them from their method."""
+    return note_unknown_metrics(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory) -> Callable[[str], Run]:
+    """A finished run of a method, which tests only read; run once in each process of tests.
+
+    No method takes a place that is left for metrics which clients name.
+    """
+
+    @functools.cache
+    def finished(method: str) -> Run:
+        config = SMALL.replace(method=method, **SETTINGS[method])
+        with pytest.MonkeyPatch.context() as patch:
+            unknown = note_unknown_metrics(patch)
+            result = run(config, out=tmp_path_factory.mktemp(method), progress=False)
+        assert unknown == []
+        return result
+
+    return finished
+
+
+@pytest.fixture
+def each_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have `begin` called with each configuration that is run, and `report` with it and a round."""
+    serve = runs.serve
+
+    def patch(begin=lambda config: None, report=lambda config, record: None) -> None:
+        def served(grid, config, on_round, prepared=None) -> None:
+            def both(record) -> None:
+                on_round(record)
+                report(config, record)
+
+            begin(config)
+            serve(grid, config, both, prepared)
+
+        monkeypatch.setattr(runs, "serve", served)
+
+    return patch

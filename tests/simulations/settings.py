@@ -9,7 +9,12 @@ import pytest
 from fedntk.simulations import Config
 
 SMALL = Config(
-    num_clients=12, clients_per_round=4, rounds=2, clients_per_evaluation=3, train_examples=400
+    num_clients=12,
+    clients_per_round=4,
+    rounds=3,
+    clients_per_evaluation=3,
+    train_examples=400,
+    targets="0.3",
 )
 
 PROJECTED = {"sampling_rate": 0.5, "projection": 20}

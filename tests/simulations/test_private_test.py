@@ -3,19 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedntk.simulations import Config, ConfigError, load_predictor, run, tune
+from fedntk.simulations import Config, ConfigError, load_predictor, run
 from fedntk.simulations.data.load import Data, load_data
 from fedntk.simulations.data.partitions import _load_split, apportion, load_split, split_data
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.engine.server_app import prepare
-
-from .test_runs import bits
-from .test_tune import write_data
 
 DIGITS = Config(num_clients=20, clients_per_round=5, private_test=True, alpha=0.5)
 SMALL = Config(
@@ -74,12 +70,8 @@ def test_the_seed_says_which_examples_they_are(tmp_path, monkeypatch):
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
     again = split_data(DIGITS, data)
     assert first.checksum == again.checksum != plain.checksum
-    for own, same, of_plain in zip(first.clients, again.clients, plain.clients, strict=True):
-        np.testing.assert_array_equal(own, same)
-        np.testing.assert_array_equal(own, of_plain)
-    for own, same in zip(first.tests, again.tests, strict=True):
-        np.testing.assert_array_equal(own, same)
-    assert plain.tests == ()
+    np.testing.assert_equal((first.clients, first.tests), (again.clients, again.tests))
+    np.testing.assert_equal((plain.clients, plain.tests), (first.clients, ()))
     other = load_split(replace(DIGITS, seed=1))
     assert any(set(a) != set(b) for a, b in zip(first.tests, other.tests, strict=True))
     iid = replace(DIGITS, partition="iid", num_clients=4, clients_per_round=1)
@@ -129,31 +121,27 @@ def test_a_class_that_no_client_has_is_nobodys():
 
 
 def test_clients_evaluate_on_their_part_and_train_on_the_rest_of_their_own():
-    """What is held out of training is so whatever it is evaluated on."""
+    """What is held out of training is so whatever it is evaluated on.
+
+    The server validates on what all clients hold out, unless it has examples of its own.
+    """
     config = replace(SMALL, local_test_fraction=0.25)
     tested = load_setup(config)
     tuned = load_setup(config.replace(evaluate_on="validation"))
-    for i in range(6):
+    (x_test, _), all_kept = tested.data.test(), []
+    for i, test in enumerate(tested.split.tests):
         train, kept = tested.split.train_and_test(i, config)
-        np.testing.assert_array_equal(
-            tested.examples(i).test[0], tested.data.test()[0][tested.split.tests[i]]
-        )
+        np.testing.assert_array_equal(tested.examples(i).test[0], x_test[test])
         np.testing.assert_array_equal(tuned.examples(i).test[0], tuned.data.train(kept)[0])
         for setup in (tested, tuned):
             np.testing.assert_array_equal(setup.examples(i).train[0], setup.data.train(train)[0])
-    assert not set(train) & set(kept)
-    whole, _ = load_setup(SMALL).examples(0)
-    assert len(whole[1]) == len(tested.split.clients[0])
-
-
-def test_the_server_validates_on_what_all_clients_hold_out_where_nothing_else_is():
-    config = replace(SMALL, local_test_fraction=0.2, evaluate_on="validation")
-    setup = load_setup(config)
-    kept = np.concatenate([setup.split.train_and_test(i, config)[1] for i in range(6)])
-    x, y = setup.evaluation_set()
-    np.testing.assert_array_equal(x, setup.data.train(kept)[0])
-    assert len(y) == sum(setup.split.num_kept(i, config) for i in range(6))
-    more = load_setup(config.replace(validation_examples=50))
+        assert not set(train) & set(kept)
+        assert len(kept) == tuned.split.num_kept(i, config)
+        all_kept.append(kept)
+    assert len(load_setup(SMALL).examples(0).train[1]) == len(tested.split.clients[0])
+    held_out = tuned.data.train(np.concatenate(all_kept))[0]
+    np.testing.assert_array_equal(tuned.evaluation_set()[0], held_out)
+    more = load_setup(config.replace(evaluate_on="validation", validation_examples=50))
     assert len(more.evaluation_set()[1]) == 50
 
 
@@ -191,49 +179,6 @@ def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, ev
     result = run(config, progress=False)
     assert set(result.clients.partition) == with_some
     assert (result.curve("client-replies-accepted")[1:] == len(with_some)).all()
-
-
-# ---------------------------------------------------------------------------- tuning
-
-
-def test_tune_chooses_by_what_clients_hold_out_where_the_test_set_says_the_opposite(tmp_path):
-    """Labels of the test set are each another class: there the better model is the worse."""
-    tables = []
-    for name, spoiled in (("a", {"shift": 1}), ("b", {"shift": 2, "scale": 1e6})):
-        config = SMALL.replace(
-            dataset=write_data(tmp_path / f"{name}.npz", **spoiled), local_test_fraction=0.2,
-            rounds=3,
-        )  # fmt: skip
-        found = tune(
-            config, grid={"learning-rate": [1e-5, 0.3]}, metric="client-accuracy-mean",
-            out=tmp_path / name, progress=False,
-        )  # fmt: skip
-        tables.append(found.trials.drop(columns="seconds"))
-        assert found.best.learning_rate == 0.3
-        assert (found.best.evaluate_on, found.best.private_test) == ("test", True)
-    pd.testing.assert_frame_equal(*tables)
-    at = found.folder / "trials" / f"{tables[1].trial[0]:03d}" / "seed-0"
-    final = run(found.best, out=tmp_path / "final", progress=False)
-    assert bits(final.folder) == bits(at)
-    assert final.curve("client-accuracy-mean")[3] < tables[1]["mean"][0] - 0.2
-
-
-@pytest.mark.parametrize(
-    ("metric", "warned"), [("accuracy", True), ("client-accuracy-mean", False)]
-)
-def test_a_search_by_the_servers_model_where_clients_have_their_own_says_so(
-    tmp_path, caplog, metric, warned
-):
-    config = SMALL.replace(method="local-training", local_test_fraction=0.2, rounds=1)
-    with caplog.at_level("WARNING", "flwr"):
-        tune(
-            config, grid={"learning-rate": [0.1, 0.3]}, metric=metric, out=tmp_path, progress=False
-        )
-    said = (
-        "metric = accuracy is of the server's model; local-training is judged by "
-        "metric = client-accuracy-mean"
-    )
-    assert (said in [record.getMessage() for record in caplog.records]) == warned
 
 
 # -------------------------------------------------------------------------- refusals
@@ -278,30 +223,3 @@ def test_a_run_in_which_nobody_could_evaluate_is_refused(tmp_path, options, cure
         prepare(config)
     if not options:
         prepare(config.replace(clients_per_evaluation=0))
-
-
-@pytest.mark.parametrize(
-    ("options", "search", "message"),
-    [
-        ({"local_test_fraction": 0.0}, {}, "local-test-fraction: expected more than 0 with priv"),
-        (
-            {"clients_per_evaluation": 0},
-            {"metric": "client-accuracy-mean"},
-            r"needs at least 1 of each, got clients-per-evaluation = 0$",
-        ),
-        (
-            {"private_test": False, "validation_examples": 50},
-            {"metric": "client-accuracy-mean"},
-            "got validation-clients = 0 and .* private-test = true takes no validation-clients",
-        ),
-        ({}, {"grid": {"local-test-fraction": [0.1, 0.2]}}, "local-test-fraction cannot be searc"),
-        ({}, {"grid": {"private-test": [True, False]}}, "private-test cannot be searched"),
-    ],
-)
-def test_searches_that_cannot_work_are_refused(tmp_path, options, search, message):
-    config = SMALL.replace(**{"local_test_fraction": 0.2, **options})
-    with pytest.raises(ConfigError, match=message):
-        tune(
-            config, out=tmp_path, progress=False,
-            **{"grid": {"learning-rate": [0.1]}, **search},
-        )  # fmt: skip

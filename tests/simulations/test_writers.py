@@ -6,9 +6,12 @@ import sys
 import pytest
 
 from fedntk.simulations import Config, ConfigError, run
-from fedntk.simulations.engine import runs, writers
+from fedntk.simulations.engine import writers
 
-SMALL = Config(num_clients=8, clients_per_round=3, clients_per_evaluation=2, rounds=3)
+SMALL = Config(
+    method="fedavg", num_clients=4, clients_per_round=2, clients_per_evaluation=0, rounds=3,
+    train_examples=200, width=5,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -28,65 +31,55 @@ def steps_of(folder, metric):
     return [s.step for s in scalars], [s.value for s in scalars]
 
 
-def in_two_parts(folder, monkeypatch, writer):
+def in_two_parts(folder, each_run, writer):
     """Three rounds, interrupted after the first."""
-    config = SMALL.replace(out=str(folder))
-    serve = runs.serve
 
-    def cut(grid, config, on_round, setup=None):
-        def stop(record):
-            on_round(record)
-            if record["round"] == 1:
-                raise KeyboardInterrupt
+    def stop(config, record):
+        if record["round"] == 1:
+            raise KeyboardInterrupt
 
-        serve(grid, config, stop)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "serve", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run(config, progress=False, writers=[writer])
-    return run(config, progress=False, writers=[writer])
+    each_run(report=stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(SMALL, out=folder, progress=False, writers=[writer])
+    return run(SMALL, out=folder, progress=False, writers=[writer])
 
 
-def test_a_finished_run_is_written_when_it_is_asked_for(tmp_path):
-    config = SMALL.replace(out=tmp_path)
-    run(config, progress=False)
-    run(config, progress=False, writers=["tensorboard"])
-    assert steps_of(tmp_path, "accuracy")[0] == [0, 1, 2, 3]
-
-
-def test_tensorboard(tmp_path, monkeypatch):
-    result = in_two_parts(tmp_path, monkeypatch, "tensorboard")
-    for metric in ("accuracy", "train-loss", "bytes-up"):
-        steps, values = steps_of(tmp_path, metric)
-        curve = result.curve(metric)
-        assert steps == curve.index.tolist()
-        assert values == pytest.approx(curve.tolist(), rel=1e-6)  # float32
+def test_tensorboard(tmp_path, each_run):
+    """A finished run is written again when it is asked for."""
+    result = in_two_parts(tmp_path, each_run, "tensorboard")
+    for _ in range(2):
+        for metric in ("accuracy", "train-loss", "bytes-up"):
+            steps, values = steps_of(tmp_path, metric)
+            curve = result.curve(metric)
+            assert steps == curve.index.tolist()
+            assert values == pytest.approx(curve.tolist(), rel=1e-6)  # float32
+        for path in (tmp_path / "tensorboard").iterdir():
+            path.unlink()
+        run(SMALL, out=tmp_path, progress=False, writers=["tensorboard"])
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload``")  # MLflow's, about SQLAlchemy
-def test_mlflow(tmp_path, monkeypatch, mlflow):
+def test_mlflow(tmp_path, each_run, mlflow):
+    """A run that goes on keeps its own there; one that is replaced gets another."""
     with mlflow.start_run() as active:  # a user's own, which goes on
-        result = in_two_parts(tmp_path / "run", monkeypatch, "mlflow")
+        result = in_two_parts(tmp_path / "run", each_run, "mlflow")
         assert mlflow.active_run().info.run_id == active.info.run_id
     (own,) = mlflow.search_runs(experiment_names=["fedntk"], output_format="list")
-    assert own.info.run_name == "ntk-fl-0"
+    assert own.info.run_name == "fedavg-0"
     assert own.data.params["learning-rate"] == "0.01"
     history = mlflow.MlflowClient().get_metric_history(own.info.run_id, "accuracy")
     assert [m.step for m in history] == [0, 1, 2, 3]
     assert [m.value for m in history] == result.curve().tolist()
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload``")  # MLflow's, about SQLAlchemy
-def test_a_run_that_is_replaced_gets_a_run_of_its_own_in_mlflow(tmp_path, mlflow):
-    config = SMALL.replace(out=tmp_path / "run", rounds=1)
-    run(config, progress=False, writers=["mlflow"])
-    run(config, progress=False, writers=["mlflow"], again=True, width=5)
+    each_run()
+    options = {"out": tmp_path / "run", "progress": False, "writers": ["mlflow"]}
+    run(SMALL, **options, again=True, width=6, rounds=1)
     both = mlflow.search_runs(experiment_names=["fedntk"], output_format="list")
-    assert sorted(own.data.params["width"] for own in both) == ["100", "5"]
-    for own in both:
-        history = mlflow.MlflowClient().get_metric_history(own.info.run_id, "accuracy")
-        assert [m.step for m in history] == [0, 1]
+    assert {o.data.params["width"]: o.data.metrics["bytes-up"] > 0 for o in both} == {
+        "5": True, "6": True
+    }  # fmt: skip
+    (other,) = (o for o in both if o.data.params["width"] == "6")
+    history = mlflow.MlflowClient().get_metric_history(other.info.run_id, "accuracy")
+    assert [m.step for m in history] == [0, 1]
 
 
 def test_they_are_imported_only_when_asked_for(tmp_path, monkeypatch):
