@@ -9,8 +9,6 @@ from .engine.runs import compare
 from .report.figures import accuracy_curves
 from .report.results import Run, load_results, read_runs
 
-__all__ = ["compare_on_digits", "main", "table"]
-
 CONF = Path(__file__).parent / "conf"
 TARGET = 0.9
 

@@ -13,8 +13,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = ["Order", "model_order", "numbers_averaged", "selection_curves"]
-
 Order = Literal["best to worst", "random", "worst to best"]
 Arrays = Mapping[str, NDArray[Any]]
 

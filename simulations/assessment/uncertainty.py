@@ -30,8 +30,6 @@ from ..report.report import markdown, setting_in_words, write_latex
 from ..report.results import Run, read_run, require_same_data
 from .uncertainty_metrics import SHARES, auroc, calibration, rejection_curve, reliability
 
-__all__ = ["Assessment", "ConformalSets", "assess"]
-
 # measures of uncertainty -> what tables and pictures call them
 MEASURES = {
     "entropy": "entropy",
@@ -146,7 +144,8 @@ class Assessment:
 
     def _own_rejection(self) -> pd.DataFrame:
         """`rejection` of the ensemble, or of the single model."""
-        return self.rejection[self.rejection.model == self.table.index[0]]
+        own: pd.DataFrame = self.rejection[self.rejection.model == self.table.index[0]]
+        return own
 
     def write(self, out: str | Path | None = None) -> Path:
         """Write tables and pictures into `out`; return the path of ``report.md``.
@@ -209,10 +208,8 @@ class Assessment:
             f"{summary['run']}, the {'last' if self.which == 'model' else 'best'} model, of round "
             f"{at}: {setting_in_words([self.run])}. {len(self.examples)} test examples.",
         ]
-        on_test = config.evaluate_on == "test" and (
-            config.private_test or config.monitor in ("accuracy", "loss")
-        )
-        if self.which == "best" and on_test:
+        private = config.private_test or config.monitor in ("accuracy", "loss")
+        if self.which == "best" and config.evaluate_on == "test" and private:
             paragraphs.append(
                 "The best model was chosen on these test examples, so the figures are optimistic."
             )
@@ -228,22 +225,20 @@ class Assessment:
             "uncertain first.",
             markdown(self._rejected()),
         ]
-        if self.sets is not None:
-            s = self.sets
+        if (sets := self.sets) is not None:
+            low, high = 100 * sets.expected_low, 100 * sets.expected_high
             row = {
-                "coverage asked for (%)": f"{100 * s.coverage:g}",
-                "coverage of the test examples (%)": f"{100 * s.test_coverage:.1f}",
-                "expected if exchangeable (%)": (
-                    f"{100 * s.expected_low:.1f} to {100 * s.expected_high:.1f}"
-                ),
-                "mean size": f"{s.mean_size:.2f}",
-                "empty (%)": f"{100 * s.empty:.1f}",
+                "coverage asked for (%)": f"{100 * sets.coverage:g}",
+                "coverage of the test examples (%)": f"{100 * sets.test_coverage:.1f}",
+                "expected if exchangeable (%)": f"{low:.1f} to {high:.1f}",
+                "mean size": f"{sets.mean_size:.2f}",
+                "empty (%)": f"{100 * sets.empty:.1f}",
             }
             paragraphs += [
                 "## Prediction sets",
-                f"Score: {s.score}. Calibrated on {s.calibrated_on}. The range holds in 95 % of "
-                "all draws of exchangeable calibration and test examples.",
-                *([s.note] if s.note else []),
+                f"Score: {sets.score}. Calibrated on {sets.calibrated_on}. The range holds in 95 % "
+                "of all draws of exchangeable calibration and test examples.",
+                *filter(None, [sets.note]),
                 markdown(pd.DataFrame([row])),
             ]
         return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
@@ -334,7 +329,7 @@ def assess(
                 for name, own in models.items()
             ]
     sets = None
-    if held_out is not None:
+    if held_out is not None and coverage is not None:
         held = _together(predicted(held_out.x)[whole_name]).exp()
         p = _together(models[whole_name]).exp()
         sets, sizes = _conformal(held, held_out, p, labels, coverage, score, config.seed)
@@ -357,8 +352,10 @@ def assess(
 
 def _log_probabilities(predictor: Predictor, x: Tensor) -> Tensor:
     """Each model's log-probabilities, float64: shape (K, n, C)."""
-    is_ensemble = isinstance(predictor, EnsemblePredictor)
-    scores = predictor.scores(x) if is_ensemble else predictor.predict(x)[None]
+    if isinstance(predictor, EnsemblePredictor):
+        scores = predictor.scores(x)
+    else:
+        scores = predictor.predict(x)[None]
     return scores.double().log_softmax(-1)
 
 
@@ -381,11 +378,10 @@ def _measures(log_p: Tensor) -> list[str]:
 
 def _examples(log_p: Tensor, labels: Tensor | None = None) -> pd.DataFrame:
     """Prediction and uncertainty of each example, given k models' log-probabilities (k, n, C)."""
-    uncertain = uncertainty_of(log_p.exp())
     confidence, prediction = _together(log_p).exp().max(1)
     columns = {} if labels is None else {"label": labels}
     columns |= {"prediction": prediction, "confidence": confidence, "doubt": 1 - confidence}
-    columns |= vars(uncertain)
+    columns |= vars(uncertainty_of(log_p.exp()))
     return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
 
 

@@ -12,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BINS", "SHARES", "auroc", "calibration", "rejection_curve", "reliability"]
-
 BINS = 15  # of confidence, of equal width, as by Guo et al. 2017
 SHARES = np.arange(100) / 100  # of the examples that are rejected
 

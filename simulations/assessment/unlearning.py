@@ -21,8 +21,6 @@ from ..engine.building import load_finished, make_strategy
 from ..methods.method import Setup
 from ..report.results import Run, read_run, require_same_data
 
-__all__ = ["Unlearned", "unlearn"]
-
 
 @runtime_checkable
 class CanUnlearn(Protocol):

@@ -25,8 +25,6 @@ from ..models import build_model
 from ._flower import log_from
 from .checkpoints import Checkpoint, Checkpoints
 
-__all__ = ["load_finished", "load_predictor", "load_setup", "make_client", "make_strategy"]
-
 
 def load_setup(config: Config) -> Setup:
     """Load data and split, and build the network."""

@@ -17,8 +17,6 @@ from fedntk.strategies.core.array_archive import ArrayArchive, OldFormat
 
 from ..config.settings import ConfigError
 
-__all__ = ["Best", "Checkpoint", "Checkpoints", "OnRound", "Record", "Round"]
-
 ROUNDS = 32  # rounds in one array of a file: those of long ago are written once
 Record = dict[str, Any]  # a round's metrics
 OnRound = Callable[[Record], None]

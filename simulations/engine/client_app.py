@@ -22,8 +22,6 @@ from ..methods.method import Setup
 from .building import load_setup, make_client
 from .meter import meter
 
-__all__ = ["app"]
-
 STATE = "fedntk.client"  # name of the record that a client keeps
 
 
@@ -70,11 +68,5 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-@lru_cache(maxsize=1)
-def _template(config: Config) -> Setup:
-    return load_setup(config)
-
-
+_template = lru_cache(maxsize=1)(load_setup)
 app = client_app(client_fn, mods=[meter])

@@ -18,8 +18,6 @@ from flwr.serverapp import Grid
 from ._flower import Run, become_server, own_copy, stamp
 from .meter import METER
 
-__all__ = ["LocalGrid", "MeteredGrid", "message_bytes"]
-
 logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION, NODE_UNAVAILABLE = 2, 3  # of Flower's error codes
 SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted

@@ -22,8 +22,6 @@ from .processes import (
     tool,
 )
 
-__all__ = ["end_leftovers", "flwr_run", "superlink"]
-
 APP = Path(__file__).parents[1]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flwr.app import Context, Message, MetricRecord
 
-__all__ = ["METER", "meter", "peak_memory", "reset_peak_memory"]
-
 METER = "fedntk.meter"  # name of the record; MeteredGrid removes it before a strategy sees it
 
 

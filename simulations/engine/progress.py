@@ -16,8 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Progress", "progress"]
-
 LOG_EVERY = 10.0  # seconds between lines in a log
 JUPYTER_EVERY = 0.25
 Sink = Callable[["Progress", bool], None]
@@ -129,7 +127,8 @@ def _to_jupyter() -> Sink:
     from IPython.display import display
 
     handle = display({"text/plain": "..."}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-    last, ended = 0.0, []
+    last = 0.0
+    ended: list[str] = []
 
     def show(state: Progress, now: bool) -> None:
         nonlocal last

@@ -21,8 +21,6 @@ from .checkpoints import Best, Checkpoint, Checkpoints, OnRound, Record, Round
 from .engines import MeteredGrid
 from .meter import peak_memory, reset_peak_memory
 
-__all__ = ["Recorder"]
-
 logger = getLogger("flwr")
 
 # what strategies of all methods report of a round's replies

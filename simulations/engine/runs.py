@@ -38,8 +38,6 @@ from .progress import progress as show_progress
 from .server_app import Prepared, prepare, serve
 from .writers import check_writers, writing
 
-__all__ = ["Engine", "compare", "failing_as_run", "run", "settled"]
-
 Engine = Literal["local", "ray"]
 logger = getLogger("flwr")
 
@@ -315,7 +313,7 @@ def _run(
             shown.begin(label, config.rounds, max(done, 0), headline=headline)
             with writing(writers, config, before) as write:
 
-                def on_round(record: Mapping[str, Any]) -> None:
+                def on_round(record: Record) -> None:
                     if record["round"] > done:
                         shown.on_round(record)
                         write(record)

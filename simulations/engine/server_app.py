@@ -30,8 +30,6 @@ from .checkpoints import Checkpoints, OnRound
 from .engines import MeteredGrid
 from .recorder import Recorder
 
-__all__ = ["app", "prepare", "serve"]
-
 logger = getLogger("flwr")
 app = ServerApp()
 
@@ -137,7 +135,7 @@ def _serve(
 
     def evaluate(arrays: dict[str, NDArray[Any]]) -> Evaluation:
         predictor = method.predictor(setup, arrays, strategy.learned, cache=folder / "cache")
-        evaluation = predictor.evaluate(x, y)
+        evaluation: Evaluation = predictor.evaluate(x, y)
         more = {**evaluation.more, **method.measured(setup, strategy)}
         return evaluation._replace(more=more)
 

@@ -12,8 +12,6 @@ from ..config.config import Config
 from ..config.settings import ConfigError
 from .checkpoints import OnRound, Record
 
-__all__ = ["check_writers", "writing"]
-
 Records = Sequence[Record]
 
 
@@ -30,8 +28,6 @@ def _tensorboard(config: Config, before: Records) -> Iterator[OnRound]:
             for name, value in _metrics(record):
                 writer.add_scalar(name, value, int(record["round"]))
 
-        for record in before:
-            on_round(record)
         yield on_round
 
 
@@ -68,8 +64,6 @@ def _mlflow(config: Config, before: Records) -> Iterator[OnRound]:
             metrics = [Metric(name, value, now, step) for name, value in _metrics(record)]
             client.log_batch(run_id, metrics=metrics)
 
-    for record in before:
-        on_round(record)
     try:
         yield on_round
     except BaseException:
@@ -95,7 +89,7 @@ def check_writers(names: Sequence[str]) -> None:
 def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[OnRound]:
     """Open the named writers; yield a function that writes a round's metrics to all of them.
 
-    The writers first get `before`, the metrics of the rounds that were run before.
+    It is first called with `before`, the metrics of the rounds that were run before.
     """
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(WRITERS[name](config, before)) for name in names]
@@ -104,6 +98,8 @@ def writing(names: Sequence[str], config: Config, before: Records) -> Iterator[O
             for write in opened:
                 write(record)
 
+        for record in before:
+            on_round(record)
         yield on_round
 
 

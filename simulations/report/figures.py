@@ -18,20 +18,6 @@ from numpy.typing import NDArray
 
 from ..data.client_tables import newest_accuracies
 
-__all__ = [
-    "COLOURS",
-    "accuracy_against_heterogeneity",
-    "accuracy_curves",
-    "client_accuracies",
-    "label_distribution",
-    "rejection_curves",
-    "reliability_diagram",
-    "selection_accuracies",
-    "similarity_heat_map",
-    "tuning_values",
-    "uncertainty_histogram",
-]
-
 # Okabe and Ito's palette; each colour with a marker of its own, and dashed when it comes again
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dvp*"
@@ -75,7 +61,7 @@ def accuracy_curves(
     many = False
     for name, rows, style in _each(rounds, "run"):
         accuracy = _by_round(rows, "accuracy") * 100
-        x = accuracy.index.astype(float)
+        x = accuracy.index.to_series()
         if against != "rounds":
             spent = _by_round(rows, against)["mean"].cumsum() * factor
             x = spent.reindex(accuracy.index)

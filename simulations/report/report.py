@@ -24,16 +24,6 @@ from .figures import (
 )
 from .results import Run, read_runs
 
-__all__ = [
-    "final_table",
-    "markdown",
-    "setting_in_words",
-    "target_table",
-    "write_latex",
-    "write_report",
-    "write_tuning_report",
-]
-
 logger = logging.getLogger("flwr")
 
 

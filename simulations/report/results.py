@@ -33,25 +33,6 @@ from ..data.load import load_data
 from ..engine.checkpoints import Checkpoint, Record
 from ..errors import RunFailed, first_line
 
-__all__ = [
-    "Run",
-    "State",
-    "clear_run",
-    "load_model",
-    "load_results",
-    "machine",
-    "read_records",
-    "read_run",
-    "read_runs",
-    "read_summary",
-    "require_same",
-    "require_same_data",
-    "run_state",
-    "to_target",
-    "write_run",
-    "write_summary",
-]
-
 logger = getLogger("flwr")
 
 
@@ -140,7 +121,11 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     folder, headline = config.folder, config.chosen_method.headline
-    whose = {"run": config.name or config.method, "method": config.method, "seed": config.seed}
+    whose: dict[str, Any] = {
+        "run": config.name or config.method,
+        "method": config.method,
+        "seed": config.seed,
+    }
     records = checkpoint.records
     rounds = [
         (int(record["round"]), metric, float(value))
@@ -235,7 +220,8 @@ def read_run(folder: str | Path) -> Run:
             tables.append(pd.read_parquet(folder / name))
         except ValueError as error:  # as pyarrow calls a file that is none of its own
             raise RunFailed(f"{folder / name} is damaged: {first_line(error)}") from error
-    return Run(folder, Config.of_run(folder), *tables, summary)
+    rounds, clients = tables
+    return Run(folder, Config.of_run(folder), rounds, clients, summary)
 
 
 def read_records(folder: Path) -> list[Record]:

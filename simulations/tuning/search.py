@@ -24,8 +24,6 @@ from ..engine.progress import Progress
 from ..report.results import read_records
 from .trials import FINISHED, PRUNED, run_trials
 
-__all__ = ["Pruner", "Sampler", "Search", "Searched", "Space", "open_study"]
-
 Searched = CategoricalDistribution | FloatDistribution | IntDistribution
 Space = dict[str, Searched]
 Sampler = Literal["random", "tpe"]

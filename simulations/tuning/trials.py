@@ -18,8 +18,6 @@ from ..engine.processes import PATIENCE
 from ..engine.runs import run
 from ..errors import RunFailed, Stopped
 
-__all__ = ["FINISHED", "PRUNED", "run_trials"]
-
 FINISHED, PRUNED = "", "pruned"  # how a trial ended; anything else is what went wrong
 T = TypeVar("T")
 Worker = tuple[Any, Process]  # our end of its connection, and the process

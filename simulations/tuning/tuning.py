@@ -24,8 +24,6 @@ from ..errors import RunFailed
 from ..report.report import write_tuning_report
 from .search import Pruner, Sampler, Search, Searched, Space, open_study
 
-__all__ = ["Tuning", "tune"]
-
 # settings that say where to run or what to measure, not how a method learns
 FIXED = INCIDENTAL | {
     *("seed", "name", "dataset", "test-examples", "test-examples-per-domain", "evaluate-on"),

@@ -29,30 +29,37 @@ def two_runs(shown: Progress) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that pass at each look at the clock."""
-    now, step = [0.0], [0.0]
+    """The time, and seconds that pass at each look at the clock."""
+    now = [0.0, 0.0]
 
     def monotonic() -> float:
-        now[0] += step[0]
+        now[0] += now[1]
         return now[0]
 
     monkeypatch.setattr(module.time, "monotonic", monotonic)
-    return step
+    return now
 
 
-def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock):
+def logged() -> str:
     file = io.StringIO()
     with progress(8, 2, console=Console(file=file, width=200)) as shown:
         two_runs(shown)
-    lines = file.getvalue().splitlines()
+    return file.getvalue()
+
+
+def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock):
+    text = logged()
+    lines = text.splitlines()
     assert [line.split(", ")[1:3] for line in lines] == [
         ["round 0/4", "starting"], ["round 4/4", "done"],
         ["round 2/4", "starting"], ["round 4/4", "done"],
     ]  # fmt: skip
     assert lines[1].startswith("first: run 1/2, ")
     assert "accuracy 40.0 %" in lines[1]
-    assert "\x1b" not in file.getvalue()
-    assert "\r" not in file.getvalue()
+    assert not {"\x1b", "\r"} & {*text}
+    clock[1] = 4.0  # a slow run gets lines in between
+    assert len(logged().splitlines()) > 4
+    assert "7 clients, 1 rejected" in logged()
 
 
 def test_the_metric_that_is_shown_is_the_methods_headline():
@@ -64,70 +71,45 @@ def test_the_metric_that_is_shown_is_the_methods_headline():
     assert "%" not in str(shown)
 
 
-def test_a_slow_run_gets_a_line_in_between(clock):
-    clock[0] = 4.0
-    file = io.StringIO()
-    with progress(8, 2, console=Console(file=file, width=200)) as shown:
-        two_runs(shown)
-    lines = file.getvalue().splitlines()
-    assert len(lines) > 4
-    assert any("7 clients, 1 rejected" in line for line in lines)
-
-
-def test_time_left_is_the_median_round_for_each_round_left(monkeypatch):
+def test_time_left_is_the_median_round_for_each_round_left(clock):
     """Rounds of 100, 10 and 10 s, two left: 20 s. Rounds that were there already took no time."""
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with progress(11, 2, enabled=False) as shown:
-        shown.begin("first", 4, done=4)
-        shown.end("finished before")
-        shown.begin("second", 7, done=2)
-        assert shown.left == ""
-        for number, seconds in ((3, 100), (4, 10), (5, 10)):
-            now[0] += seconds
-            shown.on_round(record(number))
-        assert shown.left == "0:00:20"
-        assert str(shown).endswith("accuracy 50.0 %, 0:02:00, 0:00:20 left")
+    shown = Progress(11, 2)
+    shown.begin("first", 4, done=4)
+    shown.end("finished before")
+    shown.begin("second", 7, done=2)
+    assert shown.left == ""
+    for number, seconds in ((3, 100), (4, 10), (5, 10)):
+        clock[0] += seconds
+        shown.on_round(record(number))
+    assert shown.left == "0:00:20"
+    assert str(shown).endswith("accuracy 50.0 %, 0:02:00, 0:00:20 left")
 
 
 def test_a_run_that_stops_early_leaves_no_time_over(clock):
-    with progress(8, 2, enabled=False) as shown:
-        shown.begin("first", 4)
-        shown.on_round(record(1))
-        shown.end()
-        shown.begin("second", 4)
-        for number in range(5):
-            shown.on_round(record(number))
-        assert shown._done == 8
+    shown = Progress(8, 2)
+    shown.begin("first", 4)
+    shown.on_round(record(1))
+    shown.end()
+    shown.begin("second", 4)
+    for number in range(5):
+        shown.on_round(record(number))
+    assert shown._done == 8
 
 
-def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run():
-    file = io.StringIO()
-    console = Console(file=file, width=120, force_terminal=True, color_system=None)
-    with progress(8, 2, console=console) as shown:
-        two_runs(shown)
-    text = file.getvalue()
-    assert "first: run 1/2, round 4/4, done" in text
-    assert "second" in text
-    assert "━" in text
-
-
-def test_the_log_is_printed_above_what_is_live_in_a_terminal(monkeypatch):
-    """Lines that rich does not know of would be overwritten by its next picture."""
+def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run(monkeypatch):
+    """The log is printed above what is live: lines that rich does not know would be overwritten."""
     file, handler = io.StringIO(), logging.StreamHandler(io.StringIO())
     console = Console(file=file, width=120, force_terminal=True, color_system=None)
-    before = handler.stream
-    logging.getLogger("flwr").addHandler(handler)
-    try:
-        with progress(8, 2, console=console) as shown:
-            two_runs(shown)
-            logging.getLogger("flwr").warning("a client was dropped")
-            shown.end()
-    finally:
-        logging.getLogger("flwr").removeHandler(handler)
+    before, logger = handler.stream, logging.getLogger("flwr")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    with progress(8, 2, console=console) as shown:
+        two_runs(shown)
+        logger.warning("a client was dropped")
+        shown.end()
     assert handler.stream is before
-    assert "a client was dropped" not in before.getvalue()
-    assert "a client was dropped\n" in file.getvalue()
+    assert before.getvalue() == ""
+    for text in ("a client was dropped\n", "first: run 1/2, round 4/4, done", "second", "━"):
+        assert text in file.getvalue()
 
 
 def test_jupyter_gets_one_output_that_is_rewritten(monkeypatch):

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,45 +16,31 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedntk.clients import set_weights
 from fedntk.ntk import TCTModel
 from fedntk.simulations import (
     Config,
     ConfigError,
     Run,
     RunFailed,
-    load_model,
     load_predictor,
     load_results,
     run,
 )
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
-from fedntk.simulations.engine.client_app import app
-from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.engine.flwr_run import flwr_run
 from fedntk.simulations.engine.server_app import main, serve
-from fedntk.simulations.models import build_model
 from fedntk.simulations.report.results import read_run, to_target
 
 from ..conftest import ROOT
+from .outcomes import bits, grid_of, measured
 from .settings import SETTINGS, SMALL, TOOLS
 
 
-def bits(folder: Path) -> dict[str, bytes]:
-    return {name: w.tobytes() for name, w in load_model(folder).items()}
-
-
-def metrics(folder: Path) -> pd.DataFrame:
-    """All metrics but what the machine made of them: seconds and memory."""
-    rounds = read_run(folder).rounds
-    return rounds[~rounds.metric.str.contains("seconds|memory")].reset_index(drop=True)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture
+def small(finished_run) -> Run:
     """A finished run, which tests only read."""
-    return run(SMALL, out=str(tmp_path_factory.mktemp("small")), targets="0.3", progress=False)
+    return finished_run("ntk-fl")
 
 
 def test_a_run_writes_its_folder(small):
@@ -73,7 +58,7 @@ def test_a_run_writes_its_folder(small):
     assert Config.load(result.folder / "config.toml") == config
     frame = result.rounds
     assert list(frame.columns) == ["run", "method", "seed", "round", "metric", "value"]
-    assert frame["round"].unique().tolist() == [0, 1, 2]
+    assert frame["round"].unique().tolist() == [0, 1, 2, 3]
     first = frame[frame["round"] == 1].set_index("metric").value
     for metric in (
         *("accuracy", "loss", "train-loss", "t", "kernel-products", "candidate-loss"),
@@ -86,7 +71,7 @@ def test_a_run_writes_its_folder(small):
     assert first["client-replies-accepted"] == 3
     split = load_split(config)
     assert result.summary["split"] == split.checksum
-    assert result.summary["accuracy"] == result.curve()[2]
+    assert result.summary["accuracy"] == result.curve()[3]
     assert result.summary["bytes-up"] == frame[frame.metric == "bytes-up"].value.sum()
     curve, up = result.curve(), result.curve("bytes-up")
     reached = next(r for r in curve.index if curve[r] >= 0.3)
@@ -98,29 +83,26 @@ def test_a_run_writes_its_folder(small):
     assert result.to_target(0.999) is None
 
 
-def test_per_client_evaluations_and_their_statistics(tmp_path):
-    """Mean, worst and deviation over the clients are those of the table of clients."""
-    config = replace(SMALL, out=str(tmp_path), local_test_fraction=0.3, clients_per_evaluation=5)
-    result = run(config, progress=False)
-    table = result.clients
+def test_statistics_over_clients_are_those_of_their_table(small):
+    table = small.clients
     assert list(table.columns) == [
         *("run", "method", "seed", "round", "partition", "metric", "value")
     ]
     for metric, worst in (("accuracy", "min"), ("loss", "max")):
         values = table[table.metric == metric].groupby("round").value
-        assert values.size().tolist() == [5, 5]
+        assert values.size().tolist() == [3, 3, 3]
         for name, expected in (
             ("mean", values.mean()),
             ("worst", values.agg(worst)),
             ("std", values.std(ddof=0)),
         ):
-            recorded = result.curve(f"client-{metric}-{name}")
+            recorded = small.curve(f"client-{metric}-{name}")
             np.testing.assert_allclose(recorded, expected, rtol=1e-12)
 
 
 def test_evaluation_does_not_change_what_training_costs(tmp_path, small):
     """Bytes of evaluation are apart; the model does not depend on them."""
-    without = run(replace(SMALL, clients_per_evaluation=0, out=str(tmp_path / "a")), progress=False)
+    without = run(small.config, clients_per_evaluation=0, out=tmp_path, progress=False)
     assert bits(without.folder) == bits(small.folder)
     for metric in ("bytes-up", "bytes-down"):
         pd.testing.assert_series_equal(without.curve(metric), small.curve(metric))
@@ -138,13 +120,7 @@ def test_seconds_add_up(small):
     assert (server + clients <= total).all()
 
 
-def test_saved_model_is_the_one_that_was_evaluated(small):
-    data = load_data(small.config)
-    model = build_model(small.config, data.input_shape, data.num_classes)
-    saved = load_model(small.folder)
-    set_weights(model, [saved[name] for name in model.state_dict()])
-    x, y = data.test()
-    assert float((model(x).argmax(1) == y).double().mean()) == small.curve()[2]
+STATISTICS = {"solve": "statistics", "num_features": 100, "bootstrap_rounds": 0}
 
 
 @pytest.mark.parametrize(
@@ -154,49 +130,31 @@ def test_saved_model_is_the_one_that_was_evaluated(small):
         {"ntk_fl": {"selection": "validation"}, "validation_clients": 2, "train_examples": 0},
         {"ntk_fl": {"selection": "linearised", "steps": "50,100"}},
         {"loss": "mse", "learning_rate": 0.1},
-        {"loss": "mse", "method": "fedavg", "learning_rate": 0.1},
         {"ntk_fl": {"kernel": "full", "residuals": "sum"}},
         {"ntk_fl": {"structure": "dense"}, "width": 10},
         {"model": "simple-cnn", "num_clients": 40, "partition": "iid", "ntk_fl": {"steps": "50"}},
-        {"local_test_fraction": 0.2, "method": "fedavg"},
         {
-            "method": "tct",
-            "validation_examples": 50,
-            "tct": {
-                "solve": "statistics",
-                "auto_ridge": True,
-                "bits": 8,
-                "num_features": 200,
-                "features": "entk-sketch",
-                "bootstrap_rounds": 0,
-            },
+            "method": "tct", "validation_examples": 50,
+            "tct": {**STATISTICS, "auto_ridge": True, "bits": 8, "features": "entk-sketch"},
         },
         {
             "method": "tct",
-            "tct": {
-                "solve": "statistics",
-                "auto_ridge": True,
-                "validation_share": 0.2,
-                "keep_sums": True,
-                "num_features": 200,
-                "bootstrap_rounds": 0,
-            },
+            "tct": {**STATISTICS, "auto_ridge": True, "validation_share": 0.2, "keep_sums": True},
         },
     ],
-)
+)  # fmt: skip
 def test_variants_run_end_to_end(tmp_path, options):
-    result = run(replace(SMALL, out=str(tmp_path), rounds=1, **options), progress=False)
-    losses = result.curve("loss")
+    losses = run(SMALL.replace(rounds=1, **options), out=tmp_path, progress=False).curve("loss")
     assert losses[1] < losses[0]
 
 
 def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch):
     """By the size on the wire, of the largest clients, held and stacked."""
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 2 * 10**8)
-    config = replace(SMALL, out=str(tmp_path), rounds=0, train_examples=0)
+    config = SMALL.replace(out=tmp_path, rounds=0, train_examples=0)
     run(config, progress=False)
     with pytest.raises(ConfigError, match=r"a round of .* clients, .* needs .* GB and cpu has"):
-        run(replace(config, ntk_fl={"structure": "dense"}), progress=False, again=True)
+        run(config, ntk_fl={"structure": "dense"}, progress=False, again=True)
     assert read_run(tmp_path).summary["rounds"] == 0  # and what was there is there still
 
 
@@ -214,7 +172,7 @@ def test_stage_2_that_cannot_fit_is_refused_before_the_first(
     tmp_path, monkeypatch, options, message
 ):
     """What all clients keep on this machine's disk, and the largest kernel in memory."""
-    config = replace(SMALL, method="tct", num_clients=20, out=str(tmp_path), rounds=0, tct=options)
+    config = SMALL.replace(method="tct", num_clients=20, out=str(tmp_path), rounds=0, tct=options)
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device="cpu": 100)
     differentiate = sys.modules["fedntk.ntk.jacobian.differentiate"]  # beside a function
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
@@ -229,58 +187,48 @@ def test_stage_2_that_cannot_fit_is_refused_before_the_first(
 
 
 def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp_path):
-    """T_1 = 3 in one run is a run of FedAvg and, from its weights, one with T_1 = 0."""
-    settings = SETTINGS["tct"] | {"sampling_rate": 1.0, "projection": 0}
-    shared = replace(SMALL, method="tct", **settings, clients_per_round=SMALL.num_clients)
-    shared = shared.replace(tct={"num_features": 0})
-    both = run(
-        shared, tct={"bootstrap_rounds": 3}, rounds=6, out=str(tmp_path / "both"), progress=False
-    )
-    first = run(shared, method="fedavg", rounds=3, out=str(tmp_path / "one"), progress=False)
+    """T_1 = 2 in one run is a run of FedAvg and, from its weights, one with T_1 = 0.
+
+    What is saved is what was evaluated: on as many of the first test examples as asked.
+    """
+    settings = {**SETTINGS["tct"], "sampling_rate": 1.0, "projection": 0, "test_examples": 50}
+    shared = SMALL.replace(method="tct", **settings, clients_per_round=SMALL.num_clients)
+    shared = shared.replace(tct={"num_features": 0, "bootstrap_rounds": 2}, rounds=4)
+    both = run(shared, out=tmp_path / "both", progress=False)
+    first = run(shared, method="fedavg", rounds=2, out=tmp_path / "one", progress=False)
     second = run(
-        shared, tct={"bootstrap_rounds": 0}, rounds=3, out=str(tmp_path / "two"), progress=False,
+        shared, tct={"bootstrap_rounds": 0}, rounds=2, out=tmp_path / "two", progress=False,
         weights=str(first.folder / "model.safetensors"),
     )  # fmt: skip
     assert bits(both.folder) == bits(second.folder)
-    assert both.curve()[3] == first.curve()[3] == second.curve()[0]
-    predictor = load_predictor(second.folder)
-    x, y = load_data(shared).test()
+    assert both.curve()[2] == first.curve()[2] == second.curve()[0]
+    predictor, network = (load_predictor(result.folder) for result in (second, first))
+    x, y = (part[:50] for part in load_data(shared).test())
     accuracy = float((predictor.predict(x).argmax(1) == y).double().mean())
-    assert accuracy == second.curve()[3]
+    assert accuracy == second.curve()[2] == predictor.evaluate(x, y).accuracy
+    assert network.evaluate(x, y)[:2] == (first.curve("loss")[2], first.curve()[2])
     predictor.save(tmp_path / "kept")
     again = TCTModel.load(tmp_path / "kept", predictor.network)
     assert torch.equal(again.predict(x), predictor.predict(x))
-    assert predictor.evaluate(x, y).accuracy == accuracy
-    network = load_predictor(first.folder)
-    assert network.evaluate(x, y)[:2] == (first.curve("loss")[3], first.curve()[3])
-
-
-def test_test_examples_are_the_first_of_the_set(tmp_path):
-    result = run(replace(SMALL, out=str(tmp_path), rounds=0, test_examples=50), progress=False)
-    data = load_data(SMALL)
-    model = build_model(SMALL, data.input_shape, data.num_classes)
-    x, y = data.test()
-    assert result.curve()[0] == float((model(x[:50]).argmax(1) == y[:50]).double().mean())
 
 
 def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
-    for folder, options in {
-        "a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}, "d": {}
-    }.items():  # fmt: skip
-        run(replace(SMALL, rounds=1, out=str(tmp_path / folder), **options), progress=False)
+    runs = {"a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}, "d": {}}
+    for folder, options in runs.items():
+        run(SMALL, rounds=1, method="fedavg", out=tmp_path / folder, progress=False, **options)
     names = load_results(tmp_path).groupby(["run", "seed"]).size().index.tolist()
     assert names == [
-        ("ntk-fl, learning-rate = 0.01", 0), ("ntk-fl, learning-rate = 0.01", 1),
-        ("ntk-fl, learning-rate = 0.5", 0),
+        ("fedavg, learning-rate = 0.01", 0), ("fedavg, learning-rate = 0.01", 1),
+        ("fedavg, learning-rate = 0.5", 0),
     ]  # fmt: skip
-    assert any("it is the run of" in record.getMessage() for record in caplog.records)
+    assert any("it is the run of" in message for message in caplog.messages)
     apart = load_results([tmp_path / "b", tmp_path / "c"])
     assert apart.seed.unique().tolist() == [0, 1]
     (tmp_path / "a" / "summary.json").unlink()  # a run that was killed
     (tmp_path / "d" / "config.toml").write_text("seed = 2\n", encoding="utf-8")
     pd.testing.assert_frame_equal(load_results(tmp_path), apart)
     for name in ("a", "d"):
-        assert any(f"{name} is left out" in record.getMessage() for record in caplog.records)
+        assert any(f"{name} is left out" in message for message in caplog.messages)
     with pytest.raises(FileNotFoundError, match="no finished run in"):
         load_results(tmp_path / "nowhere")
 
@@ -291,19 +239,13 @@ def test_to_target():
         {"round": i, "accuracy": a, "bytes-up": 10**i, "bytes-down": 1, "seconds": 0.5}
         for i, a in enumerate((0.1, 0.5, 0.4, 0.8))
     ]
-    assert to_target(records, 0.5) == {
-        "round": 1, "bytes-up": 11, "bytes-down": 2, "seconds": 1.0
-    }  # fmt: skip
-    assert to_target(records, 0.6)["round"] == 3
-    assert to_target(records, 0.6)["bytes-up"] == 1111
+    found = to_target(records, 0.5)
+    assert found == {"round": 1, "bytes-up": 11, "bytes-down": 2, "seconds": 1.0}
+    assert (to_target(records, 0.6)["round"], to_target(records, 0.6)["bytes-up"]) == (3, 1111)
     assert to_target(records, 0.9) is None
 
 
 # -------------------------------------------------------------------------- refusals
-
-
-def _grid(config: Config, **changes: object) -> LocalGrid:
-    return LocalGrid(app, config.num_clients, config.run_config() | changes)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +261,7 @@ def _grid(config: Config, **changes: object) -> LocalGrid:
     ],
 )
 def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
-    config = replace(SMALL, out=str(tmp_path), **options)
+    config = SMALL.replace(out=tmp_path, **options)
     with pytest.raises(ConfigError, match=message) as caught:
         run(config, progress=False)
     assert "\n" not in str(caught.value)
@@ -328,46 +270,44 @@ def test_what_cannot_work_is_refused_before_round_1(tmp_path, options, message):
 
 def test_a_failure_is_kept_with_its_reason(tmp_path):
     """As Flower's own command meets it, which does not go through `run`."""
-    config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
+    config = SMALL.replace(out=tmp_path, dataset="npz:/nowhere.npz")
     with pytest.raises(ConfigError, match="no file at"):
-        serve(_grid(SMALL), config)
+        serve(grid_of(SMALL), config)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
         read_run(tmp_path)
 
 
 def test_a_wrong_number_of_nodes_is_refused(tmp_path):
-    config = replace(SMALL, out=str(tmp_path))
+    config = SMALL.replace(out=tmp_path)
     with pytest.raises(ConfigError, match=r'expected 12 nodes, got 13.*"num-supernodes=12"'):
-        serve(_grid(replace(SMALL, num_clients=13)), config)
+        serve(grid_of(SMALL.replace(num_clients=13)), config)
 
 
 def test_a_wrong_value_in_flowers_run_config_is_logged_in_one_line(tmp_path, caplog):
     """Flower itself refuses unknown keys; it does not know ranges and types."""
-    values = replace(SMALL, out=str(tmp_path)).run_config() | {"learning-rate": -1.0}
+    values = SMALL.replace(out=tmp_path).run_config() | {"learning-rate": -1.0}
     with pytest.raises(ConfigError, match="learning-rate: expected more than 0"):
-        main(_grid(SMALL), Context(1, 0, {}, RecordDict(), values))
-    assert "learning-rate: expected more than 0, got -1.0" in [
-        r.getMessage() for r in caplog.records
-    ]
+        main(grid_of(SMALL), Context(1, 0, {}, RecordDict(), values))
+    assert "learning-rate: expected more than 0, got -1.0" in caplog.messages
     assert not (tmp_path / "rounds.jsonl").exists()
 
 
-def test_unknown_engine_and_setting():
-    with pytest.raises(ConfigError, match="engine: expected one of local, ray, got 'dask'"):
-        run(SMALL, engine="dask")
-    with pytest.raises(ConfigError, match="unknown key 'learning-rat'; did you mean 'learning-ra"):
-        run(SMALL, learning_rat=0.1)
-    with pytest.raises(ConfigError, match="workers: expected at least 1, got 0"):
-        run(SMALL, workers=0)
-    with pytest.raises(ConfigError, match="workers is for the local engine"):
-        run(SMALL, workers=2, engine="ray")
-    with pytest.raises(ConfigError, match="client-cpus: expected at most this machine's"):
-        run(SMALL, engine="ray", client_cpus=10_000)
-    with pytest.raises(ConfigError, match="client-gpus: expected at most this machine's"):
-        run(SMALL, engine="ray", client_gpus=99.0)
-    with pytest.raises(ConfigError, match="writers: expected some of tensorboard, mlflow, got 'w"):
-        run(SMALL, writers=["wandb"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "dask"}, "engine: expected one of local, ray, got 'dask'"),
+        ({"learning_rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
+        ({"workers": 0}, "workers: expected at least 1, got 0"),
+        ({"workers": 2, "engine": "ray"}, "workers is for the local engine"),
+        ({"engine": "ray", "client_cpus": 10_000}, "client-cpus: expected at most this machine's"),
+        ({"engine": "ray", "client_gpus": 99.0}, "client-gpus: expected at most this machine's"),
+        ({"writers": ["wandb"]}, "writers: expected some of tensorboard, mlflow, got 'wandb'"),
+    ],
+)
+def test_unknown_engine_and_setting(options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(SMALL, **options)
 
 
 # ------------------------------------------------------------------------------- Ray
@@ -382,15 +322,16 @@ def test_flwr_run_on_ray_gives_the_bits_of_the_local_engine_and_leaves_no_proces
     """
     folders = {}
     for engine in ("ray", "local"):
-        config = replace(
-            SMALL, method="cp-ntk-fl", **TOOLS, out=str(tmp_path / engine), min_completed=2,
+        config = SMALL.replace(
+            method="cp-ntk-fl", **TOOLS, out=str(tmp_path / engine), min_completed=2,
             private_test=True,
         )  # fmt: skip
         folders[engine] = run(config, engine=engine, progress=False).folder
     assert bits(folders["ray"]) == bits(folders["local"])
-    pd.testing.assert_frame_equal(metrics(folders["ray"]), metrics(folders["local"]))
-    pd.testing.assert_frame_equal(*(read_run(folder).clients for folder in folders.values()))
-    assert (read_run(folders["ray"]).curve("seconds-clients")[1:] > 0).all()
+    ray, local = map(read_run, folders.values())
+    pd.testing.assert_frame_equal(measured(ray), measured(local))
+    pd.testing.assert_frame_equal(ray.clients, local.clients)
+    assert (ray.curve("seconds-clients")[1:] > 0).all()
     assert processes_of(tmp_path) == []
 
 
@@ -414,7 +355,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
     in several processes of Ray's and then in this one, find in the run's folder what they keep.
     """
     seen = []
-    config = replace(SMALL, method="tct", **SETTINGS["tct"], out=str(tmp_path / "ray"), rounds=7)
+    config = SMALL.replace(method="tct", **SETTINGS["tct"], out=str(tmp_path / "ray"), rounds=7)
 
     def interrupt(path: Path, *_: object) -> int:
         if path.exists() and path.read_text().count("\n") > 4:
@@ -444,7 +385,7 @@ def test_an_interrupted_run_on_ray_leaves_no_process_and_goes_on(tmp_path, monke
 def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_path):
     """Killed, the command leaves Flower's processes at work, which would write on."""
     folder = tmp_path / "ray"
-    config = replace(SMALL, rounds=40, ntk_fl={"steps": "50"}, clients_per_evaluation=0)
+    config = SMALL.replace(rounds=40, ntk_fl={"steps": "50"}, clients_per_evaluation=0)
     config.save(tmp_path / "conf.toml")
     command = [
         *(sys.executable, "-m", "fedntk.simulations.cli", "run", str(tmp_path / "conf.toml")),
@@ -463,14 +404,14 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
     assert processes_of(tmp_path) == []
     whole = run(config, out=str(tmp_path / "whole"), progress=False)
     assert bits(resumed.folder) == bits(whole.folder)
-    pd.testing.assert_frame_equal(metrics(resumed.folder), metrics(whole.folder))
+    pd.testing.assert_frame_equal(measured(resumed), measured(whole))
 
 
 @pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_refusal_on_ray_reaches_the_caller(tmp_path):
-    config = replace(SMALL, out=str(tmp_path), dataset="npz:/nowhere.npz")
+    config = SMALL.replace(out=tmp_path, dataset="npz:/nowhere.npz")
     flwr_run(config, lambda record: None)
     with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
         read_run(tmp_path)

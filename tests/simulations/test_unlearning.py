@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,6 @@ from fedntk.simulations import (
     Config,
     ConfigError,
     RunFailed,
-    load_model,
     load_predictor,
     run,
     unlearn,
@@ -19,6 +19,7 @@ from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.report.results import read_run
 
+from .outcomes import bits
 from .test_cli import fedntk
 
 OWN = {
@@ -43,10 +44,6 @@ def finished(original, tmp_path):
     return read_run(shutil.copytree(original.folder, tmp_path / "a"))
 
 
-def raw(folder):
-    return {name: array.tobytes() for name, array in load_model(folder).items()}
-
-
 def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
     """The last client is none that trains where it is held out for validation; one network."""
     never = run(
@@ -55,8 +52,8 @@ def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
     )  # fmt: skip
     found = unlearn(finished, [5])
     assert found.folder == finished.folder / "without-5"
-    assert raw(found.folder) == raw(never.folder)
-    assert raw(found.folder) != raw(finished.folder)
+    assert bits(found.folder) == bits(never.folder)
+    assert bits(found.folder) != bits(finished.folder)
     assert found.overall.after == never.curve()[1]
     assert found.overall.before == finished.curve()[1]
 
@@ -64,20 +61,20 @@ def test_it_is_to_the_bit_the_run_that_never_had_the_client(finished, tmp_path):
 def test_the_new_model_is_read_as_a_runs_and_its_accuracies_are_its_own(finished):
     found = unlearn(finished, [3, 1, 3])
     assert found.clients == (1, 3)
-    config = finished.config
-    x, y = load_data(config).test()
-    split = load_split(config)
-    theirs = {int(c) for k in (1, 3) for c in load_data(config).y_train[split.clients[k]]}
-    assert set(found.by_class) == theirs
-    assert found.examples == sum(len(split.clients[k]) for k in (1, 3))
+    data, split = load_data(finished.config), load_split(finished.config)
+    x, y = data.test()
+    theirs = np.concatenate([split.clients[k] for k in (1, 3)])
+    assert set(found.by_class) == set(data.y_train[theirs].tolist())
+    assert found.examples == len(theirs)
+    scores = {}
     for folder, which in ((finished.folder, "before"), (found.folder, "after")):
-        hits = load_predictor(folder).predict(x).argmax(1) == y
+        scores[which] = load_predictor(folder).predict(x)
+        hits = scores[which].argmax(1) == y
         assert getattr(found.overall, which) == float(hits.double().mean())
         for label, own in found.by_class.items():
             assert getattr(own, which) == float(hits[y == label].double().mean())
             assert own.examples == int((y == label).sum())
-    before, after = (load_predictor(f).predict(x) for f in (finished.folder, found.folder))
-    assert not torch.equal(before, after)
+    assert not torch.equal(scores["before"], scores["after"])
     written = json.loads((found.folder / "unlearned.json").read_text())
     assert written["clients"] == [1, 3]
     assert written["overall"]["after"] == found.overall.after
@@ -90,34 +87,30 @@ def test_the_command(finished, tmp_path):
     assert said[-1] == f"The model: {finished.folder / 'without-2-4'}"
     sums = finished.folder / "details" / "sums"
     assert sorted(p.name for p in sums.glob("*/client-*")) == [f"client-{k}" for k in (0, 1, 3, 5)]
-    first = raw(finished.folder / "without-2-4")
+    first = bits(finished.folder / "without-2-4")
     said = fedntk("unlearn", finished.folder, 2, fails=2)
     assert "those of client 4 are not in" in said
     assert said.count("\n") == 1
     fedntk("unlearn", finished.folder, 2, 4, "--out", tmp_path / "elsewhere")
-    assert raw(tmp_path / "elsewhere") == first
+    assert bits(tmp_path / "elsewhere") == first
 
 
-def test_a_run_that_was_moved_is_found_with_its_sums(finished, tmp_path):
-    expected = raw(unlearn(finished, [0]).folder)
-    shutil.move(finished.folder, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / "without-0")
-    assert raw(unlearn(tmp_path / "moved", [0]).folder) == expected
-
-
-def test_the_disk_that_holds_the_sums_need_not_hold_them_twice(finished, monkeypatch):
+def test_a_run_that_was_moved_is_found_with_its_sums_until_it_is_replaced(
+    finished, tmp_path, monkeypatch
+):
+    """The disk that holds the sums need not hold them twice. In another run they would be wrong."""
     usage = shutil.disk_usage(finished.folder)._replace(free=6 * 2 * 60**2 - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert unlearn(finished, [1]).folder.exists()
-
-
-def test_a_run_in_its_place_has_neither_its_sums_nor_its_models(finished):
-    """They would be of other clients' examples, and no longer asked for."""
-    found = unlearn(finished, [1])
-    own = SMALL.replace(tct={"keep_sums": False})
-    run(own, out=str(finished.folder), progress=False, again=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        expected = bits(unlearn(finished, [0]).folder)
+    moved = tmp_path / "moved"
+    shutil.move(finished.folder, moved)
+    shutil.rmtree(moved / "without-0")
+    found = unlearn(moved, [0])
+    assert bits(found.folder) == expected
+    run(SMALL.replace(tct={"keep_sums": False}), out=moved, progress=False, again=True)
     assert not found.folder.exists()
-    assert not (finished.folder / "details").exists()
+    assert not (moved / "details").exists()
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(finished, tmp_path):
