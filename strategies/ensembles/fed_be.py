@@ -53,7 +53,6 @@ from .model_samples import (
 __all__ = ["FedBE"]
 
 Weights = dict[str, NDArray[Any]]
-ENSEMBLE = "ensemble"  # what is learned without distillation
 
 
 class FedBE(BaseStrategy):
@@ -108,7 +107,7 @@ class FedBE(BaseStrategy):
     @property
     def learned(self) -> str:
         """What the newest global arrays hold: ``"ensemble"``, or the distilled ``"network"``."""
-        return ENSEMBLE if self.distill is None else super().learned
+        return "ensemble" if self.distill is None else super().learned
 
     def network_of(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the global model, which clients are sent: model 0 of an ensemble."""

@@ -13,6 +13,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from logging import WARNING
 from typing import Any, cast, get_args
 
@@ -38,15 +39,13 @@ from fedntk.ntk.payloads import Agreement, EnsembleArrays, change_size, screen_s
 
 from ..core.averaging import differing, named_arrays
 from ..core.base import BaseStrategy
-from ..core.exchange import logger
+from ..core.exchange import Aggregate, logger
 from ..core.inner import CheckedStrategy, GridSubset
 from ..core.registry import Exchange
 from ..core.replies import checked_weights, kinds_of, read_arrays
 from .strata import Schedule, Strata, permutations
 
 __all__ = ["FedEnsemble", "Initialisation"]
-
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class FedEnsemble(BaseStrategy):
@@ -151,7 +150,7 @@ class FedEnsemble(BaseStrategy):
         self.held_out = tuple(sorted({*self.held_out, *self.members[0].held_out}))
         for member in self.members:
             member.work_within(self, everyone=self.num_models == 1)
-            member.train_metrics_aggr_fn = self._collecting(member.train_metrics_aggr_fn)
+            member.train_metrics_aggr_fn = partial(self._collect, member.train_metrics_aggr_fn)
 
     def _member(self, strategy: Strategy) -> BaseStrategy:
         if isinstance(strategy, FedEnsemble):
@@ -165,14 +164,10 @@ class FedEnsemble(BaseStrategy):
             outlier_factor=self.outlier_factor,
         )
 
-    def _collecting(self, aggregate: Aggregate) -> Aggregate:
-        """Have a member's clients' metrics kept before it aggregates them."""
-
-        def collected(contents: list[RecordDict], key: str) -> MetricRecord:
-            self._reported += contents
-            return aggregate(contents, key)
-
-        return collected
+    def _collect(self, aggregate: Aggregate, contents: list[RecordDict], key: str) -> MetricRecord:
+        """Keep the metrics of a member's clients, and aggregate them as it does."""
+        self._reported += contents
+        return aggregate(contents, key)
 
     def settings(self) -> dict[str, Any]:
         """Add the first weights, and the inner strategy's settings."""
@@ -338,8 +333,7 @@ class FedEnsemble(BaseStrategy):
                 of_model[self._model_of[node]].append(reply)
         self._drop_outliers(of_model, rejected)
         models = EnsembleArrays.from_arrays(self.global_arrays)
-        may_go_back = self.min_completed > 1
-        before = [member.state_dict() for member in self.members] if may_go_back else []
+        states = [m.state_dict() for m in self.members] if self.min_completed > 1 else []
         new: list[dict[str, Array] | None] = [None] * self.num_models
         reported: list[MetricRecord] = []
         self._reported = []
@@ -352,8 +346,8 @@ class FedEnsemble(BaseStrategy):
         record = self._merged(reported, rejected)
         if not self.enough(cast(int, record["replies-accepted"])):
             new = [None] * self.num_models
-            for member, state in zip(self.members, before, strict=may_go_back):
-                member.load_state_dict(state)
+            for member, before in zip(self.members, states, strict=False):
+                member.load_state_dict(before)
         record["models-updated"] = sum(model is not None for model in new)
         self.train_metrics[server_round] = record
         if not record["models-updated"]:

@@ -523,20 +523,9 @@ def test_a_second_run_begins_without_the_moments_of_the_first():
 
 
 def test_a_network_whose_parts_are_called_models_is_one_network():
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.models = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.models[0](x) + self.models[1](x)
-
-    def client_fn(context: Context) -> SGDClient:
-        return SGDClient(Twins(), *examples(int(context.node_config["partition-id"])))
-
-    strategy = FedEnsemble(num_models=2, **OPTIONS)
-    after = start(strategy, Grid(client_app(client_fn)), 1, Twins())
-    assert [len(own) for own in models(after)] == [4, 4]
+    assert not EnsembleArrays.are_in(["models.0.weight", "models.1.weight"])
+    assert not EnsembleArrays.are_in(["model-0.weight", "weight"])
+    assert EnsembleArrays.are_in(["model-0.weight", "model-1.a.weight"])
 
 
 # ------------------------------------------------------------------- who is there
