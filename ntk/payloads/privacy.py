@@ -20,15 +20,8 @@ Draw = Callable[[int], NDArray[np.float64]]
 
 
 def check_privacy(clip: float, noise_multiplier: float, label_noise: float) -> None:
-    """Refuse noise without a norm to scale it by, and numbers out of range."""
-    for name, value in (("clip", clip), ("noise_multiplier", noise_multiplier)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a number of at least 0, got {value}")
-    if not 0 <= label_noise <= 1:
-        raise ValueError(f"label_noise: expected 0 ... 1, got {label_noise}")
-    if (clip > 0 or noise_multiplier > 0 or label_noise > 0) and (
-        clip == 0 or noise_multiplier == 0
-    ):
+    """Refuse noise without a norm to scale it by, and the norm or noisy labels without noise."""
+    if (clip or noise_multiplier or label_noise) and not (clip and noise_multiplier):
         raise ValueError(
             "differential privacy takes clip and noise_multiplier above 0, both, got "
             f"clip = {clip}, noise_multiplier = {noise_multiplier}, label_noise = {label_noise}"
@@ -69,8 +62,6 @@ def privatise(
 
     Parameters
     ----------
-    upload : JacobianUpload
-        Rows of n examples.
     clip, noise_multiplier : float
         Norm S and factor sigma.
     label_noise : float
