@@ -14,7 +14,7 @@ from fedntk.clients import (
     get_weights,
     project,
 )
-from fedntk.ntk import CentredInputs, CompressedUpload, UploadLimits, jacobian, one_hot
+from fedntk.ntk import CentredInputs, CompressedUpload, UploadLimits, one_hot
 from fedntk.trust import (
     SEALED_SEED,
     ClientKeys,
@@ -40,8 +40,8 @@ def limits(**asked):
     return UploadLimits({name: list(p.shape) for name, p in network().named_parameters()}, **asked)
 
 
-def parsed(arrays, asked=None):
-    return CompressedUpload.from_arrays(arrays.records["arrays"], asked or limits())
+def parsed(arrays, **asked):
+    return CompressedUpload.from_arrays(arrays.records["arrays"], limits(**asked))
 
 
 def fit(round_number=1, width=6, config=None, kind=CPNTKFLClient, **options):
@@ -63,35 +63,25 @@ def test_without_tools_it_sends_what_ntk_fl_sends():
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12), (0.99, 40)])
-def test_a_sample_has_its_size_and_no_example_twice(rate, size):
-    _, (arrays, count, _) = fit(sampling_rate=rate)
-    rows = parsed(arrays).jacobian.blocks[0].inputs[:, 0]
-    assert count == len(rows) == size
-    drawn = {row.tobytes() for row in rows.numpy()}
-    assert drawn <= {example.tobytes() for example in X.flatten(1).numpy()}
-    assert len(drawn) == size
+def test_a_sample_has_its_size(rate, size):
+    assert fit(sampling_rate=rate)[1][1] == size
 
 
-def test_every_example_is_drawn_equally_often():
+def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equally_often():
     """Of 400 rounds a quarter: 100 +- 8.7 each; 5 deviations allowed."""
-    client, _ = fit(sampling_rate=0.25)
-    counts = torch.zeros(N)
-    for server_round in range(400):
+    client, other = (fit(sampling_rate=0.25, seed=(3, k))[0] for k in (7, 8))
+    counts, drawn = torch.zeros(N), []
+    for server_round in [*range(400), 1]:
         x, targets = client.training_examples({"server-round": server_round})
-        drawn = torch.cdist(x.flatten(1), X.flatten(1)).argmin(1)
-        assert torch.equal(targets, one_hot(Y, 3)[drawn])
-        counts[drawn] += 1
-    assert counts.sum() == 400 * 10
+        drawn.append(torch.cdist(x.flatten(1), X.flatten(1)).argmin(1))
+        assert torch.equal(targets, one_hot(Y, 3)[drawn[-1]])
+        assert len(drawn[-1].unique()) == 10
+        counts[drawn[-1]] += server_round != 1
+    assert torch.equal(drawn[1], drawn[-1])
+    assert not torch.equal(drawn[1], drawn[2])
+    x, _ = other.training_examples({"server-round": 1})
+    assert not torch.equal(x, client.training_examples({"server-round": 1})[0])
     assert (counts - 100).abs().max() < 5 * 8.7
-
-
-def test_the_sample_is_the_rounds_and_the_partitions():
-    client, _ = fit(sampling_rate=0.25, seed=(3, 7))
-    other, _ = fit(sampling_rate=0.25, seed=(3, 8))
-    one, again, later = (client.training_examples({"server-round": r})[0] for r in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, later)
-    assert not torch.equal(one, other.training_examples({"server-round": 1})[0])
 
 
 def test_the_candidates_are_compared_on_the_examples_that_were_sent():
@@ -118,15 +108,21 @@ def party():
     return SealedProjection(4, keys), server, {SEALED_SEED: sealed}
 
 
-def test_the_jacobian_is_taken_at_the_projected_inputs(party):
+@pytest.mark.parametrize("kind", [CPNTKFLClient, SGDClient])
+def test_a_client_with_a_projection_is_one_of_projected_examples(party, kind):
+    """It trains, evaluates and compares candidates on the same; FedAvg's client, too."""
     projection, server, config = party
-    client, (arrays, _, _) = fit(width=4, projection=projection, config=config)
-    z = project(X, 4, server.projection_seed(RUN))
-    shapes = UploadLimits({name: list(p.shape) for name, p in client.model.named_parameters()})
-    received = parsed(arrays, shapes).jacobian.dense()
-    expected = jacobian(client.model.double(), z.double()).dense()
-    for name, tensor in received.items():  # float32, sums of up to five products
-        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-6)
+    options = {"sampling_rate": 0.5, "seed": (1, 2)}
+    client, (sent, *told) = fit(width=4, projection=projection, config=config, kind=kind, **options)
+    plain = kind(network(4), project(X, 4, server.projection_seed(RUN)), Y, **options)
+    weights, first = get_weights(network(4)), {"server-round": 1}
+    expected, *expected_told = plain.fit(weights, first)
+    assert (len(plain.inputs), told) == (N, expected_told)
+    assert [a.tobytes() for a in sent] == [a.tobytes() for a in expected]
+    assert client.evaluate(weights, config) == plain.evaluate(weights, {})
+    if kind is CPNTKFLClient:
+        stacked = [w[None] for w in weights]
+        assert client.query(stacked, config | first) == plain.query(stacked, first)
 
 
 def test_standardised_inputs_stay_standardised():
@@ -137,39 +133,12 @@ def test_standardised_inputs_stay_standardised():
     assert float(z.var()) == pytest.approx(1, abs=0.03)
 
 
-def test_training_evaluation_and_choice_see_the_same_projection(party):
-    projection, server, config = party
-    client, _ = fit(width=4, projection=projection, config=config)
-    z = project(X, 4, server.projection_seed(RUN))
-    plain = CPNTKFLClient(network(4), z, Y)
-    weights = get_weights(client.model)
-    assert client.evaluate(weights, config) == plain.evaluate(weights, {})
-    stacked = [w[None] for w in weights]
-    assert client.query(stacked, config) == plain.query(stacked, {})
-
-
-def test_fedavgs_client_takes_the_same_tools(party):
-    projection, server, config = party
-    z = project(X, 4, server.projection_seed(RUN))
-    options = {"sampling_rate": 0.5, "seed": (1, 2), "kind": SGDClient, "width": 4}
-    _, (weights, count, _) = fit(projection=projection, config=config, **options)
-    plain = SGDClient(network(4), z, Y, sampling_rate=0.5, seed=(1, 2))
-    expected, _, _ = plain.fit(get_weights(network(4)), {"server-round": 1})
-    assert count == 20
-    assert [w.tobytes() for w in weights] == [w.tobytes() for w in expected]
-
-
-def test_a_message_without_a_seed_is_refused_with_the_cure(party):
-    projection, _, _ = party
-    with pytest.raises(SealError, match="give the strategy key_server="):
-        fit(width=4, projection=projection)
-
-
-def test_its_properties_ask_the_key_server(party):
-    projection, _, _ = party
-    client = CPNTKFLClient(network(4), X, Y, projection=projection)
+def test_its_properties_ask_the_key_server_and_a_message_without_a_seed_is_refused(party):
+    client = CPNTKFLClient(network(4), X, Y, projection=party[0])
     assert set(client.get_properties({})) == {"public-key", "challenge"}
     assert CPNTKFLClient(network(), X, Y).get_properties({}) == {}
+    with pytest.raises(SealError, match="give the strategy key_server="):
+        client.fit(get_weights(network(4)), {})
 
 
 def test_low_frequencies_are_a_rotation_of_one_size_with_the_gaussian_features(party):
@@ -208,7 +177,7 @@ def test_more_features_than_inputs_are_refused(party, features):
 def test_an_upload_is_compressed_as_asked(structure):
     _, (arrays, _, _) = fit(sparsity=0.5, bits=6, structure=structure)
     _, (plain, _, _) = fit(structure=structure)
-    received = parsed(arrays, limits(sparsity=0.5, bits=6))
+    received = parsed(arrays, sparsity=0.5, bits=6)
     assert ('"dense"' in received.jacobian.layout) == (structure == "dense")
     assert sum(a.nbytes for a in arrays) < 0.5 * sum(a.nbytes for a in plain)
 

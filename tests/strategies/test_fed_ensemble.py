@@ -211,14 +211,24 @@ def test_one_model_is_a_strategy_of_ours_itself(name):
     """Bit for bit, with half of the clients a round; the further exchange of NTK-FL, too."""
     make, client = OWN[name]
     half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3}
-    clients = app(client)
+    clients, alone = app(client), make(**half)
     one = FedEnsemble(inner=make, num_models=1, init=network, **half)
     grids = Grid(clients), Grid(clients)
     (own,) = models(start(one, grids[0], rounds=2))
-    alone = make(**half)
     assert bits(own) == bits(start(alone, grids[1], rounds=2))
     assert grids[0].exchanges == grids[1].exchanges
     assert one.train_metrics[2]["train-loss"] == alone.train_metrics[2]["train-loss"]
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_client_receives_and_sends_what_it_would_in_a_run_of_one_model(name):
+    make, client = OWN[name]
+    clients, sizes = app(client), []
+    for strategy in (make(**OPTIONS), FedEnsemble(inner=make, num_models=3, **OPTIONS)):
+        start(strategy, grid := Grid(clients))
+        kinds = ((way, each) for way, each in grid.seen if each.metadata.message_type == "train")
+        sizes.append({(way, size(each)) for way, each in kinds})
+    assert sizes[0] == sizes[1]
 
 
 # ---------------------------------------------------------------------- the models
@@ -333,18 +343,6 @@ def test_a_list_for_a_number_is_left_out_of_the_metrics_over_all_models(client):
     assert strategy.train_metrics[1]["replies-accepted"] == 5
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
-def test_a_client_receives_and_sends_what_it_would_in_a_run_of_one_model(name):
-    make, client = OWN[name]
-    clients, sizes = app(client), []
-    for strategy in (make(**OPTIONS), FedEnsemble(inner=make, num_models=3, **OPTIONS)):
-        grid = Grid(clients)
-        start(strategy, grid, rounds=2)
-        kinds = ((way, each) for way, each in grid.seen if each.metadata.message_type == "train")
-        sizes.append({(way, size(each)) for way, each in kinds})
-    assert sizes[0] == sizes[1]
-
-
 # --------------------------------------------------------------------- evaluation
 
 
@@ -450,11 +448,6 @@ def test_strategies_that_cannot_be_of_one_of_two_models_are_refused(inner, messa
         FedEnsemble(inner=inner, num_models=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalise": False, "solve": "server"}])
-def test_one_model_may_exchange_with_all_clients(options):
-    FedEnsemble(inner=whole_tct(**options), num_models=1)
-
-
 def test_a_run_in_which_the_inner_strategy_always_fails_says_so():
     class Failing(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -504,6 +497,7 @@ def test_all_models_use_the_seeds_sealed_for_a_client_once(tmp_path):
 
 def test_a_bootstrap_asks_the_few_clients_that_are_shown():
     inner = whole_tct(bootstrap=FedAvg(), bootstrap_rounds=2, normalise=False)
+    FedEnsemble(inner=whole_tct(solve="server", normalise=False), num_models=1)  # asks all clients
     strategy = FedEnsemble(inner=inner, num_models=5, **OPTIONS)
     start(strategy, Grid(app(TCTClient, cache=CACHE.name)), rounds=2)
     assert strategy.train_metrics[2]["replies-accepted"] == 6
