@@ -230,6 +230,8 @@ def test_parcels_open_for_their_receiver_only_in_their_sum():
     ):  # fmt: skip
         refused("what client 2 sent does not open", Masker(changed, 3).receive, KEYS[3], came)
     refused("another public key of this client", sender.parcels, KEYS[3])
+    weak = roster(keys=(*PUBLIC[:4], bytes(32)))  # of low order: everybody would know the secret
+    refused("full order", Masker(weak, 2).parcels, KEYS[2])
 
 
 def first(count: int, threshold: int) -> dict[str, Any]:
@@ -252,11 +254,6 @@ def first(count: int, threshold: int) -> dict[str, Any]:
 )
 def test_a_roster_under_which_numbers_would_not_be_safe_is_refused(changes, words):
     refused(words, roster, **changes)
-
-
-def test_a_public_key_of_low_order_is_refused():
-    """Everybody would know what is agreed on."""
-    refused("full order", Masker(roster(keys=(*PUBLIC[:4], bytes(32))), 2).parcels, KEYS[2])
 
 
 def test_a_client_goes_on_from_what_it_kept():
