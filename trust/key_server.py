@@ -15,6 +15,7 @@ with the client's public key, E(k_m^+, rho). The paper leaves the rest open; thi
 import json
 import secrets
 from collections.abc import Iterable, MutableMapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,38 +138,25 @@ def check_voucher(voucher: bytes, public_key: bytes, run: str, verify_key: bytes
         ) from None
 
 
+@dataclass(repr=False, eq=False)
 class ClientKeys:
-    """The client's half: it requests a run's seed, and opens the answer.
+    """The client's half: it requests a run's seed, and opens the answer."""
 
-    Parameters
-    ----------
-    private_key : X25519PrivateKey
-        Client's key; its public half is enrolled with the key server.
-    run : str
-        Name of the run, 1 to 255 bytes.
-    verify_key : bytes
-        Key server's verification key, 32 raw bytes, not from the aggregation server.
-    state : mutable mapping
-        Values kept between messages, such as a ConfigRecord in Flower's ``context.state``.
-    """
+    private_key: X25519PrivateKey  # its public half is enrolled with the key server
+    _: KW_ONLY
+    run: str  # its name, 1 to 255 bytes
+    verify_key: bytes  # the key server's, 32 raw bytes, not from the aggregation server
+    state: MutableMapping[str, Any]  # kept between messages, such as in Flower's context.state
 
-    def __init__(
-        self,
-        private_key: X25519PrivateKey,
-        *,
-        run: str,
-        verify_key: bytes,
-        state: MutableMapping[str, Any],
-    ) -> None:
-        check_run(run)
-        self._private_key, self._public_key = private_key, public_bytes(private_key)
-        self._run, self._state = run, state
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        self._public_key = public_bytes(self.private_key)
         try:
-            self._verify_key = Ed25519PublicKey.from_public_bytes(verify_key)
+            self._trusted = Ed25519PublicKey.from_public_bytes(self.verify_key)
         except ValueError:
             raise SealError(
                 f"verify_key: expected the key server's Ed25519 key of {KEY_BYTES} raw bytes, got "
-                f"{len(verify_key)} bytes; the key server prints it when it starts"
+                f"{len(self.verify_key)} bytes; the key server prints it when it starts"
             ) from None
 
     def request(self) -> dict[str, bytes]:
@@ -177,7 +165,7 @@ class ClientKeys:
         They are arguments of :meth:`KeyServer.sealed_seed`. An earlier challenge is void.
         """
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._state[_CHALLENGE] = challenge
+        self.state[_CHALLENGE] = challenge
         return {"public-key": self._public_key, "challenge": challenge}
 
     def open(self, sealed: bytes) -> bytes:
@@ -185,21 +173,21 @@ class ClientKeys:
 
         The answer may be opened again, until the next request. SealError refuses all other bytes.
         """
-        if _CHALLENGE not in self._state:
+        if _CHALLENGE not in self.state:
             raise SealError(
                 "a sealed seed came, but none was asked for; call request first, and keep its "
                 "state between messages"
             )
         signed = sealed[:-SIGNATURE_BYTES]
         try:
-            self._verify_key.verify(sealed[-SIGNATURE_BYTES:], signed)
+            self._trusted.verify(sealed[-SIGNATURE_BYTES:], signed)
         except InvalidSignature:
             raise SealError(
                 f"the sealed seed's signature is wrong: its {len(sealed)} bytes were changed or "
                 "cut off on their way, or are not from the key server that this client trusts; "
                 "check verify_key against what the key server printed when it started"
             ) from None
-        head = _head(self._public_key, self._state[_CHALLENGE], self._run)
+        head = _head(self._public_key, self.state[_CHALLENGE], self.run)
         if not signed.startswith(head):
             raise SealError(
                 f"the seed was sealed for {_describe(signed)}, expected {_describe(head)}: the "
@@ -207,7 +195,7 @@ class ClientKeys:
                 "servers the same name of the run"
             )
         try:
-            return unseal(signed[len(head) :], self._private_key, info=head)
+            return unseal(signed[len(head) :], self.private_key, info=head)
         except SealError as error:
             raise SealError(f"the sealed seed is signed, but damaged: {error}") from None
 
