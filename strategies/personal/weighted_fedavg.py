@@ -195,7 +195,12 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
                 self._models[client] = model
             self._means, self._counts = {}, {}
         self.mixing = Mixing(tuple(clients), similarities, weights, self.server_round)
-        self.train_metrics[self.server_round].update(_metrics_of(self.mixing))
+        others = ~np.eye(len(clients), dtype=bool)
+        entropy = -(weights * np.log(np.maximum(weights, 1e-300))).sum(1)
+        metrics = self.train_metrics[self.server_round]
+        metrics["similarity-mean"] = float(similarities[others].mean()) if others.any() else 1.0
+        metrics["own-weight-mean"] = float(np.diag(weights).mean())
+        metrics["effective-clients"] = float(np.exp(entropy).mean())
         return super().merged([(reply, own.weights) for reply, own in pairs])
 
     def _compared(
@@ -212,15 +217,3 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         examples = [self._examples[k] for k in others] if self.by_examples else None
         weights = similarity_weights(similarities, temperature=self.temperature, examples=examples)
         return similarities, weights
-
-
-def _metrics_of(mixing: Mixing) -> dict[str, float]:
-    """Return what a round reports of its weights."""
-    weights, count = mixing.weights, len(mixing.clients)
-    others = ~np.eye(count, dtype=bool)
-    entropy = -(weights * np.log(np.maximum(weights, 1e-300))).sum(1)
-    return {
-        "similarity-mean": float(mixing.similarities[others].mean()) if count > 1 else 1.0,
-        "own-weight-mean": float(np.diag(weights).mean()),
-        "effective-clients": float(np.exp(entropy).mean()),
-    }
