@@ -59,8 +59,7 @@ class ClosedFormClient(ModelClient):
         if config.get(FEATURE_GRAM, False):
             FeatureStatistics.require_memory(head.in_features)
             chunks = map(features, x.split(self.batch_size_eval))
-            sums = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
-            arrays = dict(zip(FeatureStatistics.NAMES, sums, strict=True))
+            arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
         else:
             arrays = Prototypes.of(features, x, labels, num_classes).to_arrays()
         train_loss = loss_value(torch.cat(outputs), targets, self.loss)

@@ -129,6 +129,11 @@ class FeatureStore(DiskStore):
         """
         return self.load(f"examples-{name}").get("digests")
 
+    def has(self, name: str, digests: NDArray[np.uint64]) -> bool:
+        """Whether all in a set was computed from these examples."""
+        kept = self.examples(name)
+        return kept is not None and np.array_equal(kept, digests)
+
     def note_examples(self, name: str, digests: NDArray[np.uint64]) -> None:
         """Note the examples of a set by their sorted digests, uint64 (n, 2)."""
         self.save(f"examples-{name}", digests=digests)

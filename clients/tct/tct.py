@@ -13,7 +13,7 @@ features themselves. ``solve="statistics"`` gives sums over all of a client's ex
 example are its features, and those of few hold them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -60,8 +60,10 @@ __all__ = ["TCTClient"]
 ONCE = ("features", "statistics", "masked")  # steps whose features are used once
 OF_SECURE_SUMS = get_args(SumStep)
 logger = getLogger("flwr")
+Arrays = Mapping[str, NDArray[Any]]
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
-Records = Mapping[str, Mapping[str, NDArray[Any]]]
+Records = Mapping[str, Arrays]
+Steps = tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]  # W_M, A_k, Z W_0, metrics
 
 
 class TCTClient(SGDClient):
@@ -132,14 +134,12 @@ class TCTClient(SGDClient):
         Returns
         -------
         tuple of list of ndarray, int, dict
-            In stage 1 the new weights. In stage 2 the new linear model (p, C), the arrays of
-            :class:`~fedntk.ntk.Moments`, of a :class:`~fedntk.ntk.payloads.FeatureUpload`, of
-            :class:`~fedntk.ntk.payloads.FeatureStatistics` or of
-            :class:`~fedntk.ntk.payloads.SplitStatistics`, masked sums and what goes before and
-            after them, or the classes' counts; the number of examples; and ``"train-loss"`` at the
-            received model. A client that lacks what the message presumes returns no arrays
-            and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send what is. One whose
-            steps overflow returns none, and ``"diverged"``.
+            In stage 1 the new weights. In stage 2 the new linear model (p, C); the arrays of
+            Moments, FeatureUpload, FeatureStatistics or SplitStatistics; masked sums and what goes
+            before and after them; or the classes' counts. The number of examples; and
+            ``"train-loss"`` at the received model. A client that lacks what the message presumes
+            returns no arrays and ``"lost-state"``: 1 if its c_k is lost, 0 if the server can send
+            what is. One whose steps overflow returns none, and ``"diverged"``.
         """
         task = ConvexTask.of_message(config)
         if task is None or task.step == "bootstrap":
@@ -152,10 +152,10 @@ class TCTClient(SGDClient):
                 "strategy set secure_aggregation, or make the client without only_masked"
             )
         if task.step in OF_SECURE_SUMS and task.step != "masked":
-            return self._towards_sum(task, parameters, config), len(self.inputs), {}
+            return _reply(self._towards_sum(task, parameters, config), len(self.inputs), {})
         if task.step == "counts":
             counts = self.targets.sum(0).numpy().astype(np.int64)
-            return _named(["counts"], [counts]), len(self.inputs), _loss_at_zero(task, self.targets)
+            return _reply({"counts": counts}, len(self.inputs), _loss_at_zero(task, self.targets))
         needed = ["linear"] * (task.step == "linear") + ["control"] * (task.control == "sent")
         records = _records(parameters, *needed)
         store = self._store(task, records, config)
@@ -164,14 +164,14 @@ class TCTClient(SGDClient):
         digests, order = _sorted(self.inputs, self.targets)
         x = self._projected(self.inputs[order], config)
         work = _Work(task, records, store, x, self.targets[order], config)
-        if task.step == "features":
-            return self._features(work)
-        if task.step == "statistics":
-            return self._statistics(work)
-        if task.step == "masked":
-            return self._masked_statistics(work)
+        if task.step in ONCE:
+            once = {"features": _features, "statistics": self._statistics, "masked": self._masked}
+            return _reply(once[task.step](work), len(x), work.loss_at_zero)
         changed = self._note_examples(task, store, digests, config)
-        result = self._moments(work) if task.step == "moments" else self._linear(work)
+        if task.step == "moments":
+            result = _reply(_moments(work), len(x), work.loss_at_zero)
+        else:
+            result = self._linear(work)
         if "lost-state" not in result[2]:
             result[2]["examples-changed"] = int(changed)
         return result
@@ -201,7 +201,7 @@ class TCTClient(SGDClient):
         before = store.examples("train")
         if before is None:
             store.note_examples("train", digests)
-        if before is None or np.array_equal(before, digests):
+        if before is None or store.has("train", digests):
             return False
         known = set(map(tuple, before.tolist()))
         logger.log(
@@ -258,25 +258,8 @@ class TCTClient(SGDClient):
         store.take(records)
         return store
 
-    def _moments(self, work: "_Work") -> Fit:
-        moments = Moments.join(Moments.of(chunk) for chunk in work.store.raw("train", work.x))
-        return _named(Moments.NAMES, moments.to_arrays()), len(work.x), work.loss_at_zero
-
-    def _features(self, work: "_Work") -> Fit:
-        task, store, x = work.task, work.store, work.x
-        require_memory(
-            3 * 4 * len(x) * store.width,
-            f"sending {store.width} features of {len(x)} examples",
-            cure="lower num_features, or solve on the clients",
-        )
-        upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), work.targets)
-        arrays = upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
-        return _named(FeatureUpload.NAMES, arrays), len(x), work.loss_at_zero
-
-    def _statistics(self, work: "_Work") -> Fit:
-        sums = self._sums(work)
-        arrays = _named(sums.NAMES, sums.to_arrays(work.fixed_point))
-        return arrays, len(work.x), work.loss_at_zero
+    def _statistics(self, work: "_Work") -> Arrays:
+        return self._sums(work).to_arrays(work.fixed_point)
 
     def _sums(self, work: "_Work") -> FeatureStatistics | SplitStatistics:
         task, store, x = work.task, work.store, work.x
@@ -299,23 +282,22 @@ class TCTClient(SGDClient):
 
     def _towards_sum(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
-    ) -> NamedArrays:
+    ) -> Arrays:
         """Return what the secure sum needs before and after the numbers themselves."""
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
         if task.step == "public-key":
-            return NamedArrays({"arrays": own.public_key()})
+            return own.public_key()
         answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
-        return NamedArrays({"arrays": answers[task.step](found["secure-sum"])})
+        return answers[task.step](found["secure-sum"])
 
-    def _masked_statistics(self, work: "_Work") -> Fit:
+    def _masked(self, work: "_Work") -> Arrays:
         task, message, sums = work.task, work.records["secure-sum"], self._sums(work)
         if not isinstance(sums, FeatureStatistics):
             raise ValueError("validation_share: expected none under secure aggregation")
         words = sums.to_words(f"u{int(message['word-bytes'])}")
         key = ConvexTask.key_of(task.feature_map, work.store.network)
         about = sums_digest(key, work.fixed_point, words.dtype)
-        masked = self._secure_sum(task, work.config).masked(message, words, about)
-        return _named(["masked"], [masked]), len(work.x), work.loss_at_zero
+        return {"masked": self._secure_sum(task, work.config).masked(message, words, about)}
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = client_folder(self._cache, task.run_key, f"{self._name(config)}-secure")
@@ -329,107 +311,30 @@ class TCTClient(SGDClient):
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""
-        task, store = work.task, work.store
+        task, store, targets = work.task, work.store, work.centred_targets
         server_round = int(work.config.get("server-round", 0))
         theta = _only(work.records, "linear")
-        targets = centred_targets(work.targets, task.loss)
-        before = _own_control(task, store, targets)
+        own = _own_control(task, store, targets)
         control = _server_control(task, work.records, store, theta, server_round)
-        if before is None or control is None:
-            return _lost(before is None)
+        if own is None or control is None:
+            return _lost(own is None)
         rows = store.rows("train", work.x, bias=task.bias, device=self.device)
-        take_steps = self._in_a_loop if self.local_solver == "loop" else self._in_closed_form
+        take_steps = _looped if self.local_solver == "loop" else _closed
+        coefficients, vector = own
         result, after, outputs, metrics = take_steps(
-            task, store, rows, targets, theta, before, control
+            work, rows, theta, coefficients, control - vector
         )
         if not bool(torch.isfinite(result).all()):
             return [], len(targets), {**metrics, "diverged": 1}
         if task.corrected:
             store.remember(server_round, after, theta)
-            if self.keep == "nothing":
-                self._remember_vector(task, store, server_round, result - theta, control)
+            if self.keep == "nothing":  # c_k = c_k - c - (theta_k - theta) / (M eta)
+                before = store.carried(task.state_round) if task.state_round else torch.zeros(1)
+                if before is not None:
+                    vector = before - control - (result - theta) / task.span
+                    store.remember_vector(server_round, vector)
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
-        return _named(TCTModel.ARRAYS[:1], [result.numpy()]), len(targets), metrics
-
-    def _remember_vector(
-        self,
-        task: ConvexTask,
-        store: FeatureStore,
-        server_round: int,
-        change: Tensor,
-        control: Tensor,
-    ) -> None:
-        """Keep c_k = c_k - c - (theta_k - theta) / (M eta), as no features are there to form it."""
-        before = store.carried(task.state_round) if task.state_round else torch.zeros_like(change)
-        if before is not None:
-            span = task.span
-            store.remember_vector(server_round, before - control - change / span)
-
-    def _in_a_loop(
-        self,
-        task: ConvexTask,
-        store: FeatureStore,
-        rows: FeatureRows,
-        targets: Tensor,
-        theta: Tensor,
-        before: "_OwnControl",
-        control: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
-        """Take the steps of eq. (3): return the new model, A_k, and the outputs before."""
-        require_memory(
-            4 * rows.shape[0] * store.width,
-            f"{store.width} features of {rows.shape[0]} examples",
-            cure="use local_solver = 'closed', which reads them in chunks",
-        )
-        features = rows[:]  # where products are formed
-        start, coefficients, vector, mean = (t.to(features) for t in (theta, *before, control))
-        result, total = looped_steps(
-            features,
-            start,
-            targets.to(features),
-            vector - features.T @ coefficients - mean,
-            learning_rate=task.learning_rate,
-            local_steps=task.num_steps,
-            loss=task.loss,
-        )
-        after = total.cpu().double() / (len(features) * task.num_steps)
-        return result.cpu(), after, (features @ start).cpu(), {}
-
-    def _in_closed_form(
-        self,
-        task: ConvexTask,
-        store: FeatureStore,
-        rows: FeatureRows,
-        targets: Tensor,
-        theta: Tensor,
-        before: "_OwnControl",
-        control: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]:
-        """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
-        metrics: dict[str, Scalar] = {}
-        joined = torch.cat([theta, control - before.vector], 1)
-        outputs, along = (rows @ joined).split(theta.shape[1], 1)
-        kernel: Spectrum | Tensor = torch.empty(0, 0)
-        drift = torch.zeros_like(outputs)
-        if task.num_steps > 1:
-            matrix = store.kernel(rows)
-            drift = -(matrix.double() @ before.coefficients) - along
-            kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
-        if isinstance(kernel, Spectrum):
-            metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
-        total = residual_sum(
-            kernel,
-            outputs,
-            targets,
-            drift,
-            learning_rate=task.learning_rate,
-            local_steps=task.num_steps,
-            loss=task.loss,
-        )
-        after = total / (rows.shape[0] * task.num_steps)
-        change = rows.transposed_matmul((after - before.coefficients).float())
-        span = task.span
-        return theta + span * (change - (control - before.vector)), after, outputs, metrics
+        return _reply({TCTModel.ARRAYS[0]: result.numpy()}, len(targets), metrics)
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
@@ -452,13 +357,9 @@ class TCTClient(SGDClient):
         if not store.holds("network", "normaliser"):
             return 0.0, 1, {"lost-state": 0}
         digests, order = _sorted(self.test_inputs, self.test_targets)
-        kept = store.examples("train")
-        same = (
-            self.test_inputs is self.inputs and kept is not None and np.array_equal(kept, digests)
-        )
+        same = self.test_inputs is self.inputs and store.has("train", digests)
         name = "train" if same else "test"
-        kept = store.examples(name)
-        if kept is None or not np.array_equal(kept, digests):
+        if not store.has(name, digests):
             store.replace(name, digests)
         x = self._projected(self.test_inputs[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
@@ -506,16 +407,83 @@ class _Work(NamedTuple):
         return FixedPoint.from_arrays(step, self.task.bits, self.store.width)
 
     @property
+    def centred_targets(self) -> Tensor:
+        """Targets of the task's loss."""
+        return centred_targets(self.targets, self.task.loss)
+
+    @property
     def loss_at_zero(self) -> dict[str, Scalar]:
         """The loss of the linear model that is zero."""
         return _loss_at_zero(self.task, self.targets)
 
 
-class _OwnControl(NamedTuple):
-    """c_k = vector - Z^T coefficients; either is zero."""
+def _moments(work: _Work) -> Arrays:
+    chunks = work.store.raw("train", work.x)
+    return Moments.join(map(Moments.of, chunks)).to_arrays()
 
-    coefficients: Tensor  # A_k (n, C), of the examples as they are
-    vector: Tensor  # (p, C), of a round in which the examples were others
+
+def _features(work: _Work) -> Arrays:
+    task, store, x = work.task, work.store, work.x
+    require_memory(
+        3 * 4 * len(x) * store.width,
+        f"sending {store.width} features of {len(x)} examples",
+        cure="lower num_features, or solve on the clients",
+    )
+    upload = FeatureUpload.of(torch.cat(list(store.raw("train", x))), work.targets)
+    return upload.to_arrays(sparsity=task.sparsity, bits=task.bits)
+
+
+def _looped(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
+    """Take the steps of eq. (3): return the new model, A_k, and the outputs before.
+
+    The correction h_k is -Z^T A_k, by the A_k (n, C) before, minus `shift` (p, C).
+    """
+    task = work.task
+    require_memory(
+        4 * rows.shape[0] * work.store.width,
+        f"{work.store.width} features of {rows.shape[0]} examples",
+        cure="use local_solver = 'closed', which reads them in chunks",
+    )
+    features = rows[:]  # where products are formed
+    start, own, shift = (t.to(features) for t in (theta, own, shift))
+    result, total = looped_steps(
+        features,
+        start,
+        work.centred_targets.to(features),
+        -(features.T @ own) - shift,
+        learning_rate=task.learning_rate,
+        local_steps=task.num_steps,
+        loss=task.loss,
+    )
+    after = total.cpu().double() / (len(features) * task.num_steps)
+    return result.cpu(), after, (features @ start).cpu(), {}
+
+
+def _closed(work: _Work, rows: FeatureRows, theta: Tensor, own: Tensor, shift: Tensor) -> Steps:
+    """Do the same by the sum of the residuals, in the kernel's eigenbasis."""
+    task, store = work.task, work.store
+    metrics: dict[str, Scalar] = {}
+    outputs, along = (rows @ torch.cat([theta, shift], 1)).split(theta.shape[1], 1)
+    kernel: Spectrum | Tensor = torch.empty(0, 0)
+    drift = torch.zeros_like(outputs)
+    if task.num_steps > 1:
+        matrix = store.kernel(rows)
+        drift = -(matrix.double() @ own) - along
+        kernel = store.spectrum(matrix) if task.loss == "mse" else matrix
+    if isinstance(kernel, Spectrum):
+        metrics["rate-times-lambda"] = kernel.rate(task.learning_rate)
+    total = residual_sum(
+        kernel,
+        outputs,
+        work.centred_targets,
+        drift,
+        learning_rate=task.learning_rate,
+        local_steps=task.num_steps,
+        loss=task.loss,
+    )
+    after = total / (rows.shape[0] * task.num_steps)
+    change = rows.transposed_matmul((after - own).float())
+    return theta + task.span * (change - shift), after, outputs, metrics
 
 
 def _sorted(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
@@ -525,18 +493,34 @@ def _sorted(x: Tensor, targets: Tensor) -> tuple[NDArray[np.uint64], Tensor]:
     return digests[order], torch.from_numpy(order)
 
 
-def _own_control(task: ConvexTask, store: FeatureStore, targets: Tensor) -> _OwnControl | None:
-    """Return c_k; None if it is lost."""
-    width, (n, num_outputs) = store.width + task.bias, targets.shape
-    none = torch.zeros(n, num_outputs, dtype=torch.float64)
-    zero = torch.zeros(width, num_outputs)
+def _own_control(
+    task: ConvexTask, store: FeatureStore, targets: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Return A_k (n, C) and v (p, C) of c_k = v - Z^T A_k, either of them zero; None if lost.
+
+    v is of a round in which the examples were others.
+    """
+    none = torch.zeros(targets.shape, dtype=torch.float64)
+    zero = torch.zeros(store.width + task.bias, targets.shape[1])
     if not task.corrected or not task.state_round:
-        return _OwnControl(none, zero)
+        return none, zero
     coefficients = store.coefficients(task.state_round)
     if coefficients is not None:
-        return _OwnControl(coefficients, zero)
+        return coefficients, zero
     vector = store.carried(task.state_round)
-    return None if vector is None else _OwnControl(none, vector)
+    return None if vector is None else (none, vector)
+
+
+def _server_control(
+    task: ConvexTask, records: Records, store: FeatureStore, theta: Tensor, server_round: int
+) -> Tensor | None:
+    """Return c (p, C); None if the model that it is the difference to is lost."""
+    if task.control == "sent":
+        return _only(records, "control")
+    if task.control == "last":
+        last = store.last(server_round - 1)
+        return None if last is None else mean_gradient(last, theta, task.span)
+    return torch.zeros_like(theta)
 
 
 def _loss_at_zero(task: ConvexTask, targets: Tensor) -> dict[str, Scalar]:
@@ -559,22 +543,8 @@ def _only(records: Records, name: str) -> Tensor:
     return torch.from_numpy(arrays[0])
 
 
-def _server_control(
-    task: ConvexTask, records: Records, store: FeatureStore, theta: Tensor, server_round: int
-) -> Tensor | None:
-    """Return c (p, C); None if the model that it is the difference to is lost."""
-    if task.control == "sent":
-        return _only(records, "control")
-    if task.control == "last":
-        last = store.last(server_round - 1)
-        span = task.span
-        return None if last is None else mean_gradient(last, theta, span)
-    return torch.zeros_like(theta)
-
-
-def _named(names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> NamedArrays:
-    """Return the arrays of a reply, by name."""
-    return NamedArrays({"arrays": dict(zip(names, arrays, strict=True))})
+def _reply(arrays: Arrays, num_examples: int, metrics: dict[str, Scalar]) -> Fit:
+    return NamedArrays({"arrays": arrays}), num_examples, metrics
 
 
 def _lost(state: bool | int) -> Fit:

@@ -9,17 +9,16 @@ subtracts no large numbers from each other.
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import BadReply
-from ..support.arrays import require_array
+from ..support.arrays import require_array, take_arrays
 
 CONSTANT = 1e-6  # a standard deviation under this share of the mean is float32's rounding
 SMALLEST = 1e-30  # its inverse is a float32
@@ -31,8 +30,6 @@ class Moments:
 
     `sum_sq_dev` is the sum over the examples of (z - mean)^2.
     """
-
-    NAMES: ClassVar = ("mean", "sum-sq-dev")  # of the arrays in a message
 
     count: int
     mean: NDArray[np.float64]
@@ -64,16 +61,14 @@ class Moments:
         """Join one or more groups; in any order up to rounding of float64."""
         return functools.reduce(operator.add, groups)
 
-    def to_arrays(self) -> list[NDArray[Any]]:
-        """Return mean and sum_sq_dev; the count travels as the number of examples."""
-        return [self.mean, self.sum_sq_dev]
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all but the count, which travels as the number of examples."""
+        return {"mean": self.mean, "sum-sq-dev": self.sum_sq_dev}
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[NDArray[Any]], count: int, width: int) -> Self:
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], count: int, width: int) -> Self:
         """Check what a client sent: float64 in float32's range, deviations at least 0."""
-        if len(arrays) != 2:
-            raise BadReply("arrays", f"expected means and deviations, got {len(arrays)} arrays")
-        mean, sum_sq_dev = arrays
+        mean, sum_sq_dev = take_arrays(arrays, "mean", "sum-sq-dev")
         largest = float(np.finfo(np.float32).max)
         expected: dict[str, Any] = {"shape": (width,), "dtype": np.float64}
         require_array("mean", mean, low=-largest, high=largest, **expected)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import require_array
+from ..support.arrays import require_array, take_arrays
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
@@ -60,7 +60,7 @@ class FeatureStatistics:
     array([0., 0., 9.])
     """
 
-    NAMES: ClassVar = ("gram", "class-sums", "counts")  # of the arrays in a message
+    NAMES: ClassVar = ("gram", "class-sums", "counts")  # of what travels
 
     gram: NDArray[Any]  # upper triangle of the sum of w z z^T, row by row: (p (p + 1) / 2,)
     class_sums: NDArray[Any]  # sum of w z over the examples of each class: (C, p)
@@ -111,7 +111,7 @@ class FeatureStatistics:
                     gram[columns, first:] += weighted[:, columns].T @ z[:, first:]
                 sums.index_add_(0, labels[own], weighted.double())
                 start += len(z)
-        if start != len(labels) or not start:
+        if not start == len(labels) > 0:
             raise ValueError(f"labels: {len(labels)} of them for {start} examples, or no example")
         dtype = np.float64 if fixed_point is None else np.int64
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
@@ -143,7 +143,7 @@ class FeatureStatistics:
     @property
     def num_examples(self) -> int:
         """Number of examples n."""
-        return int(self.counts.sum())
+        return sum(self.counts.tolist())  # hostile counts may overflow int64
 
     @property
     def width(self) -> int:
@@ -200,38 +200,38 @@ class FeatureStatistics:
 
     # -------------------------------------------------------------------- wire
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> list[NDArray[Any]]:
-        """Return gram, class sums and counts; integers in int32 if all such sums fit."""
+    def to_arrays(self, fixed_point: FixedPoint | None = None) -> dict[str, NDArray[Any]]:
+        """Return the sums by name; integers in int32 if all such sums fit."""
         dtype = _wire_dtype(self.num_examples, fixed_point)
-        return [self.gram.astype(dtype, copy=False), self.class_sums.astype(dtype), self.counts]
+        sums = self.gram.astype(dtype, copy=False), self.class_sums.astype(dtype), self.counts
+        return dict(zip(self.NAMES, sums, strict=True))
 
     @classmethod
     def from_arrays(
         cls,
-        arrays: Sequence[NDArray[Any]],
-        num_examples: int,
+        arrays: Mapping[str, NDArray[Any]],
         width: int,
         num_classes: int,
         *,
+        num_examples: int | None = None,
         weights: NDArray[np.float64] | None = None,
         fixed_point: FixedPoint | None = None,
     ) -> Self:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
-        Each 2 x 2 part of the Gram matrix, and each class sum beside it, must satisfy the
-        Cauchy-Schwarz inequality.
+        The counts must add up to `num_examples` if that is given. Each 2 x 2 part of the Gram
+        matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz inequality.
         """
-        if len(arrays) != 3:
-            raise BadReply("arrays", f"expected gram, class sums and counts, got {len(arrays)}")
-        gram, class_sums, counts = arrays
+        gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
         w = np.ones(num_classes) if weights is None else weights
-        dtype = _wire_dtype(num_examples, fixed_point)
-        require_counts(counts, num_classes, num_examples)
+        n = require_counts(counts, num_classes, num_examples)
+        dtype = _wire_dtype(n, fixed_point)
         require_array("gram", gram, shape=(packed_size(width),), dtype=dtype, limit=1e300)
         require_array("class sums", class_sums, shape=(num_classes, width), dtype=dtype)
         found = cls(gram, class_sums, counts, w)
         diagonal = found.diagonal.astype(np.float64)
-        most = np.inf if fixed_point is None else num_examples * fixed_point.largest**2
+        largest = np.inf if fixed_point is None else fixed_point.largest**2
+        most = n * largest if n else 0
         if diagonal.min() < 0 or diagonal.max() > most:
             raise BadReply(
                 "range",
@@ -243,8 +243,7 @@ class FeatureStatistics:
             # in float64: the least integer has no absolute value of its own type
             if (np.abs(row.astype(np.float64)) > root[i] * root[i:]).any():
                 raise BadReply("range", f"gram: row {i} is not one of inner products")
-        largest = np.sqrt(w * counts)[:, None] * root
-        if (np.abs(class_sums.astype(np.float64)) > largest).any():
+        if (np.abs(class_sums.astype(np.float64)) > np.sqrt(w * counts)[:, None] * root).any():
             raise BadReply("range", "class sums: too large beside the Gram matrix")
         return found
 
@@ -252,10 +251,8 @@ class FeatureStatistics:
 
     def to_words(self, dtype: Any) -> NDArray[Any]:
         """Return all whole numbers as one array of uint32 or uint64, negative ones modulo that."""
-        arrays = (self.gram, self.class_sums, self.counts)
-        return np.concatenate([a.ravel().astype(np.int64, copy=False) for a in arrays]).astype(
-            dtype
-        )
+        arrays = (self.gram, self.class_sums.ravel(), self.counts)
+        return np.concatenate(arrays, dtype=np.int64).astype(dtype)
 
     @classmethod
     def from_words(
@@ -273,19 +270,26 @@ class FeatureStatistics:
             raise BadReply("range", f"sums over {num_examples} examples do not fit in int32")
         sizes = np.cumsum([packed_size(width), num_classes * width])
         gram, class_sums, counts = np.split(numbers, sizes)
-        arrays = [
-            gram.astype(dtype, copy=False),
-            class_sums.astype(dtype, copy=False).reshape(num_classes, width),
-            counts.astype(np.int64),
-        ]
-        return cls.from_arrays(arrays, num_examples, width, num_classes, fixed_point=fixed_point)
+        sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(num_classes, width)
+        return cls.from_arrays(
+            dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True)),
+            width,
+            num_classes,
+            num_examples=num_examples,
+            fixed_point=fixed_point,
+        )
 
 
-def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int) -> None:
-    """Raise BadReply unless these are the examples of each class, int64 (C,), so many in all."""
+def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | None = None) -> int:
+    """Raise BadReply unless these are the examples of each class, int64 (C,); return their sum.
+
+    It must be `num_examples` if that is given.
+    """
     require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
-    if (total := sum(counts.tolist())) != num_examples:
+    total = sum(counts.tolist())
+    if num_examples not in (None, total):
         raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
+    return total
 
 
 def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
@@ -316,8 +320,7 @@ def _starts(width: int) -> NDArray[np.int64]:
 
 def _rows(packed: NDArray[Any], width: int) -> list[NDArray[Any]]:
     """Return views of the rows of the triangle, of width, width - 1 ... 1 numbers."""
-    bounds = _starts(width).tolist()
-    return [packed[a:b] for a, b in itertools.pairwise(bounds)]
+    return [packed[a:b] for a, b in itertools.pairwise(_starts(width))]
 
 
 def _packed(matrix: NDArray[np.float64], dtype: Any) -> NDArray[Any]:

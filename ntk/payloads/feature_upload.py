@@ -1,8 +1,8 @@
 """Uploads of TCT for a server that solves the convex problem itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
-from ..support.arrays import require_array
+from ..support.arrays import require_array, take_arrays
 from ..support.memory import require_memory
 from .compressed_upload import DECODING_BYTES
 from .compression import UNQUANTISED, Encoded, compress
@@ -24,8 +24,6 @@ LARGEST = 1e38  # scale: features up to it, and a little over, are float32
 @dataclass(frozen=True, eq=False)
 class FeatureUpload:
     """A client's features and labels, for the server to solve the convex problem itself."""
-
-    NAMES: ClassVar = ("features", "scale", "labels")  # of the arrays in a message
 
     features: NDArray[Any]  # z / scale, in [-1, 1]: float16 or float32 (n, p)
     scale: NDArray[np.float32]  # largest magnitudes (p,): small features are not lost in float16
@@ -44,26 +42,27 @@ class FeatureUpload:
             labels.astype(np.min_scalar_type(targets.shape[1] - 1)),
         )
 
-    def to_arrays(self, *, sparsity: float = 0.0, bits: int = UNQUANTISED) -> list[NDArray[Any]]:
-        """Return features, scale and labels; the features compressed row by row if asked."""
+    def to_arrays(
+        self, *, sparsity: float = 0.0, bits: int = UNQUANTISED
+    ) -> dict[str, NDArray[Any]]:
+        """Return the arrays by name, the features compressed row by row if asked."""
         features = self.features
         if (sparsity, bits) != (0.0, UNQUANTISED):
             numbers = features.astype(np.float32)
             features = compress(numbers, sparsity=sparsity, bits=bits, by_row=True)
-        return [features, self.scale, self.labels]
+        return {"features": features, "scale": self.scale, "labels": self.labels}
 
     @classmethod
     def from_arrays(
-        cls, arrays: Sequence[NDArray[Any]], limits: UploadLimits, *, width: int, num_outputs: int
+        cls,
+        arrays: Mapping[str, NDArray[Any]],
+        limits: UploadLimits,
+        *,
+        width: int,
+        num_outputs: int,
     ) -> Self:
-        """Check what :meth:`to_arrays` made against the limits, and decode it.
-
-        BadReply has the reason ``"arrays"``, ``"shape"``, ``"dtype"``, ``"non-finite"``,
-        ``"range"``, ``"labels"`` or ``"compression"``.
-        """
-        if len(arrays) != 3:
-            raise BadReply("arrays", f"expected features, scale and labels, got {len(arrays)}")
-        features, scale, labels = arrays
+        """Check what :meth:`to_arrays` made against the limits, or raise BadReply; decode it."""
+        features, scale, labels = take_arrays(arrays, "features", "scale", "labels")
         compressed = (limits.sparsity, limits.bits) != (0.0, UNQUANTISED)
         if features.dtype != (np.uint8 if compressed else np.float16):
             raise BadReply("dtype", f"features: got {features.dtype}")

@@ -4,9 +4,9 @@ The server adds the parts up over clients, chooses the ridge of the first by its
 the second, and solves on both together: no example has to be on the server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,21 +15,18 @@ from torch import Tensor
 
 from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
-from ..support.arrays import require_array
+from ..support.arrays import take_arrays
 from ..support.memory import require_memory
 from .feature_statistics import FEWER, FeatureStatistics
 
 __all__ = ["SplitStatistics", "draw_held_out"]
 
+HELD_OUT = "held-out-"  # begins the names of arrays
+
 
 @dataclass(frozen=True, eq=False)
 class SplitStatistics:
     """Sums over the examples to fit, and over those held out; of one client either may be empty."""
-
-    NAMES: ClassVar = (
-        *FeatureStatistics.NAMES,
-        *(f"held-out-{name}" for name in FeatureStatistics.NAMES),
-    )
 
     fitting: FeatureStatistics
     held_out: FeatureStatistics
@@ -56,36 +53,35 @@ class SplitStatistics:
         """Convert both parts of fixed-point numbers to the features' units, float64."""
         return SplitStatistics(self.fitting.scaled(fixed_point), self.held_out.scaled(fixed_point))
 
-    def to_arrays(self, fixed_point: FixedPoint | None = None) -> list[NDArray[Any]]:
-        """Return the arrays of one part, then those of the other."""
-        return [*self.fitting.to_arrays(fixed_point), *self.held_out.to_arrays(fixed_point)]
+    def to_arrays(self, fixed_point: FixedPoint | None = None) -> dict[str, NDArray[Any]]:
+        """Return both parts' arrays by name, of those held out with a prefix."""
+        held_out = self.held_out.to_arrays(fixed_point)
+        own = {HELD_OUT + name: array for name, array in held_out.items()}
+        return self.fitting.to_arrays(fixed_point) | own
 
     @classmethod
     def from_arrays(
         cls,
-        arrays: Sequence[NDArray[Any]],
-        num_examples: int,
+        arrays: Mapping[str, NDArray[Any]],
         width: int,
         num_classes: int,
+        *,
+        num_examples: int | None = None,
         **options: Any,
     ) -> Self:
         """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics."""
-        if len(arrays) != 6:
-            raise BadReply("arrays", f"expected those of two parts, 6, got {len(arrays)}")
-        both = arrays[:3], arrays[3:]
-        sizes = []
-        for _, _, counts in both:
-            require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
-            sizes.append(sum(counts.tolist()))
-        if sum(sizes) != num_examples:
-            raise BadReply("num-examples", f"claims {num_examples}, counts {sum(sizes)}")
-        parts = []
-        for part, size in zip(both, sizes, strict=True):
-            found = FeatureStatistics.from_arrays(part, size, width, num_classes, **options)
-            if not size and found.diagonal.any():
-                raise BadReply("range", "gram: expected zeros of no example, got others")
-            parts.append(found)
-        return cls(*parts)
+        names = FeatureStatistics.NAMES
+        both = take_arrays(arrays, *names, *(HELD_OUT + name for name in names))
+        fitting, held_out = (
+            FeatureStatistics.from_arrays(
+                dict(zip(names, part, strict=True)), width, num_classes, **options
+            )
+            for part in (both[:3], both[3:])
+        )
+        total = fitting.num_examples + held_out.num_examples
+        if num_examples not in (None, total):
+            raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
+        return cls(fitting, held_out)
 
 
 def draw_held_out(labels: Tensor, share: float, seed: Sequence[int]) -> Tensor:

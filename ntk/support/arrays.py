@@ -1,11 +1,20 @@
 """The one check of received arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import BadReply
+
+
+def take_arrays(arrays: Mapping[str, NDArray[Any]], *names: str) -> list[NDArray[Any]]:
+    """Return received arrays in the order of these names; BadReply if the names are others."""
+    if arrays.keys() != set(names):
+        found = ", ".join(sorted(arrays))[:80] or "none"
+        raise BadReply("arrays", f"expected {', '.join(names)}, got {found}")
+    return [arrays[name] for name in names]
 
 
 def require_array(

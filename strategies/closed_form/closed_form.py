@@ -159,8 +159,9 @@ class GramStrategy(ClosedFormStrategy):
     def parse(self, reply: Reply) -> FeatureStatistics:
         """Check a client's Gram matrix and sums."""
         num_classes, width = self.shape
-        arrays = reply.ordered_arrays(*FeatureStatistics.NAMES)
-        return FeatureStatistics.from_arrays(arrays, reply.num_examples, width, num_classes)
+        return FeatureStatistics.from_arrays(
+            reply.arrays(), width, num_classes, num_examples=reply.num_examples
+        )
 
     def solution(
         self, sums: Sequence[FeatureStatistics], *, bias: bool = False

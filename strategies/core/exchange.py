@@ -169,10 +169,13 @@ class Exchanges(Declared, FedAvg):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add what all messages of a round tell: its number, and what must agree."""
         config["server-round"] = server_round
-        for key, value in self.agreement().to_config().items():
+        for key, value in {**self.agreement().to_config(), **self.told_options}.items():
             config[key] = value
-        for key, value in self.to_config().items() if self.tells_options else ():
-            config[key] = value
+
+    @property
+    def told_options(self) -> dict[str, Any]:
+        """Options that clients are told, as a configuration holds them."""
+        return self.to_config() if self.tells_options else {}
 
     def addressed(
         self, nodes: Sequence[int], contents: Sequence[RecordDict], stage: str

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import from_npy, screen_sizes
-from fedntk.ntk.support.arrays import require_array
+from fedntk.ntk.support.arrays import require_array, take_arrays
 
 __all__ = [
     "NoUsableReply",
@@ -106,11 +106,7 @@ class Reply:
 
     def ordered_arrays(self, *names: str) -> list[NDArray[Any]]:
         """Return the arrays of the one ArrayRecord, which has these names, in their order."""
-        arrays = self.arrays()
-        if arrays.keys() != set(names):
-            found = ", ".join(sorted(arrays))[:80] or "none"
-            raise BadReply("arrays", f"expected {', '.join(names)}, got {found}")
-        return [arrays[name] for name in names]
+        return take_arrays(self.arrays(), *names)
 
     def array_records(self, *names: str) -> list[dict[str, NDArray[Any]]]:
         """Name -> array of each of several ArrayRecords, which have these names."""

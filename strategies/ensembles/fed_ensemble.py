@@ -288,7 +288,9 @@ class FedEnsemble(BaseStrategy):
         """Return what the inner strategy would send of each model, to evaluate them together."""
         models = EnsembleArrays.from_arrays(arrays).models
         contents = [
-            member.content_for(client, stage, ArrayRecord(model), config)
+            member.content_for(
+                client, stage, ArrayRecord(model), ConfigRecord({**config, **member.told_options})
+            )
             for member, model in zip(self.members, models, strict=True)
         ]
         records = EnsembleArrays(tuple(dict(content.array_records) for content in contents))

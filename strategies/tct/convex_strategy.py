@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.ntk import TCTModel
+from fedntk.ntk import Normaliser, TCTModel
 from fedntk.ntk.features.fixed_point import MOST_BITS
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import (
@@ -131,23 +131,19 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         super().check()
         check_compression(self.sparsity, self.bits)
         _ = self.feature_map  # has rules of its own
-        solve = f"solve = {self.solve}"
+        solve, quantised = f"solve = {self.solve}", self.bits != UNQUANTISED
         if self.solve != "clients" and self.loss != "mse":
             raise ValueError(f"loss: expected mse for {solve}, got {self.loss}")
-        if self.solve == "clients" and (self.sparsity, self.bits) != (0.0, UNQUANTISED):
+        if self.solve == "clients" and (self.sparsity or quantised):
             raise ValueError(f"sparsity, bits: go with solve = server, got {solve}")
         for name in OF_STATISTICS if self.solve != "statistics" else ():
             if getattr(self, name):
                 raise ValueError(f"{name}: goes with solve = statistics, got {solve}")
-        quantised = self.bits != UNQUANTISED
-        if self.solve == "statistics":
-            if self.sparsity:
-                raise ValueError(f"sparsity: expected 0 for {solve}, got {self.sparsity}")
-            if quantised and not 2 <= self.bits <= MOST_BITS:
-                raise ValueError(
-                    f"bits: expected 2 ... {MOST_BITS}, or {UNQUANTISED}, got {self.bits}, "
-                    f"with {solve}"
-                )
+        if self.solve == "statistics" and self.sparsity:
+            raise ValueError(f"sparsity: expected 0 for {solve}, got {self.sparsity}")
+        if self.solve == "statistics" and quantised and not 2 <= self.bits <= MOST_BITS:
+            allowed = f"2 ... {MOST_BITS}, or {UNQUANTISED}"
+            raise ValueError(f"bits: expected {allowed}, got {self.bits}, with {solve}")
         if self.balanced and quantised:
             raise ValueError(
                 "balanced: sums of weighted examples are no whole numbers; expected bits = "
@@ -162,7 +158,7 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
             raise ValueError("validation_share: goes with auto_ridge = True, got False")
         if self.secure_aggregation and not quantised:
             raise ValueError(
-                f"secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
+                "secure_aggregation: masks are added to whole numbers; expected bits = 2 ... "
                 f"{MOST_BITS}, got {self.bits}"
             )
         if self.secure_aggregation and (self.keep_sums or self.validation_share):
@@ -176,13 +172,19 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
                 "clients have it"
             )
 
+    @staticmethod
+    def validated(options: Any) -> str:
+        """Return the option for which the server needs validation examples; empty if none does."""
+        if options.solve == "statistics" and options.bits != UNQUANTISED:
+            return "bits"
+        return "auto_ridge" if options.auto_ridge and not options.validation_share else ""
+
     def _check_validation(self) -> None:
         """Refuse validation examples that are missing, or that do not fit the network."""
         if self.validation is None:
-            if self.solve == "statistics" and self.bits != UNQUANTISED:
-                raise ValueError(f"bits = {self.bits}: pass validation, examples on the server")
-            if self.auto_ridge and not self.validation_share:
-                raise ValueError("auto_ridge: pass validation, examples on the server")
+            if name := self.validated(self):
+                value = getattr(self, name)
+                raise ValueError(f"{name} = {value}: pass validation, examples on the server")
             return
         if self._seeds is not None:
             raise ValueError("validation: expected no key_server, which projects examples, got one")
@@ -191,11 +193,9 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
             raise ValueError(
                 f"validation: expected examples and as many labels, got {len(x)} and {len(labels)}"
             )
-        low, high = (int(label) for label in labels.aminmax())
-        if low < 0 or high >= self.shape[1]:
-            raise ValueError(
-                f"validation: expected labels 0 ... {self.shape[1] - 1}, got {low} ... {high}"
-            )
+        low, high, last = *map(int, labels.aminmax()), self.shape[1] - 1
+        if low < 0 or high > last:
+            raise ValueError(f"validation: expected labels 0 ... {last}, got {low} ... {high}")
 
     def task_message(
         self,
@@ -216,10 +216,9 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         arrays, config
             As in ``content_for``.
         """
-        asked = MessageTask(step=step, network_key=self._key(arrays), run_key=self.run_key, **task)
-        # the options again: within another strategy the configuration has that one's
-        own = ConfigRecord({**config, **self.to_config(), **asked.to_config()})
-        content = RecordDict({self.configrecord_key: own})
+        key = self.network_key(arrays)
+        asked = MessageTask(step=step, network_key=key, run_key=self.run_key, **task)
+        content = RecordDict({self.configrecord_key: ConfigRecord({**config, **asked.to_config()})})
         for part in parts:
             names = PARTS.get(part, tuple(self.network.state_dict()))
             content[part] = ArrayRecord({name: arrays[name] for name in names})
@@ -230,9 +229,18 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         own = {name: array for name, array in arrays.items() if name not in TCTModel.ARRAYS}
         return ArrayRecord(own)
 
-    def _key(self, arrays: ArrayRecord) -> str:
+    @staticmethod
+    def arrays_of(
+        normaliser: Normaliser, linear: NDArray[Any] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a normaliser and a linear model, if there is one, by name."""
+        own = {MEAN: normaliser.mean, SCALE: normaliser.inv_std}
+        return own if linear is None else {LINEAR: linear, **own}
+
+    def network_key(self, arrays: ArrayRecord) -> str:
+        """Return the key of the network among the arrays, which is computed once for them."""
         if arrays is not self._keyed[0]:
-            network = [array.numpy() for array in self.network_of(arrays).values()]
+            network = [arrays[name].numpy() for name in self.network.state_dict()]
             self._keyed = (arrays, ConvexTask.key_of(self.feature_map, network))
         return self._keyed[1]
 

@@ -5,6 +5,7 @@ over the clients. Without a client's sums it is, exactly, the model of a run tha
 client, on the same network.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,13 @@ from ..core.array_archive import ArrayArchive
 
 __all__ = ["KeptSums", "clients_left"]
 
-STEPS = "steps"
+Arrays = dict[str, NDArray[Any]]
 
 
 class KeptSums:
-    """What clients sent, in files: a folder for each run in it, and there one for each client.
+    """What clients sent, in files of a folder for each run and client in `folder`.
 
-    Files tell by a checksum when they are damaged. Nothing but :meth:`remove` removes them.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder that is made when the first sums are written.
+    Files tell by a checksum when they are damaged. Only :meth:`remove` removes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,55 +39,27 @@ class KeptSums:
             cure="lower num_features, or set no keep_sums",
         )
 
-    def write(
-        self, run: str, server_round: int, client: int, arrays: Sequence[NDArray[Any]]
-    ) -> None:
-        """Keep the arrays of a client's reply, in place of those of an earlier round."""
-        archive = self._archive(run, f"client-{client}")
-        archive.save_whole(server_round, {"arrays": list(arrays)})
+    def write(self, run: str, server_round: int, client: int, arrays: Arrays) -> None:
+        """Keep the arrays of a client's sums, in place of those of an earlier round."""
+        ArrayArchive(self._of(run, client)).save_whole(server_round, arrays)
 
-    def read(self, run: str, clients: Sequence[int]) -> Iterator[list[NDArray[Any]]]:
-        """Yield the arrays of each client's reply, one client's in memory at a time.
-
-        Raises
-        ------
-        ValueError
-            If a client's sums are missing or damaged.
-        """
+    def read(self, run: str, clients: Sequence[int]) -> Iterator[Arrays]:
+        """Yield the arrays of each client's sums, one client's in memory at a time."""
         for client in clients:
-            found = self._archive(run, f"client-{client}").newest()
-            if found is None:
+            if (found := ArrayArchive(self._of(run, client)).newest()) is None:
                 raise ValueError(
                     f"sums: those of client {client} are not in {self.folder} any more, or are "
                     "damaged; the model cannot be solved with them: take that client out as well"
                 )
-            yield found["arrays"]
-
-    def write_steps(self, run: str, server_round: int, step: NDArray[Any]) -> None:
-        """Keep the steps of the fixed-point numbers that were summed up."""
-        self._archive(run, STEPS).save_whole(server_round, {"step": step})
-
-    def steps(self, run: str) -> NDArray[Any]:
-        """Return these steps; ValueError if they are missing or damaged."""
-        found = self._archive(run, STEPS).newest()
-        if found is None:
-            raise ValueError(f"steps: not in {self.folder} any more, or damaged")
-        step: NDArray[Any] = found["step"]
-        return step
+            yield found
 
     def remove(self, run: str, client: int) -> None:
         """Remove the sums of a client, if they are there."""
-        folder = self._of(run, f"client-{client}")
-        for path in folder.glob("*"):
-            path.unlink()
-        if folder.exists():
-            folder.rmdir()
+        if (folder := self._of(run, client)).exists():
+            shutil.rmtree(folder)
 
-    def _archive(self, run: str, name: str) -> ArrayArchive:
-        return ArrayArchive(self._of(run, name))
-
-    def _of(self, run: str, name: str) -> Path:
-        return self.folder / f"run-{run}" / name
+    def _of(self, run: str, client: int) -> Path:
+        return self.folder / f"run-{run}" / f"client-{client}"
 
 
 def clients_left(summed: Sequence[int], clients: Sequence[int]) -> list[int]:

@@ -5,7 +5,7 @@ NeurIPS 2022, section 4 and algorithms 1 and 2. All that lasts is in the strateg
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from logging import WARNING
 from typing import Any, ClassVar, TypeVar
 
@@ -33,122 +33,46 @@ from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
-from .convex_strategy import LINEAR, MEAN, SCALE, ConvexStrategy
+from .convex_strategy import LINEAR, ConvexStrategy
 
-__all__ = [
-    "BootstrapRounds",
-    "ConvexRounds",
-    "Convexify",
-    "Phase",
-    "ServerSolve",
-    "StageTwo",
-]
+__all__ = ["BootstrapRounds", "ConvexRounds", "Convexify", "Phase", "ServerSolve"]
 
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
+Result = tuple[Arrays | None, MetricRecord]  # arrays that a round changed, if any; its metrics
 Screen = Callable[[Sequence[Any], float], Sequence[BadReply | None]]
 T = TypeVar("T")
 
 
 class Phase(ABC):
-    """What TCT does in some successive rounds."""
+    """What TCT does in some successive rounds.
+
+    Clients need the network, the bootstrapped one from stage 2 on, and other parts, which they
+    keep.
+    """
 
     name: ClassVar[str]
+    step: ClassVar[Step]
+    needs: ClassVar[tuple[str, ...]] = ("network",)
     asks_everyone: ClassVar[bool] = False
     changes_linear: ClassVar[bool] = False
 
     def __init__(self, tct: ConvexStrategy) -> None:
         self.tct = tct
 
-    @abstractmethod
-    def messages(
-        self,
-        server_round: int,
-        nodes: list[int],
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
-        """Make the round's messages."""
-
-    @abstractmethod
-    def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """Return what one client is sent for training."""
-
-    @abstractmethod
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
-        """Return the arrays that the round changed, None if none did, and its metrics."""
-
-    @abstractmethod
-    def is_over(self, server_round: int, *, updated: bool) -> bool:
-        """Whether the next phase follows a round, which changed some arrays or did not."""
-
-
-class BootstrapRounds(Phase):
-    """Stage 1: rounds of another strategy on the network (section 4.1)."""
-
-    name = "bootstrap"
-
-    def __init__(self, tct: ConvexStrategy, bootstrap: InnerStrategy) -> None:
-        super().__init__(tct)
-        self.bootstrap = bootstrap
-
-    def messages(
-        self,
-        server_round: int,
-        nodes: list[int],
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
-        """Have the other strategy instruct some of the nodes.
-
-        The task travels along, so that clients say in round 1 if they could not do stage 2.
-        """
-        task = MessageTask(step="bootstrap", run_key=self.tct.run_key)
-        own = ConfigRecord({**config, **task.to_config()})
-        network = self.tct.network_of(arrays)
-        return self.bootstrap.messages(server_round, network, own, grid, nodes)
-
-    def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
-        """Refuse to: the other strategy makes the messages."""
-        raise NotImplementedError
-
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
-        """Have the other strategy aggregate what passed the checks."""
-        expected = named_arrays(self.tct.network_of(self.tct.global_arrays))
-        return self.bootstrap.aggregate(server_round, replies, expected)
-
-    def is_over(self, server_round: int, *, updated: bool) -> bool:
-        """After T_1 rounds, whatever they did."""
-        return server_round >= self.tct.bootstrap_rounds
-
-
-class StageTwo(Phase):
-    """A phase whose clients need the bootstrapped network and other parts, which they keep."""
-
-    step: ClassVar[Step]
-    needs: ClassVar[tuple[str, ...]] = ("network",)
-
-    def messages(
-        self,
-        server_round: int,
-        nodes: list[int],
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
-        """Send each node its content."""
-        return self.tct.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+    def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Make the round's messages to some nodes."""
+        tct = self.tct
+        return tct.messages(tct.server_round, nodes, MessageType.TRAIN, tct.global_arrays, config)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, and those parts that the client has not been sent."""
         parts = self.tct.sent.lacks(client, *self.needs)
         return self.tct.task_message(self.step, parts, arrays, config)
+
+    @abstractmethod
+    def aggregate(self, replies: Iterable[Message]) -> Result:
+        """Return the arrays that the round changed, None if none did, and its metrics."""
 
     def answers(self, replies: Iterable[Message], parse: Callable[[Reply], T]) -> Answers[T]:
         """Check replies, and note what those who sent good ones now have."""
@@ -170,26 +94,61 @@ class StageTwo(Phase):
         metrics = self.tct.round_metrics([reply for reply, _ in pairs], rejected)
         return pairs if self.tct.enough(len(pairs)) else [], metrics
 
-    def is_over(self, server_round: int, *, updated: bool) -> bool:
-        """Once a round gave what was asked for."""
+    def solved(self, solve: Callable[[], Arrays]) -> Arrays | None:
+        """Return what `solve` returns; None, and say so, if there is no solution."""
+        try:
+            return solve()
+        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
+            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
+            return None
+
+    def is_over(self, *, updated: bool) -> bool:
+        """Whether the next phase follows a round: by default one that gave what was asked for."""
         return updated
 
 
-class Convexify(StageTwo):
+class BootstrapRounds(Phase):
+    """Stage 1: T_1 rounds of another strategy on the network (section 4.1)."""
+
+    name = "bootstrap"
+    step = "bootstrap"
+
+    def __init__(self, tct: ConvexStrategy, bootstrap: InnerStrategy) -> None:
+        super().__init__(tct)
+        self.bootstrap = bootstrap
+
+    def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Have the other strategy instruct some of the nodes.
+
+        The task travels along, so that clients say in round 1 if they could not do stage 2.
+        """
+        task = MessageTask(step=self.step, run_key=self.tct.run_key)
+        own = ConfigRecord({**config, **task.to_config()})
+        network = self.tct.network_of(self.tct.global_arrays)
+        return self.bootstrap.messages(self.tct.server_round, network, own, grid, nodes)
+
+    def aggregate(self, replies: Iterable[Message]) -> Result:
+        """Have the other strategy aggregate what passed the checks."""
+        expected = named_arrays(self.tct.network_of(self.tct.global_arrays))
+        return self.bootstrap.aggregate(self.tct.server_round, replies, expected)
+
+    def is_over(self, *, updated: bool) -> bool:
+        """After T_1 rounds, whatever they did."""
+        return self.tct.server_round >= self.tct.bootstrap_rounds
+
+
+class Convexify(Phase):
     """One exchange of the features' moments, for mean 0 and variance 1 (section 4.3)."""
 
     name = "convexify"
     step = "moments"
     asks_everyone = True
 
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
+    def aggregate(self, replies: Iterable[Message]) -> Result:
         """Join the moments to the normaliser."""
 
         def parse(reply: Reply) -> Moments:
-            arrays = reply.ordered_arrays(*Moments.NAMES)
-            return Moments.from_arrays(arrays, reply.num_examples, self.tct.width)
+            return Moments.from_arrays(reply.arrays(), reply.num_examples, self.tct.width)
 
         pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
         if not pairs:
@@ -197,10 +156,10 @@ class Convexify(StageTwo):
         self.tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
         normaliser = Normaliser.of(Moments.join(moments for _, moments in pairs))
         metrics["features-constant"] = int((normaliser.inv_std == 0).sum())
-        return {MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+        return self.tct.arrays_of(normaliser), metrics
 
 
-class ConvexRounds(StageTwo):
+class ConvexRounds(Phase):
     """Stage 2: rounds of SCAFFOLD on the linear model (algorithm 1)."""
 
     name = "convex-rounds"
@@ -223,9 +182,7 @@ class ConvexRounds(StageTwo):
             content["control"] = ArrayRecord({CONTROL: Array(tct.control.value)})
         return content
 
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
+    def aggregate(self, replies: Iterable[Message]) -> Result:
         """Average the linear models, and take the changes of the c_k into c."""
         tct = self.tct
         theta = tct.global_arrays[LINEAR].numpy()
@@ -259,7 +216,7 @@ class ConvexRounds(StageTwo):
                 for (reply, model), count in zip(pairs, counts, strict=True)
             }
             everyone = tct.registry.clients(without=tct.held_out)
-            tct.control.update(server_round, theta, mean, own, everyone, tct.span)
+            tct.control.update(tct.server_round, theta, mean, own, everyone, tct.span)
         return {LINEAR: mean}, metrics
 
     def _weight(self, reply: Reply) -> int:
@@ -273,8 +230,8 @@ class ConvexRounds(StageTwo):
             )
         return known
 
-    def is_over(self, server_round: int, *, updated: bool) -> bool:
-        """Until the run ends."""
+    def is_over(self, *, updated: bool) -> bool:
+        """Never: the run ends it."""
         return False
 
 
@@ -301,7 +258,7 @@ def _report(replies: Sequence[Reply], metrics: MetricRecord) -> None:
         )
 
 
-class ServerSolve(StageTwo):
+class ServerSolve(Phase):
     """Beyond the paper: clients send their features, and the server solves exactly."""
 
     name = "server-solve"
@@ -309,28 +266,20 @@ class ServerSolve(StageTwo):
     asks_everyone = True
     changes_linear = True
 
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
+    def aggregate(self, replies: Iterable[Message]) -> Result:
         """Solve the ridge regression on all clients' features."""
         tct, num_outputs = self.tct, self.tct.shape[1]
         limits = UploadLimits({}, tct.max_examples, tct.sparsity, tct.bits)
 
         def parse(reply: Reply) -> FeatureUpload:
-            arrays = reply.ordered_arrays(*FeatureUpload.NAMES)
             upload = FeatureUpload.from_arrays(
-                arrays, limits, width=tct.width, num_outputs=num_outputs
+                reply.arrays(), limits, width=tct.width, num_outputs=num_outputs
             )
-            if len(upload.labels) != reply.num_examples:
-                raise BadReply(
-                    "num-examples", f"claims {reply.num_examples}, sends {len(upload.labels)}"
-                )
+            if (n := len(upload.labels)) != reply.num_examples:
+                raise BadReply("num-examples", f"claims {reply.num_examples}, sends {n}")
             return upload
 
-        pairs, metrics = self.gathered(replies, parse, screen_own_sizes, _affordable)
-        if not pairs:
-            return None, metrics
-        try:
+        def solve() -> Arrays:
             linear, normaliser = pooled_ridge(
                 [upload for _, upload in pairs],
                 num_outputs,
@@ -339,22 +288,20 @@ class ServerSolve(StageTwo):
                 bias=tct.bias,
                 device=tct.device,
             )
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
-            return None, metrics
-        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, metrics
+            return tct.arrays_of(normaliser, linear)
+
+        pairs, metrics = self.gathered(replies, parse, screen_own_sizes, _affordable)
+        return self.solved(solve) if pairs else None, metrics
 
 
 def _affordable(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:
     """Refuse the largest uploads while a kernel of all examples would not fit."""
     verdicts: list[BadReply | None] = [None] * len(uploads)
-    sizes: Mapping[int, int] = {i: len(upload.labels) for i, upload in enumerate(uploads)}
-    left, memory = dict(sizes), available_memory()
+    left, memory = {i: len(upload.labels) for i, upload in enumerate(uploads)}, available_memory()
     while left and 24 * sum(left.values()) ** 2 > memory:
         largest = max(left, key=lambda i: left[i])
-        del left[largest]
         verdicts[largest] = BadReply(
             "too-large",
-            f"a kernel with its {sizes[largest]} examples does not fit in {memory / 1e9:.1f} GB",
+            f"a kernel with its {left.pop(largest)} examples does not fit in {memory / 1e9:.1f} GB",
         )
     return verdicts

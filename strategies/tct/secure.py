@@ -2,23 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
 
-from fedntk.ntk.payloads import (
-    ConvexTask,
-    FeatureStatistics,
-    packed_size,
-    sums_digest,
-    word_dtype,
-)
+from fedntk.ntk.payloads import FeatureStatistics, packed_size, sums_digest, word_dtype
 
 from ..core.exchange import Pairs
 from ..core.replies import Reply
 from ..core.secure_sums import SecureSums, WordFormat
 from .convex_strategy import ConvexStrategy
-from .statistics import PooledStatistics, Sums, steps_record
+from .statistics import PooledStatistics, Sums
 
 __all__ = ["SecureStatistics"]
 
@@ -30,7 +25,7 @@ class SecureStatistics(PooledStatistics):
     """The exchange of sums, masked so that the server can open only their total."""
 
     name = "secure-statistics"
-    needs = ()  # before the exchange of masked sums
+    step = "masked"  # the exchange that needs the network; others come before and after it
 
     def __init__(self, tct: ConvexStrategy) -> None:
         super().__init__(tct)
@@ -38,19 +33,17 @@ class SecureStatistics(PooledStatistics):
             tct, self._ask, threshold=tct.secure_threshold, vouching=tct.vouching
         )
 
-    def messages(self, *args: Any) -> list[Message]:
+    def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Ask all clients for their public keys."""
         self.secure.begin()
-        return super().messages(*args)
+        return super().messages(nodes, config, grid)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the exchange at work as the task, and what of the protocol goes to this client."""
-        tct, step = self.tct, self.secure.step
-        masked = step == "masked"
-        parts = tct.sent.lacks(client, "network") if masked else []
-        content = tct.task_message(step, parts, arrays, config)
-        if masked and self.fixed_point is not None:
-            content["steps"] = steps_record(self.fixed_point)
+        if (step := self.secure.step) == self.step:
+            content = super().content_for(client, arrays, config)
+        else:
+            content = self.tct.task_message(step, (), arrays, config)
         if (record := self.secure.record_for(client)) is not None:
             content["secure-sum"] = record
         return content
@@ -61,15 +54,14 @@ class SecureStatistics(PooledStatistics):
         if fixed is None:
             raise RuntimeError("no steps of fixed-point numbers: messages makes them")
         width, num_classes = tct.width, tct.shape[1]
-        network = [tct.global_arrays[name].numpy() for name in tct.network.state_dict()]
-        key = ConvexTask.key_of(tct.feature_map, network)
+        key = tct.network_key(tct.global_arrays)
 
         def format_for(num_examples: int) -> WordFormat:
             dtype = word_dtype(num_examples, fixed)
             size = packed_size(width) + num_classes * (width + 1)
             return WordFormat(size, dtype, sums_digest(key, fixed, dtype))
 
-        found = self.answers(replies, self.secure.public_part)
+        found = tct.answers(replies, self.secure.public_part, MessageType.TRAIN)
         total, last = self.secure.opened(
             found.pairs,
             found.rejected,
@@ -82,8 +74,8 @@ class SecureStatistics(PooledStatistics):
     def _ask(
         self, nodes: Sequence[int], parse: Callable[[Reply], T]
     ) -> tuple[Pairs[T], Counter[str]]:
-        masked = self.secure.step == "masked"
+        masked = self.secure.step == self.step
         found = self.tct.asked_again(nodes, parse, MessageType.TRAIN)
         for reply, _ in found.pairs if masked else ():
-            self.tct.sent.mark(reply.client, "network")
+            self.tct.sent.mark(reply.client, *self.needs)
         return found.pairs, found.rejected

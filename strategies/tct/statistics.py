@@ -13,7 +13,6 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -31,17 +30,18 @@ from fedntk.ntk.predictors.network import load_arrays
 from ..core.averaging import named_arrays
 from ..core.exchange import logger
 from ..core.replies import Reply, screen_own_sizes
-from .convex_strategy import LINEAR, MEAN, SCALE
+from .convex_strategy import SCALE
 from .kept_sums import clients_left
-from .phases import Arrays, StageTwo
+from .phases import Arrays, Phase, Result
 
-__all__ = ["ClassCounts", "PooledStatistics", "Sums", "steps_record"]
+__all__ = ["ClassCounts", "PooledStatistics", "Sums"]
 
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
+STEP = "step"  # of fixed-point numbers, among what is kept of a client
 Sums = FeatureStatistics | SplitStatistics
 
 
-class ClassCounts(StageTwo):
+class ClassCounts(Phase):
     """One exchange of the classes' counts, from which all clients get the same weights."""
 
     name = "class-counts"
@@ -49,9 +49,7 @@ class ClassCounts(StageTwo):
     asks_everyone = True
     needs = ()
 
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
+    def aggregate(self, replies: Iterable[Message]) -> Result:
         """Add the counts up; no array changes."""
         tct = self.tct
 
@@ -67,7 +65,7 @@ class ClassCounts(StageTwo):
         return {}, metrics
 
 
-class PooledStatistics(StageTwo):
+class PooledStatistics(Phase):
     """One exchange of sums over the features, from which the server solves exactly."""
 
     name = "pooled-statistics"
@@ -78,11 +76,7 @@ class PooledStatistics(StageTwo):
 
     @property
     def memory(self) -> int:
-        """Bytes on the server beside replies.
-
-        36 p^2: sums, normal equations of these and of validation examples, a factor. 40 p^2 if
-        clients hold examples out and send sums of these as well.
-        """
+        """Bytes on the server beside replies: sums, two normal equations, a factor."""
         return int((40 if self.tct.validation_share else 36) * self.tct.width**2)
 
     @property
@@ -93,57 +87,52 @@ class PooledStatistics(StageTwo):
         one = number * (packed_size(width) + classes * width) + 8 * classes
         return one * (2 if self.tct.validation_share else 1)
 
-    def messages(
-        self,
-        server_round: int,
-        nodes: list[int],
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
+    def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Choose the steps of fixed-point numbers if these are used; make the messages."""
         if self.tct.bits != UNQUANTISED:
             try:
-                features = next(self._validation_features(arrays))
+                features = next(self._validation_features(self.tct.global_arrays))
             except ValueError as error:
                 logger.log(WARNING, "no features of the validation examples: %s", error)
                 return []
             self.fixed_point = FixedPoint.of(features, self.tct.bits)
-        return super().messages(server_round, nodes, arrays, config, grid)
+        return super().messages(nodes, config, grid)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, the network, and what features are rounded or weighted by."""
         content = super().content_for(client, arrays, config)
         if self.fixed_point is not None:
-            content["steps"] = steps_record(self.fixed_point)
+            content["steps"] = self.steps_record
         if self.tct.balanced:
             weights = Array(self.tct.class_weights)
             content["class-weights"] = ArrayRecord({"tct.class-weights": weights})
         return content
 
-    def aggregate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[Arrays | None, MetricRecord]:
+    @property
+    def steps_record(self) -> ArrayRecord:
+        """Steps of the fixed-point numbers, if these are used, as clients are sent them."""
+        steps = {} if self.fixed_point is None else {"tct.step": Array(self.fixed_point.step)}
+        return ArrayRecord(steps)
+
+    def aggregate(self, replies: Iterable[Message]) -> Result:
         """Add the sums up and solve."""
-        tct = self.tct
         sums, metrics = self.collected(replies)
-        if not sums:
-            return None, metrics
-        try:
-            changed, ridge = self._solved(sums.values(), tct.global_arrays)
-        except (ArithmeticError, RuntimeError, ValueError, MemoryError) as error:
-            logger.log(WARNING, "no solution (%s): the model stays as it was", error)
-            return None, metrics
-        self._keep(sums, server_round)
-        metrics["ridge"] = ridge
-        metrics["features-constant"] = int((changed[SCALE] == 0).sum())
+
+        def solve() -> Arrays:
+            changed, metrics["ridge"] = self._solution(sums.values(), self.tct.global_arrays)
+            return changed
+
+        changed = self.solved(solve) if sums else None
+        if changed is not None:
+            self._keep(sums)
+            metrics["features-constant"] = int((changed[SCALE] == 0).sum())
         return changed, metrics
 
     def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return sums by client, none if too few sent theirs, and the round's metrics."""
 
         def parse(reply: Reply) -> Sums:
-            return self._parsed(reply.ordered_arrays(*self._kind.NAMES), reply.num_examples)
+            return self._parsed(reply.arrays(), reply.num_examples)
 
         pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
         return {reply.client: own for reply, own in pairs}, metrics
@@ -160,25 +149,28 @@ class PooledStatistics(StageTwo):
             )
         left = clients_left(tct.summed, clients)
         require_memory(self.memory, f"{self.name} of {tct.width} features", cure=FEWER)
-        if tct.bits != UNQUANTISED:
-            steps = tct.kept_sums.steps(tct.run_key)
-            self.fixed_point = FixedPoint.from_arrays(steps, tct.bits, tct.width)
         kept = tct.kept_sums.read(tct.run_key, left)
-        changed, _ = self._solved(map(self._parsed, kept), arrays)
+        changed, _ = self._solution(map(self._restored, kept), arrays)
         return changed
 
-    def _keep(self, sums: Mapping[int, Sums], server_round: int) -> None:
+    def _restored(self, kept: Arrays) -> Sums:
+        """Read what :meth:`_keep` wrote of a client; all clients' steps are the same."""
+        if STEP in kept:
+            step = kept.pop(STEP)
+            self.fixed_point = FixedPoint.from_arrays(step, self.tct.bits, self.tct.width)
+        return self._parsed(kept)
+
+    def _keep(self, sums: Mapping[int, Sums]) -> None:
         """Write each client's sums where they are to be kept; a full disk is logged."""
-        tct = self.tct
+        tct, fixed = self.tct, self.fixed_point
         if tct.kept_sums is None:
             return
+        steps = {} if fixed is None else {STEP: fixed.step}
         try:
             tct.kept_sums.require_disk(self.upload_bytes, len(sums))
-            if self.fixed_point is not None:
-                tct.kept_sums.write_steps(tct.run_key, server_round, self.fixed_point.step)
             for client, own in sums.items():
-                arrays = own.to_arrays(self.fixed_point)
-                tct.kept_sums.write(tct.run_key, server_round, client, arrays)
+                arrays = own.to_arrays(fixed) | steps
+                tct.kept_sums.write(tct.run_key, tct.server_round, client, arrays)
         except (NotEnoughMemory, OSError) as error:
             logger.log(WARNING, "the clients' sums are not kept: %s", error)
             with contextlib.suppress(OSError):
@@ -187,25 +179,19 @@ class PooledStatistics(StageTwo):
             return
         tct.summed = tuple(sums)
 
-    @property
-    def _kind(self) -> type[FeatureStatistics] | type[SplitStatistics]:
-        return SplitStatistics if self.tct.validation_share else FeatureStatistics
-
-    def _parsed(self, arrays: Sequence[NDArray[Any]], num_examples: int | None = None) -> Sums:
-        """Check the arrays of a client's sums, by default of as many examples as they count."""
-        tct = self.tct
-        if num_examples is None:
-            num_examples = int(sum(counts.sum() for counts in arrays[2::3]))
-        return self._kind.from_arrays(
+    def _parsed(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
+        """Check the arrays of a client's sums."""
+        kind = SplitStatistics if self.tct.validation_share else FeatureStatistics
+        return kind.from_arrays(
             arrays,
-            num_examples,
-            tct.width,
-            tct.shape[1],
+            self.tct.width,
+            self.tct.shape[1],
+            num_examples=num_examples,
             weights=self._weights,
             fixed_point=self.fixed_point,
         )
 
-    def _solved(self, groups: Iterable[Sums], arrays: ArrayRecord) -> tuple[Arrays, float]:
+    def _solution(self, groups: Iterable[Sums], arrays: ArrayRecord) -> tuple[Arrays, float]:
         """Add sums up in their order and solve; return the arrays that changed, and the ridge.
 
         The ridge is chosen on the server's examples or on those that clients held out. All
@@ -220,10 +206,11 @@ class PooledStatistics(StageTwo):
             ridge, sums = self._ridge_of_held_out(sums), sums.everyone
         normaliser, equations = self._equations(sums)
         if tct.auto_ridge and not tct.validation_share:
-            held = self._validation_sums(arrays)
+            chunks, (_, labels) = self._validation_features(arrays), self._validation
+            held = FeatureStatistics.of(chunks, labels, tct.shape[1], weights=self._weights)
             ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.bias))
-        linear, ridge = _solution(equations, ridge)
-        return {LINEAR: linear, MEAN: normaliser.mean, SCALE: normaliser.inv_std}, ridge
+        linear, ridge = _ridge_solution(equations, ridge)
+        return tct.arrays_of(normaliser, linear), ridge
 
     def _equations(self, sums: FeatureStatistics) -> tuple[Normaliser, NormalEquations]:
         tct = self.tct
@@ -231,7 +218,7 @@ class PooledStatistics(StageTwo):
         return normaliser, NormalEquations.of(sums, normaliser, bias=tct.bias)
 
     def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
-        """Choose the ridge of the other examples, which the normaliser is of, too."""
+        """Choose the ridge of the other examples, from which the normaliser is as well."""
         if not (sums.fitting.num_examples and sums.held_out.num_examples):
             raise ValueError(
                 f"validation_share: {sums.held_out.num_examples} examples are held out and "
@@ -240,11 +227,6 @@ class PooledStatistics(StageTwo):
         normaliser, equations = self._equations(sums.fitting)
         held = NormalEquations.of(sums.held_out, normaliser, bias=self.tct.bias)
         return best_ridge(equations, held)
-
-    def _validation_sums(self, arrays: ArrayRecord) -> FeatureStatistics:
-        chunks = self._validation_features(arrays)
-        _, labels = self._validation
-        return FeatureStatistics.of(chunks, labels, self.tct.shape[1], weights=self._weights)
 
     def _validation_features(self, arrays: ArrayRecord) -> Iterator[Tensor]:
         """Yield the features of the server's validation examples, some at a time."""
@@ -266,22 +248,15 @@ class PooledStatistics(StageTwo):
         return self.tct.class_weights if self.tct.balanced else None
 
 
-def _solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
+def _ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:
     """Return the linear model and its ridge, raised tenfold while it is too small."""
-    while True:
-        try:
-            linear = equations.solve(ridge).float()
-            break
-        except ValueError as error:
-            if ridge >= RIDGES[-1]:
-                raise
-            logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
-            ridge *= 10
+    try:
+        linear = equations.solve(ridge).float()
+    except ValueError as error:
+        if ridge >= RIDGES[-1]:
+            raise
+        logger.log(WARNING, "%s: it is raised to %g", error, 10 * ridge)
+        return _ridge_solution(equations, 10 * ridge)
     if not bool(linear.isfinite().all()):
         raise ArithmeticError("the solution is not finite")
     return linear.numpy(), ridge
-
-
-def steps_record(fixed_point: FixedPoint) -> ArrayRecord:
-    """Return the steps of fixed-point numbers as clients are sent them."""
-    return ArrayRecord({"tct.step": Array(fixed_point.step)})

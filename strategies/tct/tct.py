@@ -48,7 +48,7 @@ from ..core.base import BaseStrategy
 from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from .convex_strategy import ConvexStrategy
-from .phases import BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
+from .phases import Arrays, BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 from .secure import SecureStatistics
 from .statistics import ClassCounts, PooledStatistics
 
@@ -125,16 +125,16 @@ class TCT(ConvexStrategy):
 
     def _planned(self) -> list[Phase]:
         """Return the phases of a run, in order."""
+        sums = SecureStatistics if self.secure_aggregation else PooledStatistics
+        last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}[self.solve]
         planned: list[Phase] = []
         if self.inner is not None and self.bootstrap_rounds:
             planned.append(BootstrapRounds(self, self.inner))
-        if self.solve == "server":
-            return [*planned, ServerSolve(self)]
-        if self.solve == "clients":
-            return [*planned, *([Convexify(self)] if self.normalise else []), ConvexRounds(self)]
-        counted = [ClassCounts(self)] if self.balanced else []
-        kind = SecureStatistics if self.secure_aggregation else PooledStatistics
-        return [*planned, *counted, kind(self)]
+        if self.solve == "clients" and self.normalise:
+            planned.append(Convexify(self))
+        if self.balanced:
+            planned.append(ClassCounts(self))
+        return [*planned, last(self)]
 
     @property
     def phase(self) -> Phase | None:
@@ -149,7 +149,7 @@ class TCT(ConvexStrategy):
 
     @property
     def learned(self) -> str:
-        """``"linear-model"`` once a round has changed that, ``"network"`` before."""
+        """``"linear-model"`` once a round has changed it, ``"network"`` before."""
         return "linear-model" if self.linear_rounds else "network"
 
     def predictor(
@@ -179,19 +179,10 @@ class TCT(ConvexStrategy):
             Their ids: partitions, if nodes report them. None: the same model again.
         arrays : ArrayRecord
             That :meth:`start` returned, of this object or of one whose state this one has loaded.
-
-        Raises
-        ------
-        ValueError
-            If sums were not kept, or have not come yet; if a client is unknown, or none is left; if
-            the kept sums of another one are gone, or have no solution.
-        NotEnoughMemory
-            If solving would not fit.
         """
         if self.pooled is None:
             raise ValueError(f"without: goes with solve = statistics, got solve = {self.solve}")
-        changed = self.pooled.without(clients, arrays)
-        return ArrayRecord({**arrays, **{name: Array(array) for name, array in changed.items()}})
+        return _with(arrays, self.pooled.without(clients, arrays))
 
     def forget_kept(self, clients: Sequence[int]) -> None:
         """Remove kept sums of some clients from the disk.
@@ -278,8 +269,7 @@ class TCT(ConvexStrategy):
                 "state goes with them; pass all arrays that were returned with it"
             )
         zero, identity = np.zeros(self.shape, np.float32), Normaliser.identity(self.width)
-        own = zip(TCTModel.ARRAYS, (zero, identity.mean, identity.inv_std), strict=True)
-        return ArrayRecord({**self.network_of(initial_arrays), **{k: Array(a) for k, a in own}})
+        return _with(self.network_of(initial_arrays), self.arrays_of(identity, zero))
 
     # ----------------------------------------------------------------- sending
 
@@ -293,7 +283,7 @@ class TCT(ConvexStrategy):
         fraction = 1.0 if self.phase.asks_everyone else self.fraction_train
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
-        return self.phase.messages(server_round, nodes, arrays, config, grid)
+        return self.phase.messages(nodes, config, grid)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -327,14 +317,11 @@ class TCT(ConvexStrategy):
         phase = self.phase
         if phase is None:
             return None, None
-        arrays, metrics = phase.aggregate(server_round, replies)
+        arrays, metrics = phase.aggregate(replies)
         self.train_metrics[server_round] = metrics
         self.linear_rounds += phase.changes_linear and arrays is not None
-        self.phases_done += phase.is_over(server_round, updated=arrays is not None)
-        if arrays is None:
-            return None, metrics
-        changed = {name: Array(array) for name, array in arrays.items()}
-        return ArrayRecord({**self.global_arrays, **changed}), metrics
+        self.phases_done += phase.is_over(updated=arrays is not None)
+        return None if arrays is None else _with(self.global_arrays, arrays), metrics
 
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Note who has the network."""
@@ -343,3 +330,8 @@ class TCT(ConvexStrategy):
             for reply, _ in pairs:
                 self.sent.mark(reply.client, "network", "normaliser")
         return pairs, rejected
+
+
+def _with(arrays: ArrayRecord, changed: Arrays) -> ArrayRecord:
+    """Return arrays with some others in place of, or beside, their own."""
+    return ArrayRecord({**arrays, **{name: Array(array) for name, array in changed.items()}})

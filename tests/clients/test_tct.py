@@ -184,7 +184,9 @@ def test_sums_are_of_the_clients_features(tmp_path, way):
     arrays, count, metrics = step(client(tmp_path), task, records)
     options = {"fixed-point": {"fixed_point": fixed}, "balanced": {"weights": weights}}
     own = options.get(way, {})
-    found = FeatureStatistics.from_arrays(arrays, count, 20, 3, **own)
+    found = FeatureStatistics.from_arrays(
+        arrays.records["arrays"], 20, 3, num_examples=count, **own
+    )
     expected = FeatureStatistics.of([z], Y, 3, **own)
     # features are computed in other chunks: float32 rounding, or now and then one step of 127
     scale = np.abs(expected.gram).max()

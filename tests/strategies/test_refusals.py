@@ -99,7 +99,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tct, {"bits": 8}, "sparsity, bits: go with solve = server"),
     (tct, {"solve": "server", "loss": "cross-entropy"}, "loss: expected mse for solve = server"),
     (tct, {"head": "7"}, "head: expected the name of the network's last nn.Linear"),
-    (tct, SUMS | {"auto_ridge": True}, "auto_ridge: pass validation"),
+    (tct, SUMS | {"auto_ridge": True}, "auto_ridge = True: pass validation"),
     (tct, SUMS | {"bits": 8}, "bits = 8: pass validation"),
     (tct, SUMS | {"bits": 9}, "bits: expected 2 ... 8, or 32, got 9"),
     (tct, SUMS | {"sparsity": 0.5}, "sparsity: expected 0"),
