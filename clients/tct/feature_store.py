@@ -1,7 +1,7 @@
 """What a client of TCT computes once and keeps on disk: its features, their kernel, its state."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 SENT = 2  # models of the newest rounds: a round may be asked for again
 CHUNK_BYTES = 128 * 2**20  # of features that are computed at a time
+WITHOUT_NORMALISER = ("network", "raw-train", "raw-test", "examples-train", "examples-test")
 LESS_DISK = "lower num_features, choose another cache, or use keep = 'nothing'"
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -45,14 +46,13 @@ class FeatureStore(DiskStore):
     Parameters
     ----------
     folder : Path
-        The client's own: it is emptied when another key comes. A file in it that is damaged counts
-        as missing.
+        The client's own: it is emptied when another key comes. A damaged file counts as missing.
     key : str
-        Names all that what is kept depends on, the normaliser excepted.
+        Names all that what is kept depends on, except the normaliser.
     model : nn.Module
         Its weights are overwritten by the network's.
     feature_map : FeatureMap
-        Which features.
+        Makes features of examples.
     dtype : {"float32", "float16"}
         In which features are kept; in float32 if one is too large for float16, as happens with
         examples that were not used to fit the normaliser, where a feature hardly varies among those
@@ -72,7 +72,7 @@ class FeatureStore(DiskStore):
         *,
         dtype: Literal["float32", "float16"],
         keep: Literal["features", "nothing"],
-        chunk_size: int | None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__(folder, [key, dtype], cure=LESS_DISK)
         self.model, self.feature_map = model, feature_map
@@ -93,16 +93,10 @@ class FeatureStore(DiskStore):
             parts = list(records["normaliser"].values())
             if len(parts) != 2:
                 raise ValueError(f"record normaliser: expected mean and scale, got {len(parts)}")
-            mean, inv_std = parts
             old = self.load("normaliser")
-            if old and not all(map(np.array_equal, old.values(), (mean, inv_std))):
-                self.remove(
-                    all_but=(
-                        *("network", "raw-train", "raw-test"),
-                        *("examples-train", "examples-test"),
-                    )
-                )
-            self.save("normaliser", mean=mean, inv_std=inv_std)
+            if old and not all(map(np.array_equal, old.values(), parts)):
+                self.remove(all_but=WITHOUT_NORMALISER)
+            self.save("normaliser", mean=parts[0], inv_std=parts[1])
 
     def holds(self, *names: str) -> bool:
         """Whether these have come: ``"network"``, ``"normaliser"``."""
@@ -117,8 +111,7 @@ class FeatureStore(DiskStore):
     @property
     def normaliser(self) -> Normaliser:
         """The normaliser that came last."""
-        saved = self.load("normaliser")
-        return Normaliser(saved["mean"], saved["inv_std"])
+        return Normaliser(**self.load("normaliser"))
 
     # ----------------------------------------------------------------- examples
 
@@ -176,11 +169,12 @@ class FeatureStore(DiskStore):
             )
         if self.keep == "nothing":
             extract = self._extractor()
-
-            def read(start: int, stop: int) -> Tensor:
-                return normalise(extract(x[start:stop]))
-
-            return FeatureRows(read, shape, device=device, bias=bias)
+            return FeatureRows(
+                lambda start, stop: normalise(extract(x[start:stop])),
+                shape,
+                device=device,
+                bias=bias,
+            )
         features = self.mapped(f"features-{name}", shape)
         if features is None:
             raw = self.mapped(f"raw-{name}", shape)
@@ -204,9 +198,7 @@ class FeatureStore(DiskStore):
             for chunk, z in FeatureRows.of(raw).chunks():
                 stored[chunk] = _within(normalise(z), dtype)
 
-    def _fill(
-        self, name: str, n: int, dtype: str
-    ) -> contextlib.AbstractContextManager[NDArray[Any]]:
+    def _fill(self, name: str, n: int, dtype: str) -> AbstractContextManager[NDArray[Any]]:
         what = f"{self.width} features of {n} examples"
         return self.fill(name, (n, self.width), dtype, what=what)
 
@@ -257,9 +249,7 @@ class FeatureStore(DiskStore):
         Nothing is kept if A_k or the features are not there, or the vector is there already.
         """
         coefficients = self.coefficients(server_round)
-        if self.carried(server_round) is not None:
-            return
-        if coefficients is None:
+        if coefficients is None or self.carried(server_round) is not None:
             return
         features = self.mapped("features-train", (len(coefficients), self.width))
         if features is not None:

@@ -1,9 +1,7 @@
 """The convex problem of TCT solved in one place, from nothing but sums over the clients' features.
 
 Beyond Yu et al., NeurIPS 2022: the solution of :func:`~fedntk.ntk.convex.pooled_ridge` in the
-primal. Its p x p matrix is a sum over examples, so it takes one exchange of sums, which are the
-same however examples are split among clients: He et al., *AFL*, CVPR 2025, and Fani et al.,
-*Fed3R*, ICML 2024, on a network's last features.
+primal. Its p x p matrix is a sum over examples, the same however these are split among clients.
 """
 
 import math
@@ -19,6 +17,7 @@ from torch import Tensor
 from ..features.normaliser import Moments, Normaliser
 from ..payloads.feature_statistics import FEWER, FeatureStatistics
 from ..support.memory import require_memory
+from .ridge import solve_ridge
 
 __all__ = ["RIDGES", "NormalEquations", "best_ridge", "class_weights", "normaliser_of"]
 
@@ -82,17 +81,10 @@ class NormalEquations:
         rho is `ridge` times the examples' mean squared norm, the mean of the diagonal of Z Z^T, as
         in :func:`~fedntk.ntk.ridge_regression`.
         """
-        if not ridge > 0:  # also NaN
-            raise ValueError(f"ridge: expected more than 0, got {ridge}")
         size = len(self.gram)
         require_memory(16 * size**2, f"solving for {size} features", cure=FEWER)
-        system = self.gram.clone()
-        scale = float(system.diagonal().sum()) / self.total or 1.0
-        system.diagonal().add_(ridge * scale)
-        factor, failed = torch.linalg.cholesky_ex(system)
-        if int(failed) or not bool(torch.isfinite(factor.diagonal()).all()):
-            raise ValueError(f"ridge = {ridge:g} is too small for these sums; raise it")
-        return torch.cholesky_solve(self.cross, factor)
+        scale = float(self.gram.diagonal().sum()) / self.total
+        return solve_ridge(self.gram.clone(), self.cross, ridge, scale)
 
     def least_norm(self) -> Tensor:
         """Return the least-squares solution of least norm W (q, C), float64: a ridge of 0.

@@ -26,16 +26,20 @@ def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     the mean of K's diagonal, so that its meaning depends neither on n nor on the features' scale.
     Full-batch steps from zero approach the limit rho -> 0.
     """
+    system = kernel.double()
+    system = system.clone() if system is kernel else system
+    return solve_ridge(system, targets.double(), ridge, float(system.diagonal().mean()))
+
+
+def solve_ridge(system: Tensor, right: Tensor, ridge: float, scale: float) -> Tensor:
+    """Solve (S + rho I) X = B in float64, rho = ridge times scale; S is overwritten."""
     if not ridge > 0:  # also NaN
         raise ValueError(f"ridge: expected more than 0, got {ridge}")
-    system = kernel.double()
-    scale = float(system.diagonal().mean()) or 1.0
-    system = system.clone() if system is kernel else system
-    system.diagonal().add_(ridge * scale)
+    system.diagonal().add_(ridge * (scale or 1.0))
     factor, failed = torch.linalg.cholesky_ex(system)
-    if int(failed):
-        raise ValueError(f"ridge = {ridge:g} is too small for this kernel in float64; raise it")
-    return torch.cholesky_solve(targets.double(), factor)
+    if int(failed) or not bool(torch.isfinite(factor.diagonal()).all()):
+        raise ValueError(f"ridge = {ridge:g} is too small for these features; raise it")
+    return torch.cholesky_solve(right, factor)
 
 
 def pooled_ridge(

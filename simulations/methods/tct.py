@@ -11,7 +11,7 @@ from torch import Tensor
 from fedntk.clients import FeatureStore, TCTClient, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
-from fedntk.ntk.payloads import UNQUANTISED, ConvexTask
+from fedntk.ntk.payloads import ConvexTask
 from fedntk.ntk.predictors.network import Evaluation, Predictor, arrays_of
 from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 from fedntk.trust.secure_sum import FEWEST
@@ -55,7 +55,7 @@ class _TCT(Method[Any]):
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
         """Return the folder of kept sums."""
-        return {"keep_sums": _sums(config) if settings.keep_sums else None}
+        return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
 
     def check(self, config: Config, settings: Any) -> None:
         """Refuse a choice by examples that are not there, or that are to judge the choice."""
@@ -72,9 +72,9 @@ class _TCT(Method[Any]):
                 "which losses would tell of; set clients-per-evaluation = 0, or "
                 f"local-test-fraction; got {config.clients_per_evaluation} and 0"
             )
-        if not _validates(settings):
+        if not (name := TCT.validated(settings)):
             return
-        key = settings.key("auto_ridge" if _chooses_by_own(settings) else "bits")
+        key = settings.key(name)
         if not config.validation_examples or config.projection:
             raise ConfigError(
                 f"{key} needs validation-examples, and no projection, whose seed the server does "
@@ -88,7 +88,7 @@ class _TCT(Method[Any]):
 
     def validates(self, config: Config) -> bool:
         """Say whether held-out examples choose anything."""
-        return _validates(self.own(config))
+        return bool(TCT.validated(self.own(config)))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)
@@ -97,7 +97,7 @@ class _TCT(Method[Any]):
         )
         options |= self.arguments(setup.config, own)
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
-        if _validates(own):
+        if TCT.validated(own):
             options["validation"] = setup.data.train(setup.split.validation)
         return super().strategy(setup, options)
 
@@ -112,10 +112,10 @@ class _TCT(Method[Any]):
         if learned == "network":
             return super().predictor(setup, arrays, learned)
         own, network = self.own(setup.config), setup.network.to(setup.device)
-        if cache is None:
-            return TCTModel.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
-        model = _KeptFeatures.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
-        model.keep_in(cache, own, setup.device)
+        kind = TCTModel if cache is None else _KeptFeatures
+        model = kind.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
+        if isinstance(model, _KeptFeatures):
+            model.cache, model.settings, model.device = cache, own, setup.device
         return model
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
@@ -152,16 +152,6 @@ class _TCT(Method[Any]):
         shrink(_cache(config))
 
 
-def _validates(own: Any) -> bool:
-    """Whether the server needs validation examples."""
-    return own.solve == "statistics" and (_chooses_by_own(own) or own.bits != UNQUANTISED)
-
-
-def _chooses_by_own(own: Any) -> bool:
-    """Whether the server chooses the ridge by examples of its own."""
-    return bool(own.auto_ridge and not own.validation_share)
-
-
 def _feature_map(own: Any) -> FeatureMap:
     return FeatureMap(own.features, own.num_features, own.feature_seed, own.head)
 
@@ -170,23 +160,19 @@ def _cache(config: Config) -> Path:
     return config.folder / "cache"
 
 
-def _sums(config: Config) -> Path:
-    return config.folder / "details" / "sums"
-
-
 class _KeptFeatures(TCTModel):
     """The predictor of a run: it takes the test features from disk, as clients take theirs.
 
     So they are computed once for a network and not in each round, and have clients' dtype.
     """
 
-    def keep_in(self, cache: Path, settings: Any, device: str) -> None:
-        """Say where features are kept, and how."""
-        self.cache, self.settings, self.device = cache, settings, device
+    cache: Path
+    settings: Any
+    device: str
 
     def evaluate(self, x: Tensor, y: Tensor) -> Evaluation:
         """Return loss and accuracy, as a client computes them."""
-        network = arrays_of(self.network)
+        network, own = arrays_of(self.network), self.normaliser
         key = ConvexTask.key_of(self.feature_map, list(network.values()))
         bias = self.settings.bias
         kept = FeatureStore(
@@ -196,14 +182,9 @@ class _KeptFeatures(TCTModel):
             self.feature_map,
             dtype=self.settings.dtype,
             keep=self.settings.keep,
-            chunk_size=None,
         )
-        kept.take(
-            {
-                "network": network,
-                "normaliser": {"mean": self.normaliser.mean, "inv_std": self.normaliser.inv_std},
-            }
-        )
+        normaliser = {"mean": own.mean, "inv_std": own.inv_std}
+        kept.take({"network": network, "normaliser": normaliser})
         rows = kept.rows("train", x, bias=bias, device=torch.device(self.device))
         return self._evaluated(rows @ self.linear, y)
 

@@ -1,10 +1,7 @@
 """The phases of TCT with ``solve="statistics"``: one exchange of sums over all clients' features.
 
 Beyond Yu et al., NeurIPS 2022: the problem of their stage 2 has its solution in sums over the
-examples, which add over clients as in He et al., *AFL: A Single-Round Analytic Approach for
-Federated Learning with Pre-trained Models*, CVPR 2025, and Fani et al., *Accelerating Heterogeneous
-Federated Learning with Closed-form Classifiers* (Fed3R), ICML 2024; there of the last layer's
-inputs, here of tangent features.
+examples, which add over clients: see :mod:`fedntk.ntk.payloads.feature_statistics`.
 """
 
 import contextlib
@@ -102,17 +99,11 @@ class PooledStatistics(Phase):
         """Return the task, the network, and what features are rounded or weighted by."""
         content = super().content_for(client, arrays, config)
         if self.fixed_point is not None:
-            content["steps"] = self.steps_record
+            content["steps"] = ArrayRecord({"tct.step": Array(self.fixed_point.step)})
         if self.tct.balanced:
             weights = Array(self.tct.class_weights)
             content["class-weights"] = ArrayRecord({"tct.class-weights": weights})
         return content
-
-    @property
-    def steps_record(self) -> ArrayRecord:
-        """Steps of the fixed-point numbers, if these are used, as clients are sent them."""
-        steps = {} if self.fixed_point is None else {"tct.step": Array(self.fixed_point.step)}
-        return ArrayRecord(steps)
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
         """Add the sums up and solve."""
@@ -192,11 +183,7 @@ class PooledStatistics(Phase):
         )
 
     def _solution(self, groups: Iterable[Sums], arrays: ArrayRecord) -> tuple[Arrays, float]:
-        """Add sums up in their order and solve; return the arrays that changed, and the ridge.
-
-        The ridge is chosen on the server's examples or on those that clients held out. All
-        examples count in the model.
-        """
+        """Add sums up in their order and solve; return the arrays that changed, and the ridge."""
         tct = self.tct
         sums: Sums = functools.reduce(operator.add, groups)
         if self.fixed_point is not None:

@@ -38,6 +38,7 @@ AVERAGING = functools.partial(SeededFedAvg, average_decay=0.5)
 SUMS = {"solve": "statistics"}
 SHARE = {"auto_ridge": True, "validation_share": 0.2}
 NAN = float("nan")
+SECURE = SUMS | {"bits": 8, "secure_aggregation": True}
 NOISE = {"noise_multiplier": 1.0}
 BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
 
@@ -115,6 +116,12 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tct, {"solve": "server", "validation": held(2)}, "validation: goes with solve = statistics"),
     (tct, SUMS | {"validation": (torch.zeros(2, 4), held(3)[1])}, "validation: expected examples"),
     (tct, SUMS | {"validation": held(1, label=3)}, "labels 0 ... 2, got 3 ... 3"),
+    (tct, SUMS | {"secure_aggregation": True}, "masks are added to whole numbers"),
+    (tct, {"secure_aggregation": True}, "secure_aggregation: goes with solve = stat"),
+    (tct, SECURE | {"keep_sums": "sums"}, "no client's sums to keep"),
+    (tct, SECURE | SHARE, "nor of what clients hold out"),
+    (tct, SECURE | {"vouching": KEYS}, "the name of the run"),
+    (tct, SUMS | {"vouching": KEYS, "run": "a run"}, "vouching: expected secure_aggregation"),
     (cp_ntk_fl, {"bits": 17}, "bits: expected 1 ... 16, or 32"),
     (cp_ntk_fl, NOISE, "use selection='linearised'"),
     (

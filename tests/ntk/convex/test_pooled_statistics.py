@@ -219,7 +219,7 @@ def test_a_ridge_too_small_is_said_so_and_passed_over():
     sums = statistics(z)
     sums.gram[1] += 1.0  # |<a, b>| is above |a||b|
     broken = NormalEquations.of(sums, Normaliser.identity(2))
-    with pytest.raises(ValueError, match="ridge = 1e-06 is too small for these sums; raise it"):
+    with pytest.raises(ValueError, match="ridge = 1e-06 is too small for these features; raise it"):
         broken.solve(1e-6)
     assert best_ridge(broken, broken, (1e-6, 1.0)) == 1.0
     with pytest.raises(ValueError, match=r"none of 1e-09 \.\.\. 1e-06 has a solution"):
