@@ -1,6 +1,7 @@
 """The server half of each method: Flower strategies on the Message API."""
 
 import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
+from fedntk.ntk.payloads import ConvexOptimizer
 
 from .closed_form.afl import AFL
 from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
@@ -34,7 +35,7 @@ from .personal.local_training import LocalTraining
 from .personal.personalised import PersonalisedStrategy, PersonalStrategy
 from .personal.weighted_fedavg import Mixing, WeightedFedAvg
 from .scaffold import SCAFFOLD
-from .tct.tct import TCT, ConvexOptimizer
+from .tct.tct import TCT
 
 __all__ = [
     "AFL",

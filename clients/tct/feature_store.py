@@ -18,8 +18,6 @@ from fedntk.ntk.features import FeatureRows
 from ..core.disk_store import DiskStore
 from ..core.weights import set_weights
 
-__all__ = ["LESS_DISK", "FeatureStore", "shrink"]
-
 logger = getLogger("flwr")
 STATES = 20  # of the newest rounds that a client took part in: any may be gone on from
 SENT = 2  # models of the newest rounds: a round may be asked for again

@@ -55,8 +55,6 @@ from ..gossip.sealed_parcels import kept_key
 from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
 
-__all__ = ["TCTClient"]
-
 ONCE = ("features", "statistics", "masked")  # steps whose features are used once
 OF_SECURE_SUMS = get_args(SumStep)
 logger = getLogger("flwr")

@@ -29,16 +29,6 @@ from ..losses import Loss, check_loss, residual
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-__all__ = [
-    "Spectrum",
-    "centred_targets",
-    "convex_loss",
-    "geometric_sums",
-    "looped_steps",
-    "mean_gradient",
-    "residual_sum",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:

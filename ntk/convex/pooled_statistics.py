@@ -19,8 +19,6 @@ from ..payloads.feature_statistics import FEWER, FeatureStatistics
 from ..support.memory import require_memory
 from .ridge import solve_ridge
 
-__all__ = ["RIDGES", "NormalEquations", "best_ridge", "class_weights", "normaliser_of"]
-
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 

@@ -16,8 +16,6 @@ from ..losses import one_hot
 from ..payloads.feature_upload import FeatureUpload
 from ..support.memory import require_memory
 
-__all__ = ["pooled_ridge", "ridge_regression"]
-
 
 def ridge_regression(kernel: Tensor, targets: Tensor, ridge: float) -> Tensor:
     """Coefficients A (n, C) of W = Z^T A, the minimum of ||Z W - Y||^2 + rho ||W||^2, in the dual.

@@ -13,8 +13,6 @@ from ..options import Declared, shared
 from .compression import UNQUANTISED
 from .feature_statistics import SumStep
 
-__all__ = ["ConvexOptimizer", "ConvexOptions", "ConvexTask", "MessageTask", "Solve"]
-
 ConvexOptimizer = Literal["scaffold", "fedavg", "gd"]
 Solve = Literal["clients", "server", "statistics"]
 Step = Literal["bootstrap", "moments", "features", "counts", "statistics", "linear", SumStep]

@@ -25,16 +25,6 @@ from ..support.arrays import require_array, take_arrays
 from ..support.memory import require_memory
 from ..support.precision import full_float32
 
-__all__ = [
-    "FEATURE_GRAM",
-    "FeatureStatistics",
-    "SumStep",
-    "packed_size",
-    "require_counts",
-    "sums_digest",
-    "word_dtype",
-]
-
 FEATURE_GRAM = "feature-gram"  # key of a message: whether Gram matrices are asked for
 # exchanges of a secure sum, in order: see fedntk.trust.secure_sum
 SumStep = Literal["public-key", "shares", "masked", "confirm", "reveal"]

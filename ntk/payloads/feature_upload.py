@@ -16,8 +16,6 @@ from .compressed_upload import DECODING_BYTES
 from .compression import UNQUANTISED, Encoded, compress
 from .limits import UploadLimits, require_labels
 
-__all__ = ["FeatureUpload"]
-
 LARGEST = 1e38  # scale: features up to it, and a little over, are float32
 
 

@@ -19,8 +19,6 @@ from ..support.arrays import take_arrays
 from ..support.memory import require_memory
 from .feature_statistics import FEWER, FeatureStatistics
 
-__all__ = ["SplitStatistics", "draw_held_out"]
-
 HELD_OUT = "held-out-"  # begins the names of arrays
 
 

@@ -19,8 +19,6 @@ from fedntk.ntk.options import Declared, state
 
 from ..core.saved_state import pack, unpack
 
-__all__ = ["ControlVariate"]
-
 
 class ControlVariate(Declared):
     """The server's c, and the round from which each client's c_k counts.

@@ -29,8 +29,6 @@ from ..core.trust_protocols import VouchesForKeys
 from .control import ControlVariate
 from .kept_sums import KeptSums
 
-__all__ = ["LINEAR", "MEAN", "SCALE", "ConvexStrategy"]
-
 LINEAR, MEAN, SCALE = TCTModel.ARRAYS
 PARTS = {"normaliser": (MEAN, SCALE), "linear": (LINEAR,)}  # records beside the network
 OF_STATISTICS = (

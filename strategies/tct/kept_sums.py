@@ -16,8 +16,6 @@ from fedntk.ntk import require_disk
 
 from ..core.array_archive import ArrayArchive
 
-__all__ = ["KeptSums", "clients_left"]
-
 Arrays = dict[str, NDArray[Any]]
 
 

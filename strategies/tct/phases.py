@@ -35,8 +35,6 @@ from ..core.lost_state import Answers
 from ..core.replies import Reply, require_like, screen_own_sizes
 from .convex_strategy import LINEAR, ConvexStrategy
 
-__all__ = ["BootstrapRounds", "ConvexRounds", "Convexify", "Phase", "ServerSolve"]
-
 CONTROL = "tct.control"
 Arrays = dict[str, NDArray[Any]]
 Result = tuple[Arrays | None, MetricRecord]  # arrays that a round changed, if any; its metrics

@@ -15,8 +15,6 @@ from ..core.secure_sums import SecureSums, WordFormat
 from .convex_strategy import ConvexStrategy
 from .statistics import PooledStatistics, Sums
 
-__all__ = ["SecureStatistics"]
-
 EVERYONE = -1  # in the place of a client's id
 T = TypeVar("T")
 

@@ -31,8 +31,6 @@ from .convex_strategy import SCALE
 from .kept_sums import clients_left
 from .phases import Arrays, Phase, Result
 
-__all__ = ["ClassCounts", "PooledStatistics", "Sums"]
-
 CHUNK_BYTES = 128 * 2**20  # of the validation examples' features
 STEP = "step"  # of fixed-point numbers, among what is kept of a client
 Sums = FeatureStatistics | SplitStatistics

@@ -39,7 +39,6 @@ from torch import nn
 
 from fedntk.ntk import Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.options import state
-from fedntk.ntk.payloads import ConvexOptimizer
 from fedntk.ntk.payloads.feature_statistics import FEWER
 
 from ..core.array_archive import under
@@ -51,8 +50,6 @@ from .convex_strategy import ConvexStrategy
 from .phases import Arrays, BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 from .secure import SecureStatistics
 from .statistics import ClassCounts, PooledStatistics
-
-__all__ = ["TCT", "ConvexOptimizer"]
 
 BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 

@@ -41,8 +41,8 @@ def closed(z, w, y, h, rate, steps, loss="mse"):
 # ------------------------------------------------------------------ closed form
 
 
-@pytest.mark.parametrize("rate", [1e-12, 1e-5, 0.3, 1.0, 1.99, 2.0, 2.5])
-@pytest.mark.parametrize("steps", [1, 2, 7, 500])
+@pytest.mark.parametrize("rate", [1e-12, 0.3, 2.0, 2.5])
+@pytest.mark.parametrize("steps", [1, 7, 500])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_closed_form_is_the_loop(shape, steps, rate):
     """To 1e-11, whatever the size: at a rate of 2.5 and M = 500 residuals reach 1.5^500 = 1e88.
@@ -141,13 +141,6 @@ def test_geometric_sums_against_exact_arithmetic(steps):
         assert abs(Fraction(second) - two) <= 1e-13 * max(1, abs(two)), a
 
 
-def test_geometric_sums_where_they_are_simple():
-    """a = 0: M and M (M - 1) / 2; a = 1: 1 and M - 1; a = 2: 1, 0, 1, 0 ... and floor(M / 2)."""
-    rate = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
-    assert [t.tolist() for t in geometric_sums(rate, 500)] == [[500, 1, 0], [124_750, 499, 250]]
-    assert [t.tolist() for t in geometric_sums(rate, 7)] == [[7, 1, 1], [21, 6, 3]]
-
-
 # -------------------------------------------------------- losses, and their gradient
 
 
@@ -174,8 +167,8 @@ def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-@pytest.mark.parametrize("steps", [1, 2, 40])
-@pytest.mark.parametrize("rate", [1e-6, 0.5, 3.0])
+@pytest.mark.parametrize("steps", [1, 40])
+@pytest.mark.parametrize("rate", [0.5, 3.0])
 def test_cross_entropy_in_the_dual_is_the_loop_on_the_weights(shape, steps, rate):
     """The same arithmetic in another order: 1e-10, at rates where no step expands errors.
 
@@ -295,16 +288,6 @@ def test_rounds_are_algorithm_1_and_keep_its_invariant():
         torch.testing.assert_close(
             mean_gradient(models[t], models[t + 1], steps * eta), mean, rtol=1e-11, atol=1e-11
         )
-
-
-def test_one_client_is_gradient_descent():
-    """c_1 - c = 0: 6 rounds of 25 steps are 150 steps without a correction."""
-    clients = federation(sizes=(17,))
-    ((z, y),) = clients
-    start = normal(12, 3, seed=5)
-    *_, (theta, _, _) = method(clients, start, 0.1, 25, 6)
-    expected, _ = looped_steps(z, start, y, 0 * start, learning_rate=0.1, local_steps=150)
-    torch.testing.assert_close(theta, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_corrected_rounds_reach_the_pooled_solution_and_plain_ones_another():

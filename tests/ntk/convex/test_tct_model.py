@@ -90,30 +90,22 @@ def test_any_chunks_give_the_same_scores(options):
         assert len(parts) == chunks
         scores = own.predict(X, chunk_bytes=size).double()
         torch.testing.assert_close(scores, exact, rtol=1e-4, atol=1e-4)
+    assert own.predict(X[:0]).shape == (0, CLASSES)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_no_examples_have_no_scores(options):
-    assert model(**options).predict(X[:0]).shape == (0, CLASSES)
-
-
-def test_predicting_changes_neither_network_nor_examples():
-    own, x = model(), X.clone()
-    before = copy.deepcopy(own.network.state_dict())
-    own.predict(x)
+def test_predicting_changes_nothing_and_the_network_is_copied():
+    net, x = network(), X.clone()
+    before = copy.deepcopy(net.state_dict())
+    own = TCTModel(
+        net, FeatureMap(num_features=50), Normaliser.identity(50), np.ones((50, 3), "f4")
+    )
+    scores = own.predict(x)
     assert torch.equal(x, X)
     assert all(torch.equal(before[name], t) for name, t in own.network.state_dict().items())
-
-
-def test_the_network_is_copied():
-    net = network()
-    feature_map = FeatureMap(num_features=50)
-    own = TCTModel(net, feature_map, Normaliser.identity(50), np.ones((50, 3), "f4"))
-    before = own.predict(X)
     with torch.no_grad():
         net[0].weight.add_(1)
         net[1].running_mean.add_(1)
-    assert torch.equal(own.predict(X), before)
+    assert torch.equal(own.predict(X), scores)
 
 
 # ---------------------------------------------------------------------- sizes, arrays
@@ -123,11 +115,10 @@ def test_the_network_is_copied():
     ("mean", "scale", "linear", "message"),
     [
         (49, 50, (50, 3), r"normaliser: expected 50 features.*got \(49,\) and \(50,\)"),
-        (50, 51, (50, 3), r"normaliser: expected 50 features.*got \(50,\) and \(51,\)"),
+        (50, 51, (50, 3), r"got \(50,\) and \(51,\)"),
         (50, 50, (49, 3), r"linear: expected 50 rows, or 51 with a bias, got \(49, 3\)"),
         (50, 50, (52, 3), r"got \(52, 3\)"),
         (50, 50, (50,), r"got \(50,\)"),
-        (50, 50, (3, 50), r"got \(3, 50\)"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(mean, scale, linear, message):
@@ -200,10 +191,8 @@ def cut(folder, share):
     ("damage", "message"),
     [
         (lambda folder: cut(folder, 0.9), "no TCT model that can be read: "),
-        (lambda folder: cut(folder, 0.01), "no TCT model that can be read: "),
         (lambda folder: cut(folder, 0), "no TCT model that can be read: "),
         (lambda folder: described(folder, "{"), "no TCT model that can be read"),
-        (lambda folder: described(folder, "[1]"), "no TCT model that can be read"),
         (lambda folder: described(folder, "{}"), "can be read: .*feature-kind"),
         (lambda folder: described(folder, {"feature-kind": "x"}), "features: expected one of"),
         (lambda folder: described(folder, {"num-features": None}), "no TCT model that can be"),
@@ -226,11 +215,6 @@ def test_a_missing_file_is_named(tmp_path):
     ("other", "named"),
     [
         (lambda: network(width=5), r"0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean$"),
-        (lambda: nn.Linear(36, 3), r"weight, bias, "),
-        (
-            lambda: nn.Sequential(*network()[:3], nn.Flatten(), nn.Linear(64, 4)),
-            r"4\.weight, 4\.bias$",
-        ),
         (lambda: nn.Sequential(*network(), nn.Linear(3, 3)), r"5\.weight, 5\.bias$"),
     ],
 )
