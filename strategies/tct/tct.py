@@ -59,10 +59,9 @@ class TCT(ConvexStrategy):
 
     Of ``num_rounds`` rounds, `bootstrap_rounds` are stage 1, one is for the moments of the features
     (none with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start`
-    returns, and that ``evaluate_fn`` is given, are the network's and ``tct.linear``, ``tct.mean``
-    and ``tct.scale``; :meth:`predictor` makes a model of them. Until stage 2 has changed the linear
-    model, clients evaluate the network. All nodes are asked for moments, features or sums, whatever
-    ``fraction_train``.
+    returns, and ``evaluate_fn`` is given, are the network's, ``tct.linear``, ``tct.mean`` and
+    ``tct.scale``; :meth:`predictor` makes a model of them. Until stage 2 has changed the linear
+    model, clients evaluate the network. All nodes are asked for moments, features or sums.
 
     Beyond the paper, the server can solve the problem in one exchange. ``solve="server"`` takes
     about 2 n p bytes up, and the server sees features, from which inputs can be computed, and
@@ -81,10 +80,9 @@ class TCT(ConvexStrategy):
 
     With three clients or more, models that moved over 100 times as far as the median client's are
     dropped, as are moments and features of over 100 times its size. Other valid-looking malicious
-    replies are not detected: within that limit a false model stays in c, and false moments in the
-    normaliser; a client that repeatedly says that its c_k is lost has the corrections of all start
-    again each time; and false sums can leave ``solve="statistics"`` without a solution, round after
-    round.
+    replies are not detected: a false model stays in c, and false moments in the normaliser; a
+    client that says again and again that its c_k is lost has all corrections start again; and false
+    sums can leave ``solve="statistics"`` without a solution, round after round.
 
     Attributes
     ----------
@@ -166,9 +164,9 @@ class TCT(ConvexStrategy):
 
         It is solved anew from the kept sums of the others, one client's in memory at a time, with
         a normaliser of theirs, and with `auto_ridge` a ridge chosen anew; steps of fixed-point
-        numbers stay. So it has the bits of a run that never had these clients, given the same
-        network, the same machine, and that the server also accepts the others' replies there. The
-        network stays: it was trained with these clients if stage 1 asked them.
+        numbers stay. So it has the bits of a run that never had these clients, on the same network
+        and machine, if the server accepts the same replies. The network stays: it was trained with
+        these clients if stage 1 asked them.
 
         Parameters
         ----------
@@ -236,13 +234,12 @@ class TCT(ConvexStrategy):
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Add the linear model and the normaliser to the network's arrays.
 
-        After :meth:`load_state_dict` `initial_arrays` are all that the run had returned by then;
-        otherwise only the network's are used. A second run of one strategy object begins anew,
-        except for what its bootstrap keeps.
+        After :meth:`load_state_dict` `initial_arrays` are all that the run had returned by then.
+        A second run of one strategy object begins anew, except for what its bootstrap keeps.
         """
         expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
-        found = {k: tuple(a.shape) for k, a in initial_arrays.items()}
-        if {k: v for k, v in found.items() if k not in TCTModel.ARRAYS} != expected:
+        found = {k: tuple(a.shape) for k, a in self.network_of(initial_arrays).items()}
+        if found != expected:
             odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
@@ -250,12 +247,8 @@ class TCT(ConvexStrategy):
             self.kept_sums.require_disk(self.pooled.upload_bytes, self.min_available_nodes)
         exchanges = sum(p.asks_everyone and not p.changes_linear for p in self.phases)
         if num_rounds <= self.bootstrap_rounds + exchanges:
-            logger.log(
-                WARNING,
-                "num_rounds = %d end before stage 2, which begins after %d of stage 1",
-                num_rounds,
-                self.bootstrap_rounds,
-            )
+            said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
+            logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)
         if not done:
             self.run_key = secrets.token_hex(8)
         elif set(TCTModel.ARRAYS) <= initial_arrays.keys():

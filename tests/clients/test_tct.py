@@ -174,6 +174,7 @@ def test_sums_are_of_the_clients_features(tmp_path, way):
     records = bootstrapped() | {
         "steps": {"tct.step": fixed.step}, "class-weights": {"tct.class-weights": weights},
     }  # fmt: skip
+    assert step(client(tmp_path), task, {})[2] == {"lost-state": 0}  # asked for the network again
     arrays, count, metrics = step(client(tmp_path), task, records)
     options = {"fixed-point": {"fixed_point": fixed}, "balanced": {"weights": weights}}
     own = options.get(way, {})
