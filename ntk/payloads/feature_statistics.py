@@ -276,7 +276,7 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
     It must be `num_examples` if that is given.
     """
     require_array("counts", counts, shape=(num_classes,), dtype=np.int64, low=0)
-    total = sum(counts.tolist())
+    total: int = sum(counts.tolist())
     if num_examples not in (None, total):
         raise BadReply("num-examples", f"claims {num_examples}, counts {total}")
     return total

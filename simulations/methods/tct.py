@@ -112,10 +112,10 @@ class _TCT(Method[Any]):
         if learned == "network":
             return super().predictor(setup, arrays, learned)
         own, network = self.own(setup.config), setup.network.to(setup.device)
-        kind = TCTModel if cache is None else _KeptFeatures
-        model = kind.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
-        if isinstance(model, _KeptFeatures):
-            model.cache, model.settings, model.device = cache, own, setup.device
+        if cache is None:
+            return TCTModel.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
+        model = _KeptFeatures.from_arrays(network, _feature_map(own), arrays, loss=own.loss)
+        model.cache, model.settings, model.device = cache, own, setup.device
         return model
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:

@@ -10,6 +10,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import WARNING
+from typing import ClassVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -21,6 +22,7 @@ from fedntk.ntk import Normaliser, NotEnoughMemory, require_memory
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import UNQUANTISED, FeatureStatistics, SplitStatistics
+from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_counts
 from fedntk.ntk.predictors.network import load_arrays
 
@@ -64,7 +66,7 @@ class PooledStatistics(Phase):
     """One exchange of sums over the features, from which the server solves exactly."""
 
     name = "pooled-statistics"
-    step = "statistics"
+    step: ClassVar[Step] = "statistics"
     asks_everyone = True
     changes_linear = True
     fixed_point: FixedPoint | None = None

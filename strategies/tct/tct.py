@@ -19,7 +19,7 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
 from typing import Any, ClassVar
 
@@ -121,7 +121,8 @@ class TCT(ConvexStrategy):
     def _planned(self) -> list[Phase]:
         """Return the phases of a run, in order."""
         sums = SecureStatistics if self.secure_aggregation else PooledStatistics
-        last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}[self.solve]
+        last: Mapping[str, Callable[[ConvexStrategy], Phase]]
+        last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}
         planned: list[Phase] = []
         if self.inner is not None and self.bootstrap_rounds:
             planned.append(BootstrapRounds(self, self.inner))
@@ -129,7 +130,7 @@ class TCT(ConvexStrategy):
             planned.append(Convexify(self))
         if self.balanced:
             planned.append(ClassCounts(self))
-        return [*planned, last(self)]
+        return [*planned, last[self.solve](self)]
 
     @property
     def phase(self) -> Phase | None:
