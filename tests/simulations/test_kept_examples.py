@@ -16,18 +16,18 @@ from fedntk.simulations.engine.engines import LocalGrid
 
 CONFIG = Config(
     method="fedavg", num_clients=6, clients_per_round=6, batch_size=16, local_test_fraction=0.2,
-    min_partition_size=5,
+    min_partition_size=5, train_examples=300,
 )  # fmt: skip
 
 
-def examples(size: int, fill: float = 0.0) -> Own:
-    """Of 4 `size` bytes, the labels not counted, which are empty."""
+def examples(size: int) -> Own:
+    """Return 4 `size` bytes of examples, and empty labels."""
     empty = torch.zeros(0)
-    return Own((torch.full((size,), fill), empty), (empty, empty))
+    return Own((torch.zeros(size), empty), (empty, empty))
 
 
 def test_they_are_made_once_and_again_when_they_were_changed_in_place():
-    """Through a view, too, and with nobody following gradients."""
+    """Also through a view, and with nobody following gradients."""
     kept, made = KeptExamples(), []
 
     def make() -> Own:
@@ -67,31 +67,31 @@ def test_no_more_is_kept_than_fits_and_the_oldest_goes_first():
     assert made == [0, 1, 2, 1, 3, 3]
 
 
-def replies(config: Config, order: list[int], workers: int = 1) -> dict[tuple[int, int], bytes]:
-    """What partitions reply in rounds 1, 2, ... to the first weights, asked in this order.
+def replies(config: Config, order: list[int], workers: int = 1) -> dict[tuple[str, int, int], str]:
+    """Return what partitions reply to the first weights, asked to train in this order.
 
-    Round 0 is an evaluation after all of these.
+    All evaluate at the end. Keys are kind, partition and how often it was asked before.
     """
     weights = ArrayRecord(dict(load_setup(config).network.state_dict()))
-    answers: dict[tuple[int, int], bytes] = {}
+    asked = {
+        "train": [(own, order[:i].count(own)) for i, own in enumerate(order)],
+        "evaluate": [(own, 0) for own in dict.fromkeys(order)],
+    }
+    answers = {}
     with LocalGrid(app, config.num_clients, config.run_config(), workers=workers) as grid:
-
-        def ask(kind: str, asked: list[tuple[int, int]]) -> None:
+        for kind, keys in asked.items():
             contents = [
-                RecordDict({"arrays": weights, "config": ConfigRecord({"server-round": number})})
-                for _, number in asked
+                RecordDict({"arrays": weights, "config": ConfigRecord({"server-round": n + 1})})
+                for _, n in keys
             ]
             messages = [
-                Message(content, partition + 1, kind)
-                for content, (partition, _) in zip(contents, asked, strict=True)
+                Message(content, own + 1, kind)
+                for content, (own, _) in zip(contents, keys, strict=True)
             ]
-            for reply, key in zip(grid.send_and_receive(messages), asked, strict=True):
+            for reply, key in zip(grid.send_and_receive(messages), keys, strict=True):
                 arrays = reply.content.array_records.get("arrays", {})
                 told = {k: v for k, v in reply.content["metrics"].items() if k != "seconds"}
-                answers[key] = b"".join(a.data for a in arrays.values()) + repr(told).encode()
-
-        ask("train", [(own, order[: i + 1].count(own)) for i, own in enumerate(order)])
-        ask("evaluate", [(partition, 0) for partition in dict.fromkeys(order)])
+                answers[kind, *key] = repr([told, *(array.data for array in arrays.values())])
     return answers
 
 
@@ -105,26 +105,26 @@ IN_PLACE = """
 """
 
 
-@pytest.mark.parametrize("kind", ["mlp", "in-place"])
-def test_kept_examples_make_the_bits_of_new_ones_in_any_order(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["mlp", "halving_network:make"])
+def test_kept_examples_make_the_bits_of_new_ones_in_any_order(model, tmp_path, monkeypatch):
     """Every partition is asked three times, in two orders, by one thread and by two.
 
     The network that halves what it is given would train on quarters the second time.
     """
     (tmp_path / "halving_network.py").write_text(textwrap.dedent(IN_PLACE))
     monkeypatch.syspath_prepend(tmp_path)
-    config = replace(CONFIG, model="halving_network:make") if kind == "in-place" else CONFIG
+    config = replace(CONFIG, model=model)
     order = [partition for _ in range(3) for partition in range(6)]
     other = np.random.default_rng(0).permutation(order).tolist()
     with monkeypatch.context() as patch:
         patch.setattr(KeptExamples, "of", lambda self, partition, make: make())
         expected = replies(config, order)
     assert len(set(expected.values())) == len(expected)
-    for asked, workers in ((order, 1), (other, 1), (other, 2)):
+    for asked, workers in ((order, 1), (other, 2)):
         assert replies(config, asked, workers) == expected
 
 
-def test_each_thread_keeps_its_own_and_a_client_of_the_next_message_finds_it():
+def test_each_setup_keeps_its_own_and_a_client_of_the_next_message_finds_it():
     setup = load_setup(CONFIG)
     first, second = (make_client(setup, 1, {}) for _ in range(2))
     assert second.inputs.data_ptr() == first.inputs.data_ptr()
