@@ -5,7 +5,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -246,27 +246,24 @@ def _digits(_: Path) -> Loaded:
     return _npz(path)
 
 
-def _torchvision(class_name: str, folder: str) -> Callable[[Path], Loaded]:
-    def load(data_dir: Path) -> Loaded:
-        root = _unpacked(data_dir, folder) if folder else data_dir
-        raw = root / folder / "raw"
-        if folder and all((raw / name).is_file() for name in IDX_FILES):
-            x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
-            return _images(x_train, y_train), _images(x_test, y_test), 10
-        import torchvision  # takes a second
+def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
+    root = _unpacked(data_dir, folder) if folder else data_dir
+    raw = root / folder / "raw"
+    if folder and all((raw / name).is_file() for name in IDX_FILES):
+        x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
+        return _images(x_train, y_train), _images(x_test, y_test), 10
+    import torchvision  # takes a second
 
-        kind = getattr(torchvision.datasets, class_name)
-        try:  # nothing is downloaded that is there
-            parts = [kind(root=str(root), train=train, download=True) for train in (True, False)]
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set "
-                "data-dir to a folder in torchvision's layout"
-            ) from error
-        train, test = (_images(np.asarray(own.data), np.asarray(own.targets)) for own in parts)
-        return train, test, len(parts[0].classes)
-
-    return load
+    kind = getattr(torchvision.datasets, class_name)
+    try:  # nothing is downloaded that is there
+        parts = [kind(root=str(root), train=train, download=True) for train in (True, False)]
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"{class_name} is not in {data_dir} and cannot be downloaded ({error}); set data-dir "
+            "to a folder in torchvision's layout"
+        ) from error
+    train, test = (_images(np.asarray(own.data), np.asarray(own.targets)) for own in parts)
+    return train, test, len(parts[0].classes)
 
 
 def _images(x: NDArray[Any], y: NDArray[Any]) -> Part:
@@ -331,7 +328,7 @@ def _hugging_face(name: str, settings: DatasetSettings) -> Loaded:
 
 _BY_NAME: dict[str, Callable[[Path], Loaded]] = {
     "digits": _digits,
-    "mnist": _torchvision("MNIST", "MNIST"),
-    "fashion-mnist": _torchvision("FashionMNIST", "FashionMNIST"),
-    "cifar10": _torchvision("CIFAR10", ""),
+    "mnist": partial(_torchvision, "MNIST", "MNIST"),
+    "fashion-mnist": partial(_torchvision, "FashionMNIST", "FashionMNIST"),
+    "cifar10": partial(_torchvision, "CIFAR10", ""),
 }

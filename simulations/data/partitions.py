@@ -47,7 +47,7 @@ class Split:
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of all indices: two runs with one checksum had the same split."""
+        """SHA-256 of all indices."""
         digest = hashlib.sha256()
         for indices in (self.validation, *self.clients, *self.tests):
             digest.update(len(indices).to_bytes(8, "little") + indices.astype("<i8").tobytes())

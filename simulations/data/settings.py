@@ -6,14 +6,8 @@ from ..config.settings import ConfigError, Settings, setting
 
 __all__ = ["DatasetSettings", "SplitSettings"]
 
-WITH_OWNERS = (
-    "leaf",
-    "digit-domains",
-    "digits-five",
-    "femnist",
-    "femnist-digits",
-    "two-patch",
-)  # data sets that say whose an example is
+# data sets that name the owner of each example
+WITH_OWNERS = "leaf", "digit-domains", "digits-five", "femnist", "femnist-digits", "two-patch"
 
 
 class DatasetSettings(Settings, frozen=True, eq=True):
@@ -21,7 +15,7 @@ class DatasetSettings(Settings, frozen=True, eq=True):
 
     dataset: str = setting(
         "digits",
-        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (its digits alone), either "
+        "digits, mnist, fashion-mnist, cifar10, femnist, femnist-digits (only its digits), either "
         "with :<folder>, digit-domains, digits-five, digits-five:<folder>, "
         "hf:<name or folder>, leaf:<folder>, npz:<file>, or two-patch:<options>",
     )

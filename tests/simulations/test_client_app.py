@@ -22,6 +22,10 @@ from ..strategies.federation import app as small_app
 CONFIG = Config(
     method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
 )
+NOISE = {
+    "method": "cp-ntk-fl", "clients_per_evaluation": 0,
+    "cp_ntk_fl": {"clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50"},
+}  # fmt: skip
 NODES = (5, 2**63 + 7, 2**64 - 2)  # Flower's ids are any numbers of 64 bits
 
 
@@ -55,16 +59,15 @@ def save(file: Path, **arrays: Any) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("as_folder", [False, True])
-def test_a_node_with_its_own_examples_trains_on_these(tmp_path, as_folder):
-    """A file with a partition's examples, in their order, makes the same bits as the partition."""
+def test_a_node_with_its_own_examples_trains_on_these(tmp_path):
+    """A folder with a partition's examples, in their order, makes the bits of the partition."""
     x, y = raw(CONFIG, 1)
     (tmp_path / "own").mkdir()
-    path = save(tmp_path / "own" / "examples.npz", x=x, y=y)
-    path = str(tmp_path / "own") if as_folder else path
+    save(tmp_path / "own" / "examples.npz", x=x, y=y)
     numbered = [{"partition-id": i} for i in range(3)]
     expected = learned(CONFIG, grid(CONFIG, numbered))
-    with_file = [numbered[0], {"partition-id": 1, "data-path": path}, numbered[2]]
+    own = {"partition-id": 1, "data-path": str(tmp_path / "own")}
+    with_file = [numbered[0], own, numbered[2]]
     assert learned(CONFIG, grid(CONFIG, with_file)) == expected
     other = save(tmp_path / "other.npz", x=x[: len(x) // 2], y=y[: len(y) // 2])
     with_file[1] = {"partition-id": 1, "data-path": other}
@@ -97,9 +100,7 @@ def test_a_node_that_names_no_examples_is_refused_in_one_line():
     weights = ArrayRecord(dict(load_setup(CONFIG).network.state_dict()))
     message = Message(RecordDict({"arrays": weights}), NODES[2], MessageType.TRAIN)
     (reply,) = of.send_and_receive([message])
-    assert reply.has_error()
-    assert "partition-id" in reply.error.reason
-    assert "data-path" in reply.error.reason
+    assert all(word in reply.error.reason for word in ("partition-id", "data-path"))
     assert "\n" not in reply.error.reason
 
 
@@ -110,8 +111,6 @@ def test_a_node_that_names_no_examples_is_refused_in_one_line():
         (lambda x, y: {"x": x[..., :4], "y": y}, r"shape \(n, 1, 8, 8\), got \(453, 1, 8, 4\)"),
         (lambda x, y: {"x": x, "y": y[:-1]}, "examples and one label each"),
         (lambda x, y: {"x": x * np.nan, "y": y}, "NaN or infinity"),
-        (lambda x, y: {"x": x.astype(str), "y": y}, "expected numbers"),
-        (lambda x, y: {"x": x, "y": y.astype(float)}, "whole numbers"),
         (lambda x, y: {"x": x, "y": y + 9}, r"labels 0 \.\.\. 9"),
         (lambda x, y: {"x": x, "y": y, "x_test": x[:, :, :4], "y_test": y}, "shape"),
         (lambda x, y: {"x": x[:0], "y": y[:0]}, r"1 \.\.\. 1437 examples, got 0"),
@@ -157,23 +156,14 @@ def test_more_examples_than_the_data_set_has_take_a_setting(tmp_path):
     [
         ({"projection": 20}, "projection"),
         ({"method": "cp-ntk-fl", "cp_ntk_fl": {"shuffle": True}}, "cp-ntk-fl.shuffle"),
-        (
-            {
-                "method": "cp-ntk-fl",
-                "cp_ntk_fl": {
-                    "clip": 1.0, "noise_multiplier": 1.0, "selection": "linearised", "steps": "50",
-                },
-                "clients_per_evaluation": 0,
-            },
-            "cp-ntk-fl.noise-multiplier",
-        ),
+        (NOISE, "cp-ntk-fl.noise-multiplier"),
     ],
-)  # fmt: skip
+)
 def test_own_examples_are_not_left_to_protection_that_is_none(tmp_path, settings, named):
     """Keys and noise of the app come from the run's seed, which everyone knows."""
     config = CONFIG.replace(**settings)
-    setup = load_setup(config)
-    own = load_own(save(tmp_path / "own.npz", **dict(zip("xy", raw(config, 0)))), setup.data, 1437)  # noqa: B905
+    setup, (x, y) = load_setup(config), raw(config, 0)
+    own = load_own(save(tmp_path / "own.npz", x=x, y=y), setup.data, 1437)
     with pytest.raises(ConfigError, match=f"^{named}: .*protect nothing"):
         make_client(setup, 0, {}, own)
     make_client(setup, 0, {})

@@ -17,7 +17,7 @@ import sysconfig
 import time
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,13 @@ def settings(out: Path, method: str, **others: Any) -> dict[str, Any]:
     return {"method": method, "rounds": ROUNDS[method], "out": str(out), **own}
 
 
+def bits(arrays: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: f"{a.dtype}".encode() + a.tobytes() for name, a in arrays.items()}
+
+
 def learned(out: Path) -> dict[str, bytes]:
     with np.load(out / "learned.npz") as file:
-        return {name: bytes(f"{file[name].dtype}", "ascii") + file[name].tobytes() for name in file}
+        return bits(file)
 
 
 def locally(
@@ -117,17 +121,15 @@ def locally(
         context.node_config = {"partition-id": i} | {
             key: value for key, value in node_configs[i].items() if key != "data-path"
         }
-    parties: list[Any] = [None, None]
+    parties: list[Any] = []
     if config["method"] == "cp-ntk-fl":
         master, signing = load_secret(folder / "key-server.secret")
         enrolled = [public_bytes(load_key(folder / f"{i}.pem")) for i in range(3)]
-        parties = [
-            KeyServer(master, enrolled, signing),
-            ShufflingServer(load_key(folder / "shuffling.pem")),
-        ]
+        shuffling = ShufflingServer(load_key(folder / "shuffling.pem"))
+        parties = [KeyServer(master, enrolled, signing), shuffling]
     strategy = hospitals.strategy_of(config["method"], *parties)
     result = hospitals.learn(grid, strategy, defaults | config)
-    return {name: bytes(f"{a.dtype}", "ascii") + a.tobytes() for name, a in result.items()}
+    return bits(result)
 
 
 # --------------------------------------------------------------------------- federations
@@ -370,38 +372,24 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     """With fedntk from a wheel; both learn the local engine's bits, and leave nothing running."""
     monkeypatch.chdir(tmp_path)
     settings = {
-        "method": "ntk-fl",
-        "num-clients": 3,
-        "clients-per-round": 3,
-        "clients-per-evaluation": 0,
-        "train-examples": 60,
-        "rounds": 1,
-    }
+        "method": "ntk-fl", "num-clients": 3, "clients-per-round": 3, "clients-per-evaluation": 0,
+        "train-examples": 60, "rounds": 1,
+    }  # fmt: skip
     expected = run(Config.parse({**settings, "out": tmp_path / "local"}), progress=False)
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
     environment = {**os.environ, **ONE_THREAD}
     environment.pop("FLWR_HOME", None)
     simulate = [installed, "-c", SIMULATE, bundle, tmp_path / "flwr"]
-    deploy = [
-        installed,
-        "-m",
-        "fedntk.simulations.deploy.federation",
-        "run",
-        bundle,
-        "--nodes",
-        "3",
-    ]
-    deploy += ["--folder", tmp_path / "federation", "--run-config"]
+    deploy = [installed, "-m", "fedntk.simulations.deploy.federation", "run", bundle, "--nodes"]
+    deploy += ["3", "--folder", tmp_path / "federation", "--run-config"]
+    wanted = bits(load_model(expected.folder))
     for name, command in (("simulated", simulate), ("deployed", deploy)):
         arguments = [*command, f'{text} out="{tmp_path / name}"']
         done = subprocess.run(
             arguments, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        learned, wanted = load_model(tmp_path / name), load_model(expected.folder)
-        assert {k: v.tobytes() for k, v in learned.items()} == {
-            k: v.tobytes() for k, v in wanted.items()
-        }, name
+        assert bits(load_model(tmp_path / name)) == wanted, name
     typed = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
     assert [line.split()[1] for line in typed].count("flower-supernode") == 3
     assert any(line.startswith("$ flwr supernode register ") for line in typed)
