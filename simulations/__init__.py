@@ -24,25 +24,18 @@ if TYPE_CHECKING:
     from .report.results import Run, load_model, load_results, read_runs
     from .tuning.tuning import Tuning, tune
 
+# module -> its public names
 _HOMES = {
-    "Assessment": "assessment.uncertainty",
-    "Config": "config.config",
-    "ConfigError": "config.config",
-    "Federation": "deploy.federation",
-    "Run": "report.results",
-    "RunFailed": "errors",
-    "Tuning": "tuning.tuning",
-    "Unlearned": "assessment.unlearning",
-    "assess": "assessment.uncertainty",
-    "compare": "engine.runs",
-    "load_model": "report.results",
-    "load_predictor": "engine.building",
-    "load_results": "report.results",
-    "read_runs": "report.results",
-    "run": "engine.runs",
-    "tune": "tuning.tuning",
-    "unlearn": "assessment.unlearning",
-    "write_report": "report.report",
+    "assessment.uncertainty": ("Assessment", "assess"),
+    "assessment.unlearning": ("Unlearned", "unlearn"),
+    "config.config": ("Config", "ConfigError"),
+    "deploy.federation": ("Federation",),
+    "engine.building": ("load_predictor",),
+    "engine.runs": ("compare", "run"),
+    "errors": ("RunFailed",),
+    "report.report": ("write_report",),
+    "report.results": ("Run", "load_model", "load_results", "read_runs"),
+    "tuning.tuning": ("Tuning", "tune"),
 }
 
 __all__ = [
@@ -69,11 +62,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module; ModuleNotFoundError names the extra that is missing."""
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         with warnings.catch_warnings():  # of progress bars that Jupyter cannot show
             warnings.filterwarnings("ignore", "IProgress not found")
-            return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+            return getattr(importlib.import_module(f".{home}", __name__), name)
     except ModuleNotFoundError as error:
         raise with_extra_named(error) from error

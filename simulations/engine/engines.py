@@ -33,10 +33,8 @@ class LocalGrid(Grid):
 
     Parameters
     ----------
-    app : ClientApp
-        The app that answers each message.
-    num_clients : int
-        Number of nodes.
+    app, num_clients
+        The app that answers each message, and the number of nodes.
     run_config : dict
         Flat run-config for each client's context.
     workers : int

@@ -42,10 +42,6 @@ class Run:
 
     Attributes
     ----------
-    folder : Path
-        Folder of its files.
-    config : Config
-        Its settings.
     rounds : DataFrame
         Tidy: one row for each round and metric.
     clients : DataFrame

@@ -123,10 +123,9 @@ def tune(
     base = settled(config, overrides).replace(evaluate_on="validation", out="")
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
-    for name, value, choices in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
-        if value not in get_args(choices):
-            listed = ", ".join(get_args(choices))
-            raise ConfigError(f"{name}: expected one of {listed}, got {value!r}")
+    for name, value, known in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
+        if value not in (choices := get_args(known)):
+            raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
     for name, number in (("trials", trials), ("last", last), ("parallel", parallel)):
         if number < 1:
             raise ConfigError(f"{name}: expected at least 1, got {number}")
