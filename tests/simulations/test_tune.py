@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
-import time
 from logging import WARNING
 
 import numpy as np
@@ -348,7 +345,11 @@ def test_a_grid_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
         ({}, {"grid": {"learning-rate": [0.1]}}, r"learning-rate = .*0.01.* \(now .*0.1.*\)"),
         ({}, {"grid": {"local-epochs": [1, 3]}}, r"learning-rate = .* \(now 0.1\)"),
         ({}, {"seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
-        ({}, {"grid": None, "random": GRID}, r"drawn = 'all' \(now 'random, seed 0'\)"),
+        (
+            {},
+            {"grid": None, "random": GRID, "trials": 4},
+            r"drawn = 'all' \(now 'random, seed 0'\)",
+        ),
         ({"dataset": "npz"}, {}, r"data = '\w+' \(now '\w+'\)"),
     ],
 )
@@ -365,13 +366,6 @@ def test_another_search_in_the_folder_is_refused(tmp_path, pretended, config, op
     assert len(replaced.trials) == len(folders(tmp_path)) / len(options.get("seeds", [0]))
 
 
-def until(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def workers():
     children = psutil.Process().children()
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -380,9 +374,9 @@ def workers():
 def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatch, caplog):
     """One of two is killed, as if there were no memory: its trial fails. After Ctrl-C none is left.
 
-    Then the command is killed: its processes end with their round. The same call finishes them all.
+    The same call finishes them all.
     """
-    killed, folder = [], tmp_path / "s"
+    killed = []
 
     def kill_and_interrupt(shown, record):
         if not killed:
@@ -395,29 +389,21 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
     with monkeypatch.context() as patch, caplog.at_level(WARNING):
         patch.setattr(Progress, "on_round", kill_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            search(folder, seeds=[0, 1], parallel=2)
+            search(tmp_path, seeds=[0, 1], parallel=2)
     assert "interrupted; go on with the same call" in caplog.messages
     assert not workers()
-    assert b"its process ended with exit code -9" in (folder / "search.db").read_bytes()
+    assert b"its process ended with exit code -9" in (tmp_path / "search.db").read_bytes()
+    assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
 
-    def summaries():
-        return len(list(folder.glob("trials/*/*/summary.json")))
 
-    SMALL.save(tmp_path / "conf.toml")
-    command = [sys.executable, "-m", "fedntk.simulations.cli", "tune", tmp_path / "conf.toml"]
-    options = ["--seeds=0,1", "--parallel=2", "--grid=learning-rate=0.01,0.3,0.1"]
-    before = summaries()
-    process = subprocess.Popen(  # noqa: S603
-        [*command, *options, "--grid=local-epochs=1,3", "--out", folder], stderr=subprocess.DEVNULL
-    )
-    until(lambda: summaries() > before)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2
-    process.kill()
-    process.wait()
-    until(lambda: not any(child.is_running() for child in family))
-    assert summaries() < 12
-    assert lines(search(folder, seeds=[0, 1]).trials) == lines(straight.trials)
+def test_a_process_whose_command_is_gone_ends_with_its_round(tmp_path):
+    connection, process = trials._start_worker(2)
+    connection.send([SMALL.replace(out=tmp_path)])
+    assert connection.recv()[1]["round"] == 0
+    connection.close()
+    process.join(60)
+    assert process.exitcode == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
 # --------------------------------------------------------------------------- pruning
