@@ -67,6 +67,10 @@ def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
     return client_app(client_fn)
 
 
+def tct(**options: Any) -> Any:
+    return lambda: TCT(network=network(), **options)
+
+
 CONTRACT = {
     "FedEnsemble": Contract(
         lambda **options: FedEnsemble(num_models=2, schedule="balanced", **options),
@@ -82,9 +86,7 @@ CONTRACT = {
     ),
     "FedEnsemble of TCT": Contract(
         lambda **options: FedEnsemble(
-            inner=lambda: TCT(
-                network=network(), normalise=False, learning_rate=0.05, local_steps=5
-            ),
+            inner=tct(features="last-layer", normalise=False, learning_rate=0.05, local_steps=5),
             num_models=2,
             schedule="balanced",
             **options,
@@ -420,10 +422,6 @@ def test_too_few_clients_for_the_strata_are_refused_before_any_work(options, mes
     assert grid.trained == []
 
 
-def whole_tct(**options: Any) -> Any:
-    return lambda: TCT(network=network(), **options)
-
-
 def noisy() -> CPNTKFL:
     noise = {"noise_multiplier": 1.0, "selection": "linearised", "steps": (5,)}
     return CPNTKFL(learning_rate=0.5, **noise)
@@ -434,8 +432,8 @@ def noisy() -> CPNTKFL:
     ("inner", "message"),
     [
         (noisy, "expected 0 within a FedEnsemble, got 1"),  # epsilon counts one model's uploads
-        (whole_tct(), "a round shows only some of the clients"),
-        (whole_tct(normalise=False, solve="server"), "a round shows only some of the clients"),
+        (tct(), "a round shows only some of the clients"),
+        (tct(normalise=False, solve="server"), "a round shows only some of the clients"),
         (
             lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 6),
             "inner: expected a strategy that aggregates itself, got",
@@ -496,8 +494,8 @@ def test_all_models_use_the_seeds_sealed_for_a_client_once(tmp_path):
 
 
 def test_a_bootstrap_asks_the_few_clients_that_are_shown():
-    inner = whole_tct(bootstrap=FedAvg(), bootstrap_rounds=2, normalise=False)
-    FedEnsemble(inner=whole_tct(solve="server", normalise=False), num_models=1)  # asks all clients
+    inner = tct(bootstrap=FedAvg(), bootstrap_rounds=2, normalise=False)
+    FedEnsemble(inner=tct(solve="server", normalise=False), num_models=1)  # asks all clients
     strategy = FedEnsemble(inner=inner, num_models=5, **OPTIONS)
     start(strategy, Grid(app(TCTClient, cache=CACHE.name)), rounds=2)
     assert strategy.train_metrics[2]["replies-accepted"] == 6

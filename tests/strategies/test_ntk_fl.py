@@ -126,13 +126,13 @@ def test_the_prior_of_the_examples_seen_so_far_needs_them_in_the_state():
         return bits(start(asked_first(strategy, grid := Grid(CLIENTS)), grid, rounds))
 
     assert after(1, class_target="seen") == after(1, class_prior=False)
-    whole = after(3, class_target="seen")
-    assert whole not in (after(3, class_prior=False), after(3))
+    whole = after(2, class_target="seen")
+    assert whole not in (after(2, class_prior=False), after(2))
     first, grid = NTKFL(class_target="seen", **few), Grid(CLIENTS)
-    halfway = start(asked_first(first, grid), grid, 2)
+    halfway = start(asked_first(first, grid), grid)
     second = NTKFL(class_target="seen", **few)
     second.load_state_dict(first.state_dict())
-    result = second.start(Grid(CLIENTS), as_record(halfway), num_rounds=3)
+    result = second.start(Grid(CLIENTS), as_record(halfway), num_rounds=2)
     assert bits(arrays_of(result.arrays)) == whole
 
 
