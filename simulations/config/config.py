@@ -259,7 +259,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         return self.settings_of(self.method)
 
     def settings_of(self, method: str) -> Settings:
-        """Return one method's own settings, whether or not it is chosen."""
+        """Return one method's own settings, chosen or not."""
         given = {own.table: own for own in self.tables}
         settings: Settings = given.get(method) or all_methods()[method].settings()
         return settings

@@ -54,20 +54,11 @@ def client_summary(clients: pd.DataFrame) -> pd.DataFrame:
 
 
 def client_gains(clients: pd.DataFrame, against: Sequence[str]) -> pd.DataFrame:
-    """Count the clients that gain or lose with each run against others.
+    """Count the clients that gain or lose with each run against the named ones.
 
-    Parameters
-    ----------
-    clients : DataFrame
-        Tidy table of runs with the same seeds and the same split.
-    against : sequence of str
-        Names of the runs that the others are compared with.
-
-    Returns
-    -------
-    DataFrame
-        A row for each run and each other run: clients that evaluated in both, shares that gain
-        and that lose by more than 0.01, mean gain, largest gain and largest loss.
+    All have the same seeds and the same split. The result has a row for each pair of runs: clients
+    that evaluated in both, shares that gain and that lose by more than 0.01, mean gain, largest
+    gain and largest loss.
     """
     table, rows = client_accuracy_table(clients), []
     for other in [name for name in against if name in table]:

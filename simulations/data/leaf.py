@@ -18,14 +18,11 @@ def load_leaf(folder: Path) -> tuple[Part, Part, int, bool]:
 
     Each file holds ``users`` and ``user_data``: for each user the lists ``x`` and ``y``. Examples
     are strings of one length, with the next character as label, or lists of numbers, with a whole
-    number as label. The alphabet is the sorted characters of both splits. Lists of 784 numbers are
-    images of 28 x 28, as in FEMNIST.
+    number as label. Lists of 784 numbers are images of 28 x 28, as in FEMNIST.
 
-    Returns
-    -------
-    tuple of Part, Part, int, bool
-        Training and test set, owned by users; number of classes; whether it is text. Text is int64
-        of shape (n, length), positions in the alphabet; else examples are float32.
+    Returns training and test set, owned by users; number of classes; whether it is text. Text is
+    int64 of shape (n, length), positions in the alphabet, the sorted characters of both splits;
+    other examples are float32.
     """
     raw = {part: list(_examples(folder, part)) for part in ("train", "test")}
     if empty := [part for part, rows in raw.items() if not rows]:

@@ -29,16 +29,9 @@ SPLIT_SETTINGS = [name for name in SplitSettings.__annotations__ if name not in 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Indices of each client's examples.
+    """Indices of each client's training examples, and of those that the server keeps.
 
-    Attributes
-    ----------
-    clients : tuple of ndarray of int64
-        Training examples of each partition.
-    validation : ndarray of int64
-        Training examples that the server keeps.
-    tests : tuple of ndarray of int64
-        With private-test: test examples of each partition. Else empty.
+    `tests` are, with private-test, the indices of each client's test examples; otherwise empty.
     """
 
     clients: tuple[Indices, ...]
@@ -130,27 +123,15 @@ def _partitioned(settings: SplitSettings, rest: Indices, data: Data) -> tuple[In
 
 
 def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indices]:
-    """Draw each client's examples by a mixture of classes of its own, as Yue et al. (2022).
+    """Draw each client's indices among the labels (n,), as Yue et al. (2022).
 
     For client m, q_m ~ Dir(alpha) over the classes, and floor(q_mk * examples_per_client) images
-    of class k, drawn without replacement. Clients are drawn independently, so two may hold the
-    same image, and no class can run out.
+    of class k, drawn without replacement: in all at most C - 1 fewer than ``examples_per_client``.
+    Clients are drawn independently, so two may hold the same image, and no class can run out.
 
     Source: Yue et al., *Neural Tangent Kernel Empowered Federated Learning*, ICML 2022, section 6:
     images of class k go to client m in proportion to q_mk. That a client has 200 (the batch size of
     appendix A), rounding down and drawing clients independently are our reading.
-
-    Parameters
-    ----------
-    settings : SplitSettings
-        The split.
-    labels : ndarray of int64, shape (n,)
-        Labels of all examples to choose from.
-
-    Yields
-    ------
-    ndarray of int64
-        Indices of a client's examples, at most C - 1 fewer than ``examples_per_client``.
     """
     members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for client in range(settings.num_clients):

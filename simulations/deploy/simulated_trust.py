@@ -19,8 +19,6 @@ from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, public_bytes
 
 from ..config.config import Config
 
-__all__ = ["key_server", "projected", "run_name", "sealed_projection", "shuffling_server"]
-
 
 def run_name(config: Config) -> str:
     """Return the run's name: runs of one seed share the projection, and can be compared."""
