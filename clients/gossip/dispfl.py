@@ -6,6 +6,7 @@ theirs from this package's reading.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +49,8 @@ class SparseWeights(NamedTuple):
         cls,
         arrays: Mapping[str, NDArray[Any]],
         expected: Arrays,
-        masked: Sequence[str],
         max_examples: int,
+        masked: Sequence[str],
     ) -> "SparseWeights":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply.
 
@@ -96,12 +97,8 @@ class DisPFLClient(GossipClient):
     def _step(self, message: Message) -> Answer:
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         own, mask, lost = self._state(message)
-        most = message.max_examples
-        heard = self.open(
-            message.parcels,
-            lambda _, arrays: SparseWeights.from_arrays(arrays, own.weights, list(mask), most),
-        )
-        others: list[tuple[int, SparseWeights]] = self.screen_norms(heard, own.weights, message)
+        parse = partial(SparseWeights.from_arrays, masked=list(mask))
+        others: list[tuple[int, SparseWeights]] = self.weights_heard(message, own.weights, parse)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         first = int(lost and bool(others))  # without oneself
         parcels, shares = [own, *(parcel for _, parcel in others)][first:], shares[first:]

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["first_masks", "layer_densities", "search"]
-
 Masks = dict[str, NDArray[np.bool_]]
 
 

@@ -234,7 +234,7 @@ class NTKDFLClient(RelayClient):
 
         heard = self.open(message.parcels, parse)
         uploads = [upload, *(each.upload for _, each in heard)]
-        return own, self.screen(heard, lambda factor: screen_uploads(uploads, factor), message)
+        return own, self.screen(heard, screen_uploads(uploads, message.outlier_factor))
 
     def _choose(
         self,
@@ -261,11 +261,8 @@ class NTKDFLClient(RelayClient):
             for sender, parcel in others
             if parcel.inputs is not None
         ]
-        agreed = self.screen(
-            heard,
-            lambda factor: screen_losses([mine[0], *(own[0] for _, own in heard)], factor),
-            message,
-        )
+        each_loss = [mine[0], *(own[0] for _, own in heard)]
+        agreed = self.screen(heard, screen_losses(each_loss, message.outlier_factor))
         losses, counts = zip(mine, *(own for _, own in agreed), strict=True)
         return lowest_loss(mean_losses(losses, counts))
 

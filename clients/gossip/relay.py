@@ -39,7 +39,6 @@ KEYS, WITHIN = "-keys", "-within-round"  # what else is kept beside the weights,
 COUNT = "num-examples"  # name of an array beside weights
 RESTARTED, HEARD = "restarted", "neighbours-heard"  # metrics
 LARGEST = 1e12  # of a neighbour's weight
-MOST_EXAMPLES = 10_000_000  # of a neighbour, if the strategy names no limit
 logger = getLogger("flwr")
 Arrays = dict[str, NDArray[Any]]
 Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -98,7 +97,12 @@ class Message(NamedTuple):
     @property
     def max_examples(self) -> int:
         """Most examples that a neighbour may claim."""
-        return int(self.config.get("max-examples", MOST_EXAMPLES))
+        return int(self.config.get("max-examples", 10_000_000))
+
+    @property
+    def outlier_factor(self) -> float:
+        """Times the median of what is compared that a neighbour's may be."""
+        return float(self.config.get("outlier-factor", OUTLIER_FACTOR))
 
 
 class RelayClient(ModelClient):
@@ -321,36 +325,23 @@ class RelayClient(ModelClient):
                 self.refuse(sender, error)
         return good
 
-    def weights_heard(self, message: Message, own: Arrays) -> list[tuple[int, WeightsParcel]]:
-        """Return the neighbours' weights, without those that are not like one's own."""
-        heard = self.open(
-            message.parcels,
-            lambda _, arrays: WeightsParcel.from_arrays(arrays, own, message.max_examples),
-        )
-        return self.screen_norms(heard, own, message)
-
-    def screen_norms(
-        self, heard: Sequence[tuple[int, Any]], own: Arrays, message: Message
+    def weights_heard(
+        self, message: Message, own: Arrays, parse: Callable[..., Any] = WeightsParcel.from_arrays
     ) -> list[tuple[int, Any]]:
-        """Drop the neighbours with weights of a norm out of all proportion."""
+        """Return the neighbours' weights, without those of a norm out of all proportion."""
+        most = message.max_examples
+        heard = self.open(message.parcels, lambda _, arrays: parse(arrays, own, most))
         norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
-        return self.screen(heard, lambda factor: screen_sizes(norms, factor), message)
+        return self.screen(heard, screen_sizes(norms, message.outlier_factor))
 
     def screen(
-        self,
-        heard: Sequence[tuple[int, T]],
-        judge: Callable[[float], Sequence[BadReply | None]],
-        message: Message,
+        self, heard: Sequence[tuple[int, T]], verdicts: Sequence[BadReply | None]
     ) -> list[tuple[int, T]]:
-        """Drop the neighbours that a rule over them and the client itself refuses.
-
-        `judge` turns the strategy's ``outlier_factor`` into verdicts, the client's own first.
-        """
-        verdicts = judge(float(message.config.get("outlier-factor", OUTLIER_FACTOR)))[1:]
-        for (sender, _), bad in zip(heard, verdicts, strict=True):
+        """Drop the neighbours that are refused; the first verdict is the client's own."""
+        for (sender, _), bad in zip(heard, verdicts[1:], strict=True):
             if bad is not None:
                 self.refuse(sender, bad)
-        return [each for each, bad in zip(heard, verdicts, strict=True) if bad is None]
+        return [each for each, bad in zip(heard, verdicts[1:], strict=True) if bad is None]
 
     def refuse(self, sender: int, reason: Exception) -> None:
         """Count what a neighbour sent as refused, and log why."""

@@ -21,8 +21,6 @@ from fedntk.trust import (
 
 from ..core.disk_store import remove_stale
 
-__all__ = ["ALL", "OF_SEALING", "TO", "SealedParcels", "kept_key"]
-
 # in a message's configuration: all of them if parcels are sealed, else none
 OF_SEALING = frozenset(
     f"parcel-{name}"
@@ -55,13 +53,11 @@ class SealedParcels:
 
     def seal(self, outgoing: Mapping[str, Arrays]) -> dict[str, Arrays]:
         """Seal the records of a reply, each for its receivers; omit those without any."""
-        exchange = int(self._config["parcel-exchange"])
-        info = self._binding(int(self._config["parcel-sender"]), exchange)
-        receivers = self._receivers()
+        sender, exchange = (int(self._config[f"parcel-{name}"]) for name in ("sender", "exchange"))
+        info, receivers = self._binding(sender, exchange), self._receivers()
         sealed: dict[str, Arrays] = {}
         for name, arrays in outgoing.items():
-            own = [k for j, k in receivers.items() if name in (ALL, f"{TO}{j}")]
-            if own:
+            if own := [key for j, key in receivers.items() if name in (ALL, f"{TO}{j}")]:
                 sealed[name] = seal_parcel(arrays, own, info)
         return sealed
 

@@ -72,7 +72,7 @@ def sparse() -> SparseWeights:
 
 def test_a_parcel_comes_back_as_it_was():
     own = sparse()
-    again = SparseWeights.from_arrays(own.to_arrays(), own.weights, list(own.masks), 100)
+    again = SparseWeights.from_arrays(own.to_arrays(), own.weights, 100, list(own.masks))
     assert again.num_examples == 7
     for name, array in own.weights.items():
         assert again.weights[name].tobytes() == array.tobytes()

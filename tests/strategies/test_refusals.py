@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,11 +22,13 @@ from fedntk.strategies import (
     NTKFL,
     SCAFFOLD,
     TCT,
+    DFedAvg,
     Distillation,
     FedBE,
     FedEnsemble,
     FedPer,
     SeededFedAvg,
+    Topology,
 )
 from fedntk.trust import KeyServer, ShufflingServer
 
@@ -39,6 +42,7 @@ SUMS = {"solve": "statistics"}
 SHARE = {"auto_ridge": True, "validation_share": 0.2}
 NAN = float("nan")
 SECURE = SUMS | {"bits": 8, "secure_aggregation": True}
+CLUSTERS = Topology("clustered")
 NOISE = {"noise_multiplier": 1.0}
 BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
 
@@ -62,6 +66,10 @@ def held(count: int, label: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def distillation(**options: Any) -> Distillation:
     given = {"network": nn.Linear(4, 3), "examples": torch.ones(5, 4), "learning_rate": 0.05}
     return Distillation(**given | {"final_learning_rate": 0.01} | options)
+
+
+def own_graph(**options: Any) -> Topology:
+    return Topology("own", **options)
 
 
 def cp_ntk_fl(**options: Any) -> CPNTKFL:
@@ -93,6 +101,19 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (tct, {"bootstrap": AVERAGING()}, "bootstrap: expected average_decay = 0, got 0.5"),
     (FedEnsemble, {"inner": FedBE, "average_decay": 0.5}, "expected 0 with models by FedBE"),
     (FedEnsemble, {"inner": AVERAGING}, "expected 0 within a FedEnsemble"),
+    (NTKDFL, {"steps": ()}, "steps: expected at least one time"),
+    (NTKDFL, {"loss": "mse", "class_prior": True}, "expected the loss cross-entropy"),
+    (NTKDFL, {"bits": 17}, "bits: expected 1 ... 16"),
+    (NTKDFL, {"evolve_once": True}, "evolve_once: expected clusters whose members average"),
+    (NTKDFL, {"evolve_once": True, "average": False, "topology": CLUSTERS}, "evolve_once: exp"),
+    (DFedAvg, {"vouching": KEYS, "run": "a"}, "vouching: expected seal=True and the name"),
+    (DFedAvg, {"vouching": KEYS, "seal": True}, "vouching: expected seal=True and the name"),
+    (Topology, {"kind": "star"}, "topology: expected one of regular, ring, line"),
+    (Topology, {"kind": "own"}, "expected one with topology = 'own'"),
+    (Topology, {"graph": [(0, 1)]}, "none with another, got one with 'regular'"),
+    (own_graph, {"graph": [(0, 1), (1, "a")]}, "graph: expected edges as pairs of clients' ids"),
+    (own_graph, {"graph": [(0, 1, 2)]}, "whole numbers, got (0, 1, 2)"),
+    (own_graph, {"graph": nx.DiGraph([(0, 1)])}, "got a DiGraph; give graph.to_undirected()"),
     (NTKDFL, {"centre_inputs": True}, "centre_inputs: expected False for NTKDFL"),
     (fed_per, {"centre_inputs": True}, "centre_inputs: expected False for FedPer"),
     (tct, {"optimizer": "adam"}, "optimizer: expected one of scaffold, fedavg, gd, got 'adam'"),

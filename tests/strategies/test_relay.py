@@ -379,13 +379,6 @@ def test_a_relay_that_swaps_keys_reads_along_unless_a_key_server_vouches(vouched
     assert found == ((5, 1) if vouched else (6, 0))
 
 
-def test_vouchers_without_sealing_or_a_name_are_refused():
-    server = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
-    for options in ({"vouching": server, "run": "a"}, {"vouching": server, "seal": True}):
-        with pytest.raises(ValueError, match="vouching: expected seal=True and the name"):
-            DFedAvg(**options)
-
-
 # ------------------------------------------------------------------------- mixing
 
 

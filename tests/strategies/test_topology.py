@@ -122,25 +122,6 @@ def test_own_graph_of_pairs_or_networkx_without_those_that_are_not_there():
         assert Topology("own", graph=graph).neighbours(1, [5, 2, 1, 0]) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "star"}, "topology: expected one of regular, ring, line"),
-        ({"kind": "own"}, "graph: expected one with topology = 'own'.*got none with 'own'"),
-        ({"graph": [(0, 1)]}, "graph: .*none with another, got one with 'regular'"),
-        ({"kind": "own", "graph": [(0, 1), (1, "a")]}, r"graph: .*whole numbers, got \(1, 'a'\)"),
-        ({"kind": "own", "graph": [(0, 1, 2)]}, r"graph: .*pairs of .*, got \(0, 1, 2\)"),
-        (
-            {"kind": "own", "graph": nx.DiGraph([(0, 1)])},
-            "without directions, .* got a DiGraph; give graph.to_undirected",
-        ),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], message):
-    with pytest.raises(ValueError, match=message):
-        Topology(**options)
-
-
 def test_settings_tell_one_graph_from_another():
     a, b = (Topology("own", graph=g).settings() for g in ([(0, 1)], [(1, 2)]))
     assert a != b
