@@ -12,8 +12,6 @@ from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Arrays, Message
 from .sealed_parcels import ALL
 
-__all__ = ["DPSGDClient"]
-
 
 class DPSGDClient(GossipClient):
     """Answers the steps of D-PSGD: ``weights`` and ``step``.

@@ -12,8 +12,6 @@ from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Message
 from .sealed_parcels import ALL
 
-__all__ = ["DFedAvgClient"]
-
 AVERAGED = "holds-an-average"  # beside metrics within a round: whether a neighbour has a part
 
 

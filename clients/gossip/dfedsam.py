@@ -15,8 +15,6 @@ from fedntk.ntk.options import option
 from ..core.sgd_steps import Gradients
 from .dfedavg import DFedAvgClient
 
-__all__ = ["DFedSAMClient"]
-
 
 class DFedSAMClient(DFedAvgClient):
     """Steps along the gradient at w + rho g / ||g||, where g is the batch's gradient at w.

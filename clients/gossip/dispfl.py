@@ -25,8 +25,6 @@ from .gossip import GossipClient
 from .relay import COUNT, HEARD, RESTARTED, Answer, Arrays, Message, WeightsParcel, require_names
 from .sealed_parcels import ALL
 
-__all__ = ["DisPFLClient"]
-
 MASKS = "sparse-masks"  # name of an array beside the weights
 SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
 

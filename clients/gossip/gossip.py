@@ -13,8 +13,6 @@ from ..core.sgd_steps import Adjust
 from ..sgd import SGDClient
 from .relay import Arrays, Message, RelayClient, WeightsParcel
 
-__all__ = ["GossipClient"]
-
 logger = getLogger("flwr")
 
 

@@ -31,8 +31,6 @@ from ..core.weights import Scalar
 from .relay import HEARD, RESTARTED, Answer, Arrays, Message, RelayClient, WeightsParcel
 from .sealed_parcels import ALL, TO
 
-__all__ = ["NTKDFLClient"]
-
 HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
 LOSS, T = "train-loss", "t"  # metrics
 BESIDE = "metric-"  # before the names of metrics beside weights

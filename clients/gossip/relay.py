@@ -29,8 +29,6 @@ from ..core.weights import Scalar, get_weights, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
 from .sealed_parcels import ALL, OF_SEALING, SealedParcels, kept_key
 
-__all__ = ["Answer", "Message", "RelayClient", "WeightsParcel"]
-
 FROM = OF_A_CLIENT  # begins the names of records
 OF_RELAYS = OF_SEALING | {
     RUN, ROUND, "step", "batch", "neighbours", "outlier-factor", "max-examples", "keep-both",

@@ -5,8 +5,6 @@ from fedntk.strategies import DPSGD
 
 from .decentralised import DecentralisedMethod
 
-__all__ = ["METHOD"]
-
 
 class _DPSGD(DecentralisedMethod):
     name = "d-psgd"

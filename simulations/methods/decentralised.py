@@ -24,8 +24,6 @@ from ..deploy.simulated_trust import projected
 from ..report.figures import selection_accuracies
 from .method import Method, Setup
 
-__all__ = ["DecentralisedMethod", "GraphSettings", "selection_sets"]
-
 _GRAPH = Topology.options()
 
 

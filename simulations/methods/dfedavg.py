@@ -5,8 +5,6 @@ from fedntk.strategies import DFedAvg
 
 from .decentralised import DecentralisedMethod
 
-__all__ = ["METHOD"]
-
 
 class _DFedAvg(DecentralisedMethod):
     name = "dfedavg"

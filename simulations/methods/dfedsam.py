@@ -5,8 +5,6 @@ from fedntk.strategies import DFedSAM
 
 from .decentralised import DecentralisedMethod
 
-__all__ = ["METHOD"]
-
 
 class _DFedSAM(DecentralisedMethod):
     name = "dfedsam"

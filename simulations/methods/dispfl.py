@@ -5,8 +5,6 @@ from fedntk.strategies import DisPFL
 
 from .decentralised import DecentralisedMethod
 
-__all__ = ["METHOD"]
-
 
 class _DisPFL(DecentralisedMethod):
     name = "dispfl"

@@ -5,8 +5,6 @@ from fedntk.strategies import NTKDFL
 
 from .decentralised import DecentralisedMethod
 
-__all__ = ["METHOD"]
-
 
 class _NTKDFL(DecentralisedMethod):
     name = "ntk-dfl"

@@ -18,8 +18,6 @@ say it.
 
 from .gossip import GossipStrategy
 
-__all__ = ["DPSGD"]
-
 
 class DPSGD(GossipStrategy):
     """D-PSGD (Lian et al. 2017). Clients are :class:`~fedntk.clients.DPSGDClient`.

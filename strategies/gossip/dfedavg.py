@@ -22,8 +22,6 @@ from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 from .gossip import GossipStrategy
 from .relay import Step
 
-__all__ = ["DFedAvg"]
-
 
 class DFedAvg(DFedAvgOptions, GossipStrategy):
     """DFedAvg, and with the clients' momentum DFedAvgM (Sun, Li and Wang 2023).

@@ -12,8 +12,6 @@ from fedntk.ntk.options import shared
 
 from .dfedavg import DFedAvg
 
-__all__ = ["DFedSAM"]
-
 
 class DFedSAM(DFedAvg):
     """DFedSAM (Shi et al. 2023). Clients are :class:`~fedntk.clients.DFedSAMClient`, with rho."""

@@ -29,8 +29,6 @@ from fedntk.ntk.payloads.gossip_options import DisPFLOptions
 
 from .gossip import GossipStrategy
 
-__all__ = ["DisPFL"]
-
 
 class DisPFL(DisPFLOptions, GossipStrategy):
     """DisPFL (Dai et al. 2022). Clients are :class:`~fedntk.clients.DisPFLClient`.

@@ -11,8 +11,6 @@ from fedntk.ntk.payloads.gossip_options import GossipOptions
 from .relay import RelayStrategy, Step
 from .topology import mixing_matrix
 
-__all__ = ["GossipStrategy"]
-
 
 class GossipStrategy(GossipOptions, RelayStrategy):
     """Rounds of local SGD and averages with neighbours; the order of the two is the method's.

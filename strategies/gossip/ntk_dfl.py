@@ -35,8 +35,6 @@ from ..core.averaging import named_arrays
 from .relay import FROM, RelayStrategy, Step
 from .topology import mixing_matrix
 
-__all__ = ["NTKDFL"]
-
 
 class NTKDFL(NTKDFLOptions, RelayStrategy):
     """NTK-DFL (Thompson et al. 2025). Clients are :class:`~fedntk.clients.NTKDFLClient`.

@@ -31,8 +31,6 @@ from ..core.replies import Reply, checked_weights
 from ..core.trust_protocols import VouchesForKeys, public_key_in
 from .topology import Topology, spectral_gap
 
-__all__ = ["Parcels", "RelayStrategy", "Step"]
-
 TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records
 FIRST = "first-weights"  # the part of what a client is sent that it keeps
 REFUSED = "parcels-rejected"  # a metric: what clients got and could not use
@@ -117,7 +115,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     _is_first_sample: ClassVar[bool] = False  # clients tell who they are first: parcels go by it
 
     def check(self) -> None:
-        """Refuse vouchers without keys or a run that they are for."""
+        """Refuse vouchers without sealing or a run."""
         super().check()
         if self.vouching is not None and not (self.seal and self.run):
             raise ValueError(
@@ -157,8 +155,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             return self.topology.neighbours(server_round, clients)
         self._drawn |= set(clients)
         whole = self.topology.neighbours(server_round, self._drawn)
-        here = set(clients)
-        return {client: tuple(j for j in whole[client] if j in here) for client in clients}
+        return {client: tuple(j for j in whole[client] if j in clients) for client in clients}
 
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add the step."""

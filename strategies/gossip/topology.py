@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from fedntk.ntk.options import Declared, argument, option
 from fedntk.ntk.payloads.gossip_options import MixingMatrix, mixing_row
 
-__all__ = ["MixingMatrix", "Topology", "TopologyKind", "mixing_matrix", "spectral_gap"]
-
 logger = getLogger("flwr")
 TopologyKind = Literal["regular", "ring", "line", "erdos-renyi", "clustered", "complete", "own"]
 TRIES = 100  # to draw a connected graph

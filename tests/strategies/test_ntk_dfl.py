@@ -53,13 +53,8 @@ def contract(loss: Any, topology: Any = "ring", **given: Any) -> Contract:
 CONTRACT = {
     "NTKDFL": contract("mse"),
     "NTKDFL, one evolution a cluster": contract("mse", "clustered", evolve_once=True),
-    "NTKDFL, ring, two batches, class prior, compressed": contract(
-        "cross-entropy",
-        batches=2,
-        class_prior=True,
-        selection="own",
-        sparsity=0.5,
-        bits=6,
+    "NTKDFL, class prior, compressed": contract(
+        "cross-entropy", class_prior=True, selection="own", sparsity=0.5, bits=6
     ),
 }
 

@@ -1,94 +1,67 @@
 """Rows that neighbours send each other: exact without compression, refused if they do not fit."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from fedntk.ntk import BadReply, UploadLimits
+from fedntk.ntk import BadReply, JacobianUpload, UploadLimits
 from fedntk.ntk.payloads import JacobianParcel
 
-from .test_uploads import SHAPES, arrays_of, upload
+from .test_uploads import SHAPES, arrays_of, compressed, received, upload
 
 INPUTS = torch.arange(72.0).reshape(12, 6)
-OWN = JacobianParcel(upload(n=5, seed=1))
-WITH_INPUTS = JacobianParcel(upload(n=5, seed=1), INPUTS[:5])
+SENT, SOME = upload(), {"sparsity": 0.5, "bits": 6}
 
 
-@pytest.mark.parametrize("inputs", [None, INPUTS])
-def test_without_compression_every_bit_arrives(inputs):
-    sent = JacobianParcel(upload(), inputs)
-    own = OWN if inputs is None else WITH_INPUTS
-    found = received(sent.to_arrays(), own)
-    assert arrays_of(found.upload) == arrays_of(sent.upload)
-    assert found.inputs is inputs is None or torch.equal(found.inputs, inputs)
-
-
-def test_compression_is_that_of_cp_ntk_fl_and_spares_labels_and_outputs():
-    sent = JacobianParcel(upload(n=200))
-    arrays = sent.to_arrays(sparsity=0.5, bits=6)
-    assert sum(a.nbytes for a in arrays.values()) < 0.3 * sum(
-        a.nbytes for a in sent.to_arrays().values()
-    )
-    found = received(arrays, sparsity=0.5, bits=6)
-    assert torch.equal(found.upload.outputs, sent.upload.outputs)
-    assert torch.equal(found.upload.targets, sent.upload.targets)
-    before, after = (own.upload.jacobian.dense() for own in (sent, found))
-    for name, exact in before.items():
-        kept = after[name] != 0
-        assert 0 < kept.float().mean() < 0.8
-        assert float((after[name] - exact)[kept].abs().max()) < 0.1 * float(exact.abs().max())
-
-
-def received(arrays: Any, own: JacobianParcel = OWN, **limits: Any) -> JacobianParcel:
+def parsed(arrays, inputs=None, **limits):
+    own = JacobianParcel(upload(n=5, seed=1), inputs)
     return JacobianParcel.from_arrays(arrays, limits=UploadLimits(SHAPES, **limits), own=own)
 
 
-def without(name: str) -> Any:
-    return lambda arrays: {k: a for k, a in arrays.items() if k != name}
+@pytest.mark.parametrize("options", [{}, SOME, {"bits": 8}, {"sparsity": 0.1}])
+@pytest.mark.parametrize("inputs", [None, INPUTS])
+def test_what_arrives_is_an_upload_compressed_as_asked_and_exact_inputs(options, inputs):
+    found = parsed(JacobianParcel(SENT, inputs).to_arrays(**options), inputs, **options)
+    expected = received(compressed(SENT, **options), **options) if options else SENT
+    assert arrays_of(found.upload) == arrays_of(expected)
+    assert found.inputs is inputs is None or torch.equal(found.inputs, inputs)
 
 
-def other(name: str, change: Any) -> Any:
-    return lambda arrays: {k: change(a) if k == name else a for k, a in arrays.items()}
+ARRAYS = JacobianParcel(SENT, INPUTS).to_arrays()
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("changes", "reason"),
     [
-        (without("outputs"), "arrays"),
-        (without("inputs"), "arrays"),
-        (lambda arrays: {**arrays, "more": np.zeros(3)}, "arrays"),
-        (other("inputs", lambda a: a[:4]), "shape"),
-        (other("inputs", lambda a: a.astype(np.float64)), "dtype"),
-        (other("inputs", lambda a: a * np.nan), "non-finite"),
-        (other("outputs", lambda a: a[:4]), "shape"),
-        (other("targets", lambda a: a + 1), "labels"),
+        ({"outputs": None}, "arrays"),
+        ({"inputs": None}, "arrays"),
+        ({"more": np.zeros(3)}, "arrays"),
+        ({"inputs": ARRAYS["inputs"][:4]}, "shape"),
+        ({"inputs": ARRAYS["inputs"].astype(np.float64)}, "dtype"),
+        ({"inputs": ARRAYS["inputs"] * np.nan}, "non-finite"),
+        ({"outputs": ARRAYS["outputs"][:4]}, "shape"),
+        ({"targets": ARRAYS["targets"] + 1}, "labels"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, reason):
-    arrays = change(JacobianParcel(upload(), INPUTS).to_arrays())
+def test_what_does_not_fit_is_refused(changes, reason):
+    arrays = {name: a for name, a in {**ARRAYS, **changes}.items() if a is not None}
     with pytest.raises(BadReply) as refused:
-        received(arrays, WITH_INPUTS)
+        parsed(arrays, INPUTS)
     assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("sent", [{}, {"sparsity": 0.5, "bits": 6}])
-def test_more_rows_than_a_client_may_have_are_refused(sent):
-    arrays = JacobianParcel(upload(n=8)).to_arrays(**sent)
-    received(arrays, max_examples=8, **sent)
-    with pytest.raises(BadReply, match="expected at most 7 examples, got 8"):
-        received(arrays, max_examples=7, **sent)
+@pytest.mark.parametrize("options", [{}, SOME])
+def test_more_rows_than_a_client_may_have_are_refused(options):
+    arrays = JacobianParcel(SENT).to_arrays(**options)
+    parsed(arrays, max_examples=12, **options)
+    with pytest.raises(BadReply, match="expected at most 11 examples, got 12"):
+        parsed(arrays, max_examples=11, **options)
 
 
-def test_another_form_or_inputs_that_were_not_asked_for_are_refused():
+def test_another_form_and_less_compression_than_was_asked_for_are_refused():
+    dense = JacobianUpload(SENT.jacobian.to_dense(), SENT.outputs, SENT.targets)
     with pytest.raises(BadReply, match="another form"):
-        received(JacobianParcel(upload(structure="dense")).to_arrays())
-    with pytest.raises(BadReply, match="expected inputs if one sends some, and none else"):
-        received(JacobianParcel(upload(), INPUTS).to_arrays())
-
-
-@pytest.mark.parametrize("sent", [{}, {"sparsity": 0.25}, {"sparsity": 0.5, "bits": 8}])
-def test_less_compression_than_was_asked_for_is_refused(sent):
-    with pytest.raises(BadReply):
-        received(JacobianParcel(upload()).to_arrays(**sent), sparsity=0.5, bits=6)
+        parsed(JacobianParcel(dense).to_arrays())
+    for less in ({}, {"sparsity": 0.25}, {"sparsity": 0.5, "bits": 8}):
+        with pytest.raises(BadReply):
+            parsed(JacobianParcel(SENT).to_arrays(**less), **SOME)
