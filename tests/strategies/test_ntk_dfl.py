@@ -39,7 +39,7 @@ def strategy(**options: Any) -> NTKDFL:
     return NTKDFL(**{"learning_rate": 0.1, "steps": STEPS, "topology": topology, **options})
 
 
-def contract(loss: Any, topology: Any = "ring", **given: Any) -> Contract:
+def contract(loss: Any, topology: Any, **given: Any) -> Contract:
     """Two steps, in closed form for MSE, else with few products of the solver."""
     own = {"topology": Topology(topology, degree=2), "steps": STEPS[:2], "tolerance": 0.1, **given}
     return Contract(
@@ -51,10 +51,9 @@ def contract(loss: Any, topology: Any = "ring", **given: Any) -> Contract:
 
 
 CONTRACT = {
-    "NTKDFL": contract("mse"),
     "NTKDFL, one evolution a cluster": contract("mse", "clustered", evolve_once=True),
-    "NTKDFL, class prior, compressed": contract(
-        "cross-entropy", class_prior=True, selection="own", sparsity=0.5, bits=6
+    "NTKDFL, line, class prior, compressed": contract(
+        "cross-entropy", "line", class_prior=True, selection="own", sparsity=0.5, bits=6
     ),
 }
 
