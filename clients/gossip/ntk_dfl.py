@@ -192,10 +192,7 @@ class NTKDFLClient(RelayClient):
     # --------------------------------------------------------------- the rows
 
     def _part(self, message: Message) -> tuple[Tensor, Tensor]:
-        """Return the round's examples of a batch.
-
-        With fewer examples than batches each example is a part, and parts come again.
-        """
+        """Return a batch's examples; parts come again if there are fewer examples than batches."""
         x, targets = self.training_examples(dict(message.config))
         batches = message.options.batches
         if batches == 1:
@@ -242,7 +239,7 @@ class NTKDFLClient(RelayClient):
         message: Message,
         offset: Tensor,
     ) -> int | None:
-        """Return the position of the best t by the loss on all inputs there are; None if none is.
+        """Return the position of the t of the lowest loss on all inputs; None if none is finite.
 
         Neighbours with losses out of all proportion have no say.
         """

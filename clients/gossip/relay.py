@@ -208,10 +208,7 @@ class RelayClient(ModelClient):
         return self.current(config)[0]
 
     def _take_first(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> None:
-        """Keep the first weights if the message brings them: they come once.
-
-        After round 1 they are the newest mean model.
-        """
+        """Keep first weights, which come once; after round 1 they are the newest mean model."""
         first = dict(getattr(parameters, "records", {}).get("arrays", {}))
         if not first or int(config.get(ROUND, 0)):
             return
@@ -223,7 +220,7 @@ class RelayClient(ModelClient):
     def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
         """Return the client's weights from the round that counts, and whether they were lost.
 
-        Then they are the first ones, or the model's as it is if these are lost, too.
+        Then they are the first ones; if these are lost as well, the model's.
         """
         counted = int(config.get(ROUND, 0))
         if kept := self._kept_weights(counted, config):

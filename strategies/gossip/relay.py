@@ -50,15 +50,13 @@ class Step(NamedTuple):
 class RelayStrategy(RelayOptions, KeepingStrategy):
     """Rounds of a decentralised method, over a graph of the clients.
 
-    In each of a round's steps every client gets the parcels that its neighbours sent in the step
-    before, and replies with parcels for them. A client that fails in a step is out for the rest of
-    the round; its neighbours go on without what it would have sent. It starts the next round from
-    the weights that it had before.
+    In each step of a round every client gets the parcels that its neighbours sent in the step
+    before, and replies with parcels for them. A client that fails is out for the rest of the round:
+    its neighbours go on without it, and it begins the next round with the weights that it had.
 
-    The clients' weights live with the clients, on their disks. For what is evaluated and returned,
-    the clients are asked for their models, in rounds in which there is an evaluation: the global
-    arrays are their equal mean, without models whose norm is an outlier: see `outlier_factor`.
-    (Bytes of that count as evaluation.) A client that joins later begins with the global arrays as
+    Clients keep their weights on disk. In rounds with an evaluation they are asked for them, and
+    the bytes count as evaluation: the global arrays are the equal mean, without models whose norm
+    is an outlier (see `outlier_factor`). A client that joins later begins with the global arrays as
     they are then. `fraction_train` is the share of the clients that take part in a round.
 
     Attributes
@@ -204,7 +202,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         self.public_keys.pop(client, None)
 
     def _ask_keys(self, grid: Grid, nodes: Mapping[int, int]) -> None:
-        """Ask clients, whose nodes these are, for their public keys, unless they are known."""
+        """Ask clients for public keys that are not known; `nodes` has their nodes."""
         asked, stage = [k for k in nodes if k not in self.public_keys], "query.public_key"
         if not asked:
             return
@@ -223,10 +221,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
                 logger.log(WARNING, "node %d has no public key: %s", node, error)
 
     def _add_keys(self, config: ConfigRecord, client: int) -> None:
-        """Add the receivers' keys for sealing; in a round's last step there are no receivers.
-
-        Its parcels of the last step would be for its neighbours of the next round.
-        """
+        """Add the receivers' keys; the last step has none, as next round's are not known yet."""
         last = self._position == len(self._planned) - 1
         others = () if last else self.neighbours.get(client, ())
         known = {j: self.public_keys[j] for j in others if j in self.public_keys}
@@ -270,7 +265,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return self._mean_model(metrics), metrics
 
     def _require_kind(self, message: Message, stage: str) -> None:
-        """Refuse a reply with weights by its record's name, as arrays' names are not read here."""
+        """Tell weights by the record's name, as arrays' names are not read here."""
         if stage == MessageType.TRAIN and self.arrayrecord_key in message.content.array_records:
             raise BadReply(
                 "weights", f"weights came, not {self.replies}: is the client a {self.client}?"
