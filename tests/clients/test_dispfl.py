@@ -99,7 +99,7 @@ def test_a_damaged_parcel_is_refused(name, array, reason):
     own = sparse()
     with pytest.raises(BadReply) as caught:
         SparseWeights.from_arrays(
-            {**own.to_arrays(), name: array}, own.weights, list(own.masks), 100
+            {**own.to_arrays(), name: array}, own.weights, 100, list(own.masks)
         )
     assert caught.value.reason == reason
 
