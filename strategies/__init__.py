@@ -2,6 +2,7 @@
 
 import fedntk.ntk  # noqa: F401 - before torch: how its threads wait
 from fedntk.ntk.payloads import ConvexOptimizer
+from fedntk.ntk.payloads.gossip_options import MixingMatrix
 
 from .closed_form.afl import AFL
 from .closed_form.closed_form import ClosedFormStrategy, GramStrategy
@@ -24,7 +25,7 @@ from .gossip.dispfl import DisPFL
 from .gossip.gossip import GossipStrategy
 from .gossip.ntk_dfl import NTKDFL
 from .gossip.relay import RelayStrategy
-from .gossip.topology import MixingMatrix, Topology, mixing_matrix, spectral_gap
+from .gossip.topology import Topology, mixing_matrix, spectral_gap
 from .ntk.cp_ntk_fl import CPNTKFL
 from .ntk.ntk_fl import DEFAULT_STEPS, NTKFL, Selection
 from .personal.ditto import Ditto
