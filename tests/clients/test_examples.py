@@ -119,9 +119,6 @@ FORMS: dict[str, Any] = {
     "loader with a collate_fn": lambda: (DataLoader(Dicts(), batch_size=3, collate_fn=as_pairs),),
     "one-hot loader": lambda: (DataLoader(TensorDataset(X, one_hot(Y, 3)), batch_size=5),),
     "float64 loader": lambda: (DataLoader(TensorDataset(X.double(), Y)),),
-    "subset sampler": lambda: (
-        DataLoader(Dicts(), batch_size=4, sampler=SubsetRandomSampler(range(N))),
-    ),
     "Hugging Face with a format": lambda: (huggingface(),),
     "Hugging Face with a transform": lambda: (huggingface("transform"),),
     "Hugging Face in a loader": lambda: (DataLoader(huggingface(), batch_size=4, shuffle=True),),
@@ -210,12 +207,10 @@ def test_columns_say_which_entries_count(dataset, columns):
     assert torch.equal(client.targets, one_hot(Y, 3))
 
 
-@pytest.mark.parametrize("names", [("img", "label"), ("anything", "label"), ("image", "target")])
-def test_common_names_tell_example_and_label(names):
-    assert torch.equal(ModelClient(network(), Dicts(names)).inputs, X)
-    assert torch.equal(ModelClient(network(), Dicts(names, id=3), columns=names).inputs, X)
-    if names[0] != "anything":
+def test_common_names_tell_example_and_label():
+    for names in (("img", "label"), ("image", "target")):
         assert torch.equal(ModelClient(network(), Dicts(names, id=3)).inputs, X)
+    assert torch.equal(ModelClient(network(), Dicts(("anything", "label"))).inputs, X)
 
 
 # -------------------------------------------------------------------------------- augmentation
@@ -346,7 +341,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"y: expected a label for each of the 11 examples in x, got none; give y, or a Dataset"),
     ({"x": TensorDataset(X, Y), "y": Y},
      r"y: expected none, as x is a TensorDataset and holds the labels, got a Tensor; leave"),
-    ({"x": loader(), "y": Y}, r"y: expected none, as x is a DataLoader .* leave y out"),
     ({"x": X, "y": loader()},
      r"y: expected a Tensor or array of labels, got a DataLoader; a Dataset .* goes into x"),
     ({"x": X, "y": Y, "x_test": X},
@@ -356,10 +350,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": X, "y": Y, "x_test": loader(), "y_test": Y},
      r"y_test: expected none, as x_test is a DataLoader"),
     ({"x": X, "y": Y[:5]}, r"x: .* as many labels, got 11 and 5"),
-    ({"x": X, "y": Y, "x_test": X[:4], "y_test": Y[:3]}, r"x_test: .* as many labels, got 4 and 3"),
     ({"x": X, "y": Y, "x_test": X[:0], "y_test": Y[:0]}, r"x_test: expected at least one example"),
     ({"x": []}, r"x: expected at least one example, got an empty dataset"),
-    ({"x": loader([])}, r"x: expected at least one example, got an empty dataset"),
     ({"x": Stream()},
      r"x: expected a dataset with a length .*, got the IterableDataset Stream; give a list"),
     ({"x": loader(Stream())}, r"got the IterableDataset Stream; give a list"),
@@ -406,8 +398,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": X.byte(), "y": Y},
      r"model: expected it to take examples of shape \(1, 6, 6\) and dtype uint8, got its error: "
      r".*; try x\.float\(\) / 255, of arrays or in the dataset's transform$"),
-    ({"x": loader(TensorDataset(X.byte(), Y))},
-     r"dtype uint8, .* try x\.float\(\) / 255, of arrays or in the dataset's transform$"),
     ({"x": X, "y": Y, "x_test": X.byte(), "y_test": Y},
      r"try x\.float\(\) / 255, of arrays or in the dataset's transform$"),
     ({"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
@@ -421,15 +411,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"examples of shape \(1, 6, 12\) .* mat1 and mat2 shapes cannot be multiplied .*; give exa"),
     ({"x": with_nan(), "y": Y},
      r"x: expected finite numbers, got NaN or infinity in 2 of 11 examples, the first at 4; rem"),
-    ({"x": X, "y": Y, "x_test": with_nan().numpy(), "y_test": Y},
-     r"x_test: expected finite numbers, got NaN"),
     ({"x": X, "y": np.float32(1)}, r"y: expected an array of numbers"),
     ({"x": X, "y": torch.full((N, 3), 1 / 3)},
      r"y labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; take the"),
     ({"x": X, "y": torch.ones(N, 3).long()}, r"y labels: expected one-hot rows, a single 1"),
     ({"x": X, "y": Y.float()},
      r"y labels: expected integers, or one-hot rows \(n, 3\), got float32 of shape \(11,\); "),
-    ({"x": X, "y": Y.float()[:, None]}, r"got float32 of shape \(11, 1\); .*\.long\(\)"),
     ({"x": X, "y": torch.eye(2).repeat(6, 1)[:N]},
      r"expected one-hot rows \(n, 3\), as the model has 3 outputs, got \(11, 2\); give integers"),
     ({"x": X, "y": torch.zeros(N, 6, 6).long()},

@@ -28,6 +28,7 @@ from .federation import Grid, examples, network
 
 NUM_CLIENTS = 3
 INITIAL = ArrayRecord(dict(network().state_dict()))
+COUNTS = [len(examples(p)[1]) for p in range(NUM_CLIENTS)]
 
 
 def loader(partition: int) -> DataLoader[Any]:
@@ -96,10 +97,9 @@ def test_replies_under_a_users_own_names_are_averaged_under_them(name):
     result = strategy.start(grid, INITIAL, num_rounds=2)
     final = NetworkPredictor(network())
     final.network.load_state_dict(result.arrays.to_torch_state_dict())
-    counts = [len(loader(p).dataset) for p in range(NUM_CLIENTS)]  # type: ignore[arg-type]
     own = [test_of_a_user(final, loader(p), "cpu") for p in range(NUM_CLIENTS)]
     for position, key in enumerate(("eval_loss", "eval_acc")):
-        expected = np.average([values[position] for values in own], weights=counts)
+        expected = np.average([values[position] for values in own], weights=COUNTS)
         # float32 losses of 5 ... 7 examples, in another order of the batches
         assert result.evaluate_metrics_clientapp[2][key] == pytest.approx(expected, rel=1e-5)
     for server_round in (1, 2):
@@ -144,11 +144,9 @@ def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
         metrics = result.evaluate_metrics_clientapp[server_round]
         assert metrics["replies-accepted"] == NUM_CLIENTS
         assert set(metrics) >= {"eval_loss", "eval_acc"}
-    batches = [loader(p) for p in range(NUM_CLIENTS)]
-    counts = [len(b.dataset) for b in batches]  # type: ignore[arg-type]
     final = strategy.predictor(result.arrays)
-    losses = [test_of_a_user(final, b, "cpu")[0] for b in batches]
-    expected = float(np.average(losses, weights=counts))
+    losses = [test_of_a_user(final, loader(p), "cpu")[0] for p in range(NUM_CLIENTS)]
+    expected = float(np.average(losses, weights=COUNTS))
     assert result.evaluate_metrics_clientapp[5]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -226,9 +224,8 @@ def test_a_predictor_gives_its_scores_in_any_mode_of_autograd(kind, mode):
     def make() -> Any:
         strategy = TCT(network=network(), normalise=False, num_features=40)
         if kind is NetworkPredictor:
-            return strategy.predictor(ArrayRecord(dict(network().state_dict())))
-        strategy.linear_rounds = 1
-        arrays = strategy.begin(ArrayRecord(dict(network().state_dict())), 3, 0)
+            return strategy.predictor(INITIAL)
+        arrays = strategy.begin(INITIAL, 3, 0)
         strategy.linear_rounds = 1
         named = {name: array.numpy().copy() for name, array in arrays.items()}
         named["tct.linear"] = np.random.default_rng(0).standard_normal((40, 3)).astype("f4")
