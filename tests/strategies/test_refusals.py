@@ -208,7 +208,7 @@ def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
     required = {
         name: getattr(KINDS[kind], name, 0.1)
         for name, parameter in inspect.signature(kind).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     }
     with pytest.raises(ValueError, match=rf"^{own.name}: expected .*, got"):
         kind(**required | {own.name: value})
