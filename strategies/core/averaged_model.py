@@ -32,12 +32,8 @@ class AveragedModel:
     these factors, so that the first weights, which nobody learned, have no part in it. Whole
     numbers, as of BatchNorm's batches, are the newest.
 
-    Attributes
-    ----------
-    newest : ArrayRecord
-        w_n, which the next round begins with; empty before the first change.
-    mean : ArrayRecord
-        Their mean; empty before the first change.
+    `newest` is w_n, which the next round begins with; before the first change it and the `mean` are
+    empty.
 
     Examples
     --------

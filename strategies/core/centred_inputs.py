@@ -32,11 +32,8 @@ Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> ArrayRecord:
     """Return the model's arrays with the mean over the inputs of all clients that may train.
 
-    Raises
-    ------
-    NoUsableReply
-        If not more than half of the clients gave a sum that can be used, or fewer than
-        ``min_completed``.
+    NoUsableReply if half of the clients or fewer gave a usable sum, or fewer than
+    ``min_completed``.
     """
     if CENTRE not in arrays:
         raise ValueError(
@@ -62,10 +59,7 @@ def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> A
 
 
 def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
-    arrays = reply.arrays()
-    if list(arrays) != [INPUT_SUMS]:
-        raise BadReply("arrays", f"expected {INPUT_SUMS!r} alone, got {str(list(arrays))[:80]}")
-    sums, count = arrays[INPUT_SUMS], reply.num_examples
+    (sums,), count = reply.ordered_arrays(INPUT_SUMS), reply.num_examples
     limit = count * min(LARGEST_WEIGHT, float(np.finfo(centre.dtype).max))
     require_array(INPUT_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)
     return sums / count, count

@@ -240,12 +240,8 @@ class Exchanges(Declared, FedAvg):
         is sent again all that it may have lost. Only replies that are used claim a partition.
 
         `parse` turns a reply into what the method needs of it, or raises BadReply. It must not
-        change anything: the reply may yet be dropped.
-
-        Returns
-        -------
-        tuple of list of (Reply, T), Counter
-            What was parsed, sorted by client, and how many were rejected for which reason.
+        change anything: the reply may yet be dropped. What was parsed is sorted by client, and
+        rejected replies are counted by reason.
         """
         sent = self._exchanges.get(stage, Exchange())
         is_train = not stage.startswith(MessageType.EVALUATE)
@@ -304,10 +300,7 @@ class Exchanges(Declared, FedAvg):
         rejected: Counter[str],
         screen: Callable[[Sequence[T], float], Sequence[BadReply | None]],
     ) -> Pairs[T]:
-        """Drop the replies that a rule over all of them refuses.
-
-        `screen` gives its verdicts on what was parsed, with the `outlier_factor`.
-        """
+        """Drop the replies that a rule over all parsed ones, and `outlier_factor`, refuses."""
         kept: Pairs[T] = []
         verdicts = screen([parsed for _, parsed in pairs], self.outlier_factor)
         for pair, bad in zip(pairs, verdicts, strict=True):
