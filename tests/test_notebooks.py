@@ -38,7 +38,8 @@ QUICK = {
     },
     "ntk_dfl": {
         "rounds=5,": "rounds=2,",
-        "train_examples=800": "train_examples=240",
+        "train_examples=800": "train_examples=120,\n    test_examples=100",
+        "=12,\n": "=6,\n",
         'names = ("line", "ring", "erdos-renyi", "clustered", "complete")': 'names = ("ring",)',
         "rounds=2, out": "rounds=1, out",
     },
@@ -47,12 +48,15 @@ QUICK = {
         "rounds=5,": "rounds=2,",
     },
     "tct": {
-        "    rounds=16,": "    rounds=16,\n    train_examples=200,",
+        "    rounds=16,": "    rounds=16,\n    train_examples=100,\n    test_examples=100,",
+        "=10,\n": "=5,\n",
         "    local_epochs=2,\n    batch_size": "    local_epochs=1,\n    batch_size",
         '"num_features": 1000,': '"num_features": 200,',
         "rounds=12):": "rounds=3):",
         "epochs=20)": "epochs=2)",
-        "SIZES = (100, 300, 1000, 3000)": "SIZES = (100, 1000)",
+        "SIZES = (100, 300, 1000, 3000)": "SIZES = (1000,)",
+        "[1, 3, 10, 30, 100]": "[1, 3]",
+        "(1, 2, 3, 6, 7)": "(0,) * 5",
         '(10, ":"), (100, "--"), (1000, "-")': '(10, ":"), (100, "--")',
     },
     "weighted_fedavg": {

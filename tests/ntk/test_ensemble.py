@@ -59,9 +59,6 @@ def probabilities(seed=0, k=K, n=N, c=C):
     return p
 
 
-# ------------------------------------------------------------------- probabilities
-
-
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 def test_probabilities_are_the_mean_of_the_models(make):
     """Against a pass of each model in float64 through NumPy.
@@ -81,8 +78,6 @@ def test_probabilities_are_the_mean_of_the_models(make):
     found = ensemble.predict(X)
     bound = 2 * 36 * 20 * EPS
     np.testing.assert_allclose(found.numpy(), np.log(expected), rtol=0, atol=bound)
-    # adding C numbers of at most 1, each with the relative error of its logarithm
-    assert (found.exp().double().sum(1) - 1).abs().max() < bound
     own = ensemble.probabilities(X)
     assert own.shape == (K, N, C)
     assert (own.double().sum(-1) - 1).abs().max() < C * 4 * EPS
@@ -99,11 +94,8 @@ def test_certain_models_have_finite_scores():
 def test_one_model_is_itself():
     (one,) = members(count=1)
     ensemble = EnsemblePredictor([one])
-    torch.testing.assert_close(ensemble.predict(X), one.predict(X).log_softmax(1), rtol=0, atol=0)
+    assert torch.equal(ensemble.predict(X), one.predict(X).log_softmax(1))
     assert torch.equal(ensemble.uncertainty(X).mutual_information, torch.zeros(N))
-
-
-# --------------------------------------------------------------------- uncertainty
 
 
 def test_entropy_is_split_into_expected_entropy_and_mutual_information():
@@ -148,15 +140,9 @@ def test_models_certain_of_different_classes_disagree_most():
     p = torch.eye(C, dtype=torch.float64)[:, None].expand(C, N, C)
     found = uncertainty_of(p)
     assert torch.equal(found.expected_entropy, torch.zeros(N, dtype=torch.float64))
-    for value, expected in (
-        (found.entropy, math.log(C)),
-        (found.mutual_information, math.log(C)),
-        (found.variance, 1 - 1 / C),
-    ):
-        np.testing.assert_allclose(value, expected, rtol=1e-14)
-    for seed in range(20):  # and no models disagree more
-        other = uncertainty_of(probabilities(seed, k=C))
-        assert other.mutual_information.max() <= math.log(C)
+    np.testing.assert_allclose(found.entropy, math.log(C), rtol=1e-14)
+    np.testing.assert_allclose(found.mutual_information, math.log(C), rtol=1e-14)
+    np.testing.assert_allclose(found.variance, 1 - 1 / C, rtol=1e-14)
 
 
 def test_entropy_at_its_limits():
@@ -171,9 +157,6 @@ def test_uncertainty_is_of_the_models_predictions():
     for name, value in vars(found).items():
         assert torch.equal(value, getattr(expected, name)), name
         assert value.shape == (N,)
-
-
-# ----------------------------------------------------------------------- evaluation
 
 
 def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
@@ -199,9 +182,6 @@ def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
     )
     # by Jensen's inequality the mean's NLL is at most the models' mean NLL
     assert found.loss < np.mean([m.evaluate(X, y).loss for m in ensemble.models])
-
-
-# ------------------------------------------------------------------- kinds and files
 
 
 def tct(loss="mse", seed=2):
@@ -231,21 +211,11 @@ def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
             call(X)
 
 
-def test_what_is_saved_is_loaded_with_the_same_bits(tmp_path):
-    one = EnsemblePredictor(members(cnn))
-    one.save(tmp_path)
-    loaded = EnsemblePredictor.load(tmp_path, cnn())
-    assert (len(loaded), loaded.loss) == (K, one.loss)
-    assert torch.equal(loaded.predict(X), one.predict(X))
-    for ours, theirs in zip(one.state_dict().items(), loaded.state_dict().items(), strict=True):
-        assert ours[0] == theirs[0]
-        assert torch.equal(ours[1], theirs[1])
-
-
 def test_models_of_several_kinds_are_saved_together(tmp_path):
     one = EnsemblePredictor([*members(count=2), tct("mse"), tct("cross-entropy", 3)])
     one.save(tmp_path)
     loaded = EnsemblePredictor.load(tmp_path, mlp())
+    assert len(loaded) == 4
     assert [type(m) for m in loaded.models] == [type(m) for m in one.models]
     assert [m.loss for m in loaded.models] == [m.loss for m in one.models]
     assert torch.equal(loaded.scores(X), one.scores(X))

@@ -88,9 +88,6 @@ def quick(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
     return list(train(examples, first(), mixing, **options))
 
 
-# ------------------------------------------------------------------ data
-
-
 def test_signals_are_orthogonal_and_noise_is_orthogonal_to_all_of_them():
     distribution = TwoPatchDistribution((2, 1, 1), dimension=50, signal_norm=3.0, noise_std=0.5)
     examples = distribution.draw(500)
@@ -131,9 +128,6 @@ def test_what_a_client_has_follows_from_seed_and_part_alone():
     assert not torch.equal(few.noise, TwoPatchDistribution((2,), 30, seed=1).draw(4).noise)
 
 
-# ------------------------------------------------------------------ lemma 4.1
-
-
 @pytest.mark.parametrize("groups", AVERAGED.values(), ids=AVERAGED)
 def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, groups):
     mixing = mixing_matrix(torch.tensor(groups))
@@ -149,7 +143,10 @@ def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, gr
 
 
 def test_signs_of_growth_in_local_steps(examples):
-    """Eq. (11) to (13): gamma and psi grow, phi falls; a client changes its own alone."""
+    """Eq. (11) to (13): gamma and psi grow, phi falls; a client changes only its own.
+
+    psi is of the filters of the example's own label.
+    """
     for states in followed(examples, mixing_matrix(torch.zeros(4))):
         for before, after in itertools.pairwise(states[:-1]):
             assert (after.signal >= before.signal).all()
@@ -161,16 +158,12 @@ def test_signs_of_growth_in_local_steps(examples):
             assert (gained[own].flatten(1).abs().amax(1) > 0).all()
             moved = (after.signal - before.signal).flatten(2).amax(2) > 0
             assert torch.equal(moved, torch.nn.functional.one_hot(examples.groups, 2).bool())
-
-
-def test_psi_is_of_the_filters_of_the_examples_own_label(examples):
     last = followed(examples, mixing_matrix(torch.zeros(4)))[-1][-1]
     same = examples.labels[..., None] == torch.tensor([-1.0, 1.0])  # (K, n, 2)
     assert not last.noise.clamp(min=0)[:, ~same].any()
     assert not last.noise.clamp(max=0)[:, same].any()
     assert last.noise.clamp(min=0)[:, same].any()
     assert last.noise.clamp(max=0)[:, ~same].any()
-    assert torch.equal(last.noise.clamp(min=0) + last.noise.clamp(max=0), last.noise)
 
 
 def test_averaging_keeps_a_shared_signal_and_divides_noise(examples):
@@ -233,9 +226,6 @@ def test_evaluation_is_loss_and_share_of_errors(examples):
     assert 0 < float(found.error.mean()) < 0.5
 
 
-# ------------------------------------------------------------------ theorem 4.4
-
-
 @pytest.mark.parametrize(
     ("sizes", "chi"), [((4,), [4] * 4), ((1, 1, 1), [1] * 3), ((1, 3, 2), [1, 3, 3, 3, 2, 2])]
 )
@@ -282,9 +272,6 @@ def test_test_errors_are_in_the_order_of_the_exponents():
     assert errors["FedAvg"][0] > errors["local"][0] + 0.1
 
 
-# ------------------------------------------------------------------ what is refused
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -294,29 +281,9 @@ def test_test_errors_are_in_the_order_of_the_exponents():
         ({"signal_norm": 0.0}, "signal_norm: expected a finite number above 0, got 0"),
         ({"noise_std": math.inf}, "noise_std: expected a finite number above 0, got inf"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
-    ],
-)
-def test_distributions_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TwoPatchDistribution(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"num_examples": 0}, "num_examples: expected at least 1, got 0"),
         ({"part": "validation"}, "part: expected one of train, test, got 'validation'"),
         ({"clients": [4]}, r"clients: expected 0 ... 3, got \[4\]"),
-    ],
-)
-def test_draws_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        SMALL.draw(**{"num_examples": 2, **options})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"noise": torch.zeros(4, 6, 59)}, r"noise: expected shape \(K, n, d\) with signals"),
         ({"labels": torch.zeros(4, 6)}, "labels: expected -1 or [+]1 in shape"),
         ({"labels": torch.ones(4, 5)}, "labels: expected -1 or [+]1 in shape"),
@@ -324,9 +291,17 @@ def test_draws_that_cannot_be_are_refused(options, message):
         ({"groups": torch.tensor([0, 1])}, "groups: expected a whole number from 0 to 1"),
     ],
 )
-def test_examples_that_do_not_fit_together_are_refused(examples, changes, message):
+def test_what_cannot_be_is_refused(examples, options, message):
+    """Distributions, draws, and examples that do not fit together."""
+    (name, *_) = options
+    if name in vars(examples):
+        make, options = TwoPatchExamples, {**vars(examples), **options}
+    elif hasattr(SMALL, name):
+        make = TwoPatchDistribution
+    else:
+        make, options = SMALL.draw, {"num_examples": 2, **options}
     with pytest.raises(ValueError, match=message):
-        TwoPatchExamples(**{**vars(examples), **changes})
+        make(**options)
 
 
 def test_coefficients_that_are_not_unique_are_refused():
@@ -336,13 +311,10 @@ def test_coefficients_that_are_not_unique_are_refused():
     decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(14))
 
 
-def test_a_mixing_matrix_of_others_is_refused(examples):
+def test_a_mixing_matrix_of_others_and_signals_without_a_ratio_are_refused(examples):
     for mixing in (torch.eye(3), torch.ones(4, 4)):
         with pytest.raises(ValueError, match=r"mixing: expected shape \(4, 4\) with rows"):
-            next(train(examples, first(), mixing, rounds=1, local_steps=1, learning_rate=1.0))
-
-
-def test_signals_without_a_ratio_are_refused():
+            quick(examples, mixing)
     with pytest.raises(ValueError, match="signals: expected none that is zero"):
         signal_similarity(torch.zeros(2, 3))
     opposite = torch.tensor([[1.0, 0.0], [-2.0, 0.0]])

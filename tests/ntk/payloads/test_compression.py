@@ -102,19 +102,6 @@ def test_equal_magnitudes_are_exact_at_any_width(bits):
     assert sent(values, sparsity=0.5, bits=bits).tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("bits", [1, 5, 6, 16, 32])
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.95, 0.99, 0.999])
-def test_length_is_head_positions_and_numbers(sparsity, bits):
-    """20 bytes, 8 an axis and a group; the smaller of a bitmap and indices; k numbers."""
-    values = tensor((50, 40, 2))
-    n, k = values.size, num_kept(values.size, sparsity)
-    bitmap, indices = math.ceil(n / 8), math.ceil(k * math.ceil(math.log2(n)) / 8)
-    positions = 0 if k == n else min(bitmap, indices)
-    scales = 8 if bits < 32 else 0
-    expected = 20 + 3 * 8 + scales + positions + math.ceil(k * bits / 8)
-    assert compress(values, sparsity=sparsity, bits=bits).size == expected
-
-
 @given(st.integers(1, 56), st.data())
 @settings(max_examples=60, deadline=None)
 def test_packing_is_the_concatenation_of_the_bits(width, data):
