@@ -3,27 +3,13 @@
 import json
 import logging
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 from fedntk.ntk.support import threads
-
-SHOW = "import json, os, sys; print(json.dumps([os.environ.get('OMP_WAIT_POLICY'), {}]))"
-
-
-def in_new_process(code: str, **variables: str) -> list[object]:
-    kept = {k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS}
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code],
-        env=kept | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
 
 BEFORE_TORCH = """
 import json, os, sys
@@ -43,20 +29,28 @@ def test_passive_waiting_is_set_before_torch_is_loaded(room):
 
     The process ends where it is about to load torch.
     """
-    assert in_new_process(f"{BEFORE_TORCH}import fedntk.{room}") == ["PASSIVE", False]
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", f"{BEFORE_TORCH}import fedntk.{room}"],
+        env={k: v for k, v in os.environ.items() if k not in threads.OWN_SETTINGS},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == ["PASSIVE", False]
 
 
-def test_after_torch_it_is_set_for_the_processes_that_are_started():
-    late = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.support.threads.TOO_LATE')}"
-    assert in_new_process(late) == ["PASSIVE", True]
-
-
-@pytest.mark.parametrize("name", threads.OWN_SETTINGS)
-def test_own_settings_win(name):
-    code = f"import torch, fedntk.ntk; {SHOW.format('fedntk.ntk.support.threads.TOO_LATE')}"
-    expected = "ACTIVE" if name == "OMP_WAIT_POLICY" else None
-    value = expected or "100"
-    assert in_new_process(code, **{name: value}) == [expected, False]
+@pytest.mark.parametrize("name", ["", *threads.OWN_SETTINGS])
+def test_own_settings_win_and_after_torch_it_is_set_for_processes_that_are_started(
+    name, monkeypatch
+):
+    """Without settings it is too late for this process, where torch is loaded already."""
+    for setting in threads.OWN_SETTINGS:
+        monkeypatch.setenv(setting, "100")
+        if setting != name:
+            monkeypatch.delenv(setting)
+    assert runpy.run_path(threads.__file__)["TOO_LATE"] == (name == "")
+    expected = {"": "PASSIVE", "OMP_WAIT_POLICY": "100"}
+    assert os.environ.get("OMP_WAIT_POLICY") == expected.get(name)
 
 
 @pytest.mark.parametrize(

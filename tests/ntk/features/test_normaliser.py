@@ -60,14 +60,6 @@ def test_the_size_of_moments_is_the_root_of_the_examples_mean_squared_norm():
         assert Moments.of(z).size == pytest.approx(float(z.pow(2).sum(1).mean().sqrt()))
 
 
-def test_two_groups_of_one():
-    """1 and 3: mean 2, squared deviations 1 + 1."""
-    one, three = (Moments.of(torch.tensor([[value]])) for value in (1.0, 3.0))
-    both = one + three
-    assert (both.count, both.mean.tolist(), both.sum_sq_dev.tolist()) == (2, [2.0], [2.0])
-    assert one.sum_sq_dev.tolist() == [0.0]
-
-
 def clients():
     """float32 features of three clients that differ: heavy tails, scales from 1e-7 to 1e4."""
     scales = torch.logspace(-7, 4, 12, dtype=torch.float64)
