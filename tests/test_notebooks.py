@@ -17,12 +17,14 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 QUICK = {
     "compare": {
         "SEEDS = [0, 1, 2]": "SEEDS = [0]",
-        '{"rounds": 10,': '{"rounds": 3,',
+        '{"rounds": 10,': '{"rounds": 3, "test_examples": 200,',
+        "1000 if": "100 if",
         '"bootstrap_rounds": 3 if': '"bootstrap_rounds": 1 if',
         "ALPHAS = [0.1, 1.0, 10.0]": "ALPHAS = [0.1]",
     },
     "cp_ntk_fl": {
         "rounds=6,": "rounds=1,",
+        "arange(0, len(some), 2)": "arange(0, len(some), 10)",
         "RATES, SIZES = (0.1, 0.3, 1.0), (10, 20, 40, 64)": "RATES, SIZES = (0.1,), (10, 64)",
         "rounds=4,": "rounds=1,",
         "seeds=(0, 1, 2)": "seeds=(0,)",
