@@ -310,19 +310,6 @@ def test_a_network_that_diverged_leaves_the_model_and_says_so(clients, caplog):
     assert "no features of the validation examples: features: some are not finite" in caplog.text
 
 
-def test_too_few_replies_leave_the_model_and_the_next_round_asks_again(clients):
-    strategy = make(min_completed=6)
-    grid = Grid(clients)
-
-    def at_first(reply):
-        return lost(reply) if strategy.server_round == 1 else reply
-
-    grid.changes = {2: at_first}
-    after = start(strategy, grid, rounds=2)
-    assert strategy.train_metrics[1]["replies-accepted"] == 5
-    assert distance(after[LINEAR], solved()) < 1e-5
-
-
 def test_a_second_run_of_an_object_begins_anew(clients):
     strategy = make(balanced=True)
     first = bits(start(strategy, Grid(clients), rounds=2))
