@@ -69,7 +69,6 @@ def client_stem(method):
 def test_method_has_its_file_in_every_room(method):
     own = stem(method)
     paths = [
-        f"simulations/methods/{own}.py",
         file_of("strategies", own),
         f"docs/methods/{own}.md",
         f"tests/strategies/test_{own}.py",

@@ -1,8 +1,8 @@
 """Discovery of the methods, and what a configuration knows of each.
 
-A module of :mod:`fedntk.simulations.methods` holds its
-:class:`~fedntk.simulations.methods.method.Method` as ``METHOD``. Another package names such an
-object in the entry-point group ``fedntk.methods``::
+A module of :mod:`fedntk.simulations.methods` holds a
+:class:`~fedntk.simulations.methods.method.Method` as ``METHOD``, or several as ``METHODS``. Another
+package names such an object in the entry-point group ``fedntk.methods``::
 
     [project.entry-points."fedntk.methods"]
     my-method = "my_package.my_method:METHOD"
@@ -11,6 +11,7 @@ object in the entry-point group ``fedntk.methods``::
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import pkgutil
 from collections.abc import Mapping
 from logging import getLogger
@@ -18,8 +19,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from .settings import Settings
-
-__all__ = ["ConfiguredMethod", "all_methods", "own_methods"]
 
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
@@ -43,7 +42,9 @@ def own_methods() -> Mapping[str, Any]:
         importlib.import_module(f"{HOME}.{info.name}")
         for info in pkgutil.iter_modules(importlib.import_module(HOME).__path__)
     ]
-    methods = [module.METHOD for module in modules if hasattr(module, "METHOD")]
+    found = [getattr(module, "METHODS", ()) for module in modules]
+    found += [(module.METHOD,) for module in modules if hasattr(module, "METHOD")]
+    methods = itertools.chain.from_iterable(found)
     return MappingProxyType({m.name: m for m in sorted(methods, key=lambda m: m.name)})
 
 

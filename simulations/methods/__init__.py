@@ -1,4 +1,4 @@
-"""The methods: a module each, found by :mod:`fedntk.simulations.config.registry`."""
+"""The methods, found by :mod:`fedntk.simulations.config.registry`."""
 
 from ..config.registry import all_methods, own_methods
 

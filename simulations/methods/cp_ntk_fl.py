@@ -13,8 +13,6 @@ from ..deploy.simulated_trust import run_name, shuffling_server
 from .method import Setup
 from .ntk_fl import EvolvingMethod, EvolvingSettings
 
-__all__ = ["METHOD"]
-
 
 class CPNTKFLSettings(EvolvingSettings, frozen=True, eq=True):
     """What simulations add to the options of CP-NTK-FL."""

@@ -9,8 +9,6 @@ from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from .method import Method, Setup
 
-__all__ = ["METHOD"]
-
 
 class FedBESettings(Settings, frozen=True, eq=True):
     """What simulations add to the options of FedBE and of its distillation."""
@@ -26,7 +24,7 @@ class _FedBE(Method[Any]):
     parts = (Distillation,)
     client_class = SGDClient
     own_settings = FedBESettings
-    apart = frozenset({"alpha", "learning_rate", "batch_size", "momentum", "weight_decay"})
+    apart = ("alpha", "learning_rate", "batch_size", "momentum", "weight_decay")
     baseline = True
     metrics = ("ensemble-size", "distilled", "distillation-loss-before", "distillation-loss")
 

@@ -18,8 +18,6 @@ from ..models import build_model
 from . import all_methods
 from .method import Arrays, Method, Setup
 
-__all__ = ["METHOD"]
-
 FAR = 1_000_003  # between the seeds of two models, so that no other run has them
 
 

@@ -31,8 +31,6 @@ from ..data.partitions import Split
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-__all__ = ["Arrays", "Method", "Setup"]
-
 S = TypeVar("S", bound=Settings)
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -125,9 +123,10 @@ class Setup:
 class Method(ConfiguredMethod[S], ABC):
     """All that the simulations know of one method.
 
-    Write a subclass in a module of its own, and an object of it as ``METHOD``. The modules of
-    :mod:`fedntk.simulations.methods` are found by themselves; another package names its object in
-    the entry-point group ``fedntk.methods``.
+    An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy, client, and
+    further attributes. A method with behaviour of its own is a subclass, with an object of it as
+    ``METHOD`` in a module of :mod:`fedntk.simulations.methods`, or in another package that names it
+    in the entry-point group ``fedntk.methods``.
 
     Attributes
     ----------
@@ -140,7 +139,7 @@ class Method(ConfiguredMethod[S], ABC):
         Further classes with options, from which the strategy is made.
     own_settings : type of Settings
         Settings that the classes lack, or have with another default or meaning.
-    apart : frozenset of str
+    apart : tuple of str
         Options that are the method's own settings though common settings have the same name; of the
         first of these classes that has them.
     settings : type of Settings
@@ -160,13 +159,15 @@ class Method(ConfiguredMethod[S], ABC):
     client_class: ClassVar[type[NumPyClient]]
     parts: ClassVar[tuple[type[Declared], ...]] = ()
     own_settings: ClassVar[type[Settings]] = Settings
-    apart: ClassVar[frozenset[str]] = frozenset()
+    apart: ClassVar[tuple[str, ...]] = ()
     baseline: ClassVar[bool] = False
     headline: ClassVar[str] = "accuracy"
     metrics: ClassVar[tuple[str, ...]] = ()
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, *row: Any, **more: Any) -> None:
+        columns = ("name", "strategy_class", "client_class")
+        vars(self).update(more, **dict(zip(columns, row, strict=False)))
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
         if not hasattr(self, "settings"):

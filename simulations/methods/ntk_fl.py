@@ -16,8 +16,6 @@ from ..config.settings import ConfigError, Settings, setting
 from ..deploy.simulated_trust import projected
 from .method import Method, Setup
 
-__all__ = ["METHOD", "EvolvingMethod", "EvolvingSettings"]
-
 
 class EvolvingSettings(Settings, frozen=True, eq=True):
     """What simulations add to the options of the methods whose server evolves a kernel."""
@@ -32,7 +30,7 @@ class EvolvingMethod(Method[Any]):
     """What NTK-FL and CP-NTK-FL share."""
 
     own_settings = EvolvingSettings
-    apart = frozenset({"class_prior"})
+    apart = ("class_prior",)
     metrics: ClassVar[tuple[str, ...]] = (
         "t",
         "learning-rate",

@@ -6,8 +6,6 @@ from ..config.config import Config
 from ..config.settings import ConfigError, Settings
 from .method import Method
 
-__all__ = ["PersonalMethod"]
-
 
 class PersonalMethod(Method[Settings]):
     """A method whose models are the clients' own: they are judged by the clients' evaluations.

@@ -20,8 +20,6 @@ from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
 from .method import Arrays, Method, Setup
 
-__all__ = ["METHOD"]
-
 
 class TCTSettings(Settings, frozen=True, eq=True):
     """What simulations add to the options of TCT; those of stage 1's SGD are common settings."""
@@ -50,7 +48,7 @@ class _TCT(Method[Any]):
     strategy_class = TCT
     client_class = TCTClient
     own_settings = TCTSettings
-    apart = frozenset({"learning_rate", "loss", "proximal_mu"})
+    apart = ("learning_rate", "loss", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:

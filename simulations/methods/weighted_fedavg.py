@@ -13,8 +13,6 @@ from fedntk.strategies import BaseStrategy, WeightedFedAvg
 from ..report.figures import similarity_heat_map
 from .personal import PersonalMethod
 
-__all__ = ["METHOD"]
-
 
 class _WeightedFedAvg(PersonalMethod):
     name = "weighted-fedavg"

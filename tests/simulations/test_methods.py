@@ -53,7 +53,7 @@ ENTRIES = """
     [fedntk.methods]
     half-avg = half_avg:METHOD
     missing = half_avg:NOTHING
-    twice = fedntk.simulations.methods.fedavg:METHOD
+    twice = fedntk.simulations.methods.tct:METHOD
 """
 
 
@@ -129,7 +129,7 @@ def test_another_packages_method_runs_with_its_settings(package, engine):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "method missing (half_avg:NOTHING) is left out: AttributeError" in done.stderr
     assert "method twice" in done.stderr
-    assert "there is a method 'fedavg' already" in done.stderr
+    assert "there is a method 'tct' already" in done.stderr
 
 
 COMMANDS = """
