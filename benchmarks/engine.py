@@ -98,19 +98,12 @@ def bare(case: Mapping[str, Any]) -> None:
 def fedntk(case: Mapping[str, Any]) -> None:
     """Run the app's FedAvg on the local engine."""
     from fedntk.simulations import run
-    from fedntk.simulations.engine import runs as simulations
 
-    start, ended = simulations._start, turn
+    def on_round(record: Mapping[str, Any]) -> None:
+        turn(**{"in-round": record["seconds"]})
 
-    def followed(*args: Any) -> None:  # on_round is the last argument
-        def on_round(record: Mapping[str, Any]) -> None:
-            ended(**{"in-round": record["seconds"]})
-
-        start(*args[:-1], on_round)
-
-    simulations._start = followed
     with tempfile.TemporaryDirectory() as out:
-        run(ours(case, out), workers=case["workers"], progress=False)
+        run(ours(case, out), workers=case["workers"], progress=False, on_round=on_round)
 
 
 def ours(case: Mapping[str, Any], out: str) -> Any:
