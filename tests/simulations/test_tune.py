@@ -27,7 +27,8 @@ SMALL = Config(
     learning_rate=0.1,
 )  # fmt: skip
 GRID = {"learning-rate": [0.01, 0.3, 0.1], "local-epochs": [1, 3]}
-RATES = {"grid": None, "random": {"learning-rate": (1e-6, 1.0, "log")}}
+ONE = {"learning-rate": [0.1]}
+TWO = {"learning-rate": [0.01, 0.3]}
 PRIVATE = {
     "validation_examples": 50, "private_test": True, "local_test_fraction": 0.2,
     "clients_per_evaluation": 3,
@@ -91,7 +92,7 @@ def pretended(monkeypatch):
                 file.write(json.dumps(record) + "\n")
                 on_round(record)
 
-    monkeypatch.setattr("fedntk.simulations.tuning.trials.run", pretend)
+    monkeypatch.setattr(trials, "run", pretend)
     return ran
 
 
@@ -109,7 +110,7 @@ def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
     """Another test set gives the same metrics of all rounds, the same weights and another test.
 
     Clients evaluate on parts of their own examples. The server's accuracy is that of the learned
-    model on the examples held out, which are not in training.
+    model on the examples held out, which are not in training; only validation clients evaluate.
     """
     plain, changed = (
         write_data(tmp_path / f"{i}.npz", **changes)
@@ -128,73 +129,45 @@ def test_no_method_looks_at_the_test_set(tmp_path, method, held_out):
     split = setup.split
     indices = split.validation if len(split.validation) else np.concatenate(split.clients[-2:])
     assert not set(indices) & set(np.concatenate(split.clients[:-2]))
+    assert held_out is PRIVATE or set(first.clients.partition) == {6, 7}
     on_held_out = load_predictor(first.folder).evaluate(*setup.data.train(indices))
     assert first.curve()[2] == pytest.approx(on_held_out.accuracy, abs=1e-12)
-    assert tested.summary["split"] == first.summary["split"]
     assert not tested.clients.equals(first.clients)
     on_test = load_predictor(tested.folder).evaluate(*setup.data.test())
     assert tested.curve()[2] == pytest.approx(on_test.accuracy, abs=1e-12)
 
 
-def test_only_validation_clients_evaluate(tmp_path):
-    """Weighted by their examples, their own accuracies are the server's on all of these.
-
-    On the test set all clients evaluate.
-    """
-    config = SMALL.replace(
-        **{**CLIENTS, "clients_per_evaluation": 4}, alpha=1.0, partition="dirichlet"
-    )
-    result = run(config, evaluate_on="validation", out=tmp_path / "a", progress=False)
-    assert set(result.clients.partition) == {2, 3}
-    np.testing.assert_allclose(result.curve()[1:], result.curve("client-accuracy"), rtol=1e-6)
-    everyone = run(config, out=tmp_path / "b", progress=False)
-    assert set(everyone.clients.partition) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("held_out", [{}, {"validation_examples": 50}])
+@pytest.mark.parametrize("examples", [0, 50])
 @pytest.mark.parametrize("method", ["ntk-fl", "cp-ntk-fl"])
-def test_examples_held_out_for_tuning_do_not_choose_t(method, held_out):
-    strategy = make_strategy(load_setup(SMALL.replace(method=method, **{**CLIENTS, **held_out})))
+def test_examples_held_out_for_tuning_do_not_choose_t(method, examples):
+    own = CLIENTS | {"validation_examples": examples}
+    strategy = make_strategy(load_setup(SMALL.replace(method=method, **own)))
     assert strategy.validation_loss is None
-    assert strategy.validation_partitions == ()
-    assert strategy.held_out == (2, 3)
-
-
-PRIVATE_SEARCH = {
-    "private_test": True, "local_test_fraction": 0.2, "validation_examples": 0,
-    "clients_per_evaluation": 4,
-}  # fmt: skip
+    assert (strategy.validation_partitions, strategy.held_out) == ((), (2, 3))
 
 
 @pytest.mark.parametrize(
     ("held_out", "metric"),
-    [({"validation_examples": 60}, "accuracy"), (PRIVATE_SEARCH, "client-accuracy-mean")],
+    [
+        ({"validation_examples": 60}, "accuracy"),
+        ({**PRIVATE, "validation_examples": 0}, "client-accuracy-mean"),
+    ],
 )
 def test_the_choice_is_by_validation_where_the_test_set_says_the_opposite(
     tmp_path, held_out, metric
 ):
-    """Test labels are each another class: the better a model is, the worse on the test set.
-
-    A search with another test set has the same table.
-    """
-    found = []
-    for name, changed in (("a", {"shift": 1}), ("b", {"shift": 2, "scale": 1e6})):
-        data = write_data(tmp_path / f"{name}.npz", **changed)
-        config = SMALL.replace(dataset=data, rounds=3, **held_out)
-        grid = {"learning-rate": [1e-5, 0.3]}
-        found.append(search(tmp_path / name, config, grid=grid, metric=metric))
-    assert lines(found[0].trials) == lines(found[1].trials)
-    best = found[0].best
+    """Test labels are each another class: the better a model is, the worse on the test set."""
+    data = write_data(tmp_path / "d.npz", shift=1)
+    config = SMALL.replace(dataset=data, rounds=3, **held_out)
+    rates = [1e-5, 0.3]
+    best = search(tmp_path / "s", config, grid={"learning-rate": rates}, metric=metric).best
     assert (best.learning_rate, best.evaluate_on) == (0.3, "test")
     assert best.private_test == ("private_test" in held_out)
-    on_test = [
-        run(best, learning_rate=rate, out=tmp_path / f"{rate}", progress=False)
-        for rate in (1e-5, 0.3)
-    ]
-    bad, good = (result.curve(metric)[3] for result in on_test)
+    bad, good = (
+        run(best, learning_rate=rate, out=tmp_path / f"{rate}", progress=False).curve(metric)[3]
+        for rate in rates
+    )
     assert bad > good + 0.2
-    trial = found[0].trials["trial"][0]
-    assert bits(on_test[1].folder) == bits(tmp_path / "a" / "trials" / f"{trial:03d}" / "seed-0")
 
 
 def test_the_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(straight):
@@ -211,41 +184,24 @@ def test_the_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(straight
     assert straight.trials["mean"].is_monotonic_decreasing
 
 
-@pytest.mark.parametrize("metric", ["loss", "client-accuracy-worst"])
-def test_last_rounds_loss_and_clients_metrics(tmp_path, metric):
-    config, grid = SMALL.replace(**CLIENTS), {"learning-rate": [1e-4, 0.1]}
-    found = search(tmp_path, config, grid=grid, metric=metric, last=1)
-    for row in found.trials.itertuples():
-        folder = found.folder / "trials" / f"{row.trial:03d}" / "seed-0"
-        assert row.mean == read_run(folder).curve(metric)[2]
-    values = found.trials["mean"]
-    assert values.is_monotonic_increasing if metric == "loss" else values.is_monotonic_decreasing
+def test_the_last_rounds_loss(tmp_path, pretended):
+    found = search(tmp_path, grid={"learning-rate": [1e-4, 0.1]}, metric="loss", last=1)
     assert found.best.learning_rate == 0.1
-
-
-@pytest.mark.parametrize("metric", ["accuracy", "client-accuracy-mean"])
-def test_a_search_by_the_servers_model_where_clients_have_their_own_says_so(
-    tmp_path, caplog, metric
-):
-    config = SMALL.replace(method="local-training", rounds=1, **PRIVATE_SEARCH)
-    search(tmp_path, config, grid={"learning-rate": [0.1]}, metric=metric)
-    said = "model; local-training is judged by metric = client-accuracy-mean"
-    assert any(said in message for message in caplog.messages) == (metric == "accuracy")
+    assert found.trials["mean"].tolist() == [0, 3]
 
 
 # -------------------------------------------------------------------- what is tried
 
 
 def test_a_grid_is_its_product_each_once(straight, started):
-    keys = list(GRID)
-    tried = straight.trials.sort_values("trial")[keys].itertuples(index=False, name=None)
+    tried = straight.trials.sort_values("trial")[list(GRID)].itertuples(index=False, name=None)
     assert list(tried) == list(itertools.product(*GRID.values()))
-    assert folders(straight.folder) == [
-        f"trials/{i:03d}/seed-{seed}" for i in range(6) for seed in (0, 1)
-    ]
+    assert folders(straight.folder) == [f"trials/{i // 2:03d}/seed-{i % 2}" for i in range(12)]
     again = search(straight.folder, seeds=[0, 1])
     assert started == []
     assert lines(again.trials) == lines(straight.trials)
+    saved = pd.read_csv(straight.folder / "report" / "trials.csv")
+    assert saved["mean"].tolist() == straight.trials["mean"].tolist()
 
 
 def test_draws_depend_only_on_the_seed(tmp_path, pretended):
@@ -254,39 +210,35 @@ def test_draws_depend_only_on_the_seed(tmp_path, pretended):
         "learning-rate": (1e-3, 1.0, "log"), "width": (5, 20), "loss": ["mse", "cross-entropy"],
     }  # fmt: skip
 
-    def drawn(name, **options):
-        return search(tmp_path / name, grid=None, random=random, **options).trials
+    def drawn(name, trials, **options):
+        options |= {"grid": None, "random": random, "trials": trials}
+        return search(tmp_path / name, **options).trials
 
-    whole = drawn("a", trials=5)
-    drawn("b", trials=2)
-    assert lines(drawn("b", trials=5)) == lines(whole)
-    before = len(pretended)
-    assert lines(drawn("b", trials=3)) == lines(whole)
-    assert len(pretended) == before
+    whole = drawn("a", 5)
+    drawn("b", 2)
+    assert lines(drawn("b", 5)) == lines(whole) == lines(drawn("b", 3))
+    assert len(pretended) == 10
     assert whole["learning-rate"].nunique() == 5
-    assert not {*whole["learning-rate"]} & {*drawn("c", trials=5, sampler_seed=1)["learning-rate"]}
-    assert whole[list(random)].dtypes.map(str).tolist() == ["float64", "int64", "str"]
+    assert not {*whole["learning-rate"]} & {*drawn("c", 5, sampler_seed=1)["learning-rate"]}
     assert whole["learning-rate"].between(1e-3, 1).all()
     assert whole["width"].between(5, 20).all()
 
 
 def test_tpe_draws_by_what_came_before(tmp_path, pretended):
-    """Its first ten draws are random; by the same seed the next ones differ from random ones.
+    """Its first ten draws are random ones; the next lie nearer the best, also after a cut."""
+    ranges = {"learning-rate": (1e-6, 1.0, "log")}
 
-    They lie nearer the best, and a search that was cut off between goes on with the same.
-    """
+    def rates(name, sampler, trials):
+        found = search(tmp_path / name, grid=None, random=ranges, sampler=sampler, trials=trials)
+        return found.trials.sort_values("trial")["learning-rate"].to_numpy()
 
-    def rates(name, **options):
-        found = search(tmp_path / name, **RATES, **options).trials.sort_values("trial")
-        return found["learning-rate"].to_numpy()
-
-    random, tpe = (rates(sampler, sampler=sampler, trials=20) for sampler in ("random", "tpe"))
+    random, tpe = (rates(sampler, sampler, 20) for sampler in ("random", "tpe"))
     assert (random[:10] == tpe[:10]).all()
     assert (random[10:] != tpe[10:]).all()
     distances = [np.median(np.abs(np.log10(drawn[10:]) + 1)) for drawn in (random, tpe)]
     assert distances[1] < distances[0]
-    rates("cut", sampler="tpe", trials=12)
-    assert (rates("cut", sampler="tpe", trials=20) == tpe).all()
+    rates("cut", "tpe", 12)
+    assert (rates("cut", "tpe", 20) == tpe).all()
 
 
 def test_values_drawn_that_do_not_go_together_fail_only_their_trial(tmp_path, pretended):
@@ -303,16 +255,15 @@ def test_values_drawn_that_do_not_go_together_fail_only_their_trial(tmp_path, pr
 # ------------------------------------------------------------------ cut off and gone on with
 
 
-@pytest.mark.parametrize("after", [1, 4])
 def test_an_interrupted_search_goes_on_and_runs_nothing_twice(
-    tmp_path, straight, started, monkeypatch, after
+    tmp_path, straight, started, monkeypatch
 ):
-    """Ctrl-C in a round of the run number `after`: only that one begins twice."""
+    """Ctrl-C in a round of some run: only that one begins twice."""
     shown = []
 
     def stop(self, record):
         shown.append(record)
-        if len(shown) == 3 * after - 1:  # rounds 0, 1 and 2 of each run
+        if len(shown) == 11:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -328,10 +279,9 @@ def test_an_interrupted_search_goes_on_and_runs_nothing_twice(
 
 
 def test_a_grid_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
-    search(tmp_path / "a", grid={**GRID, "learning-rate": [0.1]}, seeds=[0, 1])
-    assert len(pretended) == 4
-    grown = search(tmp_path / "a", seeds=[0, 1])
-    assert len(pretended) == 12
+    for grid, ran in ((GRID | ONE, 4), (GRID, 12)):
+        grown = search(tmp_path / "a", grid=grid, seeds=[0, 1])
+        assert len(pretended) == ran
     own, other = (
         found.trials.sort_values(list(GRID)).drop(columns="trial")
         for found in (grown, search(tmp_path / "b", seeds=[0, 1]))
@@ -340,30 +290,23 @@ def test_a_grid_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("other", "message"),
     [
-        ({}, {"grid": {"learning-rate": [0.1]}}, r"learning-rate = .*0.01.* \(now .*0.1.*\)"),
-        ({}, {"grid": {"local-epochs": [1, 3]}}, r"learning-rate = .* \(now 0.1\)"),
-        ({}, {"seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
-        (
-            {},
-            {"grid": None, "random": GRID, "trials": 4},
-            r"drawn = 'all' \(now 'random, seed 0'\)",
-        ),
-        ({"dataset": "npz"}, {}, r"data = '\w+' \(now '\w+'\)"),
+        ({"seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
+        ({"grid": None, "random": GRID, "trials": 4}, r"drawn = 'all' \(now 'random, seed 0'\)"),
+        ({"dataset": "other"}, r"data = '\w+' \(now '\w+'\)"),
     ],
 )
-def test_another_search_in_the_folder_is_refused(tmp_path, pretended, config, options, message):
-    options = {"grid": {"learning-rate": [0.01, 0.3]}, **options}
-    search(tmp_path, grid={"learning-rate": [0.01, 0.3]})
-    before = len(pretended)
-    if "dataset" in config:
-        config = {"dataset": write_data(tmp_path / "d.npz")}
+def test_another_search_in_the_folder_is_refused(tmp_path, pretended, other, message):
+    search(tmp_path, grid=TWO)
+    other = {"grid": TWO, **other}
+    if "dataset" in other:
+        other["dataset"] = write_data(tmp_path / "d.npz")
     with pytest.raises(ConfigError, match=f"holds another search: .*{message}.*; choose another"):
-        search(tmp_path, SMALL.replace(**config), **options)
-    assert len(pretended) == before
-    replaced = search(tmp_path, SMALL.replace(**config), again=True, **options)
-    assert len(replaced.trials) == len(folders(tmp_path)) / len(options.get("seeds", [0]))
+        search(tmp_path, **other)
+    assert len(pretended) == 2
+    replaced = search(tmp_path, again=True, **other)
+    assert len(replaced.trials) == len(folders(tmp_path)) / len(other.get("seeds", [0]))
 
 
 def workers():
@@ -371,7 +314,7 @@ def workers():
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatch, caplog):
+def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatch):
     """One of two is killed, as if there were no memory: its trial fails. After Ctrl-C none is left.
 
     The same call finishes them all.
@@ -386,11 +329,10 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
             raise KeyboardInterrupt
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with monkeypatch.context() as patch, caplog.at_level(WARNING):
+    with monkeypatch.context() as patch:
         patch.setattr(Progress, "on_round", kill_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             search(tmp_path, seeds=[0, 1], parallel=2)
-    assert "interrupted; go on with the same call" in caplog.messages
     assert not workers()
     assert b"its process ended with exit code -9" in (tmp_path / "search.db").read_bytes()
     assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
@@ -420,24 +362,19 @@ def test_a_bad_trial_ends_early_if_asked_and_is_marked(tmp_path, pretended, prun
     assert last["rounds"] == 16 if prune == "none" else 0 < last["rounds"] <= 8
     assert found.trials["state"][0] == "finished"
     assert (found.trials[found.trials.state == "finished"]["rounds"] == 16).all()
-    assert ("| pruned" in (tmp_path / "report" / "report.md").read_text()) == (prune != "none")
     before = len(pretended)
     again = search(tmp_path, SMALL.replace(rounds=8), **options)
     assert len(pretended) == before
     assert lines(again.trials) == lines(found.trials)
 
 
-def test_nothing_worse_is_pruned_in_its_very_last_round(tmp_path, monkeypatch):
-    """It would save nothing. Of two seeds, the last round of the first is not the last.
-
-    A run that is pruned counts as interrupted.
-    """
+def test_nothing_is_pruned_in_its_very_last_round(tmp_path, monkeypatch):
+    """Of two seeds, the last round of the first is not the last. A pruned run is interrupted."""
     monkeypatch.setattr("optuna.trial.Trial.should_prune", lambda trial: True)
-    config, grid = SMALL.replace(rounds=1), {"learning-rate": [0.1]}
-    one = search(tmp_path / "one", config, grid=grid, prune="median")
-    assert (one.trials["state"] == "finished").all()
+    config, options = SMALL.replace(rounds=1), {"grid": ONE, "prune": "median"}
+    assert search(tmp_path / "one", config, **options).trials["state"].tolist() == ["finished"]
     with pytest.raises(RunFailed, match="no trial was finished; all were pruned"):
-        search(tmp_path / "two", config, grid=grid, prune="median", seeds=[0, 1])
+        search(tmp_path / "two", config, seeds=[0, 1], **options)
     summary = tmp_path / "two" / "trials" / "000" / "seed-0" / "summary.json"
     assert json.loads(summary.read_text())["status"] == "interrupted"
 
@@ -445,17 +382,7 @@ def test_nothing_worse_is_pruned_in_its_very_last_round(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------ what goes wrong
 
 
-def test_a_trial_that_diverges_is_marked_and_the_best_is_another(tmp_path):
-    config = SMALL.replace(loss="mse", rounds=5)
-    found = search(tmp_path, config, grid={"learning-rate": [0.1, 1e20]}, metric="loss")
-    assert found.best.learning_rate == 0.1
-    assert found.trials["state"].tolist() == ["finished", "failed"]
-    assert "trial 1 failed: " in (tmp_path / "report" / "report.md").read_text()
-    with pytest.raises(RunFailed, match="no trial was finished; trial 0 failed: "):
-        search(tmp_path / "b", config, grid={"learning-rate": [1e20]}, metric="loss")
-
-
-@pytest.mark.parametrize("loss", [float("nan"), None])
+@pytest.mark.parametrize("loss", [{"loss": float("nan")}, {}])
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, pretended, loss):
     """Or that is missing in all rounds: NaN would be neither more nor less than the others."""
     pretend = trials.run
@@ -463,7 +390,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, prete
     def spoil(config, **options):
         pretend(config, **options)
         if config.learning_rate == 0.1:
-            record = {"round": 1, "seconds": 1.0} | ({} if loss is None else {"loss": loss})
+            record = {"round": 1, "seconds": 1.0} | loss
             (config.folder / "rounds.jsonl").write_text(json.dumps(record) + "\n")
 
     monkeypatch.setattr(trials, "run", spoil)
@@ -480,7 +407,7 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
         if name_of(config) == "001/seed-1":
             raise OSError("No space left on device")
 
-    options, started = {"grid": {"learning-rate": [0.01, 0.3]}, "seeds": [0, 1]}, []
+    options, started = {"grid": TWO, "seeds": [0, 1]}, []
     each_run(full)
     failed = search(tmp_path, **options).trials.iloc[-1]
     assert (failed["trial"], failed["state"]) == (1, "failed")
@@ -500,7 +427,10 @@ def test_the_best_at_the_edge_of_a_grid_is_said(tmp_path, caplog, pretended):
         search(tmp_path / "b", grid={"learning-rate": [1e-6, 0.1, 1e6]})
     said = [message for message in caplog.messages if "tried" in message]
     assert said == ["learning-rate = 0.1 is the best and the largest tried: add values beyond it"]
-    assert said[0] in (tmp_path / "a" / "report" / "report.md").read_text()
+
+
+def drawn(**random):
+    return {"grid": None, "random": random}
 
 
 @pytest.mark.parametrize(
@@ -508,48 +438,27 @@ def test_the_best_at_the_edge_of_a_grid_is_said(tmp_path, caplog, pretended):
     [
         ({"validation_examples": 0}, {}, "nothing is held out of training; set validation"),
         ({}, {"grid": None}, "as grid or as random, and not as both"),
-        ({}, {"random": {"width": (5, 10)}}, "as grid or as random, and not as both"),
-        ({}, {"grid": {"learning-rate": [0.1, -1.0]}}, "learning-rate: expected more than 0, got"),
-        ({}, {"grid": {"learning-rate": 0.1}}, "learning-rate: expected a list of values, got 0.1"),
-        ({}, {"grid": {"learning-rate": []}}, "expected at least one value, each once, got []"),
         ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
         ({}, {"grid": {"local-test-fraction": [0.1, 0.2]}}, "local-test-fraction cannot be search"),
         ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
-        (
-            {},
-            {"grid": {"clients-per-round": [2, 9]}},
-            "expected at most the 4 clients that train, got 9 (with clients-per-round = 9",
-        ),
+        ({}, {"grid": {"clients-per-round": [2, 9]}}, "got 9 (with clients-per-round = 9"),
         ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
-        ({}, {"grid": {"rounds": [0]}}, "rounds: expected at least 1, got 0"),
-        ({}, {"grid": None, "random": {"width": (10, 5)}}, "width: expected low and high"),
-        ({}, {"grid": None, "random": {"momentum": (0, 0.9, "log")}}, "above 0 for log"),
-        ({}, {"grid": None, "random": {"width": (5, 10, "lg")}}, "width: expected low and high"),
-        ({}, {"grid": None, "random": {"loss": ("mse", "mse")}}, "loss: expected low and high"),
-        ({}, {"grid": None, "random": {"momentum": (0.5, 1.5)}}, "momentum: expected less than 1"),
-        ({}, {"metric": "acuracy"}, "metric: expected one of accuracy, loss, client-accuracy-mean"),
-        (
-            {},
-            {"metric": "client-loss-mean"},
-            "needs at least 1 of each, got validation-clients = 0 and clients-per-evaluation = 0; "
-            "private-test = true takes no validation-clients",
-        ),
+        ({}, drawn(width=(10, 5)), "width: expected low and high"),
+        ({}, drawn(momentum=(0.5, 1.5)), "momentum: expected less than 1"),
+        ({}, {"metric": "client-loss-mean"}, "validation-clients = 0 and clients-per-evaluation"),
         (
             {"private_test": True, "local_test_fraction": 0.2},
             {"metric": "client-accuracy-mean"},
             "needs at least 1 of each, got clients-per-evaluation = 0",
         ),
-        ({"private_test": True}, {}, "local-test-fraction: expected more than 0 with private-test"),
         ({}, {"seeds": [0, 0]}, "seeds: expected at least one, each once, got [0, 0]"),
-        ({}, {"last": 0}, "last: expected at least 1, got 0"),
-        ({}, {"prune": "often"}, "prune: expected one of none, median, halving, got 'often'"),
         (
             {"method": "ntk-fl", "ntk_fl": {"selection": "validation"}},
             {},
             "set ntk-fl.selection = clients or linearised",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, pretended, config, options, message):
     with pytest.raises(ConfigError) as caught:
         search(tmp_path / "s", SMALL.replace(**config), **options)
@@ -565,7 +474,7 @@ def test_two_searches_in_one_folder_at_a_time_are_refused(tmp_path, each_run):
             search(tmp_path)
 
     each_run(again)
-    search(tmp_path, grid={"learning-rate": [0.1]})
+    search(tmp_path, grid=ONE)
 
 
 # ----------------------------------------------------------------------- what is written
@@ -581,15 +490,6 @@ def test_best_toml_is_run_on_the_test_set_after_the_same_training(straight, tmp_
     assert bits(final.folder) == bits(straight.folder / f"trials/{first['trial']:03d}/seed-0")
 
 
-def test_the_report_is_whole(straight):
-    report, best = straight.folder / "report", straight.trials.iloc[0]
-    names = {path.name for path in report.iterdir()}
-    assert names == {"report.md", "trials.csv", "trials.tex", "values.png"}
-    saved = pd.read_csv(report / "trials.csv", keep_default_na=False)
-    assert saved["mean"].tolist() == straight.trials["mean"].tolist()
-    assert f"{best['mean']:.4f} ± {best['std']:.4f}" in (report / "report.md").read_text()
-
-
 def test_the_command(tmp_path, pretended):
     conf, out = tmp_path / "conf.toml", ("--quiet", "--out")
     SMALL.replace(method="ntk-fl").save(conf)
@@ -603,20 +503,9 @@ def test_the_command(tmp_path, pretended):
     random = "--random=learning-rate=0.001:1:log", "--random=loss=mse,cross-entropy"
     fedntk("tune", conf, *random, "--trials", 3, *out, tmp_path / "b")
     assert len(folders(tmp_path / "b")) == 3
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
+    for option, message in (
         ("--grid=learning-rate", "--grid: expected KEY=V1,V2,..., got 'learning-rate'"),
-        ("--grid=learning-rate=a,b", "learning-rate: expected float, got 'a'"),
         ("--random=width", "--random: expected KEY=LOW:HIGH[:log] or KEY=V1,V2,..., got 'width'"),
-    ],
-)
-def test_what_the_command_refuses(tmp_path, option, message):
-    SMALL.save(tmp_path / "conf.toml")
-    said = fedntk("tune", tmp_path / "conf.toml", option, "--out", tmp_path / "a", fails=2)
-    assert said.startswith("fedntk: ")
-    assert message in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "a").exists()
+    ):
+        assert message in fedntk("tune", conf, option, "--out", tmp_path / "c", fails=2)
+    assert not (tmp_path / "c").exists()
