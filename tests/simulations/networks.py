@@ -11,8 +11,13 @@ def no_linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Unflatten(1, (1, -1)), convolution, nn.Flatten())
 
 
-def normalised(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def normalised(input_shape: tuple[int, ...], num_classes: int, *more: nn.Module) -> nn.Module:
     """A small classifier with BatchNorm."""
     width = math.prod(input_shape)
-    layers = nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes)
+    layers = nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), *more, nn.Linear(16, num_classes)
     return nn.Sequential(nn.Flatten(), *layers)
+
+
+def dropout(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A small classifier with BatchNorm and dropout."""
+    return normalised(input_shape, num_classes, nn.Dropout(0.5))

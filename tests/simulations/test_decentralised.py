@@ -13,29 +13,40 @@ from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods.decentralised import selection_sets
 from fedntk.simulations.report.report import write_report
 
-SMALL = {"num_clients": 5, "clients_per_round": 5, "clients_per_evaluation": 5, "rounds": 2,
-         "learning_rate": 0.1, "min_partition_size": 2}  # fmt: skip
+SMALL = Config(
+    num_clients=5, clients_per_round=5, clients_per_evaluation=5, rounds=2, learning_rate=0.1,
+    min_partition_size=2,
+)  # fmt: skip
 
 
-def test_a_graph_with_more_neighbours_than_others_is_refused():
-    message = "dispfl.degree: expected less than clients-per-round = 5, got 5"
+def config_of(method: str, *, own: dict[str, Any], **options: Any) -> Config:
+    return SMALL.replace(method=method, **{method.replace("-", "_"): own}, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "message"),
+    [
+        ("dispfl", {}, "dispfl.degree: expected less than clients-per-round = 5, got 5"),
+        ("ntk-dfl", {"topology": "regular"}, r"ntk-dfl\.evolve-once: expected clusters"),
+        ("ntk-dfl", {"average": False}, r"ntk-dfl\.evolve-once: expected clusters"),
+        ("dispfl", {"topology": "ring"}, ""),
+        ("ntk-dfl", {"evolve_once": False}, ""),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(method, own, message):
+    if method == "ntk-dfl":
+        own = {"degree": 2, "topology": "clustered", "evolve_once": True, **own}
+    if not message:
+        config_of(method, own=own)
+        return
     with pytest.raises(ConfigError, match=message):
-        Config(method="dispfl", **SMALL)
-    Config(method="dispfl", **SMALL, dispfl={"topology": "ring"})
-
-
-def test_settings_of_ntk_dfl_that_do_not_go_together_are_refused():
-    for own in ({"topology": "regular"}, {"topology": "clustered", "average": False}):
-        with pytest.raises(ConfigError, match=r"ntk-dfl\.evolve-once: expected clusters"):
-            Config(method="ntk-dfl", **SMALL, ntk_dfl={"degree": 2, "evolve_once": True, **own})
-    Config(method="ntk-dfl", **SMALL, ntk_dfl={"degree": 2, "topology": "clustered"})
+        config_of(method, own=own)
 
 
 def test_settings_reach_the_strategy():
     own = {"topology": "erdos-renyi", "degree": 2, "dynamic": False, "mixing": "metropolis",
            "learning_rate_factor": 0.9, "same_weights": False}  # fmt: skip
-    config = Config(method="dispfl", seed=3, **SMALL, dispfl=own)
-    settings = make_strategy(load_setup(config)).settings()
+    settings = make_strategy(load_setup(config_of("dispfl", own=own, seed=3))).settings()
     assert {name: settings[name] for name in own} == own
     assert settings["topology_seed"] == 3
 
@@ -46,8 +57,8 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
     file.write_text("# a path and a chord\n0 1 {'weight': 2}\n1 2\n2 3\n3 4\n4 1\n")
 
     def edges(**own: Any) -> Any:
-        config = Config(method="dfedavg", **SMALL, dfedavg={"topology": "own", **own})
-        return make_strategy(load_setup(config)).settings()["edges"]
+        setup = load_setup(config_of("dfedavg", own={"topology": "own", **own}))
+        return make_strategy(setup).settings()["edges"]
 
     assert edges(graph=str(file)) == [[0, 1], [1, 2], [1, 4], [2, 3], [3, 4]]
     for text, words in (
@@ -58,24 +69,22 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"dfedavg.graph = .*{words}"):
             edges(graph=str(file))
-    with pytest.raises(ConfigError, match=r"graph\.txt: expected edges, .*No such file"):
-        edges(graph=str(tmp_path / "missing" / "graph.txt"))
-    with pytest.raises(ConfigError, match=r"dfedavg\.graph: expected a file with .*topology = own"):
-        edges()
-    with pytest.raises(ConfigError, match="and none with another"):
-        edges(graph=str(file), topology="ring")
+    for own, words in (
+        ({"graph": str(tmp_path / "missing.txt")}, "expected edges, .*No such file"),
+        ({}, "expected a file with .*topology = own"),
+        ({"graph": str(file), "topology": "ring"}, "and none with another"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            edges(**own)
 
 
-POINTS = ("averaged", "trained")
 STATISTICS = ("mean", "std", "min", "q1", "median", "q3", "max")
 
 
 @pytest.mark.parametrize("projection", [0, 20])
 def test_the_accuracies_of_the_clients_models_are_those_of_their_predictors(projection, tmp_path):
     """On the server's examples, projected where there is a projection."""
-    config = Config(
-        method="dfedavg", projection=projection, out=str(tmp_path), **SMALL, dfedavg={"degree": 2}
-    )
+    config = config_of("dfedavg", own={"degree": 2}, projection=projection, out=str(tmp_path))
     result = run(config, progress=False)
     found = {k: result.curve(f"averaged-accuracy-{k}")[2] for k in STATISTICS}
     assert 0 < found["min"] < found["mean"] < found["max"] < 1
@@ -93,17 +102,13 @@ def test_methods_are_judged_at_the_same_two_points(method, ends, tmp_path):
     sent = []
     for both in (True, False):
         own = {"degree": 2, "both_accuracies": both, "selection_points": 0}
-        config = Config(
-            method=method, out=str(tmp_path / str(both)), **SMALL, **{method.replace("-", "_"): own}
-        )
+        config = config_of(method, own=own, out=str(tmp_path / str(both)))
         result = run(config, progress=False)
         sent.append(result.curve("evaluation-bytes-up")[2])
-        judged = [result.curve(f"{p}-accuracy-median") for p in POINTS]
-        if both:
-            assert [len(curve) for curve in judged] == [2, 2]
-            assert judged[0][1] != judged[1][1]
-        else:
-            assert [len(curve) for curve in judged] == [2 * (ends == p) for p in POINTS]
+        points = ("averaged", "trained")
+        judged = [result.curve(f"{point}-accuracy-median") for point in points]
+        assert [len(curve) for curve in judged] == [2 * (both or ends == p) for p in points]
+        assert not both or judged[0][1] != judged[1][1]
     assert sent[1] < sent[0]
     assert not (tmp_path / "True" / "details").exists()
 
@@ -125,10 +130,12 @@ def test_selection_curves_are_means_in_three_orders():
     models = {7: {"w": 0.2}, 5: {"w": 0.4}, 3: {"w": 0.6}, 1: {"w": 0.8}}
     curves = selection_curves(models, accuracy_of, accuracy_of, mean)
     found = dict(list(curves.groupby("order")))
-    assert found["best to worst"].client.tolist() == [1, 3, 5, 7]
-    assert found["worst to best"].client.tolist() == [7, 5, 3, 1]
-    assert found["best to worst"].accuracy.tolist() == pytest.approx([0.8, 0.7, 0.6, 0.5])
-    assert found["worst to best"].accuracy.tolist() == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    for order, clients, accuracies in (
+        ("best to worst", [1, 3, 5, 7], [0.8, 0.7, 0.6, 0.5]),
+        ("worst to best", [7, 5, 3, 1], [0.2, 0.3, 0.4, 0.5]),
+    ):
+        assert found[order].client.tolist() == clients
+        assert found[order].accuracy.tolist() == pytest.approx(accuracies)
     assert sorted(found["random"].client) == [1, 3, 5, 7]
     for own in found.values():  # all are the equal mean of all in the end
         assert own.accuracy.iloc[-1] == pytest.approx(0.5)
@@ -152,9 +159,7 @@ def test_a_run_writes_the_curve_of_its_last_models_and_the_report_draws_it(held,
 
     These share no example with those by which models are sorted.
     """
-    config = Config(
-        method="d-psgd", validation_examples=held, out=str(tmp_path), **SMALL, d_psgd={"degree": 2}
-    )
+    config = config_of("d-psgd", own={"degree": 2}, validation_examples=held, out=str(tmp_path))
     result = run(config, progress=False)
     curves = pd.read_parquet(tmp_path / "details" / "selection.parquet")
     setup = load_setup(config)
@@ -167,11 +172,10 @@ def test_a_run_writes_the_curve_of_its_last_models_and_the_report_draws_it(held,
     if held:
         assert mean_accuracy == result.curve().iloc[-1]
         return
-    each = {
-        k: load_predictor(tmp_path, client=k).evaluate(x_held, y_held).accuracy for k in range(5)
-    }
+    models = [load_predictor(tmp_path, client=k) for k in range(5)]
+    each = [model.evaluate(x_held, y_held).accuracy for model in models]
     best = curves[(curves.order == "best to worst") & (curves.clients == 1)]
-    assert each[int(best.client.iloc[0])] == max(each.values())
+    assert each[int(best.client.iloc[0])] == max(each)
     report = write_report(tmp_path)
     assert "selection-d-psgd.png" in report.read_text()
     assert (report.parent / "selection-d-psgd.png").stat().st_size > 1000

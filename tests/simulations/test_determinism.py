@@ -1,6 +1,5 @@
 """The same bits for one seed, whatever the order of replies and the number of workers."""
 
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,27 +45,20 @@ def test_order_of_replies_and_number_of_workers_change_nothing(tmp_path, finishe
 
 
 HUBS = {"topology": "clustered", "degree": 2, "evolve_once": True, "steps": "5,10"}
-DROPOUT = """
-    from torch import nn
-    def make(input_shape, num_classes):
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(),
-                             nn.Dropout(0.5), nn.Linear(32, num_classes))
-"""
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"method": "ntk-dfl", "ntk_dfl": HUBS},
-        {"method": "fedavg", "model": "dropout_network:make", "min_partition_size": 2},
+        {"model": "tests.simulations.networks:dropout", "min_partition_size": 2},
     ],
     ids=["hubs", "dropout"],
 )
-def test_hubs_and_dropout_in_clients_at_work_at_the_same_time(tmp_path, monkeypatch, options):
+def test_hubs_and_dropout_in_clients_at_work_at_the_same_time(tmp_path, options):
     """Torch's generator, from which dropout draws, is one for all threads."""
-    (tmp_path / "dropout_network.py").write_text(textwrap.dedent(DROPOUT))
-    monkeypatch.syspath_prepend(tmp_path)
-    config = SMALL.replace(**options, local_epochs=3, learning_rate=0.05)
+    options = {"method": "fedavg", "local_epochs": 3, "learning_rate": 0.05, **options}
+    config = SMALL.replace(**options)
     serial = run(config, out=tmp_path / "serial", progress=False)
     assert shuffled(config, tmp_path / "shuffled") == outcome(serial.folder)
     other = run(config, seed=1, out=tmp_path / "seed", progress=False)

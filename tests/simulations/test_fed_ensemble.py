@@ -5,30 +5,19 @@ import torch
 
 from fedntk.simulations import Config, ConfigError, run
 from fedntk.simulations.engine.building import load_setup, make_strategy
-from fedntk.strategies import FedEnsemble
 
 
 def test_models_can_be_drawn_as_the_networks_layers_draw_them():
     """Torch's are uniform within 1 / sqrt(fan_in) of zero, which normal ones would soon leave."""
-    config = Config(
-        method="fed-ensemble", model="digits-cnn", width=64, fed_ensemble={"init": "network"}
-    )
-    setup = load_setup(config)
-    strategy = make_strategy(setup)
-    assert isinstance(strategy, FedEnsemble)
-    assert callable(strategy.init)
-    first, *others = map(strategy.init, range(5))
-    drawn = [model.state_dict() for model in (first, *others)]
-    for name, array in first.state_dict().items():
-        if array.ndim < 2:
-            continue
-        fan_in = array[0].numel()
-        for own in drawn:
-            assert float(own[name].abs().max()) <= fan_in**-0.5 + 1e-6
-        for i, own in enumerate(drawn):
-            assert not any(torch.equal(own[name], other[name]) for other in drawn[:i])
-    again = strategy.init(1).state_dict()
-    assert all(torch.equal(array, again[name]) for name, array in others[0].state_dict().items())
+    own = {"init": "network"}
+    config = Config(method="fed-ensemble", model="digits-cnn", width=64, fed_ensemble=own)
+    strategy = make_strategy(load_setup(config))
+    first, *others, again = (strategy.init(k).state_dict() for k in (0, 1, 2, 3, 4, 1))
+    for name, array in first.items():
+        assert torch.equal(others[0][name], again[name])
+        for own in (first, *others) if array.ndim > 1 else ():
+            assert float(own[name].abs().max()) <= array[0].numel() ** -0.5 + 1e-6
+            assert sum(torch.equal(own[name], other[name]) for other in (first, *others)) == 1
 
 
 @pytest.mark.parametrize("inner", ["ditto", "d-psgd"])

@@ -1,13 +1,11 @@
 """Tables and pictures say what the runs' records say."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 from fedntk.simulations import Config, Run, compare, read_runs, write_report
 from fedntk.simulations.data.client_tables import newest_accuracies
@@ -40,14 +38,12 @@ def runs(folder: Path) -> list[Run]:
 
 
 def test_final_table_holds_means_and_deviations_over_seeds(runs):
-    table = final_table(runs).set_index("run")
+    row = final_table(runs).set_index("run").loc["SGD, 0.1"]
     own = [run for run in runs if run.summary["run"] == "SGD, 0.1"]
     last = 100 * np.array([run.curve().iloc[-1] for run in own])
-    row = table.loc["SGD, 0.1"]
     assert row["seeds"] == 2
     assert row["last accuracy (%)"] == f"{last.mean():.1f} ± {last.std(ddof=1):.1f}"
-    up = np.mean([run.curve("bytes-up").sum() for run in own]) / 1e6
-    assert row["MB up"] == f"{up:.1f}"
+    assert row["MB up"] == f"{np.mean([run.curve('bytes-up').sum() for run in own]) / 1e6:.1f}"
 
 
 def test_target_table_holds_medians_of_those_that_reach_it(runs):
@@ -56,45 +52,32 @@ def test_target_table_holds_medians_of_those_that_reach_it(runs):
         replace(runs[0], rounds=table([seed], 6).query("run == 'one'"), summary={"run": "one"})
         for seed in (0, 1)
     ]
-    found = target_table(own, [0.34, 0.54, 0.99]).iloc[0]
-    assert found.to_dict() == {
+    assert target_table(own, [0.34, 0.54, 0.99]).iloc[0].to_dict() == {
         "run": "one", "rounds to 34 %": "4", "MB up to 34 %": "9.0", "s to 34 %": "2.2",
         "rounds to 54 %": "5 (1 of 2)", "MB up to 54 %": "12.0 (1 of 2)",
         "s to 54 %": "3.0 (1 of 2)",
         "rounds to 99 %": "-", "MB up to 99 %": "-", "s to 99 %": "-",
     }  # fmt: skip
-    assert list(target_table(runs))[1::3] == ["rounds to 30 %", "rounds to 99 %"]
 
 
-def test_report_has_tables_in_markdown_and_latex_and_readable_pictures(folder, tmp_path):
+def test_report_has_tables_in_markdown_and_latex_and_pictures(folder, tmp_path):
     text = write_report(folder, tmp_path).read_text()
-    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert pictures == [
+    pictures = {path.name for path in tmp_path.glob("*.png") if path.stat().st_size > 1000}
+    assert pictures == {
         *("accuracy-bytes-up.png", "accuracy-rounds.png", "accuracy-seconds.png"),
         *("clients.png", "heterogeneity.png", "labels-2.png", "labels.png"),
-    ]
-    for name in pictures:
-        assert f"]({name})" in text
-        assert (tmp_path / name).stat().st_size < 300_000
-        picture = np.asarray(Image.open(tmp_path / name).convert("L"))
-        assert 0.005 < (picture < 200).mean() < 0.5  # neither empty nor covered
+    }
+    assert all(f"]({name})" in text for name in pictures)
     latex = (tmp_path / "targets.tex").read_text()
     assert r"E\_\%" in latex
-    assert r"rounds to 30 \%" in latex
     assert latex.count(r"\\") == 4
     assert "| SGD, 0.1 |" in text
+    one = write_report(folder / "SGD, 0.1" / "seed-0", tmp_path / "one").read_text()
+    assert "digits, 8 clients, 3 a round, dirichlet(0.1)" in one
 
 
 def test_runs_that_differ_in_alpha_alone_are_one_curve(runs):
-    assert _without_alpha(runs) == {
-        "SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"
-    }  # fmt: skip
-
-
-def test_one_run_can_be_reported(folder, tmp_path):
-    text = write_report(folder / "SGD, 0.1" / "seed-0", tmp_path).read_text()
-    assert "digits, 8 clients, 3 a round, dirichlet(0.1)" in text
-    assert not (tmp_path / "heterogeneity.png").exists()
+    assert _without_alpha(runs) == {"SGD, 0.1": "SGD", "SGD, 100": "SGD", "E_%": "E_%"}
 
 
 def line(figure, number):
@@ -114,61 +97,44 @@ def table(seeds=(0, 1), rounds=5):
 
 
 @pytest.mark.parametrize(
-    ("against", "x", "label"),
+    ("against", "x"),
     [
-        ("rounds", [0, 1, 2, 3, 4], "communication round"),
-        ("bytes-up", [2, 4, 6, 8, 10], "data sent by clients (MB)"),
-        ("seconds", [0.5, 1, 1.5, 2, 2.5], "time (s)"),
+        ("rounds", [0, 1, 2, 3, 4]),
+        ("bytes-up", [2, 4, 6, 8, 10]),
+        ("seconds", [0.5, 1, 1.5, 2, 2.5]),
     ],
 )
-def test_curves_are_means_over_seeds_against_summed_costs(against, x, label):
-    figure = accuracy_curves(table(), against=against, title="t", target=0.4)
-    axes = figure.axes[0]
-    np.testing.assert_allclose(line(figure, 0)[:, 0], x)
-    np.testing.assert_allclose(line(figure, 0)[:, 1], 100 * (np.arange(5) / 10 + 0.025))
-    band = axes.collections[0].get_paths()[0].get_extents()
+def test_curves_are_means_over_seeds_against_summed_costs(against, x):
+    """Drawn as far as all seeds go."""
+    figure = accuracy_curves(table(), against=against)
+    mean = 100 * (np.arange(5) / 10 + 0.025)
+    np.testing.assert_allclose(line(figure, 0), np.stack([x, mean], 1))
+    band = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert (round(band.y0, 6), round(band.y1, 6)) == (0, 45)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (label, "test accuracy (%)")
-    assert axes.get_legend().get_title().get_text() == "band: range over seeds"
-    figure.savefig(io.BytesIO())
-    with pytest.raises(ValueError, match="against: expected one of rounds, bytes-up, seconds, got"):
-        accuracy_curves(table(), against="joules")
-
-
-def test_seeds_of_different_length_are_drawn_as_far_as_all_go():
     rows = table()
     short = rows[(rows.seed == 0) | (rows["round"] < 3)]
-    np.testing.assert_allclose(line(accuracy_curves(short), 0)[:, 0], [0, 1, 2])
+    np.testing.assert_allclose(line(accuracy_curves(short, against=against), 0)[:, 0], x[:3])
+    with pytest.raises(ValueError, match="against: expected one of rounds, bytes-up, seconds, got"):
+        accuracy_curves(rows, against="joules")
 
 
-def test_ten_runs_have_ten_styles():
+def test_runs_have_their_own_styles_in_whatever_order_they_come():
     rows = table(seeds=(0,), rounds=2)
     many = pd.concat([rows[rows.run == "one"].assign(run=f"run {i}") for i in range(10)])
-    lines = accuracy_curves(many).axes[0].lines
-    assert len({(each.get_color(), each.get_linestyle()) for each in lines}) == 10
-
-
-def test_one_seed_has_no_band():
-    figure = accuracy_curves(table(seeds=(0,)))
-    assert not figure.axes[0].collections
-    assert figure.axes[0].get_legend().get_title().get_text() == ""
+    styles, turned = (
+        {own.get_label(): (own.get_color(), own.get_linestyle()) for own in figure.axes[0].lines}
+        for figure in map(accuracy_curves, (many, many.iloc[::-1]))
+    )
+    assert styles == turned
+    assert len(set(styles.values())) == 10
 
 
 def test_heterogeneity_takes_the_best_round_of_each_seed():
     alphas = {"one": 0.1, "two": 10.0}
     figure = accuracy_against_heterogeneity(table(), alphas)
     np.testing.assert_allclose(line(figure, 0), [[0.1, 42.5], [10, 42.5]])
-    assert figure.axes[0].get_xscale() == "log"
     apart = accuracy_against_heterogeneity(table(), alphas, labels={"one": "a", "two": "b"})
     np.testing.assert_allclose(line(apart, 0), [[0.1, 42.5]])
-
-
-def test_a_run_has_its_colour_in_whatever_order_it_comes():
-    both, turned = (
-        {line.get_label(): line.get_color() for line in accuracy_curves(rows).axes[0].lines}
-        for rows in (table(), table().iloc[::-1])
-    )
-    assert both == turned
 
 
 def test_clients_newest_accuracies_are_drawn_as_shares():
@@ -182,12 +148,8 @@ def test_clients_newest_accuracies_are_drawn_as_shares():
 
 
 def test_discs_are_as_large_as_the_numbers_of_examples():
-    labels = np.array([0, 0, 0, 0, 1, 1, 2])
     clients = [np.array([0, 1, 2, 3]), np.array([4]), np.array([5, 6])]
-    figure = label_distribution(labels, clients)
-    discs = figure.axes[0].collections[0]
+    discs = label_distribution(np.array([0, 0, 0, 0, 1, 1, 2]), clients).axes[0].collections[0]
     assert discs.get_offsets().tolist() == [[0, 0], [1, 1], [2, 1], [2, 2]]
     sizes = discs.get_sizes()
     np.testing.assert_allclose(sizes / sizes[0], [1, 0.25, 0.25, 0.25])
-    many = label_distribution(labels, [np.array([0])] * 60)
-    assert "the first 50 of 60" in many.axes[0].get_xlabel()
