@@ -73,7 +73,7 @@ def _drawn_examples(partition: int) -> tuple[Tensor, Tensor]:
 
 
 class Grid(LocalGrid):
-    """A local grid with other node ids, whose replies of one kind pass through changes.
+    """A local grid with other node ids, whose replies of some kinds pass through changes.
 
     `changes` maps a partition to what becomes of its replies; `order` permutes all replies.
     `damaged` counts the replies that were changed, and `seen` keeps what was sent ("down") and
@@ -97,7 +97,7 @@ class Grid(LocalGrid):
         self.contexts = dict(zip(ids, contexts, strict=True))
         for node_id, context in self.contexts.items():
             context.node_id = node_id
-        self.order, self.changes, self.changed_kind = order, changes or {}, changed_kind
+        self.order, self.changes, self.changed_kinds = order, changes or {}, changed_kind.split()
         self.damaged, self.on_send = 0, on_send
         self.trained: list[int] = []
         self.exchanges: list[tuple[str, int]] = []
@@ -128,7 +128,7 @@ class Grid(LocalGrid):
             if message.metadata.message_type == "train":
                 self.trained.append(int(partition))
             changed: Message | list[Message] | None = reply
-            if partition in self.changes and message.metadata.message_type == self.changed_kind:
+            if partition in self.changes and message.metadata.message_type in self.changed_kinds:
                 changed = self.changes[int(partition)](reply)
                 self.damaged += 1
             replies += changed if isinstance(changed, list) else [changed] if changed else []
@@ -357,17 +357,6 @@ def damaged(
     return with_arrays(apply, record)
 
 
-def replayed() -> Change:
-    """Answer every message with the reply to the first."""
-    first: list[Message] = []
-
-    def apply(reply: Message) -> Message:
-        first.append(reply)
-        return copy.deepcopy(first[0])
-
-    return apply
-
-
 # Kind of damage -> (what becomes of the reply, reasons under which it may be counted). These reach
 # what each method makes of the arrays.
 DAMAGED_ARRAYS: dict[str, tuple[Change, str]] = {
@@ -414,15 +403,25 @@ KINDS_OF_DAMAGE = sorted(DAMAGED_ARRAYS)
 HALVES = (KINDS_OF_DAMAGE[::2], KINDS_OF_DAMAGE[1::2])
 
 
-def run_damaged(strategy: BaseStrategy, clients: ClientApp, kinds: list[str]) -> dict[str, bytes]:
-    """Weights after a round in which clients 1 to 4 reply with damaged arrays, which is seen."""
-    changes = {k: DAMAGED_ARRAYS[kind][0] for k, kind in enumerate(kinds, 1)}
-    weights = start(strategy, grid := Grid(clients, changes=changes))
-    assert grid.damaged == 4
+def run_damaged(
+    strategy: BaseStrategy,
+    clients: ClientApp,
+    kinds: list[str],
+    odd: dict[int, Change] | None = None,
+) -> dict[str, bytes]:
+    """Weights after a round in which clients 1, 2, ... reply with damaged arrays, which is seen.
+
+    Two more clients take part, some of which reply oddly.
+    """
+    damage = DAMAGED_ARRAYS | DAMAGED_REPLIES
+    changes = {k: damage[kind][0] for k, kind in enumerate(kinds, 1)} | (odd or {})
+    grid = Grid(clients, changes=changes, num_clients=len(kinds) + 2)
+    weights = start(asked_first(strategy, grid) if odd else strategy, grid)
     metrics = strategy.train_metrics[1]
-    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (2, 4)
+    assert metrics["replies-accepted"] == 2
     counted = {k.removeprefix("rejected-"): v for k, v in metrics.items() if "rejected-" in k}
-    possible = [DAMAGED_ARRAYS[kind][1].split() for kind in kinds]
+    counted.pop("duplicate", None)
+    possible = [damage[kind][1].split() for kind in kinds]
     assert any(Counter(c) == counted for c in itertools.product(*possible)), (counted, possible)
     return bits(weights)
 
