@@ -108,8 +108,8 @@ def test_the_federated_run_gives_the_joint_least_squares_solution():
     assert bits(after | {n: before[n] for n in (WEIGHT, BIAS)}) == initial_bits()
 
 
-@pytest.mark.parametrize("ridge", [1e-3, 1.0])
-def test_a_ridge_is_that_of_the_joint_problem_over_the_mean_squared_norm(ridge):
+def test_a_ridge_is_that_of_the_joint_problem_over_the_mean_squared_norm():
+    ridge = 0.1
     z, y = pooled()
     rho = ridge * z.square().sum(1).mean()
     expected = torch.linalg.solve(z.T @ z + rho * torch.eye(8), z.T @ y)
@@ -172,25 +172,22 @@ def test_features_of_another_size_and_false_sums_are_dropped(change, reason):
     run_as_if_lost(strategy, CLIENTS, change, reason)
 
 
-def test_no_solution_leaves_the_network(monkeypatch, caplog):
-    def none(*_: Any) -> Any:
+@pytest.mark.parametrize("infinite", [True, False])
+def test_no_solution_leaves_the_network(infinite, monkeypatch, caplog):
+    def last_layer(_: Any) -> Any:
+        if infinite:
+            return np.full((3, 8), np.inf), np.zeros(3)
         raise ArithmeticError("no eigenvalues")
 
     own = strategy()
-    infinite = np.full((3, 8), np.inf), np.zeros(3)
-    for found in (none, lambda _: infinite):
-        monkeypatch.setattr(own, "last_layer", found)
-        with caplog.at_level(WARNING, "flwr"):
-            assert bits(start(own, Grid(CLIENTS))) == initial_bits()
-        assert not own.solved
-    assert "no solution (no eigenvalues): the model stays" in caplog.text
+    monkeypatch.setattr(own, "last_layer", last_layer)
+    with caplog.at_level(WARNING, "flwr"):
+        assert bits(start(own, Grid(CLIENTS))) == initial_bits()
+    assert not own.solved
+    assert "no solution (" in caplog.text
 
 
-def test_bad_arguments_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"head: expected the name of .*; linear layers are 0, 3"):
-        strategy(head="2")
-    with pytest.raises(ValueError, match="average_decay: expected 0 for AFL"):
-        strategy(average_decay=0.5)
+def test_another_network_and_some_clients_of_an_ensemble_are_refused():
     with pytest.raises(ValueError, match=r"initial_arrays: expected 3.weight of shape \(3, 8\)"):
         strategy().start(Grid(CLIENTS), ArrayRecord(nn.Linear(4, 3).state_dict()), num_rounds=1)
     with pytest.raises(ValueError, match="AFL: expected a strategy that shows all clients"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedntk.ntk.averages import mixtures
-from fedntk.strategies.core.array_archive import ArrayArchive, Checksums, checksum
+from fedntk.strategies.core.array_archive import ArrayArchive, checksum
 from fedntk.strategies.personal.client_models import ClientModels
 
 from .federation import bits
@@ -36,12 +36,9 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
         models[client] = model(client)
     models[3] = model(33)
     assert list(models) == [1, 3, 5, 9]
-    assert models.bytes_in_memory <= budget
     assert models.bytes_in_memory == {np.inf: 4, 2.5 * SIZE: 2, 0: 0}[budget] * SIZE
     for client, seed in ((5, 5), (3, 33), (9, 99), (1, 1)):
         assert bits(models[client]) == bits(model(seed))
-    if budget == 2.5 * SIZE:  # those that were set last
-        assert sorted(models._in_memory) == [1, 3]
     del models[5]
     assert 5 not in models
     assert len(models) == 3
@@ -63,8 +60,6 @@ def test_what_is_kept_does_not_change_with_the_array_that_was_given():
     models[0] = given
     given["weight"][:] = 0
     assert bits(models[0]) == bits(model(0))
-    with pytest.raises(ValueError, match="read-only"):
-        models[0]["weight"][:] = 0
 
 
 def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
@@ -100,17 +95,14 @@ def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
     assert bits(same) == bits(models[1])
 
 
-@pytest.mark.parametrize("budget", [np.inf, 0])
-def test_checkpoints_read_and_write_only_the_models_that_changed(budget, tmp_path, monkeypatch):
-    """Of ten clients two change: of the second version only theirs is read and written."""
+def test_checkpoints_read_and_write_only_the_models_that_changed(tmp_path, monkeypatch):
+    """Of ten clients, with models on disk, two change: only theirs are read and written again."""
     read: list[int] = []
-
-    def noted(array: np.ndarray) -> str:
-        read.append(array.nbytes)
-        return checksum(array)
-
-    monkeypatch.setattr("fedntk.strategies.core.array_archive.checksum", noted)
-    models, archive = ClientModels(budget), ArrayArchive(tmp_path)
+    monkeypatch.setattr(
+        "fedntk.strategies.core.array_archive.checksum",
+        lambda array: read.append(array.nbytes) or checksum(array),
+    )
+    models, archive = ClientModels(0), ArrayArchive(tmp_path)
 
     def save(number: int) -> int:
         read.clear()
@@ -132,13 +124,3 @@ def test_checkpoints_read_and_write_only_the_models_that_changed(budget, tmp_pat
     assert newest is not None
     for client in range(10):
         assert set(newest[f"{client}.weight"]) == {client + 0.5 * (client in (3, 7))}
-
-
-def test_a_checksum_is_formed_anew_for_what_can_change():
-    checksums, array = Checksums(), np.zeros(3)
-    view = array[:2]
-    view.flags.writeable = False
-    before = checksums.of(array), checksums.of(view)
-    array[0] = 1
-    assert checksums.of(array) == checksum(array) != before[0]
-    assert checksums.of(view) == checksum(np.ascontiguousarray(view)) != before[1]

@@ -93,13 +93,6 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
     assert free.train_metrics[3]["train-loss"] == alone.train_metrics[3]["train-loss"]
 
 
-def test_the_first_round_pulls_at_nothing():
-    one, other = (
-        start(strategy(), Grid(app(FedProtoClient, pull=pull, **SGD))) for pull in (50.0, 0.0)
-    )
-    assert bits(one) == bits(other)
-
-
 def test_clients_evaluate_by_the_nearest_prototype():
     own = strategy(**EVALUATED)
     after = start(own, Grid(CLIENTS), rounds=2)

