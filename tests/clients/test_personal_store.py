@@ -40,13 +40,6 @@ def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: Perso
     assert store.load(2) is None
 
 
-def test_runs_and_clients_do_not_share_a_folder(tmp_path: Path):
-    stores = [PersonalStore(tmp_path, run, client) for run in "ab" for client in ("1", "12")]
-    for value, store in enumerate(stores):
-        store.save(1, {"w": np.array(value)})
-    assert [int((store.load(1) or {})["w"]) for store in stores] == [0, 1, 2, 3]
-
-
 def test_a_round_that_is_run_again_removes_those_after_it(store: PersonalStore):
     """A run went on from a checkpoint of round 2: what was kept of 3 and 4 is of no run."""
     for number in (1, 2, 3, 4):
@@ -56,9 +49,7 @@ def test_a_round_that_is_run_again_removes_those_after_it(store: PersonalStore):
 
 
 @pytest.mark.parametrize(("numbers", "left"), [(1, 20), (25, 10), (150, 2)])
-def test_the_newest_rounds_are_kept_as_far_as_they_are_small(
-    store: PersonalStore, monkeypatch: pytest.MonkeyPatch, numbers: int, left: int
-):
+def test_the_newest_rounds_are_kept_as_far_as_they_are_small(store, monkeypatch, numbers, left):
     """1,000 bytes in all: of 4-byte numbers, 20 rounds of 1, 10 of 25; two of any size."""
     monkeypatch.setattr(personal_store, "KEPT_BYTES", 1000)
     for number in range(1, 31):
@@ -66,9 +57,7 @@ def test_the_newest_rounds_are_kept_as_far_as_they_are_small(
     assert rounds(store) == list(range(31 - left, 31))
 
 
-def test_the_round_that_is_gone_on_from_stays_however_old_it_is(
-    store: PersonalStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_round_that_is_gone_on_from_stays_however_old_it_is(store, monkeypatch):
     """Replies of rounds 3 to 9 were refused: what was kept of round 2 is still the client's."""
     monkeypatch.setattr(personal_store, "KEPT_BYTES", 0)
     for number in (1, 2):
@@ -81,16 +70,14 @@ def test_the_round_that_is_gone_on_from_stays_however_old_it_is(
 
 
 def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path: Path):
-    old, recent, others = (
-        PersonalStore(tmp_path, *names) for names in (("a", "3"), ("b", "3"), ("c", "4"))
-    )
-    for store in (old, recent, others):
+    names = [("a", "3"), ("b", "3"), ("c", "4"), ("d", "33")]
+    old, recent, others, alike = (PersonalStore(tmp_path, *own) for own in names)
+    for store in (old, recent, others, alike):
         store.save(1, ARRAYS)
     then = time.time() - 25 * 3600
-    for store in (old, others):
+    for store in (old, others, alike):
         os.utime(store.folder / "key.json", (then, then))
     PersonalStore(tmp_path, "d", "3").save(1, ARRAYS)
-    assert not old.folder.exists()
-    assert recent.folder.exists()
-    assert others.folder.exists()  # another client's
+    there = [store.folder.exists() for store in (old, recent, others, alike)]
+    assert there == [False, True, True, True]  # the last two are other clients'
     assert PersonalStore(None, "a", "3").folder.parent == cache_dir() / "personal"

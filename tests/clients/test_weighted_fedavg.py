@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import NamedArrays, PersonalisedClient, WeightedFedAvgClient, get_weights
+from fedntk.clients import NamedArrays, PersonalisedClient, WeightedFedAvgClient
 from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import Prototypes
 
@@ -27,8 +27,10 @@ def message() -> NamedArrays:
     return NamedArrays({"arrays": named})
 
 
-@pytest.mark.parametrize("feature_map", [FeatureMap("last-layer"), FeatureMap("entk", 15, 7)])
-@pytest.mark.parametrize("sampling_rate", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("feature_map", "sampling_rate"),
+    [(FeatureMap("last-layer"), 1.0), (FeatureMap("entk", 15, 7), 0.5)],
+)
 def test_it_sends_what_sgd_makes_of_the_weights_and_the_prototypes_of_that_network(
     feature_map, sampling_rate
 ):
@@ -60,12 +62,3 @@ def test_a_client_that_lost_what_it_kept_forms_no_prototypes(tmp_path):
     config = {"personal-run": "a", "personal-round": 1, **FeatureMap("last-layer").to_config()}
     client = WeightedFedAvgClient(network(), X, Y, cache=tmp_path, **LOCAL)
     assert client.fit(NamedArrays({"arrays": shared}), config) == ([], 11, {"lost-state": 0})
-
-
-def test_weights_that_have_diverged_are_an_error_of_the_client():
-    """The server drops its reply, and the others go on."""
-    client = WeightedFedAvgClient(network(), 1e30 * X, Y, **LOCAL)
-    config = {"server-round": 1, **FeatureMap("last-layer").to_config()}
-    with pytest.raises(ValueError, match="features: expected finite numbers"):
-        client.fit(message(), config)
-    assert not all(np.isfinite(a).all() for a in get_weights(client.model))
