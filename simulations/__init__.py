@@ -15,11 +15,11 @@ from .errors import with_extra_named
 if TYPE_CHECKING:
     from .assessment.uncertainty import Assessment, assess
     from .assessment.unlearning import Unlearned, unlearn
-    from .config.config import Config, ConfigError
+    from .config.config import Config
     from .deploy.federation import Federation
     from .engine.building import load_predictor
     from .engine.runs import compare, run
-    from .errors import RunFailed
+    from .errors import ConfigError, RunFailed
     from .report.report import write_report
     from .report.results import Run, load_model, load_results, read_runs
     from .tuning.tuning import Tuning, tune
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "assessment.uncertainty": ("Assessment", "assess"),
     "assessment.unlearning": ("Unlearned", "unlearn"),
-    "config.config": ("Config", "ConfigError"),
+    "config.config": ("Config",),
     "deploy.federation": ("Federation",),
     "engine.building": ("load_predictor",),
     "engine.runs": ("compare", "run"),
-    "errors": ("RunFailed",),
+    "errors": ("ConfigError", "RunFailed"),
     "report.report": ("write_report",),
     "report.results": ("Run", "load_model", "load_results", "read_runs"),
     "tuning.tuning": ("Tuning", "tune"),

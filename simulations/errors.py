@@ -9,15 +9,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = [
-    "ConfigError",
-    "RunFailed",
-    "Stopped",
-    "command_line",
-    "first_line",
-    "with_extra_named",
-]
-
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which, what was expected and what came."""

@@ -28,24 +28,11 @@ def selection_curves(
 ) -> pd.DataFrame:
     """Average more and more of the clients' last models, in three orders, and evaluate each mean.
 
-    Parameters
-    ----------
-    models : mapping of int to mapping of str to ndarray
-        Client -> its weights; at least one.
-    validation, judged : callable
-        Weights -> accuracy on the examples that sort the models, and on those that judge the means.
-        They have no example in common: else the best models are those of lucky examples.
-    mean_of : callable
-        Several models -> their mean.
-    seed : int
-        Seed of the random order.
-    points : int
-        Most numbers of clients at which means are judged.
-
-    Returns
-    -------
-    DataFrame
-        Columns order, clients (how many are averaged), client (the last of them), accuracy.
+    `models` is client -> weights. `validation` and `judged` return the accuracy of weights on the
+    examples that sort the models, and on those that judge the means; they have no example in
+    common: else the best models are those of lucky examples. `seed` is of the random order, and
+    means are judged at `points` numbers of clients at most. The result has the columns order,
+    clients (how many are averaged), client (the last of them), accuracy.
     """
     accuracies = {client: validation(own) for client, own in models.items()}
     rows = []

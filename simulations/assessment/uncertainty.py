@@ -43,34 +43,21 @@ DRAWS = 4  # in the seed of the adaptive score's draws
 class ConformalSets:
     """Conformal prediction sets of a run's test examples; shares are between 0 and 1.
 
-    Attributes
-    ----------
-    coverage, score
-        The coverage and the score that were asked for: see :func:`assess`.
-    calibrated_on, num_calibration, note : str, int, str
-        The examples they were calibrated on, how many, and how the run had used them, if it had.
-    threshold : float
-        The largest score in a set.
-    test_coverage : float
-        Share of the test examples whose set holds their class.
-    expected_low, expected_high : float
-        Range of `test_coverage` in 95 % of all draws of calibration and test examples, if all are
-        exchangeable (and no two scores the same).
-    mean_size, empty : float
-        Classes in a set, averaged over the test examples; share of the sets that are empty.
+    `test_coverage` is from `expected_low` to `expected_high` in 95 % of all draws of calibration
+    and test examples, if all are exchangeable (and no two scores the same).
     """
 
-    coverage: float
+    coverage: float  # asked for
     score: Score
-    calibrated_on: str
-    num_calibration: int
-    threshold: float
-    test_coverage: float
+    calibrated_on: str  # which examples
+    num_calibration: int  # how many
+    threshold: float  # the largest score in a set
+    test_coverage: float  # share of the test examples whose set holds their class
     expected_low: float
     expected_high: float
-    mean_size: float
-    empty: float
-    note: str
+    mean_size: float  # classes in a set, averaged over the test examples
+    empty: float  # share of the sets that are empty
+    note: str  # how the run had used the calibration examples, if it had
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,20 +17,14 @@ SHARES = np.arange(100) / 100  # of the examples that are rejected
 
 
 def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return accuracy, NLL, Brier score and ECE of predictions.
+    """Return accuracy, NLL, Brier score and ECE of predictions (n, C) of the classes `labels` (n,).
 
+    Probabilities are given as logarithms, in nats, since one of 1e-400 is 0 in float64.
     ``nll`` is the negative log-likelihood of the true classes, averaged over the examples, in nats;
     ``brier`` the squared distance between probabilities and one-hot label, summed over the classes
     and averaged over the examples, in 0 ... 2; ``ece`` the expected calibration error: the distance
     between accuracy and mean confidence in 15 bins of confidence of equal width, averaged over the
     examples.
-
-    Parameters
-    ----------
-    log_probabilities : Tensor, shape (n, C)
-        Logarithms, in nats, since a probability of 1e-400 is 0 in float64.
-    labels : Tensor of int64, shape (n,)
-        The true classes.
 
     Examples
     --------
@@ -86,18 +80,9 @@ def rejection_curve(
 ) -> NDArray[np.float64]:
     """Return the accuracy of what is left when the most uncertain examples are rejected.
 
-    Parameters
-    ----------
-    uncertainty : ndarray, shape (n,)
-        Larger is more uncertain. Of examples that are equally uncertain any may be rejected first:
-        the result is the mean over their orders.
-    correct : ndarray of bool, shape (n,)
-        Whether the prediction is right.
-
-    Returns
-    -------
-    ndarray of float64, shape (100,)
-        Accuracy with 0, 1, ... 99 % of the examples rejected, rounded down to whole examples.
+    Given the `uncertainty` (n,) of predictions, and whether they are `correct` (n,): the accuracy
+    (100,) with 0, 1, ... 99 % of the examples rejected, rounded down to whole examples. Of examples
+    that are equally uncertain any may be rejected first: it is the mean over their orders.
 
     Examples
     --------

@@ -44,23 +44,13 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Unlearned:
-    """A run's model without some of its clients.
+    """A run's model without some of its clients."""
 
-    Attributes
-    ----------
-    folder : Path
-        Folder of the model; ``load_predictor`` reads it.
-    clients, examples : tuple of int, int
-        Partitions that were taken out, and the number of their training examples.
-    overall, by_class : Accuracy, dict of int to Accuracy
-        Accuracy on all test examples, and on those of each class that these clients had.
-    """
-
-    folder: Path
-    clients: tuple[int, ...]
-    examples: int
-    overall: Accuracy
-    by_class: dict[int, Accuracy]
+    folder: Path  # of the model; load_predictor reads it
+    clients: tuple[int, ...]  # partitions that were taken out
+    examples: int  # number of their training examples
+    overall: Accuracy  # on all test examples
+    by_class: dict[int, Accuracy]  # on those of each class that these clients had
 
     def lines(self) -> list[str]:
         """Return a summary in words, as lines."""

@@ -22,8 +22,6 @@ from ..data.settings import SplitSettings
 from .registry import all_methods, own_methods
 from .settings import ConfigError, Settings, Value, key_of, nearest, setting
 
-__all__ = ["Config", "ConfigError", "nearest"]
-
 # keys that do not change what a run computes, only where, how safely and with what machine
 INCIDENTAL = frozenset(
     {"out", "targets", "checkpoint-every", "data-dir", "client-cpus", "client-gpus"}

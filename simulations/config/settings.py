@@ -19,16 +19,6 @@ def setting(default: Any, meaning: str, **limits: Any) -> Any:
 class Settings(Declared, frozen=True, eq=True):
     """Base of classes whose fields are settings; checked when made.
 
-    Attributes
-    ----------
-    table : str
-        Name of the TOML table that holds them; empty for settings that stand in no table.
-
-    Raises
-    ------
-    ConfigError
-        If a value is of a wrong type or out of range, or two do not fit together.
-
     Examples
     --------
     >>> class Mine(Settings, frozen=True, eq=True):
@@ -39,7 +29,7 @@ class Settings(Declared, frozen=True, eq=True):
     fedntk.simulations.errors.ConfigError: mine.local-steps: expected at least 1, got 0
     """
 
-    table: ClassVar[str] = ""
+    table: ClassVar[str] = ""  # of TOML, which holds them; empty: none
 
     def __post_init__(self) -> None:
         for name in self.options():

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-__all__ = ["client_accuracy_table", "client_gains", "client_summary", "newest_accuracies"]
-
 RECENT = 5  # last rounds of a run: more clients evaluate in several rounds than in one
 MARGIN = 0.01  # largest difference of accuracy that is neither gain nor loss
 

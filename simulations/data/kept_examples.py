@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["KeptExamples", "Own"]
-
 MOST_BYTES = 2**28
 
 

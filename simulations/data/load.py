@@ -28,8 +28,6 @@ from .parts import Domain, Part
 from .settings import DatasetSettings
 from .two_patch import TwoPatchOptions, draw_two_patch
 
-__all__ = ["Data", "load_data", "load_own"]
-
 IDX_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
@@ -39,17 +37,10 @@ IDX_FILES = tuple(
 class Data:
     """A labelled data set with its test set.
 
-    Attributes
-    ----------
-    x_train, x_test : ndarray, shape (n, channels, height, width) or (n, ...)
-        Raw values, as stored.
-    y_train, y_test : ndarray of int64, shape (n,)
-        Labels 0 ... num_classes - 1.
-    natural_ids, natural_ids_test : ndarray or None, shape (n,)
-        Owner of each example, if the set names owners.
-    standardise : bool
-        Whether a network gets examples of mean 0 and variance 1. Not if their values have a
-        meaning as they are: positions in an alphabet, or signals of a stated strength.
+    Examples (n, channels, height, width) or (n, ...) are raw values, as stored, with labels (n,),
+    0 ... num_classes - 1, and the owner of each (n,), if the set names owners. A network gets them
+    standardised unless their values have a meaning as they are: positions in an alphabet, or
+    signals of a stated strength.
     """
 
     x_train: NDArray[Any]

@@ -4,8 +4,6 @@ from typing import Literal
 
 from ..config.settings import ConfigError, Settings, setting
 
-__all__ = ["DatasetSettings", "SplitSettings"]
-
 # data sets that name the owner of each example
 WITH_OWNERS = "leaf", "digit-domains", "digits-five", "femnist", "femnist-digits", "two-patch"
 

@@ -60,29 +60,14 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A run after a round.
+    """A run after a round."""
 
-    Attributes
-    ----------
-    weights : dict of str to ndarray
-        The global model; `learned` says what its arrays hold.
-    strategy : dict
-        The strategy's ``state_dict()``.
-    source : dict of str to str
-        Checksums of data and split, which must be the same when the run goes on; device and
-        threads, which the bits depend on.
-    rounds : list of Round
-        All rounds so far, from round 0.
-    best : Best or None
-        None if no round has the monitored metric.
-    """
-
-    weights: Arrays
-    learned: str
-    strategy: dict[str, Any]
-    source: dict[str, str]
-    rounds: Sequence[Round] = ()
-    best: Best | None = None
+    weights: Arrays  # the global model
+    learned: str  # what its arrays hold
+    strategy: dict[str, Any]  # the strategy's state_dict()
+    source: dict[str, str]  # checksums of data and split; device and threads, for the bits
+    rounds: Sequence[Round] = ()  # all so far, from round 0
+    best: Best | None = None  # None if no round has the monitored metric
 
     @property
     def arrays(self) -> ArrayRecord:

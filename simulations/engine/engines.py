@@ -167,16 +167,10 @@ class MeteredGrid(Grid):
     def take(self) -> dict[str, float]:
         """Return what has been counted since the last call.
 
-        Returns
-        -------
-        dict
-            ``bytes-up``, ``bytes-down``: content of all replies and of all messages to clients,
-            whether or not the transport stores a shared content once. Evaluation of the new model
-            is counted apart, as ``evaluation-bytes-up`` and ``-down``; the questions which
-            partition and which public key a node has are not counted. ``seconds-clients``: total
-            client time. ``seconds-waiting``: server time spent waiting for clients.
-            ``peak-memory-clients``: MB, of the largest client process so far; 0 if clients do not
-            report it.
+        Bytes are those of all replies and of all messages to clients, whether or not the transport
+        stores a shared content once. ``seconds-clients`` is total client time, ``seconds-waiting``
+        the server's time waiting for clients, and ``peak-memory-clients`` in MB is of the largest
+        client process so far, 0 if clients do not report it.
         """
         names = [f"{kind}bytes-{way}" for kind in ("", "evaluation-") for way in ("up", "down")]
         costs = {name: self._costs[name] for name in (*names, "seconds-clients", "seconds-waiting")}

@@ -29,15 +29,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
     """Run a configuration with ``flwr run``, following the rounds as they are written.
 
     The SuperLink is started for this run and stopped after it; all of Flower's files are in the
-    run's folder.
-
-    A run that has checkpoints already goes on from the newest; `on_round` gets its earlier rounds,
-    too.
-
-    Raises
-    ------
-    RunFailed
-        If the run ends without a result, with the reason it gave.
+    run's folder. If the run goes on from a checkpoint, `on_round` also gets its earlier rounds.
     """
     folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -51,11 +51,6 @@ def start_on_free_port(
     """Start a server with the command for a port, and wait until it listens on it.
 
     The port is a free one, unless one is given. What the server says is appended to `log`.
-
-    Raises
-    ------
-    RunFailed
-        If it does not listen; the message names the log.
     """
     for _ in range(3):  # another process may take a port that was free a moment ago
         chosen = port or _free_port()

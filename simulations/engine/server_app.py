@@ -62,27 +62,8 @@ def serve(
     """Run a configured method on a grid and write its results into ``config.folder``.
 
     If there are checkpoints of this run already, it goes on from the newest that is whole, to the
-    same bits as if it had never been interrupted; if it is finished, nothing is done.
-
-    Parameters
-    ----------
-    grid : Grid
-        Grid of ``config.num_clients`` nodes with
-        :data:`fedntk.simulations.engine.client_app.app`.
-    config : Config
-        Settings of the run.
-    on_round : callable, optional
-        Called with the metrics of each round that is run.
-    prepared : tuple, optional
-        What :func:`prepare` made of `config`; made here by default.
-
-    Raises
-    ------
-    ConfigError
-        Before the first round, if data, split, model, nodes or checkpoint do not fit the
-        configuration, or the folder holds a run with other settings.
-    BlockingIOError
-        If another process is at work in the folder.
+    same bits as if it had never been interrupted; if it is finished, nothing is done. The nodes
+    hold :data:`fedntk.simulations.engine.client_app.app`; `prepared` is made of `config`.
     """
     folder = config.folder
     state = run_state(config)

@@ -128,42 +128,26 @@ class Method(ConfiguredMethod[S], ABC):
     ``METHOD`` in a module of :mod:`fedntk.simulations.methods`, or in another package that names it
     in the entry-point group ``fedntk.methods``.
 
-    Attributes
-    ----------
-    name : str
-        In kebab-case: the value of the setting ``method``, and the table of the method's settings.
-    strategy_class, client_class : type
-        Classes of the method. Their options that files can hold are the method's settings, but for
-        those that all strategies or clients have and those that are common settings.
-    parts : tuple of type
-        Further classes with options, from which the strategy is made.
-    own_settings : type of Settings
-        Settings that the classes lack, or have with another default or meaning.
-    apart : tuple of str
-        Options that are the method's own settings though common settings have the same name; of the
-        first of these classes that has them.
-    settings : type of Settings
-        All of the method's settings, made from these.
-    baseline : bool
-        Whether it is there to compare with: such methods have no notebook.
-    headline : str
-        Metric of a round, a share, that says how good the method is; shown during and after runs.
-    metrics : tuple of str
-        Names of what the strategy reports of a training round besides what all report. Of other
-        names only some are recorded, as clients may choose them.
-    evaluation_metrics : tuple of str
-        Names of what clients report of an evaluation besides loss and accuracy.
+    Its `name`, in kebab-case, is the value of the setting ``method`` and the table of its settings.
+    Those are `own_settings` and the options of its classes that files can hold, but for options
+    that all strategies or clients have and those that are common settings, unless they stand
+    `apart`.
     """
 
     strategy_class: ClassVar[type[BaseStrategy]]
     client_class: ClassVar[type[NumPyClient]]
-    parts: ClassVar[tuple[type[Declared], ...]] = ()
+    parts: ClassVar[tuple[type[Declared], ...]] = ()  # from which the strategy is made, as well
+    # settings that the classes lack, or have with another default or meaning
     own_settings: ClassVar[type[Settings]] = Settings
+    # its own settings though common ones have these names; of the first class that has them
     apart: ClassVar[tuple[str, ...]] = ()
-    baseline: ClassVar[bool] = False
+    baseline: ClassVar[bool] = False  # there to compare with, without a notebook
+    # metric of a round, a share, that says how good the method is; shown during and after runs
     headline: ClassVar[str] = "accuracy"
+    # what the strategy reports of training besides what all report; of other names only some are
+    # recorded, as clients may choose them
     metrics: ClassVar[tuple[str, ...]] = ()
-    evaluation_metrics: ClassVar[tuple[str, ...]] = ()
+    evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # of clients, besides loss and accuracy
 
     def __init__(self, *row: Any, **more: Any) -> None:
         columns = ("name", "strategy_class", "client_class")
@@ -266,17 +250,9 @@ class Method(ConfiguredMethod[S], ABC):
     ) -> Predictor:
         """Make what was learned: by default a network, or an ensemble of what EnsembleArrays hold.
 
-        Parameters
-        ----------
-        setup : Setup
-            Parts of the run.
-        arrays : dict of str to ndarray
-            A round's global arrays, by name.
-        learned : str
-            What they hold: the strategy's attribute of that name.
-        cache : path, optional
-            Folder for what the predictors of several rounds share, such as features of the test
-            examples. None: nothing is kept.
+        `arrays` are a round's global ones, and `learned`, an attribute of the strategy, says what
+        they hold. `cache` is a folder for what the predictors of several rounds share, such as
+        features of the test examples; None: nothing is kept.
         """
         if EnsembleArrays.are_in(arrays):
             models = EnsembleArrays.from_arrays(arrays).models

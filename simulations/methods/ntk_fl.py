@@ -8,7 +8,6 @@ from flwr.app import ArrayRecord
 from fedntk.clients import NTKFLClient, sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution import AUTO
-from fedntk.ntk.predictors.network import NetworkPredictor
 from fedntk.strategies import NTKFL, BaseStrategy
 
 from ..config.config import Config
@@ -71,7 +70,7 @@ class EvolvingMethod(Method[Any]):
             options["learning_rate"] = AUTO
         if settings.selection == "validation":  # else what is held out is for others
             options["validation_partitions"] = options.pop("held_out")
-            options["validation_loss"] = _validation_loss(setup)
+            options["validation_loss"] = self._validation_loss(setup)
         return super().strategy(setup, options)
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
@@ -91,22 +90,18 @@ class EvolvingMethod(Method[Any]):
             cure="lower clients-per-round or the examples of each, or use a smaller network",
         )
 
+    def _validation_loss(self, setup: Setup) -> Callable[[ArrayRecord], float] | None:
+        """Return the server's loss on its validation examples, if it has some."""
+        if not len(setup.split.validation):
+            return None
+        x, y = setup.data.train(setup.split.validation)
+        x = projected(setup.config, x)
 
-def _validation_loss(setup: Setup) -> Callable[[ArrayRecord], float] | None:
-    """Return the server's loss on its validation examples, where it has some."""
-    if not len(setup.split.validation):
-        return None
-    x, y = setup.data.train(setup.split.validation)
-    x, config = projected(setup.config, x), setup.config
+        def loss(arrays: ArrayRecord) -> float:
+            named = {name: array.numpy() for name, array in arrays.items()}
+            return self.predictor(setup, named, "network").evaluate(x, y).loss
 
-    def loss(arrays: ArrayRecord) -> float:
-        named = {name: array.numpy() for name, array in arrays.items()}
-        predictor = NetworkPredictor.from_arrays(
-            setup.network, named, loss=config.loss, device=setup.device
-        )
-        return predictor.evaluate(x, y).loss
-
-    return loss
+        return loss
 
 
 class _NTKFL(EvolvingMethod):

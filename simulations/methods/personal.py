@@ -8,16 +8,10 @@ from .method import Method
 
 
 class PersonalMethod(Method[Settings]):
-    """A method whose models are the clients' own: they are judged by the clients' evaluations.
-
-    Attributes
-    ----------
-    learns_on_server : bool
-        Whether the server's model changes from its first weights.
-    """
+    """A method whose models are the clients' own: they are judged by the clients' evaluations."""
 
     headline: ClassVar[str] = "client-accuracy-mean"
-    learns_on_server: ClassVar[bool] = True
+    learns_on_server: ClassVar[bool] = True  # else the server's model keeps its first weights
 
     def check(self, config: Config, settings: Settings) -> None:
         """Refuse to stop early by a model that never changes."""

@@ -93,7 +93,6 @@ class _TCT(Method[Any]):
         bootstrap = SeededFedAvg(
             seed=setup.config.seed, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1
         )
-        options |= self.arguments(setup.config, own)
         options["bootstrap"] = bootstrap if own.bootstrap_rounds else None
         if TCT.validated(own):
             options["validation"] = setup.data.train(setup.split.validation)

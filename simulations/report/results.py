@@ -195,15 +195,7 @@ def to_target(
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a finished run's folder.
-
-    Raises
-    ------
-    RunFailed
-        The run did not finish; the message has its reason.
-    FileNotFoundError
-        There is no run.
-    """
+    """Read a finished run's folder; RunFailed has the reason why a run did not finish."""
     folder = Path(folder)
     if not (folder / "summary.json").exists():
         raise FileNotFoundError(f"no finished run in {folder}: summary.json is missing")
