@@ -30,7 +30,7 @@ METHODS = own_methods()
 PUBLIC = fedntk.strategies.__all__
 
 
-BASES = {"decentralised", "method", "personal"}  # in simulations/methods
+BASES = {"decentralised", "method"}  # in simulations/methods
 
 
 def stem(method):

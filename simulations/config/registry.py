@@ -1,4 +1,4 @@
-"""Discovery of the methods, and what a configuration knows of each.
+"""Discovery of the methods.
 
 A module of :mod:`fedntk.simulations.methods` holds a
 :class:`~fedntk.simulations.methods.method.Method` as ``METHOD``, or several as ``METHODS``. Another
@@ -16,23 +16,10 @@ import pkgutil
 from collections.abc import Mapping
 from logging import getLogger
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, TypeVar
-
-from .settings import Settings
+from typing import Any
 
 HOME = "fedntk.simulations.methods"
 logger = getLogger("flwr")
-S = TypeVar("S", bound=Settings)
-
-
-class ConfiguredMethod(Generic[S]):
-    """The part of a method that configurations use: its name, its settings and their check."""
-
-    name: ClassVar[str]
-    settings: type[S]
-
-    def check(self, config: Any, settings: S) -> None:
-        """Refuse settings that do not go with the common ones, with a ConfigError."""
 
 
 @functools.cache
@@ -58,7 +45,7 @@ def all_methods() -> Mapping[str, Any]:
     for entry in importlib.metadata.entry_points(group="fedntk.methods"):
         try:
             method = entry.load()
-            if not isinstance(method, ConfiguredMethod):
+            if not isinstance(method, importlib.import_module(f"{HOME}.method").Method):
                 raise TypeError(f"expected an object of a subclass of Method, got {method!r}")
             if method.name in methods:
                 raise ValueError(f"there is a method {method.name!r} already")

@@ -1,7 +1,7 @@
 """Image sets in Hugging Face's form, from the hub or a folder of their files."""
 
 from collections.abc import Callable
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +12,24 @@ from ..config.settings import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from flwr_datasets import FederatedDataset
 
 
+@dataclass(frozen=True)
 class HuggingFaceSet:
-    """An image set with train and test splits, read on first use.
+    """An image set with train and test splits.
 
     `name` is its name on the hub, or a folder of Parquet files; `subset` one of several there.
     """
 
-    def __init__(self, name: str, subset: str = "") -> None:
-        self.name, self.subset = name, subset
-
-    @cached_property
-    def _federated(self) -> "FederatedDataset":
-        from flwr_datasets import FederatedDataset
-
-        return FederatedDataset(
-            dataset=self.name, subset=self.subset or None, partitioners={}, shuffle=False
-        )
+    name: str
+    subset: str = ""
 
     def split(self, part: str) -> "Dataset":
         """Return the train or the test split."""
+        from datasets import load_dataset
+
         try:
-            return self._federated.load_split(part)
+            return load_dataset(self.name, self.subset or None, split=part)
         except Exception as error:
             raise ConfigError(
                 f"dataset: {self.name!r} has no readable {part} split: {error}"

@@ -62,13 +62,13 @@ class Supernode:
     node_id: int = 0
 
 
+@dataclass(eq=False)
 class Submission:
     """A run that was submitted: ``flwr run --stream``, and the log of what the ServerApp says."""
 
-    def __init__(self, federation: "Federation", process: Process, log: Path) -> None:
-        self._federation = federation
-        self.process = process
-        self.log = log
+    federation: "Federation" = field(repr=False)
+    process: Process = field(repr=False)
+    log: Path
 
     @property
     def text(self) -> str:
@@ -86,7 +86,7 @@ class Submission:
 
         It raises RunFailed if the run did not finish, or the SuperLink ended.
         """
-        shown, ended, federation = 0, False, self._federation
+        shown, ended, federation = 0, False, self.federation
         superlink = federation.superlink
         while not ended:
             ended = self.process.poll() is not None or superlink.poll() is not None

@@ -18,7 +18,7 @@ from rich.text import Text
 
 LOG_EVERY = 10.0  # seconds between lines in a log
 JUPYTER_EVERY = 0.25
-Sink = Callable[["Progress", bool], None]
+Sink = Callable[["Progress"], None]
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Progress:
 
     rounds: int
     runs: int = 1
-    sink: Sink | None = None  # shows the state: at once, or, unless asked for, maybe later
+    sink: Sink | None = None  # shows the state
+    every: float = 0.0  # least seconds between two looks, but for those at once
     run: int = 0
     name: str = ""
     round: int = 0
@@ -42,6 +43,7 @@ class Progress:
     _done: int = 0  # rounds of all runs, those found finished included
     _start: float = field(default_factory=lambda: time.monotonic())
     _last: float = 0.0  # when the last round ended, or the run began
+    _shown: float = -float("inf")
     _seconds: list[float] = field(default_factory=list)  # of each round run here
 
     def begin(self, name: str, rounds: int, done: int = 0, *, headline: str = "accuracy") -> None:
@@ -105,21 +107,14 @@ class Progress:
         return f"{self.name}: " + ", ".join(parts)
 
     def _show(self, *, now: bool = False) -> None:
-        if self.sink is not None:
-            self.sink(self, now)
+        if self.sink is not None and (now or time.monotonic() - self._shown >= self.every):
+            self._shown = time.monotonic()
+            self.sink(self)
 
 
 def _to_log(console: Console) -> Sink:
-    """Print a line at the beginning, at the end, and every ten seconds."""
-    last = -float("inf")
-
-    def show(state: Progress, now: bool) -> None:
-        nonlocal last
-        if now or time.monotonic() - last > LOG_EVERY:
-            last = time.monotonic()
-            console.print(str(state), markup=False, highlight=False, soft_wrap=True)
-
-    return show
+    """Print a line."""
+    return lambda state: console.print(str(state), markup=False, highlight=False, soft_wrap=True)
 
 
 def _to_jupyter() -> Sink:
@@ -127,16 +122,12 @@ def _to_jupyter() -> Sink:
     from IPython.display import display
 
     handle = display({"text/plain": "..."}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-    last = 0.0
     ended: list[str] = []
 
-    def show(state: Progress, now: bool) -> None:
-        nonlocal last
-        if now or time.monotonic() - last > JUPYTER_EVERY:
-            last = time.monotonic()
-            handle.update({"text/plain": "\n".join([*ended, str(state)])}, raw=True)
-            if state.ended:
-                ended.append(str(state))
+    def show(state: Progress) -> None:
+        handle.update({"text/plain": "\n".join([*ended, str(state)])}, raw=True)
+        if state.ended:
+            ended.append(str(state))
 
     return show
 
@@ -144,8 +135,7 @@ def _to_jupyter() -> Sink:
 def _to_terminal(live: Live) -> Sink:
     """Rewrite a bar and a line in place; the lines of ended runs stay above them."""
 
-    def show(state: Progress, now: bool) -> None:
-        del now  # rich refreshes by itself
+    def show(state: Progress) -> None:
         row = Table.grid(padding=(0, 1))
         name, _, rest = str(state).partition(": ")
         bar = ProgressBar(total=max(state.run_rounds, 1), completed=state.round, width=24)
@@ -180,12 +170,12 @@ def progress(
     if not enabled:
         yield state
     elif console.is_jupyter:
-        state.sink = _to_jupyter()
+        state.sink, state.every = _to_jupyter(), JUPYTER_EVERY
         yield state
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live, _log_above():
             state.sink = _to_terminal(live)
             yield state
     else:
-        state.sink = _to_log(console)
+        state.sink, state.every = _to_log(console), LOG_EVERY
         yield state

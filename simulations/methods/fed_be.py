@@ -55,7 +55,6 @@ class _FedBE(Method[Any]):
             )
 
     def validates(self, config: Config) -> bool:
-        """Say whether the server distils on the held-out examples."""
         return bool(self.own(config).distill)
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:

@@ -2,12 +2,11 @@
 
 import re
 import types
-from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.strategies import BaseStrategy
 
 from ..config.config import Config
-from ..config.registry import ConfiguredMethod
 from ..config.settings import ConfigError, Settings
 from ..data.kept_examples import KeptExamples, Own
 from ..data.load import Data
@@ -72,10 +70,10 @@ class Setup:
         """Return a partition's examples for training and for its own evaluation, standardised."""
 
         def make() -> Own:
-            train, kept = self.split.train_and_test(partition, self.config)
-            if self._on_private_test:
-                return Own(self.data.train(train), self.data.test(self.split.tests[partition]))
-            return Own(self.data.train(train), self.data.train(kept))
+            data, (train, kept) = self.data, self.split.train_and_test(partition, self.config)
+            private = self._on_private_test
+            test = data.test(self.split.tests[partition]) if private else data.train(kept)
+            return Own(data.train(train), test)
 
         return self.kept.of(partition, make)
 
@@ -120,7 +118,7 @@ class Setup:
         return name
 
 
-class Method(ConfiguredMethod[S], ABC):
+class Method(Generic[S]):
     """All that the simulations know of one method.
 
     An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy, client, and
@@ -134,6 +132,8 @@ class Method(ConfiguredMethod[S], ABC):
     `apart`.
     """
 
+    name: ClassVar[str]
+    settings: type[S]
     strategy_class: ClassVar[type[BaseStrategy]]
     client_class: ClassVar[type[NumPyClient]]
     parts: ClassVar[tuple[type[Declared], ...]] = ()  # from which the strategy is made, as well
@@ -141,6 +141,7 @@ class Method(ConfiguredMethod[S], ABC):
     own_settings: ClassVar[type[Settings]] = Settings
     # its own settings though common ones have these names; of the first class that has them
     apart: ClassVar[tuple[str, ...]] = ()
+    learns_on_server: ClassVar[bool] = True  # else the server's model keeps its first weights
     baseline: ClassVar[bool] = False  # there to compare with, without a notebook
     # metric of a round, a share, that says how good the method is; shown during and after runs
     headline: ClassVar[str] = "accuracy"
@@ -214,6 +215,11 @@ class Method(ConfiguredMethod[S], ABC):
                 kind.check_together(self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
+        if config.patience and not (self.learns_on_server or config.monitor.startswith("client-")):
+            raise ConfigError(
+                f"patience = {config.patience}: with {self.name} the server's model never changes, "
+                f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
+            )
 
     def arguments(self, config: Config, settings: S) -> dict[str, Any]:
         """Return arguments of the strategy that the settings say, and its rules speak of."""

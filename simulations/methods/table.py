@@ -35,23 +35,20 @@ from fedntk.strategies import (
 
 from .decentralised import DecentralisedMethod
 from .method import Method
-from .personal import PersonalMethod
 
+# of methods whose models are the clients' own: they are judged by the clients' evaluations
+PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
 METHODS: tuple[Method[Any], ...] = (
     Method("afl", AFL, ClosedFormClient, baseline=True),
     Method("fed-ncm", FedNCM, ClosedFormClient, baseline=True),
     Method("fed3r", Fed3R, ClosedFormClient, baseline=True),
     Method("fedavg", SeededFedAvg, SGDClient, baseline=True, apart=("proximal_mu",)),
     Method("scaffold", SCAFFOLD, SCAFFOLDClient, baseline=True),
-    PersonalMethod(
-        "ditto", Ditto, DittoClient, baseline=True, metrics=("personal-loss", "restarted")
-    ),
-    PersonalMethod("fed-bn", FedBN, PersonalisedClient, baseline=True),
-    PersonalMethod("fed-per", FedPer, PersonalisedClient, baseline=True),
-    PersonalMethod("fed-proto", FedProto, FedProtoClient, baseline=True, learns_on_server=False),
-    PersonalMethod(
-        "local-training", LocalTraining, PersonalisedClient, baseline=True, learns_on_server=False
-    ),
+    Method("ditto", Ditto, DittoClient, metrics=("personal-loss", "restarted"), **PERSONAL),
+    Method("fed-bn", FedBN, PersonalisedClient, **PERSONAL),
+    Method("fed-per", FedPer, PersonalisedClient, **PERSONAL),
+    Method("fed-proto", FedProto, FedProtoClient, learns_on_server=False, **PERSONAL),
+    Method("local-training", LocalTraining, PersonalisedClient, learns_on_server=False, **PERSONAL),
     DecentralisedMethod("d-psgd", DPSGD, DPSGDClient, baseline=True),
     DecentralisedMethod("dfedavg", DFedAvg, DFedAvgClient, baseline=True),
     DecentralisedMethod("dfedsam", DFedSAM, DFedSAMClient, baseline=True),
@@ -59,9 +56,8 @@ METHODS: tuple[Method[Any], ...] = (
         "dispfl",
         DisPFL,
         DisPFLClient,
-        baseline=True,
-        headline="client-accuracy-mean",
         metrics=(*DecentralisedMethod.metrics, "mask-density", "mask-changed"),
+        **PERSONAL,
     ),
     DecentralisedMethod(
         "ntk-dfl",

@@ -52,11 +52,9 @@ class _TCT(Method[Any]):
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
-        """Return the folder of kept sums."""
         return {"keep_sums": config.folder / "details" / "sums" if settings.keep_sums else None}
 
     def check(self, config: Config, settings: Any) -> None:
-        """Refuse a choice by examples that are not there, or that are to judge the choice."""
         super().check(config, settings)
         if settings.secure_aggregation and config.num_clients < FEWEST:
             raise ConfigError(
@@ -85,7 +83,6 @@ class _TCT(Method[Any]):
             )
 
     def validates(self, config: Config) -> bool:
-        """Say whether held-out examples choose anything."""
         return bool(TCT.validated(self.own(config)))
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:

@@ -10,14 +10,16 @@ from fedntk.clients import WeightedFedAvgClient
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, WeightedFedAvg
 
+from ..config.settings import Settings
 from ..report.figures import similarity_heat_map
-from .personal import PersonalMethod
+from .method import Method
 
 
-class _WeightedFedAvg(PersonalMethod):
+class _WeightedFedAvg(Method[Settings]):
     name = "weighted-fedavg"
     strategy_class = WeightedFedAvg
     client_class = WeightedFedAvgClient
+    headline = "client-accuracy-mean"
     metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
 
     def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
@@ -28,7 +30,6 @@ class _WeightedFedAvg(PersonalMethod):
                 np.savez(file, **mixing._asdict())
 
     def pictures(self, folder: Path) -> dict[str, Figure]:
-        """Draw the similarities of the last round."""
         files = sorted(folder.glob("similarity-*.npz"))
         if not files:
             return {}

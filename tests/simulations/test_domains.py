@@ -7,7 +7,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from flwr_datasets import FederatedDataset
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -208,22 +207,17 @@ def test_fewer_examples_are_the_first_of_each_class(five):
 
 def test_what_the_folder_lacks_comes_from_the_hub(tmp_path, monkeypatch):
     """By the names of the table; here the hub says no."""
-    asked = []
+    asked, real = [], datasets.load_dataset
 
-    class Hub:
-        def __init__(self, *, dataset: str, subset: str | None, **_: object) -> None:
-            asked.append((dataset, subset))
-
-        def load_split(self, part: str) -> None:
-            raise ConnectionError("no route to host")
-
-    def either(*, dataset: str, **options: object) -> object:
-        kind = FederatedDataset if dataset.startswith(str(tmp_path)) else Hub
-        return kind(dataset=dataset, **options)
+    def from_hub(path: str, subset: str | None, **options: object) -> object:
+        if path.startswith(str(tmp_path)):
+            return real(path, subset, **options)
+        asked.append((path, subset))
+        raise ConnectionError("no route to host")
 
     for name in ("mnist", "synth-digits"):
         write_set(tmp_path, name, each=1)
-    monkeypatch.setattr("flwr_datasets.FederatedDataset", either)
+    monkeypatch.setattr("datasets.load_dataset", from_hub)
     with pytest.raises(ConfigError, match="'ufldl-stanford/svhn' has no readable train split"):
         load_data(Config(dataset=f"digits-five:{tmp_path}"))
     assert asked == [("ufldl-stanford/svhn", "cropped_digits")]
