@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -22,17 +22,10 @@ from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
 from fedntk.simulations.deploy.simulated_trust import projected
 from fedntk.simulations.engine.building import load_setup
-from fedntk.strategies import (
-    NTKFL,
-    SCAFFOLD,
-    BaseStrategy,
-    NoUsableReply,
-    SeededFedAvg,
-)
+from fedntk.strategies import NTKFL, SCAFFOLD, BaseStrategy, NoUsableReply, SeededFedAvg
 from fedntk.strategies.core.array_archive import load_tensors
 
 from .federation import (
-    NUM_CLIENTS,
     Change,
     Grid,
     bits,
@@ -55,6 +48,10 @@ METHODS = {
 }
 
 
+def made(method: str, **options: Any) -> BaseStrategy:
+    return METHODS[method][0](**{"fraction_evaluate": 0.0, "centre_inputs": True} | options)
+
+
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -71,120 +68,99 @@ def far(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.double() + torch.tensor([3.0, -2.0, 0.0, 7.0]) + partition / 10, y
 
 
-def pooled_mean() -> torch.Tensor:
-    return torch.cat([far(p)[0] for p in range(NUM_CLIENTS)]).mean(0)
+def mean_without(*partitions: int) -> torch.Tensor:
+    return torch.cat([far(p)[0] for p in range(6) if p not in partitions]).mean(0)
 
 
-def clients(
-    make: Callable[..., NumPyClient], *, by_hand: bool = False, **options: Any
-) -> ClientApp:
+def clients(method: str, *, by_hand: bool = False) -> ClientApp:
+    _, make, options = METHODS[method]
+
     def client_fn(context: Context) -> NumPyClient:
         partition = int(context.node_config["partition-id"])
         x, y = far(partition)
         if by_hand:
-            return make(network(), x - pooled_mean(), y, seed=(0, partition), **options)
+            return make(network(), x - mean_without(), y, seed=(0, partition), **options)
         return make(centred(), x, y, seed=(0, partition), **options)
 
     return client_app(client_fn)
 
 
-def run(
-    strategy: BaseStrategy, grid: Grid, model: nn.Module, rounds: int = 2, **options: Any
-) -> dict[str, np.ndarray]:
-    return start(strategy, grid, rounds, model, **options)
+def run(strategy: BaseStrategy, grid: Grid, rounds: int = 1, **options: Any) -> dict[str, Any]:
+    return start(strategy, grid, rounds, centred(), **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_training_on_inputs_that_were_centred_before(method):
-    make, client, options = METHODS[method]
-    common = {"fraction_evaluate": 0.0, "fraction_train": 0.5, "min_available_nodes": NUM_CLIENTS}
-    grid = Grid(clients(client, **options))
-    found = run(make(centre_inputs=True, **common), grid, centred())
-    expected = run(make(**common), Grid(clients(client, by_hand=True, **options)), network())
-    np.testing.assert_allclose(found.pop(CENTRE), pooled_mean(), rtol=BOUND)
+    common = {"fraction_train": 0.5, "min_available_nodes": 6}
+    found = run(made(method, **common), grid := Grid(clients(method)), rounds=2)
+    by_hand, plain = (
+        Grid(clients(method, by_hand=True)),
+        made(method, centre_inputs=False, **common),
+    )
+    expected = start(plain, by_hand, 2, network())
+    np.testing.assert_allclose(found.pop(CENTRE), mean_without(), rtol=BOUND)
     assert len(found) == len(expected)
     for name, array in expected.items():
         np.testing.assert_allclose(found[f"network.{name}"], array, rtol=BOUND, atol=BOUND)
     # all clients are asked, once
     asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.input_sums"]
-    assert asked == [("query.input_sums", NUM_CLIENTS)]
+    assert asked == [("query.input_sums", 6)]
 
 
 def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
     model, (x, _) = centred(), far(0)
-    model.centre.copy_(pooled_mean())
-    plain = jacobian(network(), x - pooled_mean())
-    found = jacobian(model, x)
+    model.centre.copy_(mean_without())
+    plain, found = jacobian(network(), x - mean_without()), jacobian(model, x)
     assert [block.kind for block in found.blocks] == [block.kind for block in plain.blocks]
     torch.testing.assert_close(found.gram(), plain.gram(), rtol=BOUND, atol=BOUND)
     assert CENTRE not in found.dense()
+
+
+def sending(array: Any) -> Change:
+    return with_arrays(lambda _: {"input-sums": np.asarray(array)})
 
 
 @pytest.mark.parametrize(
     "change",
     [
         failed,
-        with_arrays(lambda arrays: {}),
         with_arrays(lambda arrays: {"sums": arrays["input-sums"]}),
         with_arrays(lambda arrays: arrays | {"more": np.zeros(4)}),
-        with_arrays(lambda arrays: {"input-sums": arrays["input-sums"][:2]}),
-        with_arrays(lambda arrays: {"input-sums": arrays["input-sums"].astype(np.float32)}),
-        with_arrays(lambda arrays: {"input-sums": np.array([1.0, 2.0, np.inf, 4.0])}),
-        with_arrays(lambda arrays: {"input-sums": np.array([1e9, 0.0, 0.0, 0.0])}),
+        sending([1.0, 2.0]),
+        sending(np.ones(4, np.float32)),
+        sending([1.0, 2.0, np.inf, 4.0]),
+        sending([1e9, 0.0, 0.0, 0.0]),
         with_metrics(num_examples=-1),
         with_metrics(num_examples=100_000),
     ],
 )
-def test_sums_that_cannot_be_right_are_left_out(change: Change):
-    grid = Grid(clients(NTKFLClient), changes={2: change}, changed_kind="query.input_sums")
-    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
-    found = run(strategy, grid, centred(), rounds=1)
-    others = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p != 2]).mean(0)
+def test_sums_that_cannot_be_right_are_left_out(change):
+    grid = Grid(clients("NTKFL"), changes={2: change}, changed_kind="query.input_sums")
+    found = run(made("NTKFL"), grid)
     assert grid.damaged == 1
-    np.testing.assert_allclose(found[CENTRE], others, rtol=BOUND)
-
-
-def test_inputs_of_more_numbers_than_metrics_may_have_are_centred():
-    def client_fn(context: Context) -> NumPyClient:
-        _, y = examples(int(context.node_config["partition-id"]))
-        return SGDClient(make(), torch.full((len(y), 3, 64, 64), 2.0), y, learning_rate=0.1)
-
-    def make() -> nn.Module:
-        return CentredInputs(nn.Sequential(nn.Flatten(), nn.Linear(12288, 3)), (3, 64, 64))
-
-    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
-    found = run(strategy, Grid(client_app(client_fn)), make(), rounds=1)
-    np.testing.assert_array_equal(found[CENTRE], np.full((3, 64, 64), 2.0))
-
-
-huge = with_arrays(lambda arrays: {"input-sums": np.full(4, 1e308)})
+    np.testing.assert_allclose(found[CENTRE], mean_without(2), rtol=BOUND)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"changes": dict.fromkeys(range(3, NUM_CLIENTS), failed)},
-            f"3 of {NUM_CLIENTS} clients gave a sum",
-        ),
-        ({"changes": {1: huge}, "num_clients": 2}, "input-sums"),  # no others to compare with
+        ({"changes": dict.fromkeys(range(3, 6), failed)}, "3 of 6 clients gave a sum"),
+        # no others to compare with
+        ({"changes": {1: sending(np.full(4, 1e308))}, "num_clients": 2}, "input-sums"),
     ],
 )
 def test_with_half_the_answers_nothing_is_begun(options, message):
-    grid = Grid(clients(NTKFLClient), changed_kind="query.input_sums", **options)
-    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
+    grid = Grid(clients("NTKFL"), changed_kind="query.input_sums", **options)
     with pytest.raises(NoUsableReply, match=message):
-        run(strategy, grid, centred(), rounds=1)
+        run(made("NTKFL"), grid)
     assert "train" not in dict(grid.exchanges)
 
 
 def test_clients_held_out_are_not_in_the_mean_and_a_second_run_asks_anew():
-    strategy = SeededFedAvg(centre_inputs=True, held_out=[1, 4], fraction_evaluate=0.0)
-    mean = torch.cat([far(p)[0] for p in range(NUM_CLIENTS) if p not in (1, 4)]).mean(0)
+    strategy = made("SeededFedAvg", held_out=[1, 4])
     for _ in range(2):
-        grid = Grid(clients(SGDClient, **SGD))
-        found = run(strategy, grid, centred(), rounds=1)
-        np.testing.assert_allclose(found[CENTRE], mean, rtol=BOUND)
+        found = run(strategy, grid := Grid(clients("SeededFedAvg")))
+        np.testing.assert_allclose(found[CENTRE], mean_without(1, 4), rtol=BOUND)
         assert dict(grid.exchanges)["query.input_sums"] == 4
 
 
@@ -192,63 +168,37 @@ moved = with_arrays(lambda arrays: arrays | {CENTRE: arrays[CENTRE] + 0.5})
 
 
 @pytest.mark.parametrize("method", ["SeededFedAvg", "SCAFFOLD"])
-@pytest.mark.parametrize("renames", [False, True])
-def test_a_reply_with_another_mean_is_dropped_under_any_name(method, renames):
-    make, client, options = METHODS[method]
-
-    def change(reply: Message) -> Message:
-        return renamed("arrays")(moved(reply)) if renames else moved(reply)
-
-    grid = Grid(clients(client, **options), changes={2: change})
-    strategy = make(centre_inputs=True, fraction_evaluate=0.0)
-    found = run(strategy, grid, centred(), rounds=1)
+@pytest.mark.parametrize("change", [moved, lambda reply: renamed("arrays")(moved(reply))])
+def test_a_reply_with_another_mean_is_dropped_under_any_name(method, change):
+    strategy = made(method)
+    found = run(strategy, Grid(clients(method), changes={2: change}))
     assert strategy.train_metrics[1]["rejected-arrays"] == 1
-    np.testing.assert_allclose(found[CENTRE], pooled_mean(), rtol=BOUND)
-
-
-def test_a_client_without_the_projection_that_is_expected_tells_no_sums(monkeypatch):
-    strategy = SeededFedAvg(centre_inputs=True)
-    agreement = replace(strategy.agreement(), projected=True)  # as with a key server
-    monkeypatch.setattr(strategy, "agreement", lambda: agreement)
-    with pytest.raises(NoUsableReply, match=r"0 of 6 clients gave .* projection"):
-        run(strategy, Grid(clients(SGDClient, **SGD)), centred(), rounds=1)
+    np.testing.assert_allclose(found[CENTRE], mean_without(), rtol=BOUND)
 
 
 def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
-    def fresh() -> tuple[NTKFL, Grid]:
-        options = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "average_decay": 0.5}
-        return NTKFL(**NTK, centre_inputs=True, **options), Grid(clients(NTKFLClient))
-
-    whole = run(*fresh(), centred(), rounds=4)
-    np.testing.assert_allclose(whole[CENTRE], pooled_mean(), rtol=BOUND)
-    run(*fresh(), centred(), rounds=2, checkpoint=tmp_path / "run")
-    strategy, grid = fresh()
-    found = run(strategy, grid, centred(), rounds=4, checkpoint=tmp_path / "run")
+    options = {"fraction_train": 0.5, "average_decay": 0.5}
+    whole = run(made("NTKFL", **options), Grid(clients("NTKFL")), 4)
+    folder = tmp_path / "run"
+    run(made("NTKFL", **options), Grid(clients("NTKFL")), 2, checkpoint=folder)
+    grid = Grid(clients("NTKFL"))
+    found = run(made("NTKFL", **options), grid, 4, checkpoint=folder)
     assert bits(found) == bits(whole)
     assert "query.input_sums" not in dict(grid.exchanges)
-    plain = NTKFL(**NTK, fraction_train=0.5, fraction_evaluate=0.0, average_decay=0.5)
     with pytest.raises(ValueError, match="centre_inputs"):
-        run(plain, Grid(clients(NTKFLClient)), centred(), checkpoint=tmp_path / "run")
+        run(made("NTKFL", centre_inputs=False, **options), grid, checkpoint=folder)
 
 
-def test_a_model_without_the_array_is_an_error_that_says_what_to_do():
-    strategy = SeededFedAvg(centre_inputs=True, fraction_evaluate=0.0)
+def test_where_nothing_is_centred_or_projected_as_agreed_it_is_said(monkeypatch):
+    strategy = made("SeededFedAvg")
     with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
-        run(strategy, Grid(clients(SGDClient, by_hand=True, **SGD)), network(), rounds=1)
-
-
-def test_a_client_whose_model_centres_nothing_tells_no_sums():
-    app = clients(NTKFLClient, by_hand=True)
-    strategy = NTKFL(**NTK, centre_inputs=True, fraction_evaluate=0.0)
-    with pytest.raises(NoUsableReply):
-        run(strategy, Grid(app), centred(), rounds=1)
-    client = NTKFLClient(network(), *far(0))
-    with pytest.raises(ValueError, match="its model is no CentredInputs"):
-        client.input_sums({})
-
-
-def test_within_another_strategy_it_is_refused():
-    strategy = SeededFedAvg(centre_inputs=True)
+        start(strategy, Grid(clients("SeededFedAvg", by_hand=True)), 1, network())
+    with pytest.raises(NoUsableReply, match="its model is no CentredInputs"):
+        run(strategy, Grid(clients("SeededFedAvg", by_hand=True)))
+    agreement = replace(strategy.agreement(), projected=True)  # as with a key server
+    monkeypatch.setattr(strategy, "agreement", lambda: agreement)
+    with pytest.raises(NoUsableReply, match=r"0 of 6 clients gave .* projection"):
+        run(strategy, Grid(clients("SeededFedAvg")))
     with pytest.raises(ValueError, match="centre_inputs: expected False within a NTKFL"):
         strategy.work_within(NTKFL(**NTK), everyone=False)
 

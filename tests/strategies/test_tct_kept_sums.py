@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from fedntk.clients import TCTClient
 from fedntk.ntk import NotEnoughMemory
 from fedntk.strategies import TCT, SeededFedAvg
 
-from .federation import Grid, app, bits, lost, network
-from .test_tct_statistics import held, make
+from .federation import Grid, arrays_of, bits, lost, network
+from .tct_problem import FIXED, LINEAR, held, served, sums
 
-LINEAR = "tct.linear"
-FIXED = {"bits": 8, "validation": held()}
 WAYS: dict[str, dict[str, Any]] = {
     "float64": {},
     "few bits, with a bias": {"bits": 3, "validation": held(), "bias": True},
@@ -29,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Any:
-    return app(TCTClient, cache=tmp_path / "cache", learning_rate=0.1, batch_size=4)
+    return served(tmp_path / "cache")
 
 
 def started(strategy: TCT, grid: Grid, rounds: int = 2, **options: Any) -> ArrayRecord:
@@ -38,10 +35,7 @@ def started(strategy: TCT, grid: Grid, rounds: int = 2, **options: Any) -> Array
 
 
 def raw(arrays: ArrayRecord) -> dict[str, bytes]:
-    return bits({name: array.numpy() for name, array in arrays.items()})
-
-
-# ------------------------------------------------------------------------- theory
+    return bits(arrays_of(arrays))
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
@@ -51,9 +45,9 @@ def test_it_is_to_the_bit_the_model_of_a_run_that_never_had_them(clients, tmp_pa
     Sums are added up in the order of the clients, whatever that of nodes and replies, so that
     float64 rounds alike as well.
     """
-    strategy = make(keep_sums=tmp_path / "sums", **WAYS[way])
+    strategy = sums(keep_sums=tmp_path / "sums", **WAYS[way])
     arrays = started(strategy, Grid(clients, node_ids=[90, 12, 55, 7, 31, 68], order=1))
-    expected = started(make(held_out=[5, 0], **WAYS[way]), Grid(clients))
+    expected = started(sums(held_out=[5, 0], **WAYS[way]), Grid(clients))
     found = strategy.without([5, 0], arrays)
     assert raw(found) == raw(expected)
     assert raw(found)[LINEAR] != raw(arrays)[LINEAR]
@@ -63,64 +57,42 @@ def test_it_is_to_the_bit_the_model_of_a_run_that_never_had_them(clients, tmp_pa
 
 def test_a_client_whose_reply_never_came_is_not_in_the_model(clients, tmp_path):
     """It cannot be taken out; without another one the model is that of neither."""
-    strategy = make(keep_sums=tmp_path, **FIXED)
+    strategy = sums(keep_sums=tmp_path, **FIXED)
     arrays = started(strategy, Grid(clients, changes={2: lost}))
     assert strategy.summed == (0, 1, 3, 4, 5)
     with pytest.raises(ValueError, match=r"clients: expected some of .* 0, 1, 3, 4, 5, got 2"):
         strategy.without([2], arrays)
-    expected = started(make(held_out=[2, 4], **FIXED), Grid(clients))
+    expected = started(sums(held_out=[2, 4], **FIXED), Grid(clients))
     assert raw(strategy.without([4], arrays)) == raw(expected)
 
 
 def test_a_network_that_was_trained_stays_as_it_is(clients, tmp_path):
     """Stage 1 has seen the client; the linear model is that of the others on this network."""
-    bootstrap = SeededFedAvg(fraction_evaluate=0.0)
-    options: dict[str, Any] = {"bootstrap": bootstrap, "bootstrap_rounds": 1, **FIXED}
-    strategy = make(keep_sums=tmp_path, **options)
+    options: dict[str, Any] = {"bootstrap": SeededFedAvg(), "bootstrap_rounds": 1, **FIXED}
+    strategy = sums(keep_sums=tmp_path, **options)
     arrays = started(strategy, Grid(clients), rounds=3)
-    found = strategy.without([1], arrays)
-    weights = [name for name in arrays if not name.startswith("tct.")]
-    assert all(raw(found)[name] == raw(arrays)[name] for name in weights)
-    trained = ArrayRecord({name: arrays[name] for name in weights})
-    others = make(held_out=[1], **FIXED)
+    trained = ArrayRecord({name: arrays[name] for name in network().state_dict()})
+    others = sums(held_out=[1], **FIXED)
     expected = others.start(grid=Grid(clients), initial_arrays=trained, num_rounds=1).arrays
-    assert raw(found) == raw(expected)
+    assert raw(strategy.without([1], arrays)) == raw(expected)
 
 
-# --------------------------------------------------------------------- what is kept
-
-
-def test_a_run_that_was_cut_off_finds_them_again(clients, tmp_path):
+def test_each_run_keeps_its_own_and_one_that_was_cut_off_finds_them_again(clients, tmp_path):
     """In a new object, that goes on from the checkpoint or has loaded the state alone."""
     options = {"keep_sums": tmp_path / "sums", **FIXED}
-    first = make(**options)
+    first, again, loaded = (sums(**options) for _ in range(3))
     before = started(first, Grid(clients), 1, checkpoint=tmp_path / "cut")
-    expected = raw(first.without([4], before))
-    again = make(**options)
-    arrays = started(again, Grid(clients), 3, checkpoint=tmp_path / "cut")
-    assert raw(again.without([4], arrays)) == expected
-    loaded = make(**options)
-    loaded.load_state_dict(first.state_dict())
-    assert raw(loaded.without([4], arrays)) == expected
-
-
-def test_there_is_a_file_of_each_client_with_what_it_sent(clients, tmp_path):
-    strategy = make(keep_sums=tmp_path / "sums", **FIXED)
-    expected = raw(strategy.without([0], started(strategy, Grid(clients))))
-    (run,) = (tmp_path / "sums").iterdir()
-    assert run.name == f"run-{strategy.run_key}"
-    names = sorted(path.name for path in run.iterdir())
-    assert names == [f"client-{k}" for k in range(6)]
-    again = started(strategy, Grid(clients))  # another run of the object keeps its own
+    state, expected = first.state_dict(), raw(first.without([4], before))
+    assert expected == raw(first.without([4], started(first, Grid(clients))))
     assert len(list((tmp_path / "sums").iterdir())) == 2
-    assert raw(strategy.without([0], again)) == expected
-    assert make().keep_sums is None  # off by default
+    arrays = started(again, Grid(clients), 3, checkpoint=tmp_path / "cut")
+    loaded.load_state_dict(state)
+    assert [raw(strategy.without([4], arrays)) for strategy in (again, loaded)] == [expected] * 2
 
 
 def test_what_was_forgotten_or_damaged_is_gone_and_has_to_be_named_from_then_on(clients, tmp_path):
-    strategy = make(keep_sums=tmp_path)
+    strategy = sums(keep_sums=tmp_path)
     arrays = started(strategy, Grid(clients))
-    both = raw(strategy.without([1, 3], arrays))
     strategy.forget_kept([3])
     assert not list(tmp_path.glob("*/client-3"))
     with pytest.raises(ValueError, match=r"those of client 3 are not in .* take that client out"):
@@ -129,16 +101,17 @@ def test_what_was_forgotten_or_damaged_is_gone_and_has_to_be_named_from_then_on(
     content = bytearray(path.read_bytes())
     content[-40] ^= 1
     path.write_bytes(content)
-    assert raw(strategy.without([1, 3, 4], arrays)) != both
     with pytest.raises(ValueError, match=r"those of client 4 are not in .* or are damaged"):
         strategy.without([1, 3], arrays)
+    expected = started(sums(held_out=[1, 3, 4]), Grid(clients))
+    assert raw(strategy.without([1, 3, 4], arrays)) == raw(expected)
 
 
 def test_a_disk_that_fills_up_is_logged_and_the_run_goes_on(clients, tmp_path, monkeypatch, caplog):
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    strategy = make(keep_sums=tmp_path)
+    strategy = sums(keep_sums=tmp_path)
     monkeypatch.setattr(strategy.kept_sums, "write", full)
     with caplog.at_level(WARNING, "flwr"):
         arrays = started(strategy, Grid(clients))
@@ -148,27 +121,24 @@ def test_a_disk_that_fills_up_is_logged_and_the_run_goes_on(clients, tmp_path, m
         strategy.without([1], arrays)
 
 
-# ------------------------------------------------------------------------ refusals
-
-
-def test_what_cannot_be_taken_out_is_refused(clients, tmp_path):
-    strategy = make(keep_sums=tmp_path)
+def test_what_cannot_be_taken_out_is_refused(clients, tmp_path, monkeypatch):
+    strategy, forgetful = sums(keep_sums=tmp_path), sums()
     before = ArrayRecord({LINEAR: Array(np.zeros((12, 3), np.float32))})
     with pytest.raises(ValueError, match=r"no sums were kept .* its round of pooled-statistics"):
         strategy.without([1], before)
-    arrays = started(strategy, Grid(clients))
-    with pytest.raises(ValueError, match="clients: expected some of those in the model, 0, 1, 2, "):
-        strategy.without([1, 6], arrays)
-    with pytest.raises(ValueError, match="clients: expected fewer than all 6, got all of them"):
-        strategy.without(range(6), arrays)
-    forgetful = make()
-    arrays = started(forgetful, Grid(clients))
-    with pytest.raises(ValueError, match="keep_sums: set a folder before the run"):
-        forgetful.without([1], arrays)
-    other = make(solve="clients")
-    with pytest.raises(ValueError, match="without: goes with solve = statistics, got solve = cl"):
-        other.without([1], arrays)
-    other.forget_kept([1])  # nothing is kept
+    for own in (strategy, forgetful):
+        arrays = started(own, Grid(clients))
+    for refusing, who, words in (
+        (strategy, [1, 6], "clients: expected some of those in the model, 0, 1, 2, "),
+        (strategy, range(6), "clients: expected fewer than all 6, got all of them"),
+        (forgetful, [1], "keep_sums: set a folder before the run"),
+        (sums(solve="clients"), [1], "without: goes with solve = statistics, got solve = clients"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refusing.without(who, arrays)
+    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
+    with pytest.raises(NotEnoughMemory, match="pooled-statistics of 12 features needs"):
+        strategy.without([1], arrays)
 
 
 def test_a_disk_too_small_is_refused_before_the_first_round(clients, tmp_path, monkeypatch):
@@ -176,15 +146,7 @@ def test_a_disk_too_small_is_refused_before_the_first_round(clients, tmp_path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     grid = Grid(clients)
     with pytest.raises(NotEnoughMemory, match=r"the sums of 6 clients need .* GB on disk"):
-        started(make(keep_sums=tmp_path / "sums"), grid)
+        started(sums(keep_sums=tmp_path / "sums"), grid)
     assert not grid.exchanges
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=usage.free + 1))
-    assert started(make(keep_sums=tmp_path / "sums"), grid)
-
-
-def test_too_little_memory_to_solve_again_is_refused(clients, tmp_path, monkeypatch):
-    strategy = make(keep_sums=tmp_path)
-    arrays = started(strategy, Grid(clients))
-    monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda _: 2000)
-    with pytest.raises(NotEnoughMemory, match="pooled-statistics of 12 features needs"):
-        strategy.without([1], arrays)
+    assert started(sums(keep_sums=tmp_path / "sums"), grid)

@@ -1,0 +1,93 @@
+"""TCT in the small federation, and its convex problem in float64."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from fedntk.clients import TCTClient
+from fedntk.ntk import FeatureMap, one_hot
+from fedntk.strategies import TCT
+
+from .federation import app, examples, network
+
+LINEAR = "tct.linear"
+OPTIONS: dict[str, Any] = {
+    "fraction_train": 1.0, "fraction_evaluate": 0.0, "num_features": 12, "learning_rate": 0.02,
+    "local_steps": 20,
+}  # fmt: skip
+
+
+def make(clients: int = 6, **options: Any) -> TCT:
+    return TCT(network=network(), **OPTIONS | {"min_available_nodes": clients} | options)
+
+
+def sums(clients: int = 6, **options: Any) -> TCT:
+    return make(clients, **{"solve": "statistics"} | options)
+
+
+def served(cache: Path, kind: type[TCTClient] = TCTClient, **options: Any) -> ClientApp:
+    return app(kind, cache=cache, learning_rate=0.1, batch_size=4, local_epochs=1, **options)
+
+
+def pooled(partitions: Iterable[int] = range(6)) -> tuple[Tensor, Tensor]:
+    x, y = (torch.cat(parts) for parts in zip(*map(examples, partitions), strict=True))
+    return x, y
+
+
+def held() -> tuple[Tensor, Tensor]:
+    """Examples of nobody's."""
+    return pooled(range(10, 14))
+
+
+FIXED: dict[str, Any] = {"bits": 8, "validation": held()}
+
+
+def rows(x: Tensor) -> Tensor:
+    """Features of the first weights."""
+    return FeatureMap(num_features=12).extractor(network())(x).double()
+
+
+def targets(y: Tensor) -> Tensor:
+    return one_hot(y, 3).double() - 1 / 3
+
+
+def normalised(z: Tensor, by: Tensor, weights: Tensor | None = None) -> Tensor:
+    w = torch.ones(len(by)).double() if weights is None else weights
+    mean = w @ by / w.sum()
+    std = (w @ (by - mean) ** 2 / w.sum()).sqrt()
+    std[std < 1e-6] = torch.inf
+    return (z - mean) / std
+
+
+def features(partitions: int = 6, *, normalise: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Z_k and centred Y_k of each client, normalised over all of them at once."""
+    by, found = rows(pooled(range(partitions))[0]), []
+    for x, y in map(examples, range(partitions)):
+        found.append((normalised(rows(x), by) if normalise else rows(x), targets(y)))
+    return found
+
+
+def solved(
+    ridge: float = 1e-2,
+    *,
+    bias: bool = False,
+    normalise: bool = True,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Weighted ridge regression on all clients' rows; the ridge is over the mean of |z_i|^2."""
+    x, y = pooled()
+    w = torch.ones(len(y)).double() if weights is None else weights
+    z = normalised(rows(x), rows(x), w) if normalise else rows(x)
+    z = torch.cat([z, torch.ones(len(z), 1).double()], 1) if bias else z
+    gram = z.T @ (w[:, None] * z)
+    gram += ridge * gram.trace() / w.sum() * torch.eye(len(gram)).double()
+    return torch.linalg.solve(gram, z.T @ (w[:, None] * targets(y)))
+
+
+def distance(linear: np.ndarray, reference: Tensor) -> float:
+    return float((torch.from_numpy(linear).double() - reference).norm() / reference.norm())
