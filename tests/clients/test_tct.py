@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedntk.clients import NamedArrays, SGDClient, TCTClient, get_weights, shrink
+from fedntk.clients import NamedArrays, TCTClient, get_weights, shrink
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.clients.tct import feature_store
 from fedntk.ntk import FeatureMap, Moments, Normaliser, NotEnoughMemory, one_hot
@@ -95,18 +95,6 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 # ------------------------------------------------------------------------- theory
-
-
-def test_stage_1_is_local_sgd_with_the_papers_defaults(tmp_path):
-    """Section 5.1: 5 epochs, batches of 64, weight decay 1e-5."""
-    options = {"local_epochs": 5, "batch_size": 64, "learning_rate": 0.01, "weight_decay": 1e-5}
-    sgd = SGDClient(network(), X, Y, seed=(0, 7), **options)  # type: ignore[arg-type]
-    weights = get_weights(network())
-    expected, _, _ = sgd.fit(weights, {"server-round": 3})
-    found, count, _ = client(tmp_path).fit(weights, {"server-round": 3})
-    assert count == 11
-    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
-    assert not list(tmp_path.iterdir())
 
 
 def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch):

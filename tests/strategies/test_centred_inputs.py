@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
-from fedntk.ntk import CentredInputs, jacobian
+from fedntk.ntk import CentredInputs
 from fedntk.ntk.features import CENTRE
 from fedntk.simulations import Config
 from fedntk.simulations import run as simulate
@@ -105,15 +105,6 @@ def test_it_is_training_on_inputs_that_were_centred_before(method):
     # all clients are asked, once
     asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.input_sums"]
     assert asked == [("query.input_sums", 6)]
-
-
-def test_a_jacobian_of_centred_inputs_holds_them_in_factors():
-    model, (x, _) = centred(), far(0)
-    model.centre.copy_(mean_without())
-    plain, found = jacobian(network(), x - mean_without()), jacobian(model, x)
-    assert [block.kind for block in found.blocks] == [block.kind for block in plain.blocks]
-    torch.testing.assert_close(found.gram(), plain.gram(), rtol=BOUND, atol=BOUND)
-    assert CENTRE not in found.dense()
 
 
 def sending(array: Any) -> Change:

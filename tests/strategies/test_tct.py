@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
-from fedntk.clients import SGDClient
+from fedntk.clients import SGDClient, TCTClient
 from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import FeatureMap, Moments, Normaliser, one_hot
 from fedntk.strategies import TCT, SeededFedAvg
@@ -26,8 +26,6 @@ from .federation import (
     Grid,
     InOrder,
     app,
-    arrays_of,
-    as_record,
     bits,
     damaged,
     examples,
@@ -39,7 +37,7 @@ from .federation import (
     start,
     with_metrics,
 )
-from .tct_problem import LINEAR, distance, features, make, pooled, served, solved
+from .tct_problem import FIXED, LINEAR, distance, features, make, pooled, served, solved
 
 CACHE = tempfile.TemporaryDirectory()  # removed when the tests end
 FLOWERS = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
@@ -201,23 +199,16 @@ def test_a_reply_that_never_came_does_not_change_c(clients, tmp_path):
     assert_mean_of_clients(strategy, tmp_path)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_server_solves_the_ridge_regression_of_the_pooled_features(clients, bias):
-    """Features travel in float16, 2^-11 of each feature's largest magnitude."""
-    grid = Grid(clients)
-    after = start(make(solve="server", bias=bias), grid, rounds=3)
-    assert distance(after[LINEAR], solved(bias=bias)) < 5e-3
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [({}, 5e-3), ({"bias": True}, 5e-3), ({"bits": 8}, 0.1), ({"sparsity": 0.5, "bits": 16}, 0.7)],
+)
+def test_the_server_solves_the_ridge_regression_of_the_pooled_features(clients, options, bound):
+    """Features travel in float16, 2^-11 of each feature's largest magnitude, or compressed."""
+    grid, expected = Grid(clients), solved(0.1, bias="bias" in options)
+    after = start(make(solve="server", ridge=0.1, **options), grid, rounds=3)
+    assert distance(after[LINEAR], expected) < bound
     assert [kind for kind, _ in grid.exchanges].count("train") == 1  # then it is solved
-
-
-def test_compressed_features_solve_nearly_the_same_problem(clients):
-    found = []
-    ways: list[tuple[dict[str, Any], float]]
-    ways = [({}, 5e-3), ({"bits": 8}, 0.1), ({"sparsity": 0.5, "bits": 16}, 0.7)]
-    for way, most in ways:
-        found.append(start(make(solve="server", ridge=0.1, **way), Grid(clients))[LINEAR])
-        assert distance(found[-1], solved(0.1)) < most
-    assert len({linear.tobytes() for linear in found}) == 3
 
 
 # ------------------------------------------------------------------------ stage 1
@@ -226,37 +217,26 @@ def test_compressed_features_solve_nearly_the_same_problem(clients):
 @pytest.mark.parametrize(
     ("kind", "own"), [(FedProx, {"proximal_mu": 0.5}), (FedAdam, {"eta": 0.05}), (SeededFedAvg, {})]
 )
-def test_stage_1_is_the_bootstrap_strategy_run_by_itself(clients, kind, own):
+def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
     """Bit for bit, as replies come by partition, the order in which Flower then adds them up.
 
-    FedAdam makes weights of float64, which stay float32 here from round to round.
+    FedAdam makes weights of float64, which stay float32 here from round to round. Clients train as
+    in section 5.1 by default: 5 epochs, batches of 64, weight decay 1e-5.
     """
     options = {"fraction_evaluate": 0.0, "min_available_nodes": 6} | own
-    alone = app(SGDClient, learning_rate=0.1, batch_size=4, weight_decay=1e-5)
-    expected = start(kind(**options), InOrder(alone), rounds=2)
+    sgd = {"local_epochs": 5, "batch_size": 64, "learning_rate": 0.01, "weight_decay": 1e-5}
+    expected = start(kind(**options), InOrder(app(SGDClient, **sgd)), rounds=2)
     strategy = make(bootstrap=kind(**options), bootstrap_rounds=2)
-    after = start(strategy, Grid(clients), rounds=2)
+    after = start(strategy, Grid(app(TCTClient, cache=tmp_path)), rounds=2)
     for key, tensor in network().state_dict().items():
         assert after[key].dtype == tensor.numpy().dtype
         if tensor.is_floating_point():  # Flower makes fractions of a count, which stays whole here
             np.testing.assert_allclose(after[key], expected[key], rtol=1e-5, atol=1e-6)
             assert kind is FedAdam or (after[key] == expected[key]).all()
     assert strategy.train_metrics[2]["replies-accepted"] == 6
+    other = make(bootstrap=FedProx(proximal_mu=10.0), bootstrap_rounds=2)
     with pytest.raises(ValueError, match=r"expected bootstrap = "):
-        make(bootstrap=FedProx(proximal_mu=10.0), bootstrap_rounds=2).load_state_dict(
-            strategy.state_dict()
-        )
-
-
-@pytest.mark.parametrize("solve", ["clients", "statistics"])
-def test_features_are_of_the_bootstrapped_network(clients, solve):
-    strategy = make(bootstrap=SeededFedAvg(), bootstrap_rounds=2, solve=solve)
-    after = start(strategy, Grid(clients), rounds=3)
-    trained = network()
-    trained.load_state_dict({k: torch.tensor(after[k]) for k in trained.state_dict()})
-    extract = FeatureMap(num_features=12).extractor(trained)
-    expected = extract(pooled()[0]).mean(0)
-    np.testing.assert_allclose(after["tct.mean"], expected, rtol=1e-4, atol=1e-6)
+        other.load_state_dict(strategy.state_dict())
 
 
 def test_what_stage_1_or_2_could_not_begin_with_is_refused(clients):
@@ -280,47 +260,37 @@ def test_only_the_linear_model_travels_once_clients_have_the_rest(clients):
     assert up == [{"arrays": ["mean", "sum-sq-dev"]}] * 6 + [{"arrays": [LINEAR]}] * 18
 
 
-@pytest.mark.parametrize("who", [[1], range(6)])
-def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, caplog):
+@pytest.mark.parametrize(("who", "stage"), [([1], "train"), (range(6), "train"), ([2], "evaluate")])
+def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage, caplog):
     """All corrections begin anew: what follows is SCAFFOLD from the model of then.
 
-    In round 4 they are sent the network at once; then they find that c_k is lost, too.
+    They are sent the network at once, before they train in round 4 or evaluate in round 3; in
+    round 4 they find that c_k is lost, too.
     """
-    strategy, grid = make(), Grid(clients)
-    original = strategy.configure_train
+    strategy, number = make(fraction_evaluate=1.0), 4 if stage == "train" else 3
 
-    def lose(server_round: int, *arguments: Any) -> Any:
-        if server_round == 4:
-            for k in who:
-                shutil.rmtree(*tmp_path.glob(f"run-*-client-{k}"))
-        return original(server_round, *arguments)
+    def lose(messages: list[Message]) -> None:
+        if messages and (strategy.server_round, messages[0].metadata.message_type) == (
+            number,
+            stage,
+        ):
+            for folder in [*tmp_path.glob("run-*")] if not asked else ():
+                if int(folder.name.rpartition("-")[2]) in who:
+                    shutil.rmtree(folder)
+            asked.append(len(messages))
 
-    strategy.configure_train = lose  # type: ignore[method-assign]
+    asked: list[int] = []
+    grid = Grid(clients, on_send=lose)
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, grid, rounds=6)
+    assert asked == [6, len(who)]
     lost_in = [strategy.train_metrics[r].get("rejected-lost-state", 0) for r in range(3, 7)]
     assert lost_in == [0, len(who), 0, 0]
-    assert grid.exchanges.count(("train", len(who))) == (6 if len(who) == 6 else 0) + 1
+    assert [strategy.evaluate_metrics[r]["replies-accepted"] for r in range(3, 7)] == [6] * 4
     assert "all corrections start again" in caplog.text
     others = [k for k in range(6) if k not in who]
     expected = scaffold([range(6), range(6), others, range(6), range(6)], reset=2)
     assert distance(after[LINEAR], expected) < 1e-4
-
-
-def test_a_client_that_lost_the_network_evaluates_in_the_same_round(clients, tmp_path):
-    strategy = make(fraction_evaluate=1.0, min_evaluate_nodes=6)
-    original = strategy.configure_evaluate
-
-    def lose(server_round: int, *arguments: Any) -> Any:
-        if server_round == 3:
-            shutil.rmtree(*tmp_path.glob("run-*-client-2"))
-        return original(server_round, *arguments)
-
-    strategy.configure_evaluate = lose  # type: ignore[method-assign]
-    start(strategy, grid := Grid(clients), rounds=3)
-    metrics = strategy.evaluate_metrics[3]
-    assert (metrics["replies-accepted"], metrics["replies-rejected"]) == (6, 0)
-    assert grid.exchanges[-2:] == [("evaluate", 6), ("evaluate", 1)]
 
 
 @pytest.mark.parametrize("options", [{}, {"solve": "server"}], ids=["moments", "features"])
@@ -419,39 +389,44 @@ def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients,
 # ---------------------------------------------------------------------- other ways
 
 
-def test_clients_evaluate_the_network_and_then_the_linear_model(clients):
+def test_clients_evaluate_the_network_and_then_the_linear_model_of_its_features(clients):
     """Round 2 is for the moments."""
     x, y = pooled()
-    strategy = make(
-        fraction_evaluate=1.0, min_evaluate_nodes=6, **STAGE_1 | {"bootstrap_rounds": 1}
-    )
+    strategy = make(fraction_evaluate=1.0, **STAGE_1 | {"bootstrap_rounds": 1})
     assert strategy.learned == "network"
     after = start(strategy, Grid(clients), rounds=3)
     assert strategy.learned == "linear-model"
     predictor = strategy.predictor(after)
+    trained = predictor.network.eval()
     with torch.no_grad():
-        scores = [predictor.network.eval()(x), predictor.network.eval()(x), predictor.predict(x)]
+        scores = [trained(x), trained(x), predictor.predict(x)]
     found = [strategy.evaluate_metrics[number]["accuracy"] for number in (1, 2, 3)]
     assert found == pytest.approx([float((s.argmax(1) == y).double().mean()) for s in scores])
+    mean = FeatureMap(num_features=12).extractor(trained)(x).mean(0)
+    np.testing.assert_allclose(after["tct.mean"], mean, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("done", [1, 3])
-def test_an_interrupted_run_goes_on_to_the_same_bits_in_either_stage(clients, done):
-    def fresh() -> TCT:
+@pytest.mark.parametrize(
+    ("options", "done"),
+    [
+        ({"fraction_train": 0.5, "min_train_nodes": 3, "seed": 4}, 1),
+        ({"fraction_train": 0.5, "min_train_nodes": 3, "seed": 4}, 3),
+        ({"solve": "statistics", "balanced": True}, 2),
+        ({"solve": "statistics"} | FIXED, 1),
+    ],
+)
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, options, done):
+    """In a new object, after a round of the bootstrap, after counts, or in stage 2."""
+
+    def run(num_rounds: int, folder: str, **grid: Any) -> dict[str, bytes]:
         bootstrap = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=3)
-        options = {"bootstrap_rounds": 1, "fraction_train": 0.5, "min_train_nodes": 3, "seed": 4}
-        return make(bootstrap=bootstrap, **options)
+        strategy = make(bootstrap=bootstrap, bootstrap_rounds=1, **options)
+        own = Grid(clients, **grid)
+        return bits(start(strategy, own, num_rounds, checkpoint=tmp_path / folder))
 
-    first = fresh()
-    halfway = start(first, Grid(clients), rounds=done)
-    state = first.state_dict()
-    expected = start(fresh(), Grid(clients), rounds=5)
-    second = fresh()
-    second.load_state_dict(state)
-    arrays = as_record(halfway)
-    assert second.begin(arrays, 5, done) is arrays  # so that a round that changes nothing shows
-    result = second.start(Grid(clients, node_ids=[9, 8, 7, 6, 5, 4]), arrays, num_rounds=5)
-    assert bits(arrays_of(result.arrays)) == bits(expected)
+    expected = run(5, "straight")
+    run(done, "cut")
+    assert run(5, "cut", node_ids=[9, 8, 7, 6, 5, 4]) == expected
 
 
 @pytest.mark.parametrize(

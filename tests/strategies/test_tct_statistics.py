@@ -15,15 +15,13 @@ from fedntk.clients.core.disk_store import example_digests
 from fedntk.ntk import NotEnoughMemory, one_hot
 from fedntk.ntk.convex import RIDGES, class_weights
 from fedntk.ntk.payloads import draw_held_out
-from fedntk.strategies import NoUsableReply, SeededFedAvg
+from fedntk.strategies import NoUsableReply
 
 from .federation import (
     Change,
     Grid,
     bits,
-    damaged,
     examples,
-    lost,
     network,
     run_as_if_lost,
     start,
@@ -153,34 +151,18 @@ def test_the_ridge_is_chosen_on_what_clients_hold_out(clients, options):
 # ------------------------------------------------------------------------- trouble
 
 
-def test_where_no_example_can_be_held_out_the_model_stays_and_says_so(tmp_path, caplog):
-    """Of one client with an example: this one is held out, or none is."""
-
-    def client_fn(context: Context) -> TCTClient:
-        x, y = examples(0)
-        return TCTClient(network(), x[:1], y[:1], seed=(0, 0), cache=tmp_path)
-
-    strategy = sums(1, min_train_nodes=1, **SHARE)
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, Grid(client_app(client_fn), num_clients=1))
-    assert not after[LINEAR].any()
-    assert "expected some of both" in caplog.text
-
-
 def test_a_ridge_too_small_is_raised_tenfold_and_said_so(clients, caplog):
     """Of features of which some are the same, as they all are more than examples."""
     strategy = sums(ridge=1e-30, num_features=0)
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, Grid(clients))
-    said = [message for message in caplog.messages if "is too small for" in message]
-    assert said[0].startswith("ridge = 1e-30 is too small for these features; raise it")
+    said = [message for message in caplog.messages if "is too small for these features" in message]
     assert said[0].endswith("it is raised to 1e-29")
-    ridge = strategy.train_metrics[1]["ridge"]
-    assert ridge == pytest.approx(1e-30 * 10 ** len(said), rel=1e-9)
+    assert strategy.train_metrics[1]["ridge"] == pytest.approx(1e-30 * 10 ** len(said), rel=1e-9)
     assert np.isfinite(after[LINEAR]).all()
 
 
-def scaled(name: str, by: float, more: float = 0.0) -> Change:
+def scaled(name: str, by: float, more: float = 0) -> Change:
     """Change the reply's sums of one name."""
     return with_arrays(lambda arrays: arrays | {name: by * arrays[name] + more})
 
@@ -195,20 +177,14 @@ LARGE: list[Change] = [scaled("gram", 1e6), scaled("class-sums", 1e3)]  # featur
         ({}, scaled("class-sums", 1e3, 1e6), "range"),
         ({}, with_metrics(num_examples=500), "num-examples"),
         ({}, lambda reply: LARGE[0](LARGE[1](reply)), "scale"),
+        ({"balanced": True}, scaled("counts", 1, 1), "num-examples"),
+        ({"balanced": True}, scaled("counts", 1.0), "dtype"),
         (SHARE, scaled("held-out-gram", -1), "range"),
         (SHARE, with_metrics(num_examples=500), "num-examples"),
     ],
 )
 def test_sums_that_could_not_be_are_dropped_whole(clients, options, change, reason):
-    run_as_if_lost(lambda: sums(**options), clients, change, reason)
-
-
-@pytest.mark.parametrize("change", [lambda a: a + 1, lambda a: a.astype(float), lambda a: a[:2]])
-def test_counts_that_could_not_be_are_dropped(clients, change):
-    attacked, without = sums(balanced=True), sums(balanced=True)
-    start(without, Grid(clients, changes={2: lost}))
-    start(attacked, Grid(clients, changes={2: damaged(0, change)}))
-    assert attacked.train_metrics[1]["replies-rejected"] == 1
+    attacked, without = run_as_if_lost(lambda: sums(**options), clients, change, reason)
     assert attacked.class_weights.tolist() == without.class_weights.tolist()
 
 
@@ -220,19 +196,6 @@ def test_a_network_that_diverged_leaves_the_model_and_says_so(clients, caplog):
         with caplog.at_level(WARNING, "flwr"), pytest.raises(NoUsableReply):
             start(sums(**options), Grid(clients), 1, broken)
     assert "no features of the validation examples: features: some are not finite" in caplog.text
-
-
-@pytest.mark.parametrize(("options", "rounds"), [({"balanced": True}, 2), (FIXED, 1)])
-def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(clients, tmp_path, options, rounds):
-    """After one round of the bootstrap, or after the classes' counts as well; in a new object."""
-
-    def run(num_rounds: int, folder: str) -> dict[str, bytes]:
-        strategy = sums(bootstrap=SeededFedAvg(), bootstrap_rounds=1, **options)
-        return bits(start(strategy, Grid(clients), num_rounds, checkpoint=tmp_path / folder))
-
-    expected = run(3, "straight")
-    run(rounds, "cut")
-    assert run(3, "cut") == expected
 
 
 def test_a_matrix_that_would_not_fit_is_refused_before_the_first_round(clients, monkeypatch):
