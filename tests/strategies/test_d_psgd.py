@@ -28,7 +28,9 @@ def test_a_round_of_one_batch_is_algorithm_1():
     """
     counts, rate = [len(examples(k)[1]) for k in range(6)], 0.3
     w = mixing_matrix(nx.Graph(GRAPH), "metropolis", counts)
-    own = DPSGD(topology=Topology("own", graph=GRAPH), mixing="metropolis", **OPTIONS)
+    own = DPSGD(
+        topology=Topology("own", graph=GRAPH), mixing="metropolis", collect_both=True, **OPTIONS
+    )
     first = linear().weight.detach().numpy()
 
     def make(_: nn.Module, x: torch.Tensor, y: torch.Tensor, **more: object) -> DPSGDClient:
@@ -43,8 +45,11 @@ def test_a_round_of_one_batch_is_algorithm_1():
             scores = x.astype(np.float64) @ held[k].T
             shares = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
             slopes.append((shares - np.eye(3)[y]).T @ x.astype(np.float64) / len(x))
-        held = np.einsum("ij,jcd->icd", w, held) - rate * np.stack(slopes)
+        averaged = np.einsum("ij,jcd->icd", w, held)
+        held = averaged - rate * np.stack(slopes)
         for k in range(6):
             found = kept_by(own, k, number)["weight"]
             np.testing.assert_allclose(found, held[k], rtol=0, atol=1e-12)
+    found = [own.models_at["averaged"][k]["weight"] for k in range(6)]
+    np.testing.assert_allclose(found, averaged, rtol=0, atol=1e-12)
     assert np.abs(held[0] - held[5]).max() > 0.01
