@@ -1,14 +1,13 @@
-"""DFedAvgClient by itself: mixing rules, the rate, and what it refuses."""
+"""DFedAvgClient by itself: shares of those who are heard, and what it refuses."""
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedntk.clients import DFedAvgClient, NamedArrays
-from fedntk.clients.gossip.relay import Message, WeightsParcel
+from fedntk.clients.gossip.relay import Message
 from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
 
 from ..strategies.federation import examples
@@ -26,55 +25,20 @@ def message(**options: Any) -> Message:
     return Message(config, {}, DFedAvgOptions(**options))
 
 
-@pytest.mark.parametrize(
-    ("mixing", "expected"),
-    [
-        ("examples", [8 / 20, 2 / 20, 10 / 20]),
-        ("equal", [1 / 3, 1 / 3, 1 / 3]),
-        # three neighbours of its own, of which two are heard; they have one and five
-        ("metropolis", [1 - 1 / 4 - 1 / 6, 1 / 4, 1 / 6]),
-    ],
-)
-def test_a_row_of_the_mixing_matrix_sums_to_one(mixing, expected):
-    shares = client().shares([(1, 2), (7, 10)], message(mixing=mixing))
-    assert shares == pytest.approx(expected, abs=1e-15)
+def test_a_neighbour_that_was_not_heard_leaves_its_share():
+    """Three neighbours, of which two are heard; they have one and five."""
+    heard = [(1, 2), (7, 10)]
+    shares = [client().shares(heard, message(mixing=rule)) for rule in ("examples", "metropolis")]
+    assert shares[0] == pytest.approx([8 / 20, 2 / 20, 10 / 20], abs=1e-15)
+    assert shares[1] == pytest.approx([1 - 1 / 4 - 1 / 6, 1 / 4, 1 / 6], abs=1e-15)
 
 
-def test_an_average_without_oneself_is_of_the_others():
-    """By examples 2 and 10, of weights 0 (one's own), 1 and 4: (2 + 40) / 12."""
-    zeros, ones = (np.full((3, 4), value, np.float32) for value in (0, 1))
-    others = [(1, WeightsParcel({"w": ones}, 2)), (7, WeightsParcel({"w": 4 * ones}, 10))]
-    average = client().mix({"w": zeros}, others, message(), with_own=False)
-    np.testing.assert_allclose(average["w"], 3.5, rtol=1e-7)
-    assert client().mix({"w": zeros}, [], message(), with_own=False)["w"].max() == 0
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        ({"option-mixing": "median"}, "mixing: expected one of examples, equal, metropolis"),
-        ({"step": "jacobians"}, "step: expected one of train, average, got 'jacobians'"),
-        ({"step": "average", "server-round": 3}, "the weights of this round are lost"),
-    ],
-)
-def test_an_unknown_rule_or_step_and_an_average_without_training_are_refused(told, reason):
-    with pytest.raises(ValueError, match=reason):
-        client().fit(NamedArrays({}), {**DFedAvgOptions().to_config(), "client-id": "3", **told})
+def test_an_average_without_training_is_refused():
+    told = {"client-id": "3", "step": "average", "server-round": 3}
+    with pytest.raises(ValueError, match="the weights of this round are lost"):
+        client().fit(NamedArrays({}), {**DFedAvgOptions().to_config(), **told})
 
 
 def test_a_global_model_to_be_near_to_is_refused():
     with pytest.raises(ValueError, match=r"proximal_mu: .*; DFedAvgClient has no global"):
         client(proximal_mu=0.1)
-
-
-def test_the_strategys_factor_multiplies_the_rate():
-    """One full batch from zero: the step is in proportion to the rate; lr of train_config, too."""
-    halved = message(learning_rate_factor=0.5)
-    twice = halved._replace(config={**halved.config, "lr": 0.2})
-    whole, half, other = (
-        client(batch_size=8).train_from(client().model_weights(), each)[0]["weight"]
-        for each in (message(), halved, twice)
-    )
-    np.testing.assert_allclose(2 * half, whole, rtol=1e-6)
-    np.testing.assert_array_equal(other, whole)
-    assert np.abs(whole).max() > 0.01
