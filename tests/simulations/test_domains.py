@@ -36,17 +36,12 @@ def config(mnist: Path) -> Config:
     )  # fmt: skip
 
 
-def test_inverted_is_the_largest_value_less_the_pixel():
-    x = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    assert inverted(x).dtype == np.uint8
-    np.testing.assert_array_equal(inverted(x).astype(int), 255 - x.astype(int))
-
-
-def test_rotated_is_turned_by_90_degrees_counter_clockwise():
+def test_pictures_are_inverted_and_turned_by_90_degrees_counter_clockwise():
     """The pixel in row i and column j comes to row 27 - j and column i."""
     x = np.random.default_rng(0).integers(0, 256, (3, 1, 28, 28), dtype=np.uint8)
     i, j = np.meshgrid(range(28), range(28), indexing="ij")
     np.testing.assert_array_equal(rotated(x)[:, :, 27 - j, i], x[:, :, i, j])
+    np.testing.assert_array_equal(inverted(x), 255 - x.astype(int))
 
 
 def test_blurred_spreads_a_pixel_binomially_with_a_deviation_of_two_pixels():
@@ -65,71 +60,54 @@ def test_blurred_spreads_a_pixel_binomially_with_a_deviation_of_two_pixels():
 def test_enlarged_digits_are_the_small_ones_up_to_resampling():
     """Means over what came from one pixel are near it: correlated, and of the same brightness."""
     small = load_digits().images[:50, None].astype(np.float32)
-    large = enlarged(small)
-    assert (large.shape, large.dtype) == ((50, 1, 28, 28), np.uint8)
-    again = np.stack(
-        [np.asarray(Image.fromarray(own).resize((8, 8), Image.Resampling.BOX)) for (own,) in large]
-    )
+    box = Image.Resampling.BOX
+    again = np.stack([Image.fromarray(own).resize((8, 8), box) for (own,) in enlarged(small)])
     assert np.corrcoef(again.ravel(), small.ravel())[0, 1] > 0.97
     assert again.mean() == pytest.approx(small.mean() * 255 / 16, rel=0.02)
     assert (enlarged(np.full((1, 1, 8, 8), 16.0)) == 255).all()
 
 
 def test_domains_are_of_one_size_balanced_and_share_no_picture(config):
-    """Those of MNIST are of the first pictures of each class, then of the next, and so on."""
+    """Those of MNIST are of the first pictures of each class, then of the next, and so on.
+
+    Without numbers, they have as many as scikit-learn's digits: 133 of a class, and 26 for testing.
+    """
     data = load_data(config)
     original = load_data(Config(dataset="mnist", data_dir=config.data_dir))
-    assert data.input_shape == (1, 28, 28)
     assert DOMAINS == ("mnist", "inverted", "rotated", "blurred", "enlarged")
-    changes = (lambda x: x, inverted, rotated, blurred)
     for part, ids, each in (
         ("train", data.natural_ids, EACH), ("test", data.natural_ids_test, EACH_TEST),
     ):  # fmt: skip
         x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
         all_x, all_y = getattr(original, f"x_{part}"), getattr(original, f"y_{part}")
         assert np.bincount(10 * ids + y).tolist() == [each] * 50
-        for number, change in enumerate(changes):
+        for number, change in enumerate((lambda x: x, inverted, rotated, blurred)):
             for k in range(10):
                 source = all_x[all_y == k][number * each : (number + 1) * each]
                 np.testing.assert_array_equal(x[(ids == number) & (y == k)], change(source))
-    assert load_data(replace(config, seed=1)) is data
-
-
-def test_without_numbers_they_are_as_large_as_the_smallest_class_of_digits_allows(mnist):
-    """Every fifth of scikit-learn's digits is for testing: 26 of a class, and 133 for training."""
-    data = load_data(Config(dataset="digit-domains", data_dir=mnist))
-    assert (len(data.y_train), len(data.y_test)) == (5 * 1330, 5 * 260)
+    whole = load_data(Config(dataset="digit-domains", data_dir=config.data_dir))
+    assert (len(whole.y_train), len(whole.y_test)) == (5 * 1330, 5 * 260)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("number", "message"),
     [
-        ({"examples_per_domain": 55}, "examples-per-domain: expected a multiple of 10, .* got 55"),
-        (
-            {"examples_per_domain": 1340},
-            "^examples-per-domain: expected at most 1330, as MNIST has 532 examples of a class, go",
-        ),
-        (
-            {"test_examples_per_domain": 270},
-            "test-examples-per-domain: expected at most 260, as MNIST has 104 .*, got 270",
-        ),
-        ({"dataset": "digit-domain"}, "got 'digit-domain'; did you mean 'digit-domains'"),
+        (55, "examples-per-domain: expected a multiple of 10, .* got 55"),
+        (1340, "expected at most 1330, as MNIST has 532 examples of a class, go"),
     ],
 )
-def test_what_digit_domains_cannot_have_is_refused(config, options, message):
+def test_what_digit_domains_cannot_have_is_refused(config, number, message):
     """MNIST makes four domains, of 133 pictures of a class at most, if it has 532 of it."""
     with pytest.raises(ConfigError, match=message):
-        load_data(replace(config, partition="iid", **options))
+        load_data(replace(config, examples_per_domain=number))
 
 
 def test_several_clients_share_a_domain_evenly(config):
     config = replace(config, num_clients=20)
     data, split = load_data(config), load_split(config)
-    for client in range(20):
-        own, test = split.clients[client], split.tests[client]
-        assert set(data.natural_ids[own]) == {client // 4}
-        assert set(data.natural_ids_test[test]) == {client // 4}
-        assert len(own) == 10 * EACH // 4
+    for client, (own, test) in enumerate(zip(split.clients, split.tests, strict=True)):
+        ids = {*data.natural_ids[own], *data.natural_ids_test[test]}
+        assert (ids, len(own)) == ({client // 4}, 10 * EACH // 4)
         held = np.bincount(data.y_train[own], minlength=10)
         exact = held / EACH * EACH_TEST  # the domain's own examples of the class are divided
         assert np.all(np.abs(np.bincount(data.y_test[test], minlength=10) - exact) < 1)
@@ -169,17 +147,13 @@ def write_set(folder: Path, name: str, *, each: int = 3, first: int = 0) -> None
         write_parquet(folder / name, part, features, **{image: pictures, label: y.tolist()})
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("five")
+def test_five_sets_of_other_columns_sizes_and_modes_are_one(tmp_path):
+    """Fewer examples are the first of each class."""
     for name in FORMS:
-        write_set(folder, name)
-    return folder
-
-
-def test_five_sets_of_other_columns_sizes_and_modes_are_one(five):
-    config = Config(dataset=f"digits-five:{five}", **NATURAL)
+        write_set(tmp_path, name)
+    config = Config(dataset=f"digits-five:{tmp_path}", **NATURAL)
     data, split = load_data(config), load_split(config)
+    fewer = load_data(replace(config, examples_per_domain=20))
     assert tuple(DIGIT_SETS) == ("mnist", "svhn", "usps", "synth-digits", "mnist-m")
     assert (data.x_train.shape, data.x_test.shape) == ((150, 3, 28, 28), (50, 3, 28, 28))
     for number, name in enumerate(DIGIT_SETS):
@@ -190,19 +164,9 @@ def test_five_sets_of_other_columns_sizes_and_modes_are_one(five):
         np.testing.assert_array_equal(y, mixed(3))
         assert set(data.natural_ids[split.clients[number]]) == {number}
         assert set(data.natural_ids_test[split.tests[number]]) == {number}
-
-
-def test_fewer_examples_are_the_first_of_each_class(five):
-    whole = load_data(Config(dataset=f"digits-five:{five}"))
-    data = load_data(Config(dataset=f"digits-five:{five}", examples_per_domain=20))
-    assert len(data.y_test) == 50
-    for number in range(5):
         for k in range(10):
-            own = (data.natural_ids == number) & (data.y_train == k)
-            all_own = (whole.natural_ids == number) & (whole.y_train == k)
-            np.testing.assert_array_equal(data.x_train[own], whole.x_train[all_own][:2])
-    with pytest.raises(ConfigError, match="at most 30, as mnist has 3 examples of a class, got 40"):
-        load_data(Config(dataset=f"digits-five:{five}", examples_per_domain=40))
+            own = (fewer.natural_ids == number) & (fewer.y_train == k)
+            np.testing.assert_array_equal(fewer.x_train[own], x[y == k][:2])
 
 
 def test_what_the_folder_lacks_comes_from_the_hub(tmp_path, monkeypatch):
@@ -221,13 +185,11 @@ def test_what_the_folder_lacks_comes_from_the_hub(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'ufldl-stanford/svhn' has no readable train split"):
         load_data(Config(dataset=f"digits-five:{tmp_path}"))
     assert asked == [("ufldl-stanford/svhn", "cropped_digits")]
+    with pytest.raises(ConfigError, match=r"synth-digits is on no hub .*; set dataset = digits-fi"):
+        load_data(Config(dataset="digits-five"))
 
 
 def test_sets_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"synth-digits is on no hub .*; set dataset = digits-fi"):
-        load_data(Config(dataset="digits-five"))
-    with pytest.raises(ConfigError, match="digits-five: expected a folder, got /nowhere"):
-        load_data(Config(dataset="digits-five:/nowhere"))
     config = Config(dataset=f"digits-five:{tmp_path}", examples_per_domain=10)
     for name in FORMS:
         write_set(tmp_path, name, first=int(name == "svhn"), each=1)
