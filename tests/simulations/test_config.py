@@ -52,6 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (DP | {"cp-ntk-fl.selection": "validation", "validation-clients": 2},
      "use linearised, or validation with"),
     (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
+    (SUMS | {"tct.sparsity": 0.5}, "tct.sparsity: expected 0 for solve = statistics, got 0.5"),
     (SUMS | {"tct.auto-ridge": True}, "tct.auto-ridge needs validation-examples, and no proj"),
     (SUMS | {"tct.auto-ridge": True, "tct.validation-share": 0.2, "tct.bits": 8},
      "tct.bits needs validation-examples, and no projection"),

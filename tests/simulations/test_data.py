@@ -21,15 +21,10 @@ from fedntk.simulations.data.partitions import load_split
 from .data_files import write_mnist, write_parquet
 
 
-def test_digits_are_scikit_learns_with_every_fifth_for_testing():
-    data, raw = load_data(Config(dataset="digits")), load_digits()
-    assert (data.input_shape, data.num_classes) == ((1, 8, 8), 10)
-    np.testing.assert_array_equal(data.x_test[:, 0], raw.images[::5])
-    assert len(data.y_train) + len(data.y_test) == 1797
-
-
-def test_training_set_is_standardised_and_the_test_set_by_the_same_numbers():
+def test_digits_are_scikit_learns_with_every_fifth_for_testing_standardised_by_the_others():
     data = load_data(Config(dataset="digits"))
+    assert (data.num_classes, len(data.y_train) + len(data.y_test)) == (10, 1797)
+    np.testing.assert_array_equal(data.x_test[:, 0], load_digits().images[::5])
     x, _ = data.train(np.arange(len(data.y_train)))
     assert abs(float(x.double().mean())) < 1e-6
     assert float(x.double().std(correction=0)) == pytest.approx(1, abs=1e-6)
@@ -39,14 +34,10 @@ def test_training_set_is_standardised_and_the_test_set_by_the_same_numbers():
     np.testing.assert_array_equal(y_test.numpy(), data.y_test)
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")]
-)
-def test_original_gzip_files_are_unpacked_into_the_cache(name, folder, shared_data):
-    data = load_data(Config(dataset=name, data_dir=str(shared_data)))
-    assert data.x_train.shape == (60_000, 1, 28, 28)
-    assert data.x_test.shape == (10_000, 1, 28, 28)
-    raw = shared_data / folder / "raw"
+def test_original_gzip_files_are_unpacked_into_the_cache(shared_data):
+    data = load_data(Config(dataset="fashion-mnist", data_dir=str(shared_data)))
+    assert (len(data.x_train), data.x_test.shape) == (60_000, (10_000, 1, 28, 28))
+    raw = shared_data / "FashionMNIST" / "raw"
     labels = gzip.decompress((raw / "t10k-labels-idx1-ubyte.gz").read_bytes())
     np.testing.assert_array_equal(data.y_test, np.frombuffer(labels, np.uint8, offset=8))
     pixels = gzip.decompress((raw / "t10k-images-idx3-ubyte.gz").read_bytes())
@@ -63,24 +54,37 @@ def test_unpacked_files_are_read_as_torchvision_reads_them(tmp_path, monkeypatch
         theirs = torchvision.datasets.MNIST(str(tmp_path), train=train)
         np.testing.assert_array_equal(x[:, 0], theirs.data.numpy())
         np.testing.assert_array_equal(y, theirs.targets.numpy())
-        assert (x.dtype, y.dtype) == (np.uint8, np.int64)
     assert data.num_classes == len(theirs.classes)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda raw: raw[:-1], "dataset = mnist: cannot be read: ValueError"),
-        (lambda raw: b"1" + raw[1:], "dataset = mnist: cannot be read: ValueError"),
-        (lambda raw: raw[:7] + b"\x02" + raw[8 : 16 + 2 * 784], "examples and one label each"),
-    ],
-    ids=["cut", "header", "two pictures"],
-)
-def test_a_damaged_file_of_pictures_is_refused(damage, message, tmp_path):
-    raw = write_mnist(tmp_path, 1, 1) / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    raw.write_bytes(damage(raw.read_bytes()))
-    with pytest.raises(ConfigError, match=message):
-        load_data(Config(dataset="mnist", data_dir=str(tmp_path)))
+def test_a_damaged_or_missing_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    """A cut npz, MNIST's pictures with another header or dimension, and none of them."""
+    whole = Path(_npz(tmp_path / "own.npz").removeprefix("npz:")).read_bytes()
+    (tmp_path / "half.npz").write_bytes(whole[:300])
+    mnist = {"dataset": "mnist", "data_dir": str(tmp_path)}
+    file = write_mnist(tmp_path, 1, 1) / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    raw = file.read_bytes()
+
+    def refused(message: str, **options: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_data(Config(**options))
+        assert "\n" not in str(caught.value)
+
+    refused("half.npz", dataset=f"npz:{tmp_path}/half.npz")
+    refused("no file at /nowhere", dataset="npz:/nowhere.npz")
+    refused("digits-five:<folder>, femnist:<folder>, hf:<name or fol", dataset="emnist")
+    for damaged in (raw[:-1], b"1" + raw[1:]):
+        file.write_bytes(damaged)
+        refused("dataset = mnist: cannot be read: ValueError", **mnist)
+    file.write_bytes(raw[:7] + b"\x02" + raw[8 : 16 + 2 * 784])
+    refused("examples and one label each", **mnist)
+    file.unlink()
+
+    def no_network(*_: object, **__: object) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.MNIST, "download", no_network)
+    refused(r"MNIST is not in .*no route to host.*set data-dir", **mnist)
 
 
 @pytest.mark.filterwarnings("ignore:dtype")  # NumPy's, about pickles of torchvision's layout
@@ -109,15 +113,6 @@ def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
     assert data.num_classes == 10
 
 
-def test_a_set_that_is_nowhere_is_refused_with_the_cure(tmp_path, monkeypatch):
-    def no_network(*_: object, **__: object) -> None:
-        raise RuntimeError("no route to host")
-
-    monkeypatch.setattr(torchvision.datasets.MNIST, "download", no_network)
-    with pytest.raises(ConfigError, match=r"MNIST is not in .*no route to host.*set data-dir"):
-        load_data(Config(dataset="mnist", data_dir=str(tmp_path)))
-
-
 def test_real_files_in_hugging_faces_form_with_private_test_data(shared_data):
     """The split of Huang et al. 2024; clients' test examples are of the classes they train on."""
     config = Config(
@@ -125,9 +120,7 @@ def test_real_files_in_hugging_faces_form_with_private_test_data(shared_data):
         partition="pathological", classes_per_client=8,
     )  # fmt: skip
     data, split = load_data(config), load_split(config)
-    assert data.x_train.shape == (10_000, 3, 32, 32)
-    assert data.x_test.shape == (2_000, 3, 32, 32)
-    assert data.num_classes == 10
+    assert (data.x_train.shape, len(data.x_test)) == ((10_000, 3, 32, 32), 2_000)
     held, tested = (
         np.stack([np.bincount(y[own], minlength=10) for own in parts])
         for y, parts in ((data.y_train, split.clients), (data.y_test, split.tests))
@@ -155,7 +148,6 @@ def test_hugging_face_columns_by_name_and_natural_ids(tmp_path):
     for options, message in (
         ({}, "label-column: .* has the columns picture, digit, writer, got 'label'"),
         ({"label_column": "digit", "image_column": "img"}, "image-column: .* got 'img'"),
-        ({"label_column": "digit", "natural_column": "who"}, "natural-column: .* got 'who'"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_data(Config(dataset=name, **options))
@@ -182,42 +174,13 @@ def _npz(path: Path, **changes: np.ndarray) -> str:
         ({"x_test": np.ones((2, 5))}, "expected examples of shape"),
         ({"x_train": np.full((6, 4), np.nan)}, "train set in .*expected finite numbers"),
         ({"x_test": np.ones((0, 4)), "y_test": np.arange(0)}, "test set: expected examples"),
-        ({"x_train": np.array(list("abcdef"))}, "cannot be read|expected numbers"),
         ({"x_train": np.arange(6.0)}, r"expected numbers of shape \(n, ...\), got float64"),
-        ({"x_train": np.array(3.0)}, "expected numbers of shape"),
         ({"y_test": np.array([0, 10**9])}, "labels up to 1000000000 and 6 training examples"),
     ],
 )
 def test_own_arrays_that_do_not_fit_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         load_data(Config(dataset=_npz(tmp_path / "own.npz", **changes)))
-
-
-def test_unknown_sets_are_refused():
-    with pytest.raises(ConfigError, match="no file at /nowhere"):
-        load_data(Config(dataset="npz:/nowhere.npz"))
-    with pytest.raises(
-        ConfigError, match="digits-five:<folder>, femnist:<folder>, hf:<name or fol"
-    ):
-        load_data(Config(dataset="emnist"))
-
-
-def test_damaged_files_are_refused_in_one_line(tmp_path):
-    whole = Path(_npz(tmp_path / "own.npz").removeprefix("npz:")).read_bytes()
-    (tmp_path / "text.npz").write_text("hello")
-    (tmp_path / "half.npz").write_bytes(whole[:300])
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        for kind in ("images-idx3", "labels-idx1"):
-            packed = gzip.compress(np.random.default_rng(0).bytes(3000))
-            (raw / f"{part}-{kind}-ubyte.gz").write_bytes(packed[:2000])
-    files = [{"dataset": f"npz:{tmp_path / name}"} for name in ("text.npz", "half.npz", "one.npy")]
-    for options in (*files, {"dataset": "mnist", "data_dir": str(tmp_path)}):
-        with pytest.raises(ConfigError) as caught:
-            load_data(Config(**options))
-        assert "\n" not in str(caught.value)
 
 
 def test_own_arrays_are_read_again_when_the_file_has_changed(tmp_path):

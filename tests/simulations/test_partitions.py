@@ -49,7 +49,7 @@ def test_papers_partition_has_the_dirichlets_mean_and_variance():
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological"])
 def test_disjoint_partitions_hold_every_example_once(partition):
-    """Of clients with one class each, by the first-deterministic assignment: client k has class k."""
+    """Where each has one class, by the first-deterministic assignment, client k has class k."""
     config = replace(DIGITS, partition=partition, classes_per_client=3)
     labels, split = load_data(config).y_train, load_split(config)
     np.testing.assert_array_equal(np.sort(np.concatenate(split.clients)), np.arange(1437))

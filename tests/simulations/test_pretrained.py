@@ -4,13 +4,12 @@ import re
 import sys
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations import Config, run
 from fedntk.simulations.report.results import load_model
 
 from ..conftest import ROOT
@@ -26,8 +25,7 @@ def images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return (patterns[y] + 0.1 * noise).astype(np.float32), y
 
 
-@pytest.fixture(scope="module")
-def pretrained() -> dict[str, Tensor]:
+def random_weights() -> dict[str, Tensor]:
     """Return random weights, with running statistics unlike those of any batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -39,9 +37,14 @@ def pretrained() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.fixture
-def config(tmp_path, monkeypatch, pretrained):
-    """Settings that name the page's function, beside the file of weights in this very folder."""
+def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path, monkeypatch):
+    """Against torchvision's own network in evaluation mode, on images that its factory would make.
+
+    The page's function stands beside the file of weights in this very folder. 12 images have 512
+    features: the solution of least norm, whose scores of these images are the labels. The last
+    layer is float32; an output is a sum of 512 products of it, so 1e-4.
+    """
+    pretrained = random_weights()
     page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     (tmp_path / "pretrained.py").write_text(code, encoding="utf-8")
@@ -50,30 +53,14 @@ def config(tmp_path, monkeypatch, pretrained):
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    yield Config(
+    config = Config(
         dataset="npz:own.npz", model="pretrained:network", partition="pathological",
         classes_per_client=1, class_assignment="first-deterministic", num_clients=3,
         clients_per_round=3, clients_per_evaluation=0, rounds=1, method="afl",
         out=str(tmp_path / "run"),
     )  # fmt: skip
-    sys.modules.pop("pretrained", None)
-
-
-def test_sums_of_its_features_tell_all_test_images_apart(config):
-    """One class a client; the classes are far apart."""
-    tct = {"bootstrap_rounds": 0, "solve": "statistics", "features": "last-layer"}
-    result = run(config.replace(method="tct", tct=tct), progress=False)
-    assert result.summary["accuracy"] == 1.0
-    assert load_predictor(result.folder).predict(torch.zeros(2, 1, 20, 20)).shape == (2, CLASSES)
-
-
-def test_afl_is_least_squares_on_its_features_by_the_running_statistics(config, pretrained):
-    """Against torchvision's own network in evaluation mode, on images that its factory would make.
-
-    12 images have 512 features: the solution of least norm, whose scores of these images are the
-    labels. The last layer is float32; an output is a sum of 512 products of it, so 1e-4.
-    """
     result = run(config, progress=False)
+    sys.modules.pop("pretrained", None)
     assert result.summary["accuracy"] == 1.0
     learned = {name: torch.from_numpy(array) for name, array in load_model(result.folder).items()}
     for name, tensor in pretrained.items():

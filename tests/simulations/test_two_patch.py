@@ -55,24 +55,13 @@ def test_clients_have_the_examples_of_the_distribution_as_they_are():
     assert data.natural_ids_test[:8].tolist() == [0, 1, 2, 3] * 2
 
 
-def test_defaults_are_those_of_the_paper():
-    options = TwoPatchOptions.read("")
-    assert options == TwoPatchOptions.read(
-        "groups=20,dimension=1000,examples=100,test=2000,signal=2"
-    )
-    assert options.distribution == TwoPatchDistribution((20,), 1000, 2.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("group=3", "expected options groups=.*, got 'group=3'; did you mean 'groups'"),
-        ("dimension", "two-patch.dimension: expected int, got ''"),
         ("seed=1,seed=2", "two-patch.seed: expected once, got it twice"),
         ("groups=1-x", "two-patch.groups: expected sizes such as 1-3-6-10, got '1-x'"),
-        ("groups=1-0", "groups = 1-0: group_sizes: expected at least one client in each group"),
         ("groups=1-1,dimension=2", "dimension: expected more than the 2 signals"),
-        ("signal=0", "two-patch.signal: expected more than 0, got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -80,7 +69,19 @@ def test_options_that_cannot_be_are_refused(options, message):
         load_data(Config(dataset=f"two-patch:{options}"))
 
 
+def test_defaults_and_first_weights_are_those_of_the_paper():
+    """Weights have a tenth of the theorem's bound. 100,000 draws: four and a half standard errors
+    of the standard deviation are 1.01 %."""
+    options = TwoPatchOptions.read("")
+    sizes = "groups=20,dimension=1000,examples=100,test=2000,signal=2"
+    assert options == TwoPatchOptions.read(sizes)
+    assert options.distribution == TwoPatchDistribution((20,), 1000, 2.0, 1.0)
+    model = build_model(config(width=50), (2, 1000), 2)
+    assert float(model.weight.detach().std()) == pytest.approx(0.1 / math.sqrt(1000), rel=0.0101)
+
+
 def test_the_cross_entropy_of_its_outputs_is_the_papers_logistic_loss():
+    """Outputs are those of equation (2)."""
     model = build_model(config(), (2, 60), 2)
     examples = DISTRIBUTION.draw(6, clients=[1], dtype=torch.float32)
     with torch.no_grad():
@@ -90,20 +91,9 @@ def test_the_cross_entropy_of_its_outputs_is_the_papers_logistic_loss():
     assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
     wrong = (outputs.argmax(1) != examples.classes()[0]).float().mean()
     assert float(wrong) == float(expected.error)
-
-
-def test_outputs_are_those_of_equation_2():
-    model = TwoPatchCNN((2, 7), 2, width=3).requires_grad_(requires_grad=False)
-    x = torch.randn(4, 2, 7, generator=torch.Generator().manual_seed(0))
-    for i, j in ((0, 0), (3, 1)):
-        terms = [max(0.0, float(w @ x[i, p])) for w in model.weight[j] for p in (0, 1)]
-        assert float(model(x)[i, j]) == pytest.approx(sum(terms) / 3, rel=1e-5, abs=1e-7)
-
-
-def test_first_weights_have_a_tenth_of_the_theorems_bound():
-    """100,000 draws: four and a half standard errors of the standard deviation are 1.01 %."""
-    model = build_model(config(width=50), (2, 1000), 2)
-    assert float(model.weight.detach().std()) == pytest.approx(0.1 / math.sqrt(1000), rel=0.0101)
+    x, weight = examples.patches()[0].double(), model.weight.detach().double()
+    exact = torch.einsum("jwd,npd->njwp", weight, x).relu().sum((2, 3)) / weight.shape[1]
+    torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-7)
 
 
 def test_the_strategys_weights_are_those_of_the_update_rules():
