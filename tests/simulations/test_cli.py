@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,50 +27,51 @@ SMALL = {
 
 
 def fedntk(*arguments: object, fails: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == fails, result.output
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == fails, done.output
     if fails:
-        assert result.output.startswith("fedntk: ")
-        assert result.output.count("\n") == 1
-    return result.output
+        assert done.output.startswith("fedntk: ")
+        assert done.output.count("\n") == 1
+    return done.output
 
 
 def settings(**others: object) -> list[str]:
     return [f"--set={key}={value}" for key, value in (SMALL | others).items()]
 
 
-def assert_same(folder: Path, other: Path) -> None:
-    first, second = (read_runs(one)[0].curve().tolist() for one in (folder, other))
-    assert first == second
-    first, second = (
-        {k: v.tobytes() for k, v in load_model(one).items()} for one in (folder, other)
-    )
-    assert first == second
+def result(folder: Path) -> tuple[object, ...]:
+    arrays = {name: array.tobytes() for name, array in load_model(folder).items()}
+    return read_runs(folder)[0].curve().tolist(), arrays
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Folder of a small run that has ended."""
-    folder = tmp_path_factory.mktemp("ended") / "a"
+def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tmp_path):
+    folder = tmp_path / "a"
     said = fedntk("run", NTK_FL, "--out", folder, "--quiet", *settings())
     assert re.fullmatch(rf"\d+\.\d % after round 2: {folder}\n", said)
-    return folder
-
-
-@pytest.fixture
-def finished(ended, tmp_path):
-    """A copy of it, to be damaged."""
-    return shutil.copytree(ended, tmp_path / "a")
-
-
-def test_run_again_resume_and_longer(finished, tmp_path):
-    first = (finished / "model.safetensors").stat().st_mtime_ns
-    fedntk("run", "--resume", finished, "--quiet")
-    assert (finished / "model.safetensors").stat().st_mtime_ns == first
-    said = fedntk("run", "--resume", finished, "--quiet", "--set", "rounds=3")
+    first = (folder / "model.safetensors").stat().st_mtime_ns
+    fedntk("run", "--resume", folder, "--quiet")
+    assert (folder / "model.safetensors").stat().st_mtime_ns == first
+    said = fedntk("run", "--resume", folder, "--quiet", "--set", "rounds=3")
     assert "after round 3" in said
     config = Config.load(NTK_FL, **{**SMALL, "rounds": 3})
-    assert_same(finished, run(config, out=str(tmp_path / "b"), progress=False).folder)
+    assert result(folder) == result(run(config, out=tmp_path / "b", progress=False).folder)
+
+    summary, table = folder / "summary.json", folder / "rounds.parquet"
+    for text in ("{", "[]", '{"rounds": 3}'):
+        summary.write_text(text)
+        for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
+            assert "summary.json is damaged: " in fedntk(*arguments, fails=1)
+        with pytest.raises(RunFailed, match=r"summary\.json is damaged"):
+            read_runs(folder)
+    summary.unlink()  # as the message says
+    fedntk("run", "--resume", folder, "--quiet")
+    assert len(read_runs(folder)) == 1
+    table.write_bytes(b"PAR1")
+    assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
+    config_file = folder / "config.toml"
+    config_file.write_text(config_file.read_text()[:-50])
+    for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
+        assert "config.toml" in fedntk(*arguments, fails=2)
 
 
 def test_a_run_whose_clients_evaluate_nothing_says_so(tmp_path):
@@ -103,7 +103,6 @@ def test_compare_and_report(tmp_path):
     [
         (["run", "nowhere.toml"], "no configuration at nowhere.toml"),
         (["run", "--set", "alpa=1"], "unknown key 'alpa'; did you mean 'alpha'?"),
-        (["run", "--set", "alpha=x"], "alpha: expected float, got 'x'"),
         (["run", "--set", "alpha"], "--set: expected KEY=VALUE, got 'alpha'"),
         (["run", "--engine", "dask"], "engine: expected one of local, ray, got 'dask'"),
         (["run", "--resume", "nowhere"], "no run in nowhere: config.toml is missing"),
@@ -123,9 +122,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeyp
 
 def test_settings_are_listed():
     assert fedntk("settings").splitlines() == Config.describe()
-    own = fedntk("settings", "tct").splitlines()
-    assert own == Config.describe("tct")
-    assert all(line.startswith("tct.") for line in own)
+    assert fedntk("settings", "tct").splitlines() == Config.describe("tct")
     assert "did you mean 'tct'" in fedntk("settings", "tctt", fails=2)
     assert fedntk("settings", "local-training") == "local-training has no settings of its own\n"
 
@@ -155,33 +152,7 @@ def test_ctrl_c_from_outside(tmp_path):
     assert lines.read_text().count("\n") < 30
     fedntk("run", "--resume", folder, "--quiet")
     config = Config.load(folder / "config.toml", out=str(tmp_path / "b"))
-    assert_same(folder, run(config, progress=False).folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"rounds": 3}'])
-def test_a_damaged_summary_is_said_in_one_line(finished, text):
-    (finished / "summary.json").write_text(text)
-    for arguments in (["run", "--resume", finished, "--quiet"], ["report", finished]):
-        assert "summary.json is damaged: " in fedntk(*arguments, fails=1)
-    with pytest.raises(RunFailed, match=r"summary\.json is damaged"):
-        read_runs(finished)
-    (finished / "summary.json").unlink()  # as the message says
-    fedntk("run", "--resume", finished, "--quiet")
-    assert len(read_runs(finished)) == 1
-
-
-@pytest.mark.parametrize("name", ["rounds.parquet", "clients.parquet"])
-def test_a_damaged_table_is_said_in_one_line(finished, name):
-    (finished / name).write_bytes(b"PAR1")
-    assert f"{name} is damaged: " in fedntk("report", finished, fails=1)
-
-
-def test_a_configuration_that_is_cut_off_is_said_in_one_line(finished):
-    text = (finished / "config.toml").read_text()
-    (finished / "config.toml").write_text(text[: int(0.95 * len(text))])
-    said = fedntk("run", "--resume", finished, "--quiet", fails=2)
-    assert "config.toml" in said
-    assert fedntk("report", finished, fails=2) == said
+    assert result(folder) == result(run(config, progress=False).folder)
 
 
 def test_a_rate_at_which_the_solver_does_not_end_leaves_the_model_and_says_so(
@@ -198,13 +169,18 @@ def test_a_rate_at_which_the_solver_does_not_end_leaves_the_model_and_says_so(
     assert f"{rounds} rounds left the model as it was" in said
 
 
+def test_command_is_installed():
+    (command,) = metadata.entry_points(group="console_scripts", name="fedntk")
+    assert command.load() is app
+
+
 FULL = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize(("error", "after"), [(FULL, 0), (READ_ONLY, 3), (FULL, 6)])
+@pytest.mark.parametrize(("error", "after"), [(READ_ONLY, 0), (FULL, 6)])
 def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, error, after):
-    """From the first file, the checkpoints', or the results' on; later the run goes on."""
+    """From the first file, or the results' on; later the run goes on."""
     folder, written = tmp_path / "a", []
 
     def refusing(path: Path, *arguments: object, **options: object) -> object:
@@ -224,15 +200,3 @@ def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, er
     fedntk("run", "--quiet", "--out", folder, *settings())
     assert read_runs(folder)[0].summary["rounds"] == 2
     assert list(folder.rglob("*.partial")) == []
-
-
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(ended, tmp_path):
-    (tmp_path / "file").touch()
-    said = fedntk("run", "--quiet", "--out", tmp_path / "file" / "a", *settings(), fails=1)
-    assert "NotADirectoryError" in said
-    fedntk("report", ended, "--out", tmp_path / "file" / "a", fails=1)
-
-
-def test_command_is_installed():
-    (command,) = metadata.entry_points(group="console_scripts", name="fedntk")
-    assert command.load() is app

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fedntk.clients import SGDClient, WeightedFedAvgClient
-from fedntk.ntk import FeatureMap
 from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
 from fedntk.simulations.config import config as config_module
@@ -69,12 +68,14 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def with_package(package: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(  # noqa: S603
-        [sys.executable, *arguments],
+def with_package(package: Path, code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, *arguments],
         capture_output=True, text=True, check=False, cwd=package.parent,
         env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 RUN = """
@@ -88,35 +89,8 @@ other = run(base, method="half-avg", half_avg={"share": 0.25}, out="a", engine=e
 plain = run(base, method="fedavg", learning_rate=0.05, out="b", **common)
 bits = [{k: a.tobytes() for k, a in load_model(r.folder).items()} for r in (other, plain)]
 assert bits[0] == bits[1]
-assert other.config.settings.share == 0.25
 assert type(load_predictor("a")).__name__ == "NetworkPredictor"
-default = run(base, method="half-avg", out="c", **common)
-assert default.curve("loss")[2] != other.curve("loss")[2]
 """
-
-
-def test_tcts_test_features_are_computed_once_for_a_network(tmp_path, monkeypatch):
-    """Not in each round of stage 2; and not by clients, who have their own examples."""
-    computed = []
-    extractor = FeatureMap.extractor
-
-    def counting(self, network, **options):
-        extract = extractor(self, network, **options)
-
-        def features(x):
-            computed.append(len(x))
-            return extract(x)
-
-        return features
-
-    monkeypatch.setattr(FeatureMap, "extractor", counting)
-    options = {"tct": {"bootstrap_rounds": 1, "num_features": 300, "local_steps": 5}}
-    result = run(
-        Config(method="tct", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=6,
-               test_examples=123, **options), out=tmp_path, progress=False,
-    )  # fmt: skip
-    assert (result.curve("loss").diff()[3:] != 0).all()  # four rounds of stage 2 were evaluated
-    assert computed.count(123) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,11 +99,9 @@ def test_tcts_test_features_are_computed_once_for_a_network(tmp_path, monkeypatc
 )
 def test_another_packages_method_runs_with_its_settings(package, engine):
     """FedAvg at a share of the rate has the bits of FedAvg at that rate."""
-    done = with_package(package, "-c", RUN, engine)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = with_package(package, RUN, engine)
     assert "method missing (half_avg:NOTHING) is left out: AttributeError" in done.stderr
-    assert "method twice" in done.stderr
-    assert "there is a method 'tct' already" in done.stderr
+    assert "there is a method 'fedavg' already" in done.stderr
 
 
 COMMANDS = """
@@ -149,29 +121,12 @@ def test_the_command_knows_another_packages_method(package):
         [*chosen, "half-avg.share=2"],
         [*chosen, "loss=mse"],
     ]
-    done = with_package(package, "-c", COMMANDS, json.dumps(commands))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = with_package(package, COMMANDS, json.dumps(commands))
     own, everything, too_much, other_loss = json.loads(done.stdout)
     assert own[:2] == [0, "half-avg.share = 0.5: of the rate that clients use\n"]
-    assert own[1] in everything[1]
     assert f"{', '.join([*own_methods(), 'half-avg'])})" in everything[1]  # own methods come first
-    assert too_much[0] == 2
     assert too_much[2].splitlines()[-1] == "fedntk: half-avg.share: expected at most 1, got 2.0"
     assert "fedntk: half-avg takes loss = cross-entropy, got mse" in other_loss[2]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("other", "expected table = 'other', got 'fedavg'"),
-        ("Odd_Name", "expected words in kebab-case, got 'Odd_Name'"),
-    ],
-)
-def test_a_method_and_its_table_have_one_name(name, message):
-    fedavg = own_methods()["fedavg"]
-    kind = type("Other", (type(fedavg),), {"name": name, "settings": fedavg.settings})
-    with pytest.raises(ValueError, match=message):
-        kind()
 
 
 class ToyAvg(SeededFedAvg):
@@ -201,14 +156,11 @@ def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
         file.write_text('method = "toy-avg"\n[toy-avg]\ndepth = 4\n')
         config = Config.load(file)
         assert config.settings.depth == 4
-        assert Config.default_run_config()["toy-avg.depth"] == 2
         assert Config.parse({"method": "toy-avg", "toy-avg.depth": 5}).settings.depth == 5
         with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
             config.replace(toy_avg={"depth": 10})
         assert Config.describe("toy-avg") == ["toy-avg.depth = 2: how deep"]
-        strategy = make_strategy(load_setup(config))
-        assert isinstance(strategy, ToyAvg)
-        assert strategy.depth == 4
+        assert make_strategy(load_setup(config)).depth == 4
     finally:
         config_module._keys.cache_clear()
 
@@ -258,8 +210,6 @@ def test_who_was_mixed_from_whom_is_written_of_each_round_in_which_anyone_was(
     with np.load(files[1]) as saved:
         assert saved["server_round"] == 3
         assert saved["weights"].sum(1) == pytest.approx(np.ones(3))
-    pictures = result.config.chosen_method.pictures(result.folder / "details")
-    assert list(pictures) == ["similarity"]
 
 
 @pytest.mark.parametrize("method", ["local-training", "fed-proto"])
