@@ -26,8 +26,6 @@ from torch.utils.data import (
 from fedntk.clients import (
     CPNTKFLClient,
     ModelClient,
-    NTKFLClient,
-    SCAFFOLDClient,
     SealedProjection,
     SGDClient,
     TCTClient,
@@ -95,31 +93,21 @@ FORMS: dict[str, Any] = {
     "tensors": lambda: (X, Y),
     "arrays": lambda: (X.numpy(), Y.numpy()),
     "float64 arrays": lambda: (X.double().numpy(), Y.numpy()),
-    "read-only arrays": lambda: (np.broadcast_to(X.numpy(), X.shape), Y.numpy()),
     "reversed arrays": lambda: (X.flip(0).numpy()[::-1], Y.flip(0).numpy()[::-1]),
     "big-endian arrays": lambda: (X.numpy().astype(">f4"), Y.numpy().astype(">i4")),
     "labels in a list": lambda: (X, Y.tolist()),
-    **{
-        f"labels of {dtype}": lambda dtype=dtype: (X, Y.numpy().astype(dtype))
-        for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64")
-    },
+    "labels of uint16": lambda: (X, Y.numpy().astype("uint16")),
+    "labels of uint64": lambda: (X, Y.numpy().astype("uint64")),
     "labels (n, 1)": lambda: (X, Y[:, None]),
-    "one-hot integers": lambda: (X, nn.functional.one_hot(Y, 3)),
     "one-hot floats": lambda: (X.numpy(), np.eye(3, dtype=np.float32)[Y.numpy()]),
-    "one-hot booleans": lambda: (X, nn.functional.one_hot(Y, 3).bool()),
     "dataset": lambda: (TensorDataset(X, Y),),
     "list of pairs": lambda: (pairs(),),
     "dataset of dicts": lambda: (Dicts(),),
     "subset": lambda: (Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(N)),),
-    "loader": lambda: (DataLoader(TensorDataset(X, Y), batch_size=4),),
-    "shuffled loader": lambda: (DataLoader(Dicts(), batch_size=4, shuffle=True),),
     "loader that drops": lambda: (DataLoader(Dicts(), batch_size=4, shuffle=True, drop_last=True),),
     "loader with workers": lambda: (DataLoader(Dicts(), batch_size=4, num_workers=2),),
-    "loader of one batch": lambda: (DataLoader(pairs(), batch_size=N),),
     "loader with a collate_fn": lambda: (DataLoader(Dicts(), batch_size=3, collate_fn=as_pairs),),
-    "one-hot loader": lambda: (DataLoader(TensorDataset(X, one_hot(Y, 3)), batch_size=5),),
-    "float64 loader": lambda: (DataLoader(TensorDataset(X.double(), Y)),),
-    "Hugging Face with a format": lambda: (huggingface(),),
+    "float64 loader": lambda: (DataLoader(TensorDataset(X.double(), one_hot(Y, 3))),),
     "Hugging Face with a transform": lambda: (huggingface("transform"),),
     "Hugging Face in a loader": lambda: (DataLoader(huggingface(), batch_size=4, shuffle=True),),
 }  # fmt: skip
@@ -127,7 +115,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_forms_give_each_example_once_and_in_order(form):
-    """To the bit: what a client computes of them is then the same, too."""
+    """To the bit: what a client computes of them is then the same."""
     data = FORMS[form]()
     given = {"x_test": data[0]} | ({"y_test": data[1]} if len(data) > 1 else {})
     client = ModelClient(network(), *data, **given)
@@ -141,22 +129,9 @@ def test_all_forms_give_each_example_once_and_in_order(form):
         assert (x.dtype, targets.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("kind", [NTKFLClient, CPNTKFLClient, SGDClient, SCAFFOLDClient, TCTClient])
-def test_every_client_takes_loaders(kind, tmp_path):
-    loader = DataLoader(Dicts(), batch_size=4, shuffle=True, drop_last=True)
-    own = {"cache": tmp_path} if kind is TCTClient else {}
-    test = DataLoader(TensorDataset(X[:5], Y[:5]), batch_size=2)
-    client = kind(network(), loader, x_test=test, seed=(0, 1), **own)
-    expected = kind(network(), X, Y, x_test=X[:5], y_test=Y[:5], seed=(0, 1), **own)
-    weights = get_weights(network())
-    assert client.evaluate(weights, {}) == expected.evaluate(weights, {})
-    assert client.evaluate(weights, {})[1] == 5
-    if kind is not SCAFFOLDClient:  # which needs the server's corrections
-        (found, *rest), (wanted, *others) = (
-            who.fit(weights, {"server-round": 2}) for who in (client, expected)
-        )
-        assert rest == others
-        assert [a.tobytes() for a in found] == [a.tobytes() for a in wanted]
+def test_a_subset_sampler_chooses_examples_in_order():
+    sampler = SubsetRandomSampler([7, 2, 5])
+    assert torch.equal(ModelClient(network(), loader(sampler=sampler)).inputs, X[[2, 5, 7]])
 
 
 def test_examples_take_the_dtype_of_the_models_parameters_and_are_not_copied_if_they_have_it():
@@ -168,27 +143,9 @@ def test_examples_take_the_dtype_of_the_models_parameters_and_are_not_copied_if_
 
 
 def test_whole_numbers_stay_for_a_model_that_takes_them():
-    """An embedding's tokens, and images that the model itself makes floating."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.network(x.float() / 255)  # type: ignore[no-any-return]
-
-    images = (255 * torch.rand(N, 1, 6, 6)).byte()
-    assert torch.equal(ModelClient(Scaled(), images, Y).inputs, images)
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
     tokens = torch.randint(9, (N, 5))
     assert ModelClient(text, tokens, Y).inputs.dtype == torch.int64
-
-
-def test_a_subset_sampler_chooses_examples_in_order():
-    client = ModelClient(network(), loader(batch_size=2, sampler=SubsetRandomSampler([7, 2, 5])))
-    assert torch.equal(client.inputs, X[[2, 5, 7]])
-    assert torch.equal(client.targets, one_hot(Y[[2, 5, 7]], 3))
 
 
 @pytest.mark.parametrize(
@@ -205,12 +162,7 @@ def test_columns_say_which_entries_count(dataset, columns):
     client = ModelClient(network(), dataset, columns=columns)
     assert torch.equal(client.inputs, X)
     assert torch.equal(client.targets, one_hot(Y, 3))
-
-
-def test_common_names_tell_example_and_label():
-    for names in (("img", "label"), ("image", "target")):
-        assert torch.equal(ModelClient(network(), Dicts(names, id=3)).inputs, X)
-    assert torch.equal(ModelClient(network(), Dicts(("anything", "label"))).inputs, X)
+    assert torch.equal(ModelClient(network(), Dicts(("image", "target"), id=3)).inputs, X)
 
 
 # -------------------------------------------------------------------------------- augmentation
@@ -284,15 +236,14 @@ def test_only_the_chosen_examples_of_a_dataset_are_read():
             read.append(i)
             return super().__getitem__(i)
 
-    client = ModelClient(network(), Noted(), sampling_rate=0.3)
-    assert read == [0]  # the probe
-    x, targets = client.training_examples({"server-round": 1})
-    chosen = read[1:]
-    assert len(chosen) == 3
-    assert torch.equal(x, X[chosen])
-    same = ModelClient(network(), X, Y, sampling_rate=0.3).training_examples({"server-round": 1})
-    assert torch.equal(x, same[0])
-    assert torch.equal(targets, same[1])
+    found, same = (
+        ModelClient(network(), *data, sampling_rate=0.3).training_examples({"server-round": 1})
+        for data in ((Noted(),), (X, Y))
+    )
+    probe, *chosen = read
+    assert (probe, len(chosen)) == (0, 3)
+    assert torch.equal(found[0], X[chosen])
+    assert all(map(torch.equal, found, same))
 
 
 # ------------------------------------------------------------------------------------ refusals
@@ -303,20 +254,8 @@ class Stream(IterableDataset[Any]):
         return itertools.cycle(pairs())
 
 
-class Endless(SequentialSampler):
-    def __iter__(self) -> Iterator[int]:
-        return itertools.cycle(range(N))
-
-
 class Own(BatchSampler):
     """A user's own."""
-
-
-class Table:
-    """Something of another library, with an ``__array__``."""
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.array([["a", "b"]], dtype=object)
 
 
 def with_nan() -> Tensor:
@@ -347,24 +286,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"y_test: expected a label for each of the 11 examples in x_test, got none; give y_test"),
     ({"x": X, "y": Y, "y_test": Y},
      r"x_test: expected the examples of y_test, got none; give x_test, or leave both out"),
-    ({"x": X, "y": Y, "x_test": loader(), "y_test": Y},
-     r"y_test: expected none, as x_test is a DataLoader"),
     ({"x": X, "y": Y[:5]}, r"x: .* as many labels, got 11 and 5"),
     ({"x": X, "y": Y, "x_test": X[:0], "y_test": Y[:0]}, r"x_test: expected at least one example"),
     ({"x": []}, r"x: expected at least one example, got an empty dataset"),
-    ({"x": Stream()},
-     r"x: expected a dataset with a length .*, got the IterableDataset Stream; give a list"),
     ({"x": loader(Stream())}, r"got the IterableDataset Stream; give a list"),
     ({"x": huggingface().to_iterable_dataset()}, r"got the IterableDataset .* give a list"),
-    ({"x": loader(sampler=Endless(Dicts()))},
-     r"x: expected a DataLoader that reads each example once, got one with an Endless; give the"),
     ({"x": loader(sampler=WeightedRandomSampler([1.0] * N, N))},
      r"each example once, got one with a WeightedRandomSampler; give the dataset itself"),
     ({"x": loader(sampler=RandomSampler(Dicts(), replacement=True))},
      r"each example once, got one with a RandomSampler"),
     ({"x": loader(sampler=RandomSampler(Dicts(), num_samples=5))},
-     r"each example once, got one with a RandomSampler"),
-    ({"x": loader(sampler=RandomSampler(range(5), num_samples=N))},
      r"each example once, got one with a RandomSampler"),
     ({"x": loader(sampler=SequentialSampler(range(5)))},
      r"each example once, got one with a SequentialSampler; give the dataset"),
@@ -372,16 +303,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"each example once, got one with an Own"),
     ({"x": loader(batch_size=None)},
      r"x: expected a DataLoader with a batch_size, got batch_size=None; give it one"),
-    ({"x": iter(pairs())},
-     r"x: expected a Tensor, NumPy array, Dataset or DataLoader, got a list_iterator; give one"),
     ({"x": {"img": X, "label": Y}},
      r"x: expected a Tensor, NumPy array, Dataset or DataLoader, got a dict"),
     ({"x": loader(list(X))},
      r"x: expected batches of pairs .*, got a Tensor; have the dataset return the label, too"),
-    ({"x": Dicts(("img", "fine_label"), coarse_label=1)},
-     r"got the keys img, fine_label, coarse_label; say which two with columns="),
-    ({"x": [(x, 1, 2) for x in X]},
-     r"x: expected pairs \(example, label\), got 3 parts; say which two with columns=\(0, 1\)"),
     ({"x": Dicts(), "columns": ("image", "label")},
      r"expected the columns image, label, got img, label without image; name them with columns"),
     ({"x": pairs(), "columns": ("img", "label")},
@@ -390,38 +315,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"x: its examples cannot be put into a batch \(default_collate: .*\); give the"),
     ({"x": huggingface("")},
      r"x: expected examples as one tensor, got a list; .* tensors of floating point, all of one"),
-    ({"x": [(x, "cat") for x in X]}, r"x labels: expected integers, got a tuple of them; num"),
     ({"x": X, "y": np.array(["cat"] * N)}, r"y: expected an array of numbers, got an nda"),
-    ({"x": Table(), "y": [1]}, r"x: expected an array of numbers, got a Table that torch"),
     ({"x": loader(batch_size=4, collate_fn=lambda items: (X[:3], Y[:3]))},
      r"x: expected 1 examples and labels in a batch, got 3 and 3; every example must come out"),
-    ({"x": X.byte(), "y": Y},
-     r"model: expected it to take examples of shape \(1, 6, 6\) and dtype uint8, got its error: "
-     r".*; try x\.float\(\) / 255, of arrays or in the dataset's transform$"),
-    ({"x": X, "y": Y, "x_test": X.byte(), "y_test": Y},
-     r"try x\.float\(\) / 255, of arrays or in the dataset's transform$"),
-    ({"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
-    ({"x": X.permute(0, 2, 3, 1), "y": Y},
-     r"examples of shape \(6, 6, 1\) .*expected input.*; try x\.permute\(0, 3, 1, 2\)"),
     ({"x": X.permute(0, 2, 3, 1).byte(), "y": Y},
      r"try x\.float\(\) / 255, .* and x\.permute\(0, 3, 1, 2\), which puts channels first$"),
+    ({"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
     ({"x": X[:, 0], "y": Y},
      r"examples of shape \(6, 6\) .*; try x\.unsqueeze\(1\), which adds the channel of images$"),
-    ({"x": torch.cat([X, X], 3), "y": Y},
-     r"examples of shape \(1, 6, 12\) .* mat1 and mat2 shapes cannot be multiplied .*; give exa"),
     ({"x": with_nan(), "y": Y},
      r"x: expected finite numbers, got NaN or infinity in 2 of 11 examples, the first at 4; rem"),
-    ({"x": X, "y": np.float32(1)}, r"y: expected an array of numbers"),
     ({"x": X, "y": torch.full((N, 3), 1 / 3)},
      r"y labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; take the"),
-    ({"x": X, "y": torch.ones(N, 3).long()}, r"y labels: expected one-hot rows, a single 1"),
     ({"x": X, "y": Y.float()},
      r"y labels: expected integers, or one-hot rows \(n, 3\), got float32 of shape \(11,\); "),
     ({"x": X, "y": torch.eye(2).repeat(6, 1)[:N]},
      r"expected one-hot rows \(n, 3\), as the model has 3 outputs, got \(11, 2\); give integers"),
     ({"x": X, "y": torch.zeros(N, 6, 6).long()},
      r"y labels: expected the shape \(n,\), .*, got \(11, 6, 6\); give one class number"),
-    ({"x": X, "y": Y + 1}, r"y labels: expected 0 ... 2, got 1 ... 3; number the classes"),
     ({"x": X, "y": Y, "x_test": X, "y_test": Y - 1}, r"y_test labels: .* got -1 ... 1"),
     ({"x": [(x, 7) for x in X]}, r"x labels: expected 0 ... 2, got 7 ... 7"),
 ]  # fmt: skip
@@ -434,45 +345,20 @@ def test_what_cannot_be_taken_is_refused_in_one_line(given, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (
-            TensorDataset(with_nan(), Y),
-            "x: expected finite numbers, got NaN or infinity in 2 of 11 examples, the first at 4",
-        ),
-        (
-            DataLoader(Ragged(), batch_size=4),
-            r"x: expected one shape, got \(1, 4, 6\) and \(1, 5, 6\); resize, crop or pad",
-        ),
-        (DataLoader(Ragged(), batch_size=5), "x: its examples cannot be put into a batch"),
-        (TensorDataset(X, torch.arange(N)), r"x labels: expected 0 ... 2, got 0 ... 10"),
-        (
-            [(X[i], 1 if i < 4 else 1.0) for i in range(N)],
-            "x labels: expected integers, or one-hot rows",
-        ),
-    ],
-)
-def test_what_the_first_example_of_a_dataset_does_not_show_is_refused_when_it_is_read(
-    data, message
-):
+# what the first example of a dataset does not show
+READ: list[tuple[Any, str]] = [
+    (TensorDataset(with_nan(), Y), "x: expected finite numbers, got NaN or infinity in 2 of 11 "),
+    (DataLoader(Ragged(), batch_size=4), r"got \(1, 4, 6\) and \(1, 5, 6\); resize, crop or pad"),
+    (DataLoader(Ragged(), batch_size=5), "x: its examples cannot be put into a batch"),
+    (TensorDataset(X, torch.arange(N)), r"x labels: expected 0 ... 2, got 0 ... 10"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), READ)
+def test_what_the_first_example_does_not_show_is_refused_when_it_is_read(data, message):
     client = ModelClient(network(), data)
     with pytest.raises(ValueError, match=message):
         client.training_examples({"server-round": 1})
-
-
-def test_an_error_of_the_dataset_itself_comes_as_it_is():
-    class Broken(Dicts):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            raise FileNotFoundError("photo.png")
-
-    with pytest.raises(FileNotFoundError, match=r"^photo\.png$"):
-        ModelClient(network(), Broken())
-
-
-def test_numbers_whose_sum_is_no_number_are_finite_themselves():
-    x = torch.full((4, 3), 3e38)
-    assert torch.equal(ModelClient(nn.Linear(3, 3), x, Y[:4]).inputs, x)
 
 
 def test_examples_of_a_loader_are_projected_like_tensors():

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedntk.clients import (
-    CPNTKFLClient,
-    ModelClient,
-    NTKFLClient,
-    SCAFFOLDClient,
-    SGDClient,
-    TCTClient,
-)
+from fedntk.clients import ModelClient, NTKFLClient, SGDClient
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2
-KINDS = [ModelClient, NTKFLClient, CPNTKFLClient, SGDClient, SCAFFOLDClient, TCTClient]
 
 
 class Returning(nn.Module):
@@ -31,62 +23,37 @@ class Returning(nn.Module):
         return self.made(self.linear(x))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_cannot_travel(kind):
-    message = (
-        r"^model: expected arrays of float32 .*, which can be sent, got bfloat16 in weight; "
-        r"convert it with model\.float\(\)$"
-    )
-    with pytest.raises(ValueError, match=message):
-        kind(nn.Linear(4, 2).bfloat16(), X, Y)
+def test_bfloat16_cannot_travel():
     mixed = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     mixed[1].running_mean = mixed[1].running_mean.bfloat16()
     with pytest.raises(ValueError, match=r"got bfloat16 in 1\.running_mean; convert it"):
-        kind(mixed, X, Y)
+        ModelClient(mixed, X, Y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_float16_is_for_methods_that_send_weights(kind, tmp_path):
+@pytest.mark.parametrize("kind", [NTKFLClient, SGDClient])
+def test_float16_is_for_methods_that_send_weights(kind):
     """The server takes Jacobians of float32 and float64 only."""
-    model, own = nn.Linear(4, 2).half(), {"cache": tmp_path} if kind is TCTClient else {}
-    if issubclass(kind, NTKFLClient):
+    model = nn.Linear(4, 2).half()
+    if kind is NTKFLClient:
         with pytest.raises(ValueError, match=r"float32 or float64, which .*, got float16 in weig"):
-            kind(model, X, Y, **own)
+            kind(model, X, Y)
     else:
-        client = kind(model, X, Y, **own)
+        client = kind(model, X, Y)
         assert client.inputs.dtype == torch.float16
-        loss, count, _ = client.evaluate(client.get_parameters({}), {})
-        assert loss > 0
-        assert count == 6
+        assert client.evaluate(client.get_parameters({}), {})[0] > 0
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            lambda f: f[:, 0],
-            r"got one number per example \(shape \(2,\) for 2 .* give its last lay",
-        ),
+        (lambda f: f[:, 0], r"one number per example \(shape \(2,\) for 2 .* give its last lay"),
         (lambda f: f[:, :1], r"at least two classes, got one number per example \(shape \(2, 1\)"),
-        (
-            lambda f: (f, f),
-            r"expected one tensor of scores \(n, C\), got a tuple; .* only the scores",
-        ),
-        (
-            lambda f: {"logits": f},
-            r"got a dict; wrap the model in one whose forward returns only the sc",
-        ),
-        (
-            lambda f: SimpleNamespace(logits=f),
-            r"got a SimpleNamespace; wrap the model in one whose forward returns output\.logits$",
-        ),
-        (lambda f: None, r"got a NoneType; wrap the model"),
+        (lambda f: (f, f), r"expected one tensor of scores \(n, C\), got a tuple; .* the scores"),
+        (lambda f: SimpleNamespace(logits=f), r"got a SimpleNamespace; .* returns output\.logits$"),
         (
             lambda f: f[..., None],
-            r"expected scores of shape \(2, C\) for 2 examples of shape \(4,\) and dtype float32, "
-            r"got float32 of shape \(2, 2, 1\); have its forward return one row",
+            r"expected scores of shape \(2, C\) .* of shape \(2, 2, 1\); have",
         ),
-        (lambda f: f.flatten(), r"got float32 of shape \(4,\); have its forward"),
         (lambda f: f.mean(0, keepdim=True), r"got float32 of shape \(1, 2\); have its forward"),
         (lambda f: (f > 0).long(), r"got int64 of shape \(2, 2\); have its forward"),
     ],
@@ -95,16 +62,6 @@ def test_other_outputs_than_scores_of_classes_are_refused(made, message):
     with pytest.raises(ValueError, match=message) as caught:
         ModelClient(Returning(made), X, Y)
     assert "\n" not in str(caught.value)
-
-
-def test_any_error_of_the_model_comes_in_one_line():
-    def fail(_: Tensor) -> Tensor:
-        raise KeyError("a\nb")
-
-    with pytest.raises(ValueError, match=r"shape \(4,\) and dtype float32, got its error: 'a") as e:
-        ModelClient(Returning(fail), X, Y)
-    assert "\n" not in str(e.value)
-    assert isinstance(e.value.__cause__, KeyError)
 
 
 def test_images_without_a_channel_are_not_taken_for_one_image():

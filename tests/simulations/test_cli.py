@@ -56,7 +56,7 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
     config = Config.load(NTK_FL, **{**SMALL, "rounds": 3})
     assert result(folder) == result(run(config, out=tmp_path / "b", progress=False).folder)
 
-    summary, table = folder / "summary.json", folder / "rounds.parquet"
+    summary = folder / "summary.json"
     for text in ("{", "[]", '{"rounds": 3}'):
         summary.write_text(text)
         for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
@@ -66,12 +66,14 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
     summary.unlink()  # as the message says
     fedntk("run", "--resume", folder, "--quiet")
     assert len(read_runs(folder)) == 1
-    table.write_bytes(b"PAR1")
-    assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
-    config_file = folder / "config.toml"
-    config_file.write_text(config_file.read_text()[:-50])
+    settings_file = folder / "config.toml"
+    whole = settings_file.read_text()
+    settings_file.write_text(whole[:-50])
     for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
         assert "config.toml" in fedntk(*arguments, fails=2)
+    settings_file.write_text(whole)
+    (folder / "rounds.parquet").write_bytes(b"PAR1")
+    assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
 
 
 def test_a_run_whose_clients_evaluate_nothing_says_so(tmp_path):
