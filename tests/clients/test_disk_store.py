@@ -37,32 +37,20 @@ def files(store):
     return sorted(path.name for path in store.folder.iterdir())
 
 
-# ------------------------------------------------------------------- what is kept
-
-
-def test_what_is_kept_comes_back_bit_for_bit(store):
+def test_what_is_kept_comes_back_bit_for_bit_and_is_replaced_when_saved_again(store):
+    """What was never kept, or has another shape, is missing."""
     found = again(store).load("small")
-    assert list(found) == ["x", "y"]
-    for name, array in ARRAYS.items():
-        assert (found[name].dtype, found[name].tobytes()) == (array.dtype, array.tobytes())
+    kept = [(name, array.dtype, array.tobytes()) for name, array in found.items()]
+    assert kept == [(name, array.dtype, array.tobytes()) for name, array in ARRAYS.items()]
     large = again(store).mapped("large", SHAPE)
     assert large.dtype == np.float16
-    assert (large == 7).all()
+    large += 1  # of the mapped array, not of the file
+    assert (store.mapped("large", SHAPE) == 7).all()
     assert files(store) == ["key.json", "large.npy", "small.npz"]
-
-
-def test_what_was_never_kept_or_has_another_shape_is_missing_and_saving_again_replaces(store):
     assert store.load("other") == {}
-    assert store.mapped("other", SHAPE) is None
-    assert store.mapped("large", (3, 4)) is None
-    assert store.mapped("large", SHAPE) is not None
+    assert store.mapped("other", SHAPE) is store.mapped("large", (3, 4)) is None
     store.save("small", z=np.ones(1))
     assert list(again(store).load("small")) == ["z"]
-
-
-def test_writing_to_a_mapped_array_does_not_change_the_file(store):
-    store.mapped("large", SHAPE)[:] = 8
-    assert (store.mapped("large", SHAPE) == 7).all()
 
 
 def test_names_and_removal_by_pattern(store):
@@ -70,7 +58,6 @@ def test_names_and_removal_by_pattern(store):
         store.save(f"state-{number:06}", a=np.zeros(1))
     (store.folder / "left.part").touch()
     assert store.names() == ["large", "small", "state-000001", "state-000002", "state-000010"]
-    assert store.names("state-*.npz") == ["state-000001", "state-000002", "state-000010"]
     store.remove(pattern="state-*.npz", all_but=["state-000002"])
     assert store.names() == ["large", "small", "state-000002"]
     store.remove(all_but=["small"])
@@ -121,24 +108,6 @@ def test_a_save_that_is_broken_off_leaves_the_old_and_no_half(store, monkeypatch
     assert list(again(store).load("small")) == ["x", "y"]
 
 
-def test_halves_that_a_killed_process_left_are_not_read_and_are_replaced(store):
-    """Files are written under another name first."""
-    for name in ("large", "small", "new"):
-        (store.folder / f"{name}.part").write_bytes(b"half")
-    opened = again(store)
-    assert (opened.mapped("large", SHAPE) == 7).all()
-    assert list(opened.load("small")) == ["x", "y"]
-    assert opened.mapped("new", SHAPE) is None
-    assert opened.load("new") == {}
-    opened.save("small", x=np.ones(2))
-    with opened.fill("large", SHAPE, "float16") as array:
-        array[:] = 9
-    assert (opened.load("small")["x"] == 1).all()
-    assert (opened.mapped("large", SHAPE) == 9).all()
-    opened.remove()
-    assert files(store) == ["key.json"]
-
-
 # ------------------------------------------------------------------------- damage
 
 
@@ -147,121 +116,36 @@ def test_damaged_files_count_as_missing_and_can_be_made_again(store, how):
     damaged(store.folder / "small.npz", how)
     damaged(store.folder / "large.npy", how)
     opened = again(store)
-    assert opened.load("small") == {}
-    assert opened.mapped("large", SHAPE) is None
+    assert (opened.load("small"), opened.mapped("large", SHAPE)) == ({}, None)
     assert files(store) == ["key.json"]
     opened.save("small", **ARRAYS)
     assert list(opened.load("small")) == ["x", "y"]
 
 
-def test_a_file_cut_off_at_any_byte_counts_as_missing(store):
-    for name, read in (
-        ("small.npz", lambda: store.load("small") or None),
-        ("large.npy", lambda: store.mapped("large", SHAPE)),
-    ):
-        path = store.folder / name
-        content = path.read_bytes()
-        for length in range(len(content)):
-            path.write_bytes(content[:length])
-            assert read() is None, (name, length)
-        path.write_bytes(content)
-        assert read() is not None
-
-
-def test_no_changed_byte_of_a_file_raises(store):
+def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
     """And of small arrays, which have checksums, none comes back changed: some may be missing.
 
     Among these are numpy's NotImplementedError, RuntimeError and TokenError.
     """
-    path = store.folder / "small.npz"
-    content = path.read_bytes()
-    missing = 0
-    for position, old in enumerate(content):
-        for new in {0, 65, old ^ 1, old ^ 128} - {old}:
-            path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
-            found = store.load("small")
-            assert all(np.array_equal(found[k], ARRAYS[k]) for k in found.keys() & ARRAYS.keys())
-            missing += not found
-    assert missing > 1000
-    path = store.folder / "large.npy"
-    content = path.read_bytes()
-    missing = 0
-    for position, old in enumerate(content[:-24]):  # the rest is its numbers
-        for new in {0, 65, old ^ 1, old ^ 128} - {old}:
-            path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
-            missing += store.mapped("large", SHAPE) is None
-    assert missing > 300
+    for name, end, least in (("small.npz", None, 1000), ("large.npy", -24, 300)):
+        path = store.folder / name
+        content, missing = path.read_bytes(), 0
 
+        def found(path=path):
+            if path.suffix == ".npy":
+                return store.mapped("large", SHAPE) is not None
+            arrays = store.load("small")
+            assert all(np.array_equal(arrays[k], ARRAYS[k]) for k in arrays.keys() & ARRAYS.keys())
+            return bool(arrays)
 
-# ---------------------------------------------------------------------------- keys
-
-
-def test_another_key_empties_the_folder(store):
-    (store.folder / "left.part").touch()
-    assert again(store).names() == ["large", "small"]
-    other = again(store, ("key", 2))
-    assert files(other) == ["key.json"]
-    assert other.load("small") == {}
-    assert files(again(store)) == ["key.json"]  # it is gone under its own key, too
-
-
-@pytest.mark.parametrize("content", [None, b"", b'["key"', b"\xff\xfe\x00", b"[]"])
-def test_a_damaged_key_empties_the_folder(store, content):
-    """Bytes that are no UTF-8 among them: the client must not fail for ever."""
-    path = store.folder / "key.json"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    assert files(again(store)) == ["key.json"]
-    again(store).save("small", **ARRAYS)
-    assert again(store).names() == ["small"]
-
-
-# --------------------------------------------------------------------------- sizes
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ({}, r"large of shape \(4, 3\) need 0\.0 GB.*; buy a disk"),
-        ({"what": "4 rows"}, "4 rows need"),
-    ],
-)
-def test_what_does_not_fit_on_the_disk_is_refused_with_the_cure(
-    tmp_path, monkeypatch, what, message
-):
-    """4 x 3 numbers of 4 bytes are 48."""
-    free = 47
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "free")(free))
-    store = DiskStore(tmp_path, "key", cure="buy a disk")
-    with pytest.raises(NotEnoughMemory, match=message), store.fill("large", SHAPE, "f4", **what):
-        pytest.fail("it has been made")
-    assert files(store) == ["key.json"]
-    free = 48
-    with store.fill("large", SHAPE, "float32") as array:
-        array[:] = 1
-    assert (store.mapped("large", SHAPE) == 1).all()
-
-
-# -------------------------------------------------------------- where, and of what
-
-
-def test_the_cache_is_where_the_system_keeps_such_things(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "fedntk"
-    for unset in (lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""),
-                  lambda: monkeypatch.delenv("XDG_CACHE_HOME")):  # fmt: skip
-        unset()
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert cache_dir() == tmp_path / "home" / ".cache" / "fedntk"
-
-
-def test_a_digest_is_of_values_shapes_and_dtypes():
-    x = torch.arange(6.0)
-    digest = data_digest(x, x)
-    assert data_digest(x.clone(), torch.stack([x, x], 1)[:, 0]) == digest
-    others = [(x,), (x, x + 1), (x, x.reshape(2, 3)), (x, x.view(torch.int32))]
-    assert len({digest, *(data_digest(*other) for other in others)}) == 5
+        for length in range(len(content)):
+            path.write_bytes(content[:length])
+            assert not found(), (name, length)
+        for position, old in enumerate(content[:end]):  # the large array's last 24 are its numbers
+            for new in {0, 65, old ^ 1, old ^ 128} - {old}:
+                path.write_bytes(content[:position] + bytes([new]) + content[position + 1 :])
+                missing += not found()
+        assert missing > least
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
@@ -277,3 +161,54 @@ def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch, number):
             with pytest.raises(OSError, match="not now"):
                 read()
     assert store.names() == ["large", "small"]
+
+
+def test_another_key_empties_the_folder(store):
+    (store.folder / "left.part").touch()
+    assert again(store).names() == ["large", "small"]
+    assert files(again(store, ("key", 2))) == ["key.json"]
+    assert files(again(store)) == ["key.json"]  # it is gone under its own key, too
+
+
+@pytest.mark.parametrize("content", [None, b"", b'["key"', b"\xff\xfe\x00", b"[]"])
+def test_a_damaged_key_empties_the_folder(store, content):
+    """Bytes that are no UTF-8 among them: the client must not fail for ever."""
+    path = store.folder / "key.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert files(again(store)) == ["key.json"]
+
+
+# -------------------------------------------------------------- sizes, where, and of what
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_with_the_cure(tmp_path, monkeypatch):
+    """4 x 3 numbers of 4 bytes are 48."""
+    free = 47
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "free")(free))
+    store = DiskStore(tmp_path, "key", cure="buy a disk")
+    refused = pytest.raises(NotEnoughMemory, match=r"4 rows need 0\.0 GB.*; buy a disk")
+    with refused, store.fill("large", SHAPE, "f4", what="4 rows"):
+        pytest.fail("it has been made")
+    assert files(store) == ["key.json"]
+    free = 48
+    with store.fill("large", SHAPE, "float32") as array:
+        array[:] = 1
+    assert (store.mapped("large", SHAPE) == 1).all()
+
+
+def test_the_cache_is_where_the_system_keeps_such_things(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "fedntk"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home" / ".cache" / "fedntk"
+
+
+def test_a_digest_is_of_values_shapes_and_dtypes():
+    x = torch.arange(6.0)
+    digest = data_digest(x, x)
+    assert data_digest(x.clone(), torch.stack([x, x], 1)[:, 0]) == digest
+    others = [(x,), (x, x + 1), (x, x.reshape(2, 3)), (x, x.view(torch.int32))]
+    assert len({digest, *(data_digest(*other) for other in others)}) == 5
