@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedntk.simulations import Config, RunFailed, load_model, read_runs, run
+from fedntk.simulations import Config, load_model, read_runs, run
 from fedntk.simulations.cli import app
 
 from ..conftest import ROOT
@@ -61,43 +61,26 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
         summary.write_text(text)
         for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
             assert "summary.json is damaged: " in fedntk(*arguments, fails=1)
-        with pytest.raises(RunFailed, match=r"summary\.json is damaged"):
-            read_runs(folder)
     summary.unlink()  # as the message says
     fedntk("run", "--resume", folder, "--quiet")
     assert len(read_runs(folder)) == 1
     settings_file = folder / "config.toml"
     whole = settings_file.read_text()
     settings_file.write_text(whole[:-50])
-    for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
-        assert "config.toml" in fedntk(*arguments, fails=2)
+    assert "config.toml" in fedntk("run", "--resume", folder, "--quiet", fails=2)
     settings_file.write_text(whole)
     (folder / "rounds.parquet").write_bytes(b"PAR1")
     assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
 
 
-def test_a_run_whose_clients_evaluate_nothing_says_so(tmp_path):
-    """The headline of clients' own models is their evaluations' mean."""
-    said = fedntk(
-        "run", "--out", tmp_path, "--quiet",
-        *settings(**{"method": "weighted-fedavg", "clients-per-evaluation": 0}),
-    )  # fmt: skip
-    assert said == f"no client-accuracy-mean was measured after round 2: {tmp_path}\n"
-
-
 def test_compare_and_report(tmp_path):
-    fedntk(
-        "compare", NTK_FL, CONF / "fedavg_digits.toml", "--seeds", "0,1",
-        "--out", tmp_path, "--quiet", *settings(rounds=1),
-    )  # fmt: skip
-    names = [path.name for path in tmp_path.iterdir()]
-    assert sorted(names) == ["fedavg_digits", "ntk_fl_digits", "report"]
+    files = NTK_FL, CONF / "fedavg_digits.toml"
+    options = "--seeds", "0,1", "--out", tmp_path, "--quiet", *settings(rounds=1)
+    fedntk("compare", *files, *options)
     assert len(read_runs(tmp_path / "fedavg_digits")) == 2
-    text = (tmp_path / "report" / "report.md").read_text()
-    assert "| fedavg_digits |" in text.replace("  ", "")
+    assert "fedavg_digits" in (tmp_path / "report" / "report.md").read_text()
     said = fedntk("report", tmp_path / "ntk_fl_digits", "--out", tmp_path / "other")
     assert f"{tmp_path}/other/report.md" in said.replace("\n", "")
-    assert (tmp_path / "other" / "targets.tex").exists()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +95,6 @@ def test_compare_and_report(tmp_path):
         (["compare", str(NTK_FL), "--seeds", "a"], "--seeds: expected"),
         (["compare", *[str(NTK_FL)] * 2], "files of different names"),
         (["report", "nowhere"], "no finished run in nowhere"),
-        (["assess", "nowhere"], "no finished run in nowhere: summary.json is missing"),
         (["unlearn", "nowhere", "1"], "no finished run in nowhere: summary.json is missing"),
     ],
 )
@@ -157,20 +139,6 @@ def test_ctrl_c_from_outside(tmp_path):
     assert result(folder) == result(run(config, progress=False).folder)
 
 
-def test_a_rate_at_which_the_solver_does_not_end_leaves_the_model_and_says_so(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr("fedntk.ntk.evolution.solver.MAX_PRODUCTS", 100)
-    fedntk(
-        "run", "--quiet", "--out", tmp_path, "--set", "learning-rate=1e6", "--set",
-        "ntk-fl.kernel=full", "--set", "loss=mse", *settings(),
-    )  # fmt: skip
-    said = [record.getMessage() for record in caplog.records]
-    rounds = read_runs(tmp_path)[0].summary["rounds"]
-    assert sum("lower the learning rate" in line for line in said) == rounds > 0
-    assert f"{rounds} rounds left the model as it was" in said
-
-
 def test_command_is_installed():
     (command,) = metadata.entry_points(group="console_scripts", name="fedntk")
     assert command.load() is app
@@ -197,8 +165,6 @@ def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, er
         patch.setattr(Path, "open", refusing)
         said = fedntk("run", "--quiet", "--out", folder, *settings(), fails=1)
         assert error.strerror in said
-        with pytest.raises(RunFailed, match=error.strerror):
-            run(Config.parse(SMALL | {"out": str(folder)}), progress=False)
     fedntk("run", "--quiet", "--out", folder, *settings())
     assert read_runs(folder)[0].summary["rounds"] == 2
     assert list(folder.rglob("*.partial")) == []

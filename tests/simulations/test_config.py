@@ -4,10 +4,8 @@ Limits and types of options are tested with the options, rules of one method wit
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fedntk.simulations import Config, ConfigError
@@ -75,16 +73,6 @@ def test_a_wrong_setting_is_refused_in_one_line(values, message):
         Config.parse(values)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_what_users_have_at_hand_is_taken():
-    """Whole numbers for floats, NumPy's numbers, paths; as many clients a round as train."""
-    config = Config(
-        learning_rate=1, seed=np.int64(3), alpha=np.float32(0.5), out=Path("a/b"),
-        num_clients=10, validation_clients=2, clients_per_round=8, method="fedavg",
-    )  # fmt: skip
-    assert (config.learning_rate, config.seed, config.alpha, config.out) == (1.0, 3, 0.5, "a/b")
-    assert [type(v) for v in (config.seed, config.alpha, config.out)] == [int, float, str]
 
 
 def test_file_round_trip_and_overrides(tmp_path):

@@ -1,7 +1,6 @@
 """A method is an object with all that the simulations ask; other packages may bring one."""
 
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -68,19 +67,22 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def with_package(package: Path, code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def with_package(package: Path, code: str, *arguments: str) -> str:
+    """Run Python where the package is installed, and return what it says."""
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", code, *arguments],
         capture_output=True, text=True, check=False, cwd=package.parent,
-        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    return done.stderr
 
 
 RUN = """
 import sys
-from fedntk.simulations import Config, load_model, load_predictor, run
+import pytest
+from fedntk.simulations import Config, ConfigError, load_model, load_predictor, run
 engine = sys.argv[1]
 common = dict(num_clients=6, clients_per_round=3, clients_per_evaluation=0, rounds=2,
               local_epochs=2, progress=False)
@@ -90,6 +92,11 @@ plain = run(base, method="fedavg", learning_rate=0.05, out="b", **common)
 bits = [{k: a.tobytes() for k, a in load_model(r.folder).items()} for r in (other, plain)]
 assert bits[0] == bits[1]
 assert type(load_predictor("a")).__name__ == "NetworkPredictor"
+assert Config.describe("half-avg") == ["half-avg.share = 0.5: of the rate that clients use"]
+with pytest.raises(ConfigError, match="half-avg.share: expected at most 1, got 2.0"):
+    base.replace(method="half-avg", half_avg={"share": 2})
+with pytest.raises(ConfigError, match="half-avg takes loss = cross-entropy, got mse"):
+    base.replace(method="half-avg", loss="mse")
 """
 
 
@@ -99,34 +106,9 @@ assert type(load_predictor("a")).__name__ == "NetworkPredictor"
 )
 def test_another_packages_method_runs_with_its_settings(package, engine):
     """FedAvg at a share of the rate has the bits of FedAvg at that rate."""
-    done = with_package(package, RUN, engine)
-    assert "method missing (half_avg:NOTHING) is left out: AttributeError" in done.stderr
-    assert "there is a method 'fedavg' already" in done.stderr
-
-
-COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from fedntk.simulations.cli import app
-done = [CliRunner().invoke(app, arguments) for arguments in json.loads(sys.argv[1])]
-print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in done]))
-"""
-
-
-def test_the_command_knows_another_packages_method(package):
-    chosen = ["run", "--set", "method=half-avg", "--set"]
-    commands = [
-        ["settings", "half-avg"],
-        ["settings"],
-        [*chosen, "half-avg.share=2"],
-        [*chosen, "loss=mse"],
-    ]
-    done = with_package(package, COMMANDS, json.dumps(commands))
-    own, everything, too_much, other_loss = json.loads(done.stdout)
-    assert own[:2] == [0, "half-avg.share = 0.5: of the rate that clients use\n"]
-    assert f"{', '.join([*own_methods(), 'half-avg'])})" in everything[1]  # own methods come first
-    assert too_much[2].splitlines()[-1] == "fedntk: half-avg.share: expected at most 1, got 2.0"
-    assert "fedntk: half-avg takes loss = cross-entropy, got mse" in other_loss[2]
+    said = with_package(package, RUN, engine)
+    assert "method missing (half_avg:NOTHING) is left out: AttributeError" in said
+    assert "there is a method 'fedavg' already" in said
 
 
 class ToyAvg(SeededFedAvg):

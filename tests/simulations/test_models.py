@@ -45,26 +45,6 @@ def test_networks_have_their_size_and_one_output_for_each_class(options, shape, 
         assert (nn.GroupNorm in kinds, nn.BatchNorm2d in kinds) == (grouped, not grouped)
 
 
-def test_lenet_bn_is_lenet_with_batch_norm_after_each_convolution():
-    """From the same first weights."""
-    layers = list(build_model(Config(model="lenet-bn"), (3, 28, 28), 10))
-    behind = [layers[i + 1] for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
-    assert [type(layer) for layer in behind] == [nn.BatchNorm2d] * 2
-    without = nn.Sequential(*[layer for layer in layers if not isinstance(layer, nn.BatchNorm2d)])
-    x = torch.randn(2, 3, 28, 28)
-    assert torch.equal(without(x), build_model(Config(model="lenet"), (3, 28, 28), 10)(x))
-
-
-def test_digits_cnn_trains_where_the_last_batch_has_one_example(tmp_path):
-    """It joins the batch before: BatchNorm after a linear layer has no variance of one example."""
-    config = Config(
-        method="fedavg", model="digits-cnn", width=8, num_clients=2, clients_per_round=2, rounds=1,
-        partition="iid", train_examples=2 * 17, batch_size=16, clients_per_evaluation=0,
-        test_examples=10, out=tmp_path,
-    )  # fmt: skip
-    assert run(config, progress=False).curve("replies-accepted")[1] == 2
-
-
 def test_mlp_starts_kaiming_normal_with_zero_biases():
     """Standard deviation sqrt(2 / 784) from 78,400 draws: four standard errors are 1.01 %."""
     model = build_model(Config(), (1, 28, 28), 10).requires_grad_(requires_grad=False)
@@ -88,19 +68,20 @@ def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
         assert float(array.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / array.numel()))
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(1)
-    same = build_model(config, (1, 28, 28), 10).state_dict()
+    same, other = (
+        build_model(config.replace(seed=seed), (1, 28, 28), 10).state_dict() for seed in (0, 1)
+    )
     assert all(torch.equal(array, same[name]) for name, array in drawn.items())
-    other = build_model(config.replace(seed=1), (1, 28, 28), 10).state_dict()
     assert not torch.equal(other["0.weight"], same["0.weight"])
 
 
-def network(outputs: int, *, frozen: bool = False):
+def network(outputs: int):
     """A factory of linear networks, with a frozen layer before."""
 
     def make(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         width = math.prod(input_shape)
-        first = [nn.Linear(width, width).requires_grad_(requires_grad=False)] if frozen else []
-        return nn.Sequential(nn.Flatten(), *first, nn.Linear(width, num_classes + outputs))
+        first = nn.Linear(width, width).requires_grad_(requires_grad=False)
+        return nn.Sequential(nn.Flatten(), first, nn.Linear(width, num_classes + outputs))
 
     return make
 
@@ -108,10 +89,8 @@ def network(outputs: int, *, frozen: bool = False):
 def test_a_users_own_network(monkeypatch):
     """A rule for first weights leaves its frozen layers alone."""
     module = types.ModuleType("own_models")
-    module.own, module.wrong, module.frozen = network(0), network(1), network(0, frozen=True)
+    module.wrong, module.frozen = network(1), network(0)
     monkeypatch.setitem(sys.modules, "own_models", module)
-    model = build_model(Config(model="own_models:own"), (2, 3), 4)
-    assert model(torch.zeros(1, 2, 3)).shape == (1, 4)
     with pytest.raises(ConfigError, match=r"outputs of shape \(n, 3\), .* got \('n', 4\)"):
         build_model(Config(model="own_models:wrong"), (4,), 3)
     plain, drawn = (
@@ -131,7 +110,6 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(method, tmp_
     after = load_file(done.folder / "model.safetensors")
     changed = {name for name, own in before.items() if not torch.equal(own, after[name])}
     assert changed == {"3.1.weight", "3.1.bias"}
-    assert after["3.1.weight"].shape == (10, 60)
     x, y = load_data(config).test()
     network = build_model(config, (1, 8, 8), 10).eval()
     network.load_state_dict(after)
@@ -145,17 +123,13 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(method, tmp_
     ("options", "shape", "message"),
     [
         ({"model": "vgg"}, (3, 32, 32), "model: expected mlp, .* lenet-bn, .*, two-patch-cnn or"),
-        ({"model": "no.such:thing"}, (4,), "cannot be imported"),
         ({"model": "math:nothing"}, (4,), "cannot be imported"),
         ({"model": "math:gcd"}, (4,), "fails for examples of shape .*TypeError"),
-        ({"model": "operator:eq"}, (4,), "expected a torch.nn.Module, got bool"),
-        ({"model": "digits-cnn"}, (1, 7, 8), "images .* of at least 8 x 8"),
         ({"model": "digits-cnn", "width": 7}, (1, 8, 8), "width: expected at least 8 with model"),
         ({"model": "lenet-bn"}, (1, 8, 8), "model = lenet-bn: .* at least 16 x 16"),
         ({"model": "char-lstm"}, (1, 8, 8), r"char-lstm: expected text of shape \(length,\)"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
-        ({"projection": 20, "model": "simple-cnn"}, (1, 28, 28), r"examples of shape \(20,\)"),
         ({"model": "char-lstm", "centre_inputs": True}, (5,), "char-lstm fails for inputs with a"),
     ],
 )

@@ -62,12 +62,6 @@ def test_disjoint_partitions_hold_every_example_once(partition):
         ]
 
 
-def test_iid_parts_hold_all_classes_even_of_a_sorted_set():
-    data = Data(np.zeros((3000, 2)), LABELS, np.zeros((10, 2)), np.arange(10), 10)
-    split = split_data(replace(DIGITS, partition="iid"), data)
-    assert all(len(np.unique(LABELS[own])) == 10 for own in split.clients)
-
-
 def test_fewer_and_validation_examples():
     """The former are drawn from all; no client has one of the latter."""
     config = replace(DIGITS, partition="iid", train_examples=300, validation_examples=100)
@@ -90,14 +84,10 @@ def test_natural_parts_follow_their_ids():
         split_data(replace(config, num_clients=2), data)
 
 
-def test_checksum_is_that_of_the_split():
-    first = load_split(DIGITS)
-    others = [replace(DIGITS, seed=1), replace(DIGITS, alpha=0.2), replace(DIGITS, num_clients=19)]
-    assert len({first.checksum, *(load_split(c).checksum for c in others)}) == 4
-    assert load_split(replace(DIGITS, learning_rate=3.0)).checksum == first.checksum
-
-
 def test_cached_split_is_the_split(tmp_path, monkeypatch):
+    """And its checksum is that of what it depends on."""
+    others = [{"seed": 1}, {"alpha": 0.2}, {"num_clients": 19}, {}, {"learning_rate": 3.0}]
+    assert len({load_split(replace(DIGITS, **other)).checksum for other in others}) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = replace(DIGITS, seed=77, partition="iid")
     _load_split.cache_clear()
@@ -125,7 +115,6 @@ def test_local_test_examples_are_a_clients_own_and_apart():
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
         ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
         ({"partition": "pathological", "classes_per_client": 11}, "partition = pathological"),
-        ({"partition": "client-dirichlet", "examples_per_client": 2}, "client .* would have no"),
         ({"partition": "client-dirichlet", "examples_per_client": 900}, "is to get"),
     ],
 )  # fmt: skip
