@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedntk.clients import (
     CPNTKFLClient,
-    ModelClient,
     NamedArrays,
     NTKDFLClient,
     NTKFLClient,
@@ -69,21 +68,20 @@ def test_evaluation_and_steps_of_sgd(loss):
     """Evaluation in batches; steps with momentum, weight decay and FedProx's term."""
     options = {"momentum": 0.9, "weight_decay": 1e-2, "proximal_mu": 0.1, "local_epochs": 2}
 
-    def evaluate(device: str) -> tuple[Any, ...]:
-        client = ModelClient(network(), X, Y, loss=loss, device=device, batch_size_eval=5)
+    def work(device: str) -> tuple[Any, ...]:
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+        client = SGDClient(
+            network(), loader, loss=loss, device=device, batch_size=4, batch_size_eval=5, **options
+        )
         assert next(client.model.parameters()).device.type == device
         outputs = client.outputs(X)
         assert outputs.device.type == "cpu"
-        value, count, metrics = client.evaluate(get_weights(network()), {})
-        return [outputs.numpy(), *client.get_parameters({})], count, {"loss": value, **metrics}
+        value, _, found = client.evaluate(get_weights(network()), {})
+        sent, count, metrics = client.fit(get_weights(network()), ROUND)
+        arrays = [outputs.numpy(), *client.get_parameters({}), *sent]
+        return arrays, count, {"evaluated": value, **found, **metrics}
 
-    def fit(device: str) -> tuple[Any, ...]:
-        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
-        client = SGDClient(network(), loader, loss=loss, device=device, batch_size=4, **options)
-        return client.fit(get_weights(network()), ROUND)
-
-    same(evaluate)
-    same(fit)
+    same(work)
 
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
@@ -145,32 +143,26 @@ def test_rounds_of_tct(loss, solver, tmp_path):
     """Statistics, a corrected round, and evaluation of the linear model."""
     chosen = FeatureMap(num_features=12)
     first = ConvexTask(step="moments", network_key="k", num_features=12)
-    second = ConvexTask(
-        step="linear", network_key="k", num_features=12, learning_rate=0.05, local_steps=3,
-        loss=loss, control="sent",
-    )  # fmt: skip
+    common = {"step": "linear", "network_key": "k", "num_features": 12, "loss": loss}
+    second = ConvexTask(**common, learning_rate=0.05, local_steps=3, control="sent")
+    evaluated = ConvexTask(**common, control="zero")
     normal = Normaliser.of(Moments.of(chosen.extractor(network())(X)))
     theta, control = np.random.default_rng(0).standard_normal((2, 12, 3)).astype(np.float32)
     records = {
         "network": named_weights(),
         "normaliser": {"tct.mean": normal.mean, "tct.scale": normal.inv_std},
         "linear": {"tct.linear": theta},
+        "control": {"tct.control": 0.1 * control},
     }
-    controlled = records | {"control": {"tct.control": 0.1 * control}}
 
     def rounds(device: str) -> tuple[Any, ...]:
-        client = TCTClient(
-            network(), X, Y, cache=tmp_path / device, device=device, local_solver=solver
-        )
-        only = NamedArrays({"network": named_weights()})
+        cache = tmp_path / device
+        client = TCTClient(network(), X, Y, cache=cache, device=device, local_solver=solver)
+        only, everything = NamedArrays({"network": named_weights()}), NamedArrays(records)
         moments, *_ = client.fit(only, {"server-round": 1, **first.to_config()})
-        arrays, count, metrics = client.fit(
-            NamedArrays(controlled), {"server-round": 2, **second.to_config()}
-        )
-        evaluated = ConvexTask(
-            step="linear", network_key="k", num_features=12, loss=loss, control="zero"
-        )
-        value, _, found = client.evaluate(NamedArrays(records), evaluated.to_config())
+        arrays, count, metrics = client.fit(everything, {"server-round": 2, **second.to_config()})
+        rest = {name: own for name, own in records.items() if name != "control"}
+        value, _, found = client.evaluate(NamedArrays(rest), evaluated.to_config())
         return [*moments, *arrays], count, {**metrics, "loss": value, **found}
 
     same(rounds)
@@ -219,11 +211,10 @@ def test_a_predictor_goes_where_its_module_goes(kind):
             if kind is NetworkPredictor
             else TCTModel(network(), chosen, Normaliser.identity(12), linear)
         )
-        predictor.to(device).eval()
         with torch.no_grad():
-            found = predictor(X.to(device))
-        assert found.device.type == device
-        assert predictor.predict(X).device.type == "cpu"
-        return [found.cpu().numpy(), predictor.predict(X).numpy()], len(X), {}
+            found = predictor.to(device).eval()(X.to(device))
+        predicted = predictor.predict(X)
+        assert (found.device.type, predicted.device.type) == (device, "cpu")
+        return [found.cpu().numpy(), predicted.numpy()], len(X), {}
 
     same(scores)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedntk.clients import DiskStore, cache_dir
+from fedntk.clients import DiskStore
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import NotEnoughMemory
 
@@ -148,12 +148,11 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
         assert missing > least
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
-def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch, number):
-    """Too many open files, or no permission: what is lost with it could not be made again."""
+def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch):
+    """Too many files are open: what is lost with it could not be made again."""
 
     def refused(*_: object, **__: object) -> None:
-        raise OSError(number, "not now")
+        raise OSError(errno.EMFILE, "not now")
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "load", refused)
@@ -170,13 +169,10 @@ def test_another_key_empties_the_folder(store):
     assert files(again(store)) == ["key.json"]  # it is gone under its own key, too
 
 
-@pytest.mark.parametrize("content", [None, b"", b'["key"', b"\xff\xfe\x00", b"[]"])
+@pytest.mark.parametrize("content", [b"", b'["key"', b"\xff\xfe\x00"])
 def test_a_damaged_key_empties_the_folder(store, content):
     """Bytes that are no UTF-8 among them: the client must not fail for ever."""
-    path = store.folder / "key.json"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
+    (store.folder / "key.json").write_bytes(content)
     assert files(again(store)) == ["key.json"]
 
 
@@ -196,14 +192,6 @@ def test_what_does_not_fit_on_the_disk_is_refused_with_the_cure(tmp_path, monkey
     with store.fill("large", SHAPE, "float32") as array:
         array[:] = 1
     assert (store.mapped("large", SHAPE) == 1).all()
-
-
-def test_the_cache_is_where_the_system_keeps_such_things(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "fedntk"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_dir() == tmp_path / "home" / ".cache" / "fedntk"
 
 
 def test_a_digest_is_of_values_shapes_and_dtypes():

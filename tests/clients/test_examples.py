@@ -20,21 +20,15 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from fedntk.clients import (
-    CPNTKFLClient,
     ModelClient,
-    SealedProjection,
     SGDClient,
     TCTClient,
     get_weights,
 )
 from fedntk.ntk import one_hot
-from fedntk.trust import SEALED_SEED
-
-from .keys import enrolled
 
 N = 11
 X = torch.randn(N, 1, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -70,15 +64,9 @@ class Augmented(Dicts):
         return {"img": X[i] + noise, "label": int(Y[i])}
 
 
-def huggingface(format: str = "torch") -> datasets.Dataset:  # noqa: A002
+def huggingface(format: str | None = "torch") -> datasets.Dataset:  # noqa: A002
     own = datasets.Dataset.from_dict({"image": X.numpy().tolist(), "label": Y.tolist()})
-    if format == "transform":
-        return own.with_transform(
-            lambda batch: {"image": [torch.tensor(x) for x in batch["image"]], **{
-                k: v for k, v in batch.items() if k != "image"
-            }}
-        )  # fmt: skip
-    return own.with_format(format or None)
+    return own.with_format(format)
 
 
 def pairs() -> list[tuple[Tensor, int]]:
@@ -108,7 +96,6 @@ FORMS: dict[str, Any] = {
     "loader with workers": lambda: (DataLoader(Dicts(), batch_size=4, num_workers=2),),
     "loader with a collate_fn": lambda: (DataLoader(Dicts(), batch_size=3, collate_fn=as_pairs),),
     "float64 loader": lambda: (DataLoader(TensorDataset(X.double(), one_hot(Y, 3))),),
-    "Hugging Face with a transform": lambda: (huggingface("transform"),),
     "Hugging Face in a loader": lambda: (DataLoader(huggingface(), batch_size=4, shuffle=True),),
 }  # fmt: skip
 
@@ -135,17 +122,14 @@ def test_a_subset_sampler_chooses_examples_in_order():
 
 
 def test_examples_take_the_dtype_of_the_models_parameters_and_are_not_copied_if_they_have_it():
+    """Whole numbers, such as tokens, stay for a model that takes them."""
     client = ModelClient(network(), X, Y)
     assert client.inputs is client.test_inputs
     assert client.inputs.data_ptr() == X.data_ptr()
     for data in ((X.numpy(), Y), (DataLoader(TensorDataset(X, Y), batch_size=4),)):
         assert ModelClient(network().double(), *data).inputs.dtype == torch.float64
-
-
-def test_whole_numbers_stay_for_a_model_that_takes_them():
     text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
-    tokens = torch.randint(9, (N, 5))
-    assert ModelClient(text, tokens, Y).inputs.dtype == torch.int64
+    assert ModelClient(text, torch.randint(9, (N, 5)), Y).inputs.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -182,7 +166,7 @@ def test_all_exchanges_of_a_round_see_the_same_augmented_examples():
     np.random.seed(5)  # noqa: NPY002
     torch.manual_seed(5)  # what others draw plays no part
     assert torch.equal(first, augmented(1))
-    for other in (augmented(2), augmented(1, seed=(0, 1)), augmented(1, seed=(1,))):
+    for other in (augmented(2), augmented(1, seed=(0, 1))):
         assert not torch.equal(first, other)
 
 
@@ -280,19 +264,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"y: expected a label for each of the 11 examples in x, got none; give y, or a Dataset"),
     ({"x": TensorDataset(X, Y), "y": Y},
      r"y: expected none, as x is a TensorDataset and holds the labels, got a Tensor; leave"),
-    ({"x": X, "y": loader()},
-     r"y: expected a Tensor or array of labels, got a DataLoader; a Dataset .* goes into x"),
-    ({"x": X, "y": Y, "x_test": X},
-     r"y_test: expected a label for each of the 11 examples in x_test, got none; give y_test"),
     ({"x": X, "y": Y, "y_test": Y},
      r"x_test: expected the examples of y_test, got none; give x_test, or leave both out"),
     ({"x": X, "y": Y[:5]}, r"x: .* as many labels, got 11 and 5"),
-    ({"x": X, "y": Y, "x_test": X[:0], "y_test": Y[:0]}, r"x_test: expected at least one example"),
     ({"x": []}, r"x: expected at least one example, got an empty dataset"),
     ({"x": loader(Stream())}, r"got the IterableDataset Stream; give a list"),
-    ({"x": huggingface().to_iterable_dataset()}, r"got the IterableDataset .* give a list"),
-    ({"x": loader(sampler=WeightedRandomSampler([1.0] * N, N))},
-     r"each example once, got one with a WeightedRandomSampler; give the dataset itself"),
     ({"x": loader(sampler=RandomSampler(Dicts(), replacement=True))},
      r"each example once, got one with a RandomSampler"),
     ({"x": loader(sampler=RandomSampler(Dicts(), num_samples=5))},
@@ -303,24 +279,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"each example once, got one with an Own"),
     ({"x": loader(batch_size=None)},
      r"x: expected a DataLoader with a batch_size, got batch_size=None; give it one"),
-    ({"x": {"img": X, "label": Y}},
-     r"x: expected a Tensor, NumPy array, Dataset or DataLoader, got a dict"),
     ({"x": loader(list(X))},
      r"x: expected batches of pairs .*, got a Tensor; have the dataset return the label, too"),
     ({"x": Dicts(), "columns": ("image", "label")},
      r"expected the columns image, label, got img, label without image; name them with columns"),
-    ({"x": pairs(), "columns": ("img", "label")},
-     r"expected columns = two positions from 0 to 1, as its examples are tuples, got \('img'"),
-    ({"x": [(object(), 1)]},
-     r"x: its examples cannot be put into a batch \(default_collate: .*\); give the"),
-    ({"x": huggingface("")},
+    ({"x": huggingface(None)},
      r"x: expected examples as one tensor, got a list; .* tensors of floating point, all of one"),
-    ({"x": X, "y": np.array(["cat"] * N)}, r"y: expected an array of numbers, got an nda"),
     ({"x": loader(batch_size=4, collate_fn=lambda items: (X[:3], Y[:3]))},
      r"x: expected 1 examples and labels in a batch, got 3 and 3; every example must come out"),
     ({"x": X.permute(0, 2, 3, 1).byte(), "y": Y},
      r"try x\.float\(\) / 255, .* and x\.permute\(0, 3, 1, 2\), which puts channels first$"),
-    ({"x": X.long(), "y": Y}, r"dtype int64, .*; try x\.float\(\)$"),
     ({"x": X[:, 0], "y": Y},
      r"examples of shape \(6, 6\) .*; try x\.unsqueeze\(1\), which adds the channel of images$"),
     ({"x": with_nan(), "y": Y},
@@ -329,12 +297,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"y labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; take the"),
     ({"x": X, "y": Y.float()},
      r"y labels: expected integers, or one-hot rows \(n, 3\), got float32 of shape \(11,\); "),
-    ({"x": X, "y": torch.eye(2).repeat(6, 1)[:N]},
-     r"expected one-hot rows \(n, 3\), as the model has 3 outputs, got \(11, 2\); give integers"),
     ({"x": X, "y": torch.zeros(N, 6, 6).long()},
      r"y labels: expected the shape \(n,\), .*, got \(11, 6, 6\); give one class number"),
     ({"x": X, "y": Y, "x_test": X, "y_test": Y - 1}, r"y_test labels: .* got -1 ... 1"),
-    ({"x": [(x, 7) for x in X]}, r"x labels: expected 0 ... 2, got 7 ... 7"),
 ]  # fmt: skip
 
 
@@ -359,16 +324,3 @@ def test_what_the_first_example_does_not_show_is_refused_when_it_is_read(data, m
     client = ModelClient(network(), data)
     with pytest.raises(ValueError, match=message):
         client.training_examples({"server-round": 1})
-
-
-def test_examples_of_a_loader_are_projected_like_tensors():
-    keys, sealed = enrolled()
-    options = {"projection": SealedProjection(10, keys), "sampling_rate": 0.5}
-    found, expected = (
-        CPNTKFLClient(nn.Linear(10, 3), *data, **options).training_examples(
-            {"server-round": 2, SEALED_SEED: sealed}
-        )
-        for data in ((DataLoader(Dicts(), batch_size=4),), (X, Y))
-    )
-    assert found[0].shape == (6, 10)
-    assert all(map(torch.equal, found, expected))

@@ -72,16 +72,6 @@ def test_images_without_a_channel_are_not_taken_for_one_image():
         ModelClient(network, torch.zeros(6, 6, 6), Y)
 
 
-def test_a_single_output_is_for_squared_errors_of_one_class():
-    """Against the target 1, as one class's one-hot row: a regression, used to check steps."""
-    client = ModelClient(nn.Linear(4, 1), X, torch.zeros(6, dtype=torch.int64), loss="mse")
-    assert torch.equal(client.targets, torch.ones(6, 1))
-    with pytest.raises(
-        ValueError, match=r"y labels: expected 0 ... 0, got 0 ... 1; .* as many out"
-    ):
-        ModelClient(nn.Linear(4, 1), X, Y, loss="mse")
-
-
 def test_the_model_stays_as_it_is_and_in_evaluation_mode():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
