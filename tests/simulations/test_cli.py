@@ -4,19 +4,17 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from fedntk.simulations import Config, load_model, read_runs, run
+from fedntk.simulations import Config, read_runs, run
 from fedntk.simulations.cli import app
 
 from ..conftest import ROOT
+from .outcomes import bits
 
 CONF = ROOT / "simulations" / "conf"
 NTK_FL = CONF / "ntk_fl_digits.toml"
@@ -39,11 +37,6 @@ def settings(**others: object) -> list[str]:
     return [f"--set={key}={value}" for key, value in (SMALL | others).items()]
 
 
-def result(folder: Path) -> tuple[object, ...]:
-    arrays = {name: array.tobytes() for name, array in load_model(folder).items()}
-    return read_runs(folder)[0].curve().tolist(), arrays
-
-
 def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tmp_path):
     folder = tmp_path / "a"
     said = fedntk("run", NTK_FL, "--out", folder, "--quiet", *settings())
@@ -54,7 +47,9 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
     said = fedntk("run", "--resume", folder, "--quiet", "--set", "rounds=3")
     assert "after round 3" in said
     config = Config.load(NTK_FL, **{**SMALL, "rounds": 3})
-    assert result(folder) == result(run(config, out=tmp_path / "b", progress=False).folder)
+    straight = run(config, out=tmp_path / "b", progress=False).folder
+    assert read_runs(folder)[0].curve().tolist() == read_runs(straight)[0].curve().tolist()
+    assert bits(folder) == bits(straight)
 
     summary = folder / "summary.json"
     for text in ("{", "[]", '{"rounds": 3}'):
@@ -111,32 +106,19 @@ def test_settings_are_listed():
     assert fedntk("settings", "local-training") == "local-training has no settings of its own\n"
 
 
-def test_ctrl_c_from_outside(tmp_path):
-    """The command in a process of its own is interrupted, and gone on with to the end."""
-    folder = tmp_path / "a"
-    # where this process ignores interrupts, as under nohup, its children would, too
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from fedntk.simulations.cli import app; app()"
-    )
-    options = settings(rounds=30, method="fedavg", **{"server-threads": 1})
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", code, "run", "--out", str(folder), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    lines, deadline = folder / "rounds.jsonl", time.monotonic() + 90
-    while not (lines.exists() and lines.read_text().count("\n") >= 5):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"fedntk run --resume {folder}" in said
-    assert lines.read_text().count("\n") < 30
+def test_a_request_to_terminate_saves_what_there_is(tmp_path, each_run):
+    folder, sent = tmp_path / "a", []
+
+    def stop(config, record) -> None:
+        if record["round"] == 2 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    each_run(report=stop)
+    command = ["run", "--quiet", "--out", str(folder), *settings(rounds=4)]
+    assert CliRunner().invoke(app, command).exit_code == 130
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
     fedntk("run", "--resume", folder, "--quiet")
-    config = Config.load(folder / "config.toml", out=str(tmp_path / "b"))
-    assert result(folder) == result(run(config, progress=False).folder)
+    assert len(read_runs(folder)[0].curve()) == 5
 
 
 def test_command_is_installed():

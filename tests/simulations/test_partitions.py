@@ -31,22 +31,6 @@ def test_papers_partition_draws_floor_of_q_times_200_of_each_class_for_each_clie
         assert len(set(own)) == len(own)  # without replacement
 
 
-def test_papers_partition_has_the_dirichlets_mean_and_variance():
-    """Over m clients the share of a class has mean 1/10 and variance .09 / (10 alpha + 1).
-
-    Rounding down takes at most 1/200 off a share; the bounds are four standard errors. Shares are
-    Beta(0.5, 4.5) with a kurtosis of 6.8, so the variance of 4,000 of them has a relative standard
-    error of sqrt(5.8 / 4000) = 3.8 %: 15 %.
-    """
-    m, alpha = 400, 0.5
-    parts = client_dirichlet(replace(DIGITS, num_clients=m, alpha=alpha, seed=1), LABELS)
-    shares = np.stack([np.bincount(LABELS[own], minlength=10) / 200 for own in parts])
-    variance = 0.09 / (10 * alpha + 1)
-    error = 4 * np.sqrt(variance / m)
-    assert np.all(np.abs(shares.mean(0) - 0.1) < error + 1 / 200)
-    assert shares.var(0).mean() == pytest.approx(variance, rel=0.15)
-
-
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological"])
 def test_disjoint_partitions_hold_every_example_once(partition):
     """Where each has one class, by the first-deterministic assignment, client k has class k."""
