@@ -19,7 +19,7 @@ def test_what_other_packages_name_wrongly_is_left_out(monkeypatch, caplog):
     named = {
         "missing": ("math:NOTHING", "AttributeError"),
         "number": ("math:pi", "expected an object of a subclass of Method, got 3.14"),
-        "twice": ("fedntk.simulations.methods.fedavg:METHOD", "is a method 'fedavg' already"),
+        "twice": ("fedntk.simulations.methods.tct:METHOD", "is a method 'tct' already"),
     }
     entries = [EntryPoint(name, value, "fedntk.methods") for name, (value, _) in named.items()]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
