@@ -160,14 +160,16 @@ def test_five_sets_of_other_columns_sizes_and_modes_are_one(tmp_path):
 def test_what_the_folder_lacks_comes_from_the_hub(tmp_path, monkeypatch):
     """By the names of the table; here the hub says no."""
 
-    def hub(*, dataset: str, subset: str | None, **options: object) -> object:
-        if dataset.startswith(str(tmp_path)):
-            return FederatedDataset(dataset=dataset, subset=subset, **options)
+    real = datasets.load_dataset
+
+    def from_hub(path: str, subset: str | None, **options: object) -> object:
+        if path.startswith(str(tmp_path)):
+            return real(path, subset, **options)
         raise ConnectionError(f"no route to {subset}")
 
     for name in ("mnist", "synth-digits"):
         write_set(tmp_path, name, each=1)
-    monkeypatch.setattr("flwr_datasets.FederatedDataset", hub)
+    monkeypatch.setattr("datasets.load_dataset", from_hub)
     with pytest.raises(ConfigError, match=r"'ufldl-stanford/svhn' has no .* to cropped_digits"):
         load_data(Config(dataset=f"digits-five:{tmp_path}"))
     with pytest.raises(ConfigError, match=r"synth-digits is on no hub .*; set dataset = digits-fi"):
