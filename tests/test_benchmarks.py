@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.clientapp import ClientApp
 
 from fedntk.ntk.convex import RIDGES
 from fedntk.simulations import Config
@@ -33,17 +32,6 @@ def program(monkeypatch: pytest.MonkeyPatch):
         return importlib.import_module(path.stem)
 
     return imported
-
-
-def measured_by(name: str, case: dict) -> dict:
-    """Run a benchmark's measurement of one case in a process of its own."""
-    done = subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, BENCHMARKS / f"{name}.py", "--child", json.dumps(case)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def sizes(model: torch.nn.Module) -> list[tuple[int, ...]]:
@@ -86,15 +74,6 @@ def test_contenders_wait_for_their_turn_and_train(program, shared_data, tmp_path
     assert times["fedntk"]["seconds"] >= times["fedntk"]["in-round"] > 0
 
 
-def test_rounds_without_training_take_time_and_every_client_answers(program):
-    idle = program("idle_app/idle")
-    seconds = idle.rounds(LocalGrid(idle.client, 4, {}), 4, 3)
-    assert len(seconds) == 3
-    assert min(seconds) > 0
-    with pytest.raises(RuntimeError, match="no client's reply could be used"):
-        idle.rounds(LocalGrid(ClientApp(), 4, {}), 4, 1)  # an app that answers with errors
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -122,7 +101,11 @@ def test_measurement_runs_from_the_checkout_and_is_right(name, options):
 
     The contraction of torch.func adds 79,510 products in some order: at most one rounding each.
     """
-    measured = measured_by(name, options)
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, BENCHMARKS / f"{name}.py", "--child", json.dumps(options)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["seconds"] > 0
     for row in [measured, *measured.get("rows", [])]:
         others = options.get("method") == "torch.func"
@@ -160,12 +143,6 @@ def test_exchanges_of_closed_forms_are_measured(monkeypatch, program, tmp_path):
     ]
     assert rows[0]["accuracy"] == rows[1]["accuracy"] > rows[0]["network's own accuracy"]
     assert {row["ridge"] for row in rows[2:]} <= {*RIDGES}
-    monkeypatch.setattr(closed, "RESULTS", tmp_path)
-    closed.write(rows)
-    closed.write([row | {"seed": 1, "accuracy": 60.0} for row in rows[:1]])
-    cases = json.loads((tmp_path / "closed_form.json").read_text(encoding="utf-8"))["cases"]
-    (both,) = [case["by seed"] for case in cases if case["seeds"] == [0, 1]]
-    assert both == [rows[0]["accuracy"], 60.0]
 
 
 @pytest.mark.parametrize("bits", [32, pytest.param(8, marks=pytest.mark.slow)])
@@ -216,14 +193,14 @@ def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(program, tmp_p
 
 
 @pytest.mark.parametrize("once", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data):
+def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data, program):
     """Metered bytes against those of the arrays: headers and names come on top, 1 % at this size.
 
     One cluster of four, 20 examples each.
     """
     own = {"topology": "clustered", "evolve_once": True} if once else {}
     case = {"clients": 4, "kappa": 3, "examples": 20, "data_dir": str(shared_data), **own}
-    measured = measured_by("ntk_dfl", case)
+    measured = program("ntk_dfl").child(**case)
     assert measured["cpu-seconds"] > 0
     for way in ("up", "down"):
         exact = measured[f"formula-{way}"]

@@ -162,16 +162,6 @@ def jacobian_bytes():
     return total
 
 
-def test_a_layer_goes_in_factors_if_they_are_at_most_half_as_large():
-    """With one output: d_in + d_out against d_in d_out numbers."""
-    total = nn.Module()
-    total.forward = lambda x: x.sum(1, keepdim=True)
-    for width, factored in {2: False, 3: False, 4: True}.items():
-        layer = nn.Linear(4, width, bias=False)
-        (block,) = jacobian(nn.Sequential(layer, total), torch.randn(2, 4)).blocks
-        assert (len(block.arrays) == 2) == factored == (2 * (4 + width) <= 4 * width)
-
-
 def tensor_bytes(shape, groups, sparsity, bits):
     whole, ranges, positions, values = (
         next(f for key, f in costs.COSTS["cp_ntk_fl"].items() if key.startswith(start))

@@ -6,6 +6,7 @@ import graphlib
 import importlib
 import importlib.util
 import itertools
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,15 +67,14 @@ def client_stem(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_method_has_its_file_in_every_room(method):
-    own = stem(method)
+def test_a_method_has_its_file_in_every_room_and_is_where_readers_look(method):
+    """In the site's navigation, the tables of three pages, and its own page with all sections."""
+    own, its_client = stem(method), client_stem(method)
     paths = [
-        file_of("strategies", own),
-        f"docs/methods/{own}.md",
-        f"tests/strategies/test_{own}.py",
-    ]
-    its_client = client_stem(method)
-    paths += [file_of("clients", its_client), f"tests/clients/test_{its_client}.py"]
+        file_of("strategies", own), f"docs/methods/{own}.md",
+        f"tests/strategies/test_{own}.py", file_of("clients", its_client),
+        f"tests/clients/test_{its_client}.py",
+    ]  # fmt: skip
     sharing = [other for other in METHODS if client_stem(other) == its_client]
     assert its_client == own or len(sharing) > 1, f"{its_client} is of {method} alone"
     if not METHODS[method].baseline:
@@ -82,26 +82,15 @@ def test_method_has_its_file_in_every_room(method):
     for path in paths:
         assert (ROOT / path).is_file(), path
     assert list((ROOT / "simulations" / "conf").glob(f"{own}*.toml"))
-
-
-def test_every_method_is_where_readers_look_for_it():
-    """In the navigation of the site, in the table of the README and in that of the first page."""
-    for method in METHODS:
-        page = f"methods/{stem(method)}.md"
-        for path in ("mkdocs.yml", "README.md", "docs/index.md", "docs/choosing.md"):
-            assert page in (ROOT / path).read_text(encoding="utf-8"), f"{path}: {page}"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_page_of_a_method_has_all_sections(method):
-    text = (ROOT / "docs" / "methods" / f"{stem(method)}.md").read_text(encoding="utf-8")
-    sections = [line[3:] for line in text.splitlines() if line.startswith("## ")]
-    assert sections == [
+    for path in ("mkdocs.yml", "README.md", "docs/index.md", "docs/choosing.md"):
+        assert f"methods/{own}.md" in (ROOT / path).read_text(encoding="utf-8"), path
+    text = (ROOT / "docs" / "methods" / f"{own}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == [
         "What it does", "When to use it", "Use it", "Options", "What it costs", "Results",
         "Limits",
     ]  # fmt: skip
     assert f"<!-- settings: {method} -->" in text
-    assert f"<!-- table: costs: {stem(method)} -->" in text
+    assert f"<!-- table: costs: {own} -->" in text
     assert "**Exchanges.**" in text
 
 
@@ -161,8 +150,7 @@ def test_no_shared_file_knows_a_method(path):
 def test_public_names_are_exported_and_exist(room):
     package = importlib.import_module(f"fedntk.{room}")
     assert len(package.__all__) == len(set(package.__all__))
-    for name in package.__all__:
-        assert getattr(package, name) is not None
+    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
 
 
 @pytest.mark.parametrize(("room", "base"), [("strategies", Strategy), ("clients", NumPyClient)])
@@ -200,13 +188,6 @@ def test_arrows_point_down_only(room):
                     assert name.split(".")[1] in allowed, f"{path}: {name}"
                 if room in ("ntk", "trust"):
                     assert not name.startswith("flwr"), f"{path}: {name}"
-
-
-@pytest.mark.xdist_group("structure")
-def test_tests_of_a_group_stay_in_one_process(request):
-    """By its name's end, pytest-xdist finds a test's group; without it, it distributes them."""
-    grouped = request.config.getoption("loadgroup", False)
-    assert request.node.nodeid.endswith("@structure") == grouped
 
 
 def test_run_config_of_the_flower_app_equals_the_defaults():
