@@ -43,8 +43,6 @@ try:
 except ModuleNotFoundError as error:
     raise with_extra_named(error) from error
 
-__all__ = ["Federation", "Submission", "Supernode"]
-
 HOST = "127.0.0.1"
 CONNECTION = "fedntk"  # name of the SuperLink in Flower's configuration
 MARK = "FEDNTK_FEDERATION"  # variable in the environment of all that a federation starts
@@ -164,6 +162,7 @@ class Federation:
                 f"{len(node_configs)} for {num_supernodes}"
             )
         self.folder = Path(folder).expanduser().absolute()
+        self.superlink_log = self.folder / "superlink.log"
         self.node_configs = [_described(config) for config in node_configs]
         self.supernodes: list[Supernode] = []
         self._extra = dict(environment or {})
@@ -214,11 +213,6 @@ class Federation:
             self.supernodes.append(Supernode(log, process))
         for node in self.supernodes:
             node.node_id = self._node_id(node)
-
-    @property
-    def superlink_log(self) -> Path:
-        """What the SuperLink says."""
-        return self.folder / "superlink.log"
 
     @property
     def address(self) -> str:

@@ -8,10 +8,8 @@ from logging import getLogger
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
-
-__all__ = ["Run", "become_server", "log_from", "own_copy", "stamp"]
 
 Record = TypeVar("Record", bound=RecordDict | ArrayRecord | MetricRecord | ConfigRecord)
 

@@ -147,7 +147,6 @@ class Recorder:
 
     def should_stop(self, server_round: int, result: Result) -> bool:
         """Whether this round is evaluated, and as many as `patience` had no better model."""
-        del result
         best, patience = self.checkpoint.best, self.config.patience
         stops = best is not None and 0 < patience <= server_round - best.round
         stops = stops and self.strategy.evaluates_in(server_round)

@@ -104,7 +104,12 @@ def _serve(
     checkpoints = Checkpoints(folder)
     checkpoint = checkpoints.newest() if resume else None
     setup, strategy = prepared or prepare(config)
-    source = _source(setup)
+    source = {  # what the bits of a run depend on besides its configuration
+        "data": setup.data.checksum,
+        "split": setup.split.checksum,
+        "device": setup.device,
+        "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
+    }
     if checkpoint is not None:
         _require_same(checkpoint.source, source, folder)
     _await_nodes(grid, config)
@@ -151,17 +156,6 @@ def _serve(
     if unchanged := summary["rounds-unchanged"]:
         logger.warning("%d rounds left the model as it was", unchanged)
     logger.info("results are in %s", folder)
-
-
-def _source(setup: Setup) -> dict[str, str]:
-    """Say what the bits of a run depend on besides its configuration."""
-    in_client = setup.config.client_threads
-    return {
-        "data": setup.data.checksum,
-        "split": setup.split.checksum,
-        "device": setup.device,
-        "threads": f"{torch.get_num_threads()} on the server, {in_client} in a client",
-    }
 
 
 def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:

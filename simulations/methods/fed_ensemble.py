@@ -93,7 +93,6 @@ class _FedEnsemble(Method[Any]):
     def predictor(
         self, setup: Setup, arrays: Arrays, learned: str, *, cache: Path | None = None
     ) -> Predictor:
-        del cache
         models = EnsembleArrays.from_arrays(arrays).models
         inner = self.inner(setup.config)
         return EnsemblePredictor(

@@ -223,7 +223,6 @@ class Method(Generic[S]):
 
     def arguments(self, config: Config, settings: S) -> dict[str, Any]:
         """Return arguments of the strategy that the settings say, and its rules speak of."""
-        del config, settings
         return {}
 
     def _in_keys(self, message: str) -> str:
@@ -247,7 +246,6 @@ class Method(Generic[S]):
 
     def client(self, setup: Setup, partition: int, options: dict[str, Any]) -> NumPyClient:
         """Make the client with the examples of one partition; `options` are common to all."""
-        del partition
         client: NumPyClient = self._make(self.client_class, setup, options)
         return client
 
@@ -263,7 +261,6 @@ class Method(Generic[S]):
         if EnsembleArrays.are_in(arrays):
             models = EnsembleArrays.from_arrays(arrays).models
             return EnsemblePredictor(self.predictor(setup, own, learned) for own in models)
-        del cache
         return NetworkPredictor.from_arrays(
             setup.network, arrays, loss=setup.config.loss, device=setup.device
         )
@@ -273,7 +270,6 @@ class Method(Generic[S]):
 
     def validates(self, config: Config) -> bool:
         """Say whether a run chooses part of its model by examples that are held out."""
-        del config
         return False
 
     def seeded_protection(self, config: Config) -> list[str]:
@@ -285,7 +281,6 @@ class Method(Generic[S]):
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Measure what else the server can of a round's models, where it evaluates."""
-        del setup, strategy
         return {}
 
     def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:
@@ -302,7 +297,6 @@ class Method(Generic[S]):
 
     def pictures(self, folder: Path) -> Mapping[str, "Figure"]:
         """Draw what :meth:`after_round` and :meth:`after_run` wrote, for the report, by name."""
-        del folder
         return {}
 
     def clean_up(self, config: Config) -> None:

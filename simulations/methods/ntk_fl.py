@@ -75,7 +75,6 @@ class EvolvingMethod(Method[Any]):
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Refuse a round of Jacobians, and their stack, that the server could not hold."""
-        del models
         config, device = setup.config, setup.device
         x, _ = setup.data.train(setup.split.clients[0][:1])
         row = jacobian(setup.network.to(device), projected(config, x).to(device))
