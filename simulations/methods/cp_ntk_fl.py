@@ -4,7 +4,6 @@ from typing import Any
 
 from flwr.client import NumPyClient
 
-from fedntk.clients import CPNTKFLClient
 from fedntk.strategies import CPNTKFL, BaseStrategy
 
 from ..config.config import Config
@@ -24,7 +23,6 @@ class _CPNTKFL(EvolvingMethod):
     name = "cp-ntk-fl"
     own_settings = CPNTKFLSettings
     strategy_class = CPNTKFL
-    client_class = CPNTKFLClient
     metrics = (*EvolvingMethod.metrics, "epsilon", "label-noise", "noise-multiplier")
 
     def check(self, config: Config, settings: Any) -> None:

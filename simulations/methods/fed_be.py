@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from fedntk.clients import SGDClient
 from fedntk.strategies import BaseStrategy, Distillation, FedBE
 
 from ..config.config import Config
@@ -22,7 +21,6 @@ class _FedBE(Method[Any]):
     name = "fed-be"
     strategy_class = FedBE
     parts = (Distillation,)
-    client_class = SGDClient
     own_settings = FedBESettings
     apart = ("alpha", "learning_rate", "batch_size", "momentum", "weight_decay")
     baseline = True

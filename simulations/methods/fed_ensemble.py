@@ -35,7 +35,6 @@ class FedEnsembleSettings(Settings, frozen=True, eq=True):
 class _FedEnsemble(Method[Any]):
     name = "fed-ensemble"
     strategy_class = FedEnsemble
-    client_class = FedEnsembleClient
     own_settings = FedEnsembleSettings
     metrics = ("models-updated",)
     evaluation_metrics = (

@@ -14,7 +14,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedntk.clients import SGDClient
+import fedntk.clients
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor
 from fedntk.ntk.options import Declared, Option
 from fedntk.ntk.payloads import EnsembleArrays
@@ -121,8 +121,8 @@ class Setup:
 class Method(Generic[S]):
     """All that the simulations know of one method.
 
-    An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy, client, and
-    further attributes. A method with behaviour of its own is a subclass, with an object of it as
+    An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy and further
+    attributes. A method with behaviour of its own is a subclass, with an object of it as
     ``METHOD`` in a module of :mod:`fedntk.simulations.methods`, or in another package that names it
     in the entry-point group ``fedntk.methods``.
 
@@ -135,7 +135,6 @@ class Method(Generic[S]):
     name: ClassVar[str]
     settings: type[S]
     strategy_class: ClassVar[type[BaseStrategy]]
-    client_class: ClassVar[type[NumPyClient]]
     parts: ClassVar[tuple[type[Declared], ...]] = ()  # from which the strategy is made, as well
     # settings that the classes lack, or have with another default or meaning
     own_settings: ClassVar[type[Settings]] = Settings
@@ -151,8 +150,7 @@ class Method(Generic[S]):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ()  # of clients, besides loss and accuracy
 
     def __init__(self, *row: Any, **more: Any) -> None:
-        columns = ("name", "strategy_class", "client_class")
-        vars(self).update(more, **dict(zip(columns, row, strict=False)))
+        vars(self).update(zip(("name", "strategy_class"), row, strict=False), **more)
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
         if not hasattr(self, "settings"):
@@ -162,9 +160,18 @@ class Method(Generic[S]):
                 f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
             )
 
+    @cached_property
+    def client_class(self) -> Any:
+        """Class of its clients: the one that the strategy names, unless a subclass has another."""
+        return getattr(fedntk.clients, self.strategy_class.client)
+
     def _made_settings(self) -> Any:
         """Make the class of the method's settings from the options of its classes."""
-        common = {**Config.options(), **BaseStrategy.options(), **SGDClient.options()}
+        common = {
+            **Config.options(),
+            **BaseStrategy.options(),
+            **fedntk.clients.SGDClient.options(),
+        }
         own = self.own_settings.options()
         found: dict[str, Option] = {}
         for kind in self._declared():

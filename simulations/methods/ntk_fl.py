@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 
-from fedntk.clients import NTKFLClient, sample_size
+from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution import AUTO
 from fedntk.strategies import NTKFL, BaseStrategy
@@ -106,7 +106,6 @@ class EvolvingMethod(Method[Any]):
 class _NTKFL(EvolvingMethod):
     name = "ntk-fl"
     strategy_class = NTKFL
-    client_class = NTKFLClient
 
 
 METHOD = _NTKFL()

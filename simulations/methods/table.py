@@ -2,19 +2,6 @@
 
 from typing import Any
 
-from fedntk.clients import (
-    ClosedFormClient,
-    DFedAvgClient,
-    DFedSAMClient,
-    DisPFLClient,
-    DittoClient,
-    DPSGDClient,
-    FedProtoClient,
-    NTKDFLClient,
-    PersonalisedClient,
-    SCAFFOLDClient,
-    SGDClient,
-)
 from fedntk.strategies import (
     AFL,
     DPSGD,
@@ -39,31 +26,26 @@ from .method import Method
 # of methods whose models are the clients' own: they are judged by the clients' evaluations
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
 METHODS: tuple[Method[Any], ...] = (
-    Method("afl", AFL, ClosedFormClient, baseline=True),
-    Method("fed-ncm", FedNCM, ClosedFormClient, baseline=True),
-    Method("fed3r", Fed3R, ClosedFormClient, baseline=True),
-    Method("fedavg", SeededFedAvg, SGDClient, baseline=True, apart=("proximal_mu",)),
-    Method("scaffold", SCAFFOLD, SCAFFOLDClient, baseline=True),
-    Method("ditto", Ditto, DittoClient, metrics=("personal-loss", "restarted"), **PERSONAL),
-    Method("fed-bn", FedBN, PersonalisedClient, **PERSONAL),
-    Method("fed-per", FedPer, PersonalisedClient, **PERSONAL),
-    Method("fed-proto", FedProto, FedProtoClient, learns_on_server=False, **PERSONAL),
-    Method("local-training", LocalTraining, PersonalisedClient, learns_on_server=False, **PERSONAL),
-    DecentralisedMethod("d-psgd", DPSGD, DPSGDClient, baseline=True),
-    DecentralisedMethod("dfedavg", DFedAvg, DFedAvgClient, baseline=True),
-    DecentralisedMethod("dfedsam", DFedSAM, DFedSAMClient, baseline=True),
+    Method("afl", AFL, baseline=True),
+    Method("fed-ncm", FedNCM, baseline=True),
+    Method("fed3r", Fed3R, baseline=True),
+    Method("fedavg", SeededFedAvg, baseline=True, apart=("proximal_mu",)),
+    Method("scaffold", SCAFFOLD, baseline=True),
+    Method("ditto", Ditto, metrics=("personal-loss", "restarted"), **PERSONAL),
+    Method("fed-bn", FedBN, **PERSONAL),
+    Method("fed-per", FedPer, **PERSONAL),
+    Method("fed-proto", FedProto, learns_on_server=False, **PERSONAL),
+    Method("local-training", LocalTraining, learns_on_server=False, **PERSONAL),
+    DecentralisedMethod("d-psgd", DPSGD, baseline=True),
+    DecentralisedMethod("dfedavg", DFedAvg, baseline=True),
+    DecentralisedMethod("dfedsam", DFedSAM, baseline=True),
     DecentralisedMethod(
         "dispfl",
         DisPFL,
-        DisPFLClient,
         metrics=(*DecentralisedMethod.metrics, "mask-density", "mask-changed"),
         **PERSONAL,
     ),
     DecentralisedMethod(
-        "ntk-dfl",
-        NTKDFL,
-        NTKDFLClient,
-        apart=("class_prior",),
-        metrics=(*DecentralisedMethod.metrics, "t"),
+        "ntk-dfl", NTKDFL, apart=("class_prior",), metrics=(*DecentralisedMethod.metrics, "t")
     ),
 )

@@ -8,7 +8,7 @@ import torch
 from flwr.client import NumPyClient
 from torch import Tensor
 
-from fedntk.clients import FeatureStore, TCTClient, shrink
+from fedntk.clients import FeatureStore, shrink
 from fedntk.clients.core.disk_store import data_digest
 from fedntk.ntk import FeatureMap, TCTModel, require_disk, require_memory
 from fedntk.ntk.payloads import ConvexTask
@@ -46,7 +46,6 @@ class TCTSettings(Settings, frozen=True, eq=True):
 class _TCT(Method[Any]):
     name = "tct"
     strategy_class = TCT
-    client_class = TCTClient
     own_settings = TCTSettings
     apart = ("learning_rate", "loss", "proximal_mu")
     metrics = ("examples-changed", "features-constant", "rate-times-lambda", "ridge")

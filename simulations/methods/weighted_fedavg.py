@@ -6,7 +6,6 @@ from typing import cast
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedntk.clients import WeightedFedAvgClient
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, WeightedFedAvg
 
@@ -18,7 +17,6 @@ from .method import Method
 class _WeightedFedAvg(Method[Settings]):
     name = "weighted-fedavg"
     strategy_class = WeightedFedAvg
-    client_class = WeightedFedAvgClient
     headline = "client-accuracy-mean"
     metrics = ("effective-clients", "own-weight-mean", "similarity-mean")
 
