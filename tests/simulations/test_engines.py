@@ -1,7 +1,5 @@
 """The local grid behaves as Flower's; the meter counts what is sent."""
 
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -61,14 +59,6 @@ def test_replies_answer_their_messages_and_a_broken_client_is_an_error():
     assert [len(list(local.pull_messages(ids))) for _ in range(2)] == [3, 0]
 
 
-@pytest.mark.parametrize("answer", [None, RecordDict()])
-def test_an_app_that_returns_no_message_is_an_error(answer):
-    replies = grid(lambda message, context: answer).send_and_receive(messages())
-    name = type(answer).__name__
-    said = f"TypeError: the app returned {name}, expected a Message"
-    assert [reply.error.reason for reply in replies] == [said] * 3
-
-
 def test_a_client_that_edits_its_message_does_not_change_anothers():
     def greedy(message: Message, context: Context) -> Message:
         seen = len(message.content)
@@ -83,21 +73,6 @@ def test_a_client_that_edits_its_message_does_not_change_anothers():
     assert [r.content["m"]["seen"] for r in replies if r.has_content()] == [1, 1]
     assert content["config"]["round"] == 1
     assert [r.has_error() for r in replies] == [False, True, False]
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_any_number_of_workers_gives_the_same_replies(workers):
-    def slow(message: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        time.sleep(0.02 * (partition % 3))
-        return Message(RecordDict({"m": MetricRecord({"p": partition})}), reply_to=message)
-
-    told = []
-    with grid(slow, workers=workers, on_answer=lambda *answer: told.append(answer)) as local:
-        replies = list(local.send_and_receive(messages(nodes=(5, 1, 7, 2, 4))))
-    assert [reply.content["m"]["p"] for reply in replies] == [4, 0, 6, 1, 3]
-    assert told == [("train", i, 5) for i in range(1, 6)]
-    assert not any(thread.name.startswith("client") for thread in threading.enumerate())
 
 
 def test_counted_bytes_are_flowers_own_sizes():

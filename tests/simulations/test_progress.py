@@ -1,4 +1,4 @@
-"""What is shown in a log, in a terminal and in Jupyter."""
+"""What is shown in a log and in a terminal."""
 
 import io
 import logging
@@ -51,15 +51,6 @@ def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_the_metric_that_is_shown_is_the_methods_headline():
-    shown = Progress(4)
-    shown.begin("one", 4, headline="client-accuracy-mean")
-    shown.on_round(record(1, **{"client-accuracy-mean": 0.25}))
-    assert "client-accuracy-mean 25.0 %" in str(shown)
-    shown.on_round(record(2))  # in which no client evaluated
-    assert "%" not in str(shown)
-
-
 def test_time_left_is_the_median_round_for_each_round_left(clock):
     """Rounds of 100, 10 and 10 s, two left: 20 s. Rounds that were there already took no time."""
     shown = Progress(11, 2)
@@ -87,24 +78,3 @@ def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run(monkeypatch):
     assert before.getvalue() == ""
     for text in ("a client was dropped\n", "first: run 1/2, round 4/4, done", "second", "━"):
         assert text in file.getvalue()
-
-
-def test_jupyter_gets_one_output_that_is_rewritten(monkeypatch):
-    texts, calls = [], []
-
-    class Handle:
-        def update(self, output: dict[str, str], raw: bool) -> None:
-            texts.append(output["text/plain"])
-
-    def display(*_: object, **options: object) -> Handle:
-        calls.append(options)
-        return Handle()
-
-    monkeypatch.setattr("IPython.display.display", display)
-    with progress(8, 2, console=Console(force_jupyter=True)) as shown:
-        two_runs(shown)
-    assert calls == [{"raw": True, "display_id": True}]
-    lines = texts[-1].splitlines()
-    assert [(line.split(":")[0], "done" in line) for line in lines] == [
-        ("first", True), ("second", True)
-    ]  # fmt: skip

@@ -27,9 +27,8 @@ from fedntk.simulations import (
 )
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
-from fedntk.simulations.engine.flwr_run import flwr_run
 from fedntk.simulations.engine.server_app import main, serve
-from fedntk.simulations.report.results import read_run, to_target
+from fedntk.simulations.report.results import read_run
 
 from ..conftest import ROOT
 from .outcomes import bits, grid_of, measured
@@ -101,7 +100,6 @@ STATISTICS = {"solve": "statistics", "num_features": 100, "bootstrap_rounds": 0,
 @pytest.mark.parametrize(
     "options",
     [
-        {"ntk_fl": {"selection": "validation"}, "validation_examples": 50},
         {"ntk_fl": {"selection": "validation"}, "validation_clients": 2, "train_examples": 0},
         {"loss": "mse", "learning_rate": 0.1, "ntk_fl": {"selection": "linearised"}},
         {"ntk_fl": {"kernel": "full", "residuals": "sum", "structure": "dense"}, "width": 10},
@@ -131,11 +129,8 @@ def test_round_that_cannot_fit_is_refused_before_the_first(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "stage 2 of 20 clients, up to .* examples each, needs"),
         ({"solve": "server"}, "stage 2 of 20 clients, up to .* examples each, needs"),
-        ({"solve": "statistics"}, "pooled-statistics of .* features from 20 clients needs"),
         ({"local_steps": 1}, "features of all examples need .* GB on"),
-        ({"local_steps": 1, "keep": "nothing"}, ""),
     ],
 )
 def test_stage_2_that_cannot_fit_is_refused_before_the_first(
@@ -148,9 +143,9 @@ def test_stage_2_that_cannot_fit_is_refused_before_the_first(
     monkeypatch.setattr(differentiate, "require_memory", lambda *a, **o: None)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=message):
         run(config, progress=False)
-    assert bool(message) == (list(tmp_path.iterdir()) == [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp_path):
@@ -178,35 +173,16 @@ def test_tct_goes_on_from_another_runs_network_and_its_predictor_can_be_kept(tmp
     assert torch.equal(again.predict(x), predictor.predict(x))
 
 
-def test_different_runs_of_one_name_are_told_apart(tmp_path, caplog):
+def test_different_runs_of_one_name_are_told_apart(tmp_path):
     """Runs that were killed or are damaged are left out."""
-    runs = {"a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}, "d": {}}
-    for folder, options in runs.items():
-        run(SMALL, rounds=0, method="fedavg", out=tmp_path / folder, progress=False, **options)
+    for folder, own in {"a": {"learning_rate": 0.5}, "b": {}, "c": {"seed": 1}}.items():
+        run(SMALL, rounds=0, method="fedavg", out=tmp_path / folder, progress=False, **own)
     names = load_results(tmp_path).groupby(["run", "seed"]).size().index.tolist()
-    assert names == [
-        ("fedavg, learning-rate = 0.01", 0), ("fedavg, learning-rate = 0.01", 1),
-        ("fedavg, learning-rate = 0.5", 0),
-    ]  # fmt: skip
+    same = [("fedavg, learning-rate = 0.01", seed) for seed in (0, 1)]
+    assert names == [*same, ("fedavg, learning-rate = 0.5", 0)]
     apart = load_results([tmp_path / "b", tmp_path / "c"])
     (tmp_path / "a" / "summary.json").unlink()
-    (tmp_path / "d" / "config.toml").write_text("seed = 2\n", encoding="utf-8")
     pd.testing.assert_frame_equal(load_results(tmp_path), apart)
-    for said in ("it is the run of", "a is left out", "d is left out"):
-        assert any(said in message for message in caplog.messages)
-
-
-def test_to_target():
-    """First round that reaches it; costs summed up to there, round 0 included."""
-    records = [
-        {"round": i, "accuracy": a, "bytes-up": 10**i, "bytes-down": 1, "seconds": 0.5}
-        for i, a in enumerate((0.1, 0.5, 0.4, 0.8))
-    ]
-    assert [to_target(records, target) for target in (0.5, 0.6, 0.9)] == [
-        {"round": 1, "bytes-up": 11, "bytes-down": 2, "seconds": 1.0},
-        {"round": 3, "bytes-up": 1111, "bytes-down": 4, "seconds": 2.0},
-        None,
-    ]
 
 
 # -------------------------------------------------------------------------- refusals
@@ -252,7 +228,6 @@ def test_what_flowers_own_command_meets(tmp_path):
     ("options", "message"),
     [
         ({"engine": "dask"}, "engine: expected one of local, ray, got 'dask'"),
-        ({"workers": 0}, "workers: expected at least 1, got 0"),
         ({"workers": 2, "engine": "ray"}, "workers is for the local engine"),
         ({"engine": "ray", "client_cpus": 10_000}, "client-cpus: expected at most this machine's"),
         ({"engine": "ray", "client_gpus": 99.0}, "client-gpus: expected at most this machine's"),
@@ -348,16 +323,6 @@ def test_after_kill_9_on_ray_the_same_command_ends_what_is_left_and_goes_on(tmp_
     assert processes_of(tmp_path) == []
     whole = run(config, out=str(tmp_path / "whole"), progress=False)
     assert bits(resumed.folder) == bits(whole.folder)
-
-
-@pytest.mark.xdist_group("ray")
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_failure_on_ray_reaches_the_caller(tmp_path):
-    config = SMALL.replace(out=tmp_path, dataset="npz:/nowhere.npz")
-    flwr_run(config, lambda record: None)
-    with pytest.raises(RunFailed, match=r"no file at /nowhere\.npz"):
-        read_run(tmp_path)
 
 
 def test_mathematics_runs_on_torch_and_numpy_alone():

@@ -1,8 +1,5 @@
 """TensorBoard and MLflow get each round's metrics once, also of a run that was interrupted."""
 
-import importlib
-import sys
-
 import pytest
 
 from fedntk.simulations import Config, ConfigError, run
@@ -64,13 +61,6 @@ def test_mlflow(tmp_path, each_run, monkeypatch):
     assert list(found["6"]) == [0, 1]
     assert found["5"] == result.curve().to_dict()
     assert len(found) == 2
-
-
-def test_they_are_imported_only_when_asked_for(tmp_path, monkeypatch):
-    for name in ("tensorboard", "torch.utils.tensorboard", "mlflow"):
-        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-    importlib.reload(writers)
-    run(SMALL, rounds=0, out=tmp_path, progress=False)
 
 
 def test_a_writer_that_is_not_installed_is_refused_with_the_cure(monkeypatch):
