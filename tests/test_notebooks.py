@@ -8,6 +8,7 @@ import warnings
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 from .conftest import ROOT
@@ -17,21 +18,24 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 QUICK = {
     "compare": {
         "SEEDS = [0, 1, 2]": "SEEDS = [0]",
-        '{"rounds": 10,': '{"rounds": 3, "test_examples": 200,',
+        '{"rounds": 10,': '{"rounds": 3, "train_examples": 300, "test_examples": 100, '
+        '"num_clients": 10, "clients_per_round": 5,',
         "1000 if": "100 if",
         '"bootstrap_rounds": 3 if': '"bootstrap_rounds": 1 if',
         "ALPHAS = [0.1, 1.0, 10.0]": "ALPHAS = [0.1]",
+        '("NTK-FL", "CP-NTK-FL", "FedAvg", "TCT")': '("NTK-FL", "FedAvg")',
     },
     "cp_ntk_fl": {
-        "rounds=6,": "rounds=1,",
+        "rounds=6,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
         "arange(0, len(some), 2)": "arange(0, len(some), 10)",
-        "RATES, SIZES = (0.1, 0.3, 1.0), (10, 20, 40, 64)": "RATES, SIZES = (0.1,), (10, 64)",
-        "rounds=4,": "rounds=1,",
+        "RATES, SIZES = (0.1, 0.3, 1.0), (10, 20, 40, 64)": "RATES, SIZES = (0.5,), (10,)",
+        "rounds=4,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
         "seeds=(0, 1, 2)": "seeds=(0,)",
-        "rounds=8,": "rounds=1,",
+        "rounds=8,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
         "means[[1, 2, 4, 8]]": "means[[1]]",
-        "(0.01, 0.03, 0.1, 0.3, 1.0)": "(0.01, 1.0)",
-        "rounds=3,": "rounds=1,",
+        "=20,\n": "=4,\n",
+        "(0.01, 0.03, 0.1, 0.3, 1.0)": "(1.0,)",
+        "rounds=3,": "rounds=1, train_examples=100, test_examples=100,",
     },
     "fed_ensemble": {
         "num_rounds=200": "num_rounds=10",
@@ -42,12 +46,13 @@ QUICK = {
         "rounds=5,": "rounds=2,",
         "train_examples=800": "train_examples=120,\n    test_examples=100",
         "=12,\n": "=6,\n",
+        "20,50,100,200": "20,50",
         'names = ("line", "ring", "erdos-renyi", "clustered", "complete")': 'names = ("ring",)',
         "rounds=2, out": "rounds=1, out",
     },
     "ntk_fl": {
         "steps = [10, 20, 50, 100, 200, 500, 1000, 2000]": "steps = [10, 20, 50]",
-        "rounds=5,": "rounds=2,",
+        "rounds=5,": "rounds=2, train_examples=200,",
     },
     "tct": {
         "    rounds=16,": "    rounds=16,\n    train_examples=100,\n    test_examples=100,",
@@ -62,10 +67,10 @@ QUICK = {
         '(10, ":"), (100, "--"), (1000, "-")': '(10, ":"), (100, "--")',
     },
     "weighted_fedavg": {
-        "rounds=12,": "rounds=2,",
+        "rounds=12,": "rounds=2,\n    test_examples=100,",
         "local_epochs=5": "local_epochs=1",
         "round == 12": "round == 2",
-        "[0.03, 0.1, 0.3, 1.0]": "[0.03, 1.0]",
+        "[0.03, 0.1, 0.3, 1.0]": "[0.03]",
     },
 }
 
@@ -74,24 +79,42 @@ def test_every_notebook_has_a_quick_form():
     assert QUICK.keys() == NOTEBOOKS.keys()
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def shared():
+    """A loop and a kernel for all quick forms: what they import takes longer than most run."""
+    with asyncio.Runner() as loop:
+        manager = AsyncKernelManager()
+        yield loop, manager
+        if manager.has_kernel:
+            loop.run(manager.shutdown_kernel(now=True))
+
+
+QUICKLY = pytest.param(True, marks=pytest.mark.xdist_group("notebooks"))
+
+
+@pytest.mark.parametrize("quick", [QUICKLY, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs(name, quick, tmp_path):
+def test_notebook_runs(name, quick, shared, tmp_path):
+    """The quick forms in one kernel, whose names each finds reset; the whole ones in their own."""
+    loop, kernel = shared
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for old, new in QUICK[name].items() if quick else ():
         assert any(old in cell.source for cell in code), old
         for cell in code:
             cell.source = cell.source.replace(old, new)
+    start = f"%reset -f\n%cd -q {tmp_path}\nimport matplotlib\nmatplotlib.rcdefaults()"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(start))
     client = NotebookClient(
         notebook,
         timeout=1800,  # seconds of a cell that hangs; a busy machine may take minutes
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
+        km=kernel if quick else None,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Jupyter's own
-        asyncio.run(client.async_execute())
+        loop.run(client.async_execute())
+    if quick:
+        client.kc.stop_channels()
     outputs = [output for cell in code for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
