@@ -15,15 +15,9 @@ from fedntk.clients import (
     project,
 )
 from fedntk.ntk import CentredInputs, CompressedUpload, UploadLimits, one_hot
-from fedntk.trust import (
-    SEALED_SEED,
-    ClientKeys,
-    KeyServer,
-    SealError,
-    ShufflingServer,
-    new_key,
-    public_bytes,
-)
+from fedntk.trust import SEALED_SEED, KeyServer, SealError, ShufflingServer, new_key
+
+from .keys import enrolled
 
 N = 40
 X, Y = torch.randn(N, 2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
@@ -63,8 +57,14 @@ def test_without_tools_it_sends_what_ntk_fl_sends():
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12), (0.99, 40)])
-def test_a_sample_has_its_size(rate, size):
-    assert fit(sampling_rate=rate)[1][1] == size
+def test_a_sample_has_its_size_and_candidates_are_compared_on_it(rate, size):
+    client, (arrays, count, _) = fit(sampling_rate=rate)
+    sent = parsed(arrays)
+    expected = float(nn.functional.cross_entropy(sent.outputs, sent.targets.argmax(1)))
+    stacked = [np.stack([w, w]) for w in get_weights(client.model)]
+    answer = client.query(stacked, {"server-round": 1})
+    assert answer["num-examples"] == count == size
+    assert answer["losses"] == pytest.approx([expected] * 2)
 
 
 def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equally_often():
@@ -84,37 +84,27 @@ def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equall
     assert (counts - 100).abs().max() < 5 * 8.7
 
 
-def test_the_candidates_are_compared_on_the_examples_that_were_sent():
-    client, (arrays, count, _) = fit(sampling_rate=0.25)
-    sent = parsed(arrays)
-    stacked = [np.stack([w, w]) for w in get_weights(client.model)]
-    answer = client.query(stacked, {"server-round": 1})
-    expected = float(nn.functional.cross_entropy(sent.outputs, sent.targets.argmax(1)))
-    assert answer["num-examples"] == count
-    assert answer["losses"] == pytest.approx([expected] * 2)
-
-
 # -------------------------------------------------------------------- projection
+
+
+SEED = KeyServer(bytes(range(32)), [], Ed25519PrivateKey.generate()).projection_seed(RUN)
 
 
 @pytest.fixture
 def party():
-    """Projection of an enrolled client, its key server, and a message's configuration."""
-    key, state = new_key(), {}
-    server = KeyServer(bytes(range(32)), [public_bytes(key)], Ed25519PrivateKey.generate())
-    keys = ClientKeys(key, run=RUN, verify_key=server.verify_key, state=state)
-    asked = keys.request()
-    sealed = server.sealed_seed(asked["public-key"], RUN, asked["challenge"])
-    return SealedProjection(4, keys), server, {SEALED_SEED: sealed}
+    """Keys of an enrolled client, and a message's configuration."""
+    keys, sealed = enrolled()
+    return keys, {SEALED_SEED: sealed}
 
 
 @pytest.mark.parametrize("kind", [CPNTKFLClient, SGDClient])
 def test_a_client_with_a_projection_is_one_of_projected_examples(party, kind):
     """It trains, evaluates and compares candidates on the same; FedAvg's client, too."""
-    projection, server, config = party
+    keys, config = party
     options = {"sampling_rate": 0.5, "seed": (1, 2)}
-    client, (sent, *told) = fit(width=4, projection=projection, config=config, kind=kind, **options)
-    plain = kind(network(4), project(X, 4, server.projection_seed(RUN)), Y, **options)
+    own = {"projection": SealedProjection(4, keys), "config": config, "kind": kind}
+    client, (sent, *told) = fit(width=4, **own, **options)
+    plain = kind(network(4), project(X, 4, SEED), Y, **options)
     weights, first = get_weights(network(4)), {"server-round": 1}
     expected, *expected_told = plain.fit(weights, first)
     assert (len(plain.inputs), told) == (N, expected_told)
@@ -123,6 +113,10 @@ def test_a_client_with_a_projection_is_one_of_projected_examples(party, kind):
     if kind is CPNTKFLClient:
         stacked = [w[None] for w in weights]
         assert client.query(stacked, config | first) == plain.query(stacked, first)
+    assert set(client.get_properties({})) == {"public-key", "challenge"}
+    assert plain.get_properties({}) == {}
+    with pytest.raises(SealError, match="give the strategy key_server="):
+        client.fit(weights, {})
 
 
 def test_standardised_inputs_stay_standardised():
@@ -133,41 +127,33 @@ def test_standardised_inputs_stay_standardised():
     assert float(z.var()) == pytest.approx(1, abs=0.03)
 
 
-def test_its_properties_ask_the_key_server_and_a_message_without_a_seed_is_refused(party):
-    client = CPNTKFLClient(network(4), X, Y, projection=party[0])
-    assert set(client.get_properties({})) == {"public-key", "challenge"}
-    assert CPNTKFLClient(network(), X, Y).get_properties({}) == {}
-    with pytest.raises(SealError, match="give the strategy key_server="):
-        client.fit(get_weights(network(4)), {})
-
-
 def test_low_frequencies_are_a_rotation_of_one_size_with_the_gaussian_features(party):
     """With all of them norms are kept: features of inputs of variance 1 have variance 1."""
-    _, server, config = party
+    keys, config = party
     images = torch.randn(50, 1, 3, 2, generator=torch.Generator().manual_seed(0))
-    projection = SealedProjection(6, party[0].keys, "low-frequency")
-    z, seed = projection(images, config), server.projection_seed(RUN)
-    assert torch.equal(z, project(images, 6, seed, "low-frequency"))
+    z = SealedProjection(6, keys, "low-frequency")(images, config)
     rows = images.flatten(1)
+    assert torch.equal(z, project(images, 6, SEED, "low-frequency"))
     torch.testing.assert_close(z @ z.T, rows @ rows.T, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(z, project(images, 6, seed))
-    fewer = project(images, 3, seed, "low-frequency")  # sqrt(3/6) of what these keep
+    assert not torch.allclose(z, project(images, 6, SEED))
+    fewer = project(images, 3, SEED, "low-frequency")  # sqrt(3/6) of what these keep
     assert float(fewer.norm() ** 2) < float(rows.norm() ** 2) / 2
 
 
-def test_low_frequencies_of_what_is_no_image_are_refused_when_the_client_is_made(party):
-    projection = SealedProjection(4, party[0].keys, "low-frequency")
-    with pytest.raises(ValueError, match=r"expected images of shape .* use the Gaussian"):
-        CPNTKFLClient(network(4), X.flatten(1), Y, projection=projection)
-    with pytest.raises(ValueError, match="expected the kind gaussian, low-frequency, got 'low'"):
-        SealedProjection(4, party[0].keys, "low")
-
-
-@pytest.mark.parametrize("features", [0, 7])
-def test_more_features_than_inputs_are_refused(party, features):
-    projection = SealedProjection(features, party[0].keys)
-    with pytest.raises(ValueError, match=r"projection: expected 1 ... 6 features"):
-        CPNTKFLClient(network(6), X, Y, projection=projection)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((4, "low-frequency"), "expected images of shape .* use the Gaussian"),
+        ((4, "low"), "expected the kind gaussian, low-frequency, got 'low'"),
+        ((0,), "projection: expected 1 ... 6 features"),
+        ((7,), "projection: expected 1 ... 6 features"),
+    ],
+)
+def test_projections_that_cannot_be_are_refused_when_the_client_is_made(party, options, message):
+    features, *kind = options
+    x = X.flatten(1)
+    with pytest.raises(ValueError, match=message):
+        CPNTKFLClient(network(), x, Y, projection=SealedProjection(features, party[0], *kind))
 
 
 # ---------------------------------------------------------- compression and sealing
@@ -182,7 +168,7 @@ def test_an_upload_is_compressed_as_asked(structure):
     assert sum(a.nbytes for a in arrays) < 0.5 * sum(a.nbytes for a in plain)
 
 
-def test_a_sealed_upload_opens_for_the_shuffling_server_alone_and_no_loss_comes_with_it():
+def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_with_it():
     server = ShufflingServer()
     tools = {"sparsity": 0.5, "bits": 6, "sampling_rate": 0.5, "run": RUN}
     sent = [
@@ -231,17 +217,15 @@ def test_noise_comes_from_the_system_unless_a_seed_is_given():
 def test_a_private_client_tells_nothing_else_of_its_training_examples():
     client, (_, _, metrics) = fit(**DP)
     assert metrics == {"noise-multiplier": 2.0, "label-noise": 0.5}
-    weights = get_weights(client.model)
-    with pytest.raises(ValueError, match="use selection='linearised'"):
-        client.query([w[None] for w in weights], {"server-round": 1})
-    with pytest.raises(ValueError, match="give the client test examples"):
-        client.evaluate(weights, {})
-    with pytest.raises(ValueError, match="have the strategy leave centre_inputs out"):
-        client.input_sums({})
-    shuffled = CPNTKFLClient(
-        CentredInputs(network(), X.shape[1:]), X, Y, shuffling_key=bytes(range(32)), run=RUN
-    )
-    with pytest.raises(ValueError, match="by which shuffled rows can be told apart"):
-        shuffled.input_sums({})
+    weights, centred = get_weights(client.model), CentredInputs(network(), X.shape[1:])
+    shuffled = CPNTKFLClient(centred, X, Y, shuffling_key=bytes(range(32)), run=RUN)
+    for ask, message in (
+        (lambda: client.query([w[None] for w in weights], {}), "use selection='linearised'"),
+        (lambda: client.evaluate(weights, {}), "give the client test examples"),
+        (lambda: client.input_sums({}), "have the strategy leave centre_inputs out"),
+        (lambda: shuffled.input_sums({}), "by which shuffled rows can be told apart"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask()
     tested = CPNTKFLClient(network(), X, Y, x_test=X[:5], y_test=Y[:5], **DP)
     assert tested.evaluate(weights, {})[1] == 5

@@ -3,7 +3,6 @@
 import gc
 import struct
 from dataclasses import replace
-from logging import WARNING
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,11 +19,9 @@ from fedntk.clients import (
     SealedProjection,
     SGDClient,
     client_app,
-    get_weights,
     project,
 )
 from fedntk.ntk import BadReply
-from fedntk.simulations.engine.engines import MeteredGrid
 from fedntk.strategies import CPNTKFL, NTKFL, NoUsableReply, SeededFedAvg
 from fedntk.strategies.ntk.accounting import epsilon_after
 from fedntk.trust import ClientKeys, KeyServer, ShufflingServer, new_key, public_bytes
@@ -37,7 +34,6 @@ from .federation import (
     bits,
     damaged,
     examples,
-    failed,
     initial_bits,
     lost,
     run_as_if_lost,
@@ -52,13 +48,17 @@ OPTIONS = {
     "fraction_train": 1.0, "fraction_evaluate": 0.0,
 }  # fmt: skip
 TOOLS = {"sparsity": 0.3, "bits": 8}
+COMPRESSING = app(CPNTKFLClient, **TOOLS)
 CONTRACT = {
     "CPNTKFL": Contract(
         lambda **options: CPNTKFL(**{"learning_rate": 0.1, "steps": [5, 20, 50]} | TOOLS | options),
-        app(CPNTKFLClient, **TOOLS),
+        COMPRESSING,
         sends_queries=True,
     )
 }
+
+
+# ---------------------------------------------------------------------- shuffling
 
 
 class SortedRows(NTKFL):
@@ -66,14 +66,6 @@ class SortedRows(NTKFL):
 
     def pooled(self, uploads, metrics):
         return super().pooled(uploads, metrics).canonical()
-
-
-def test_without_tools_it_is_ntk_fl_of_sorted_rows():
-    plain = start(SortedRows(**OPTIONS), Grid(app(NTKFLClient)), rounds=2)
-    assert bits(start(CPNTKFL(**OPTIONS), Grid(app(CPNTKFLClient)), rounds=2)) == bits(plain)
-
-
-# ---------------------------------------------------------------------- shuffling
 
 
 def shuffled(changes=None, server=None, in_vain=False, tools=TOOLS):
@@ -84,34 +76,28 @@ def shuffled(changes=None, server=None, in_vain=False, tools=TOOLS):
     return strategy, bits(run(strategy, Grid(clients, changes=changes), rounds=2))
 
 
-def test_without_compression_sealing_and_shuffling_change_no_bit():
-    """Rows are sorted by their bytes, whoever permuted them before."""
-    strategy, weights = shuffled(tools={})
+def test_without_compression_it_is_ntk_fl_of_sorted_rows_sealed_and_shuffled_or_not():
+    expected = bits(start(SortedRows(**OPTIONS), Grid(app(NTKFLClient)), rounds=2))
     plain = CPNTKFL(**OPTIONS)
-    assert weights == bits(start(plain, Grid(app(CPNTKFLClient)), rounds=2))
+    assert bits(start(plain, Grid(app(CPNTKFLClient)), rounds=2)) == expected
+    strategy, weights = shuffled(tools={})
+    assert weights == expected
     losses = [s.train_metrics[2]["train-loss"] for s in (strategy, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_bad_sealed_replies_are_dropped(caplog):
-    """A flipped bit, a byte less, another dtype, nothing; as if these clients were lost."""
+def test_bad_sealed_replies_are_dropped():
+    """A flipped bit, a byte less, another dtype, a false count; as if these clients were lost."""
     change = {
         1: damaged(0, lambda a: a ^ np.uint8([1] + [0] * (len(a) - 1))),
         2: damaged(0, lambda a: a[:-1]),
         3: damaged(0, lambda a: a.astype(np.float32)),
-        4: damaged(0, lambda a: a[:0]),
+        4: with_metrics(num_examples=99),
     }
-    with caplog.at_level(WARNING, "flwr"):
-        strategy, weights = shuffled(change)
+    strategy, weights = shuffled(change)
     assert weights == shuffled(dict.fromkeys(change, lost))[1]
-    assert strategy.train_metrics[1]["rejected-sealed"] == 4
-    assert sum("dropped the reply" in message for message in caplog.messages) == 2 * 4
-
-
-def test_a_false_number_of_examples_is_noticed_by_the_shuffling_server():
-    strategy, weights = shuffled({2: with_metrics(num_examples=99)})
-    assert strategy.train_metrics[1]["rejected-num-examples"] == 1
-    assert weights == shuffled({2: lost})[1]
+    metrics = strategy.train_metrics[1]
+    assert (metrics["rejected-sealed"], metrics["rejected-num-examples"]) == (3, 1)
 
 
 class Broken(ShufflingServer):
@@ -125,25 +111,18 @@ class Broken(ShufflingServer):
         return self.change(super().shuffle(*args, **options))
 
 
-BAD = BadReply("sealed", "no")
-ANSWERS = {
-    "raises": (Broken(lambda _: 1 / 0), "division by zero"),
-    "none": (Broken(lambda _: None), "no attribute"),
-    "too few": (ShufflingServer(min_clients=7), "nothing was shuffled"),
-    "other rows": (
-        Broken(lambda a: replace(a, upload=a.upload.rows(torch.arange(3)))),
-        "3 rows for 45 examples",
-    ),
-    "unknown index": (Broken(lambda a: replace(a, rejected={99: BAD})), "out of range"),
-    "negative index": (Broken(lambda a: replace(a, rejected={-1: BAD})), "rows for"),
-}
-
-
-@pytest.mark.parametrize("failure", sorted(ANSWERS))
-def test_an_answer_that_cannot_be_used_leaves_the_model(failure, caplog):
-    server, words = ANSWERS[failure]
-    with caplog.at_level(WARNING, "flwr"):
-        strategy, weights = shuffled(server=server, in_vain=True)
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (Broken(lambda _: 1 / 0), "division by zero"),
+        (ShufflingServer(min_clients=7), "nothing was shuffled"),
+        (Broken(lambda a: replace(a, upload=a.upload.rows(torch.arange(3)))), "3 rows for 45 exam"),
+        (Broken(lambda a: replace(a, rejected={99: BadReply("sealed", "no")})), "out of range"),
+        (Broken(lambda a: replace(a, rejected={-1: BadReply("sealed", "no")})), "rows for"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_leaves_the_model(server, words, caplog):
+    strategy, weights = shuffled(server=server, in_vain=True)
     assert weights == initial_bits()
     assert words in caplog.text
     counted = strategy.train_metrics[1]
@@ -168,7 +147,9 @@ class Away:
         return answer if callable(own) else own
 
 
-def test_a_shuffling_server_that_cannot_be_reached_ends_the_run_only_before_it_begins():
+def test_a_server_that_cannot_be_reached_ends_the_run_only_before_it_begins():
+    with pytest.raises(ConnectionError, match="no server answers"):
+        run_projected(parties := Parties(), Away(parties.server, 0))
     with pytest.raises(ConnectionError, match="no server answers"):
         shuffled(server=Away(ShufflingServer(), 0))
     strategy, _ = shuffled(server=Away(ShufflingServer(), 1))
@@ -211,8 +192,10 @@ def small():
 
 def run_projected(parties, server=None, grid=None, rounds=2, make=CPNTKFL, **options):
     """The strategy after rounds with the parties' key server, and what it learned."""
+    evaluate_fn = options.pop("evaluate_fn", None)
     strategy = make(**OPTIONS | options, key_server=server or parties.server, run=RUN)
-    return strategy, bits(start(strategy, grid or Grid(parties.app), rounds, small()))
+    grid = grid or Grid(parties.app)
+    return strategy, bits(start(strategy, grid, rounds, small(), evaluate_fn=evaluate_fn))
 
 
 def accepted(strategy):
@@ -227,18 +210,18 @@ EVALUATING = {"fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
     [(CPNTKFL, CPNTKFLClient), (lambda learning_rate, steps, **o: SeededFedAvg(**o), SGDClient)],
 )
 def test_clients_train_choose_and_evaluate_on_projected_inputs(make, kind):
-    parties = Parties(kind=kind)
-    strategy, weights = run_projected(
-        parties, grid=(grid := Grid(parties.app)), make=make, **EVALUATING
-    )
+    parties, results = Parties(kind=kind), []
+    for order in (None, 3):
+        grid = Grid(parties.app, order=order)
+        strategy, weights = run_projected(parties, grid=grid, make=make, **EVALUATING)
+        results.append(weights)
+    assert results[0] == results[1]
     assert accepted(strategy) == [6, 6]
     assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
     assert strategy.train_metrics[2]["train-loss"] < strategy.train_metrics[1]["train-loss"]
     asked = [kind for kind, _ in grid.exchanges]
     assert asked.count("query.keys") == 1
     assert asked.count("query") == (2 if make is CPNTKFL else 0)  # losses, each round
-    grid = Grid(parties.app, order=3)
-    assert weights == run_projected(parties, grid=grid, make=make, **EVALUATING)[1]
 
 
 def holding(thing):
@@ -276,62 +259,34 @@ def test_neither_the_strategy_nor_any_message_holds_the_seed():
         assert not any(part in data for part in (secret, secret.hex().encode(), *numbers))
 
 
-def test_a_client_that_is_not_enrolled_is_left_out_and_named(caplog):
-    with caplog.at_level(WARNING, "flwr"):
-        strategy, _ = run_projected(Parties(enrolled=range(5)))
+def test_only_enrolled_clients_of_the_run_take_part(caplog):
+    """A client that is not enrolled is named; of another run, none opens the seed."""
+    strategy, _ = run_projected(parties := Parties(enrolled=range(5)))
     assert "is not enrolled with the key server" in caplog.text
     assert accepted(strategy) == [5, 5]
-    assert strategy.train_metrics[2]["rejected-error"] == 1
-
-
-def test_a_client_of_another_run_does_not_open_the_seed():
     with pytest.raises(NoUsableReply, match=r"sealed for run .*expected run 'another run'"):
         run_projected(Parties(run="another run"))
+    start_in_vain(CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN), Grid(app(CPNTKFLClient)))
+    assert "does its client have projection=SealedProjection" in caplog.text
 
 
-def run_losing_keys(server, nodes):
-    """Three rounds; after the first some clients' states are gone."""
+@pytest.mark.parametrize(
+    ("nodes", "server", "counts"),
+    [
+        ([3], lambda own: own, [6, 5, 6]),  # its challenge is gone: the next round fetches another
+        (range(1, 7), lambda own: Away(own, 6), [6, 0, 0]),  # all, and the key server went away
+    ],
+)
+def test_clients_that_lost_their_state_are_asked_again(nodes, server, counts):
     parties = Parties()
-    strategy = CPNTKFL(**OPTIONS, key_server=server(parties.server), run=RUN)
     grid = Grid(parties.app)
 
     def lose(server_round, _):
         for node in nodes if server_round == 1 else ():
             del grid.contexts[node].state["keys"]
 
-    start(strategy, grid, 3, small(), evaluate_fn=lose)
-    return accepted(strategy)
-
-
-def test_a_client_that_lost_its_state_is_asked_again():
-    """Its challenge is gone, so the seed does not open; the next round fetches another."""
-    assert run_losing_keys(lambda server: server, [3]) == [6, 5, 6]
-
-
-def test_a_key_server_that_goes_away_later_does_not_end_the_run():
-    """All clients fail in the second round, and are asked for their keys again in the third."""
-    assert run_losing_keys(lambda server: Away(server, 6), range(1, 7)) == [6, 0, 0]
-
-
-def test_clients_without_projection_are_told_apart_from_enrolled_ones(caplog):
-    parties = Parties()
-    strategy = CPNTKFL(**OPTIONS, key_server=parties.server, run=RUN)
-    with caplog.at_level(WARNING, "flwr"):
-        start_in_vain(strategy, Grid(app(CPNTKFLClient)))
-    assert "does its client have projection=SealedProjection" in caplog.text
-    assert "CPNTKFLClient projects nothing; give it projection=SealedProj" in strategy.last_refusal
-
-
-def test_a_failure_of_another_kind_leaves_a_client_its_seed():
-    parties = Parties()
-    strategy, _ = run_projected(parties, grid=Grid(parties.app, changes={2: failed}))
-    assert accepted(strategy) == [5, 5]
-    assert strategy._seeds.of(3) is not None  # node 3 holds partition 2
-
-
-def test_a_key_server_that_cannot_be_reached_ends_the_run_before_it_begins():
-    with pytest.raises(ConnectionError, match="no server answers"):
-        run_projected(parties := Parties(), Away(parties.server, 0))
+    strategy, _ = run_projected(parties, server(parties.server), grid, 3, evaluate_fn=lose)
+    assert accepted(strategy) == counts
 
 
 # ------------------------------------------------------------ differential privacy
@@ -362,6 +317,13 @@ def test_epsilon_is_that_of_the_client_asked_most_often(known):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_with_exact_labels_epsilon_says_so():
+    strategy = private_run(rounds=1, label_noise=0.0)
+    assert "epsilon" not in strategy.train_metrics[1]
+    assert strategy.train_metrics[1]["epsilon-without-labels"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("own", "claims", "refused"),
     [
@@ -379,27 +341,13 @@ def test_a_client_with_other_noise_than_the_accountings_is_refused(own, claims, 
     assert strategy.train_metrics[1]["rejected-noise"] == refused
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_with_exact_labels_epsilon_says_so():
-    strategy = private_run(rounds=1, label_noise=0.0)
-    assert "epsilon" not in strategy.train_metrics[1]
-    assert strategy.train_metrics[1]["epsilon-without-labels"] > 0
-
-
-# ------------------------------------------------------------------------ arguments
+# ---------------------------------------------------------------------- compression
 
 
 def test_a_client_that_sends_more_than_was_asked_for_is_dropped():
-    strategy = CPNTKFL(**OPTIONS, sparsity=0.5, bits=6)
-    start_in_vain(strategy, Grid(app(CPNTKFLClient, sparsity=0.5, bits=8)))
+    strategy = CPNTKFL(**OPTIONS, sparsity=0.3, bits=6)
+    start_in_vain(strategy, Grid(COMPRESSING))
     assert strategy.train_metrics[1]["rejected-compression"] == 6
-
-
-def bomb(code):
-    """Declare 12 GB of inputs, none of which stayed, in a payload of a few bytes."""
-    shape = (len(code), 1, 2**20 * 3)
-    head = struct.pack("<BBBBQQ", 2, 32, 0, 3, 1, 0) + struct.pack("<3Q", *shape)
-    return np.frombuffer(head, np.uint8)
 
 
 def test_replies_that_fit_alone_but_not_together_are_dropped(monkeypatch):
@@ -413,6 +361,13 @@ def test_replies_that_fit_alone_but_not_together_are_dropped(monkeypatch):
     assert counted["replies-accepted"] == 6 - counted["rejected-memory"]
 
 
+def bomb(code):
+    """Declare 12 GB of inputs, none of which stayed, in a payload of a few bytes."""
+    shape = (len(code), 1, 2**20 * 3)
+    head = struct.pack("<BBBBQQ", 2, 32, 0, 3, 1, 0) + struct.pack("<3Q", *shape)
+    return np.frombuffer(head, np.uint8)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -423,17 +378,4 @@ def test_replies_that_fit_alone_but_not_together_are_dropped(monkeypatch):
     ],
 )
 def test_a_payload_that_is_not_what_it_declares_is_dropped_alone(change, reason):
-    tools = {"sparsity": 0.5, "bits": 8}
-    clients, change = app(CPNTKFLClient, **tools), damaged(3, change)
-    run_as_if_lost(lambda: CPNTKFL(**OPTIONS, **tools), clients, change, reason)
-
-
-def test_bytes_up_are_the_length_of_what_is_sent():
-    """Flower adds NumPy's heads of 128 bytes and its own to each array: under 600 in all."""
-    tools = {"sparsity": 0.5, "bits": 6}
-    client = CPNTKFLClient(small(), torch.randn(50, 3), torch.arange(50) % 3, **tools)
-    arrays, _, _ = client.fit(get_weights(small()), {"server-round": 1})
-    metered = MeteredGrid(Grid(client_app(lambda _: client)))
-    start(CPNTKFL(**OPTIONS | {"selection": "linearised"}, **tools), metered, 1, small())
-    own = sum(array.nbytes for array in arrays)
-    assert own < metered.take()["bytes-up"] / NUM_CLIENTS < own + 600 * (len(arrays) + 1)
+    run_as_if_lost(lambda: CPNTKFL(**OPTIONS, **TOOLS), COMPRESSING, damaged(3, change), reason)

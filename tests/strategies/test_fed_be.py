@@ -1,6 +1,6 @@
 """FedBE: the distributions over models, the distillation, and what it is in the limits."""
 
-from logging import WARNING
+import copy
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from fedntk.clients import SGDClient
-from fedntk.ntk import EnsemblePredictor, NetworkPredictor
 from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of
-from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.errors import ConfigError
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
@@ -26,7 +25,7 @@ from fedntk.strategies.ensembles.model_samples import (
     standard_deviation,
 )
 
-from .federation import Contract, Grid, app, bits, examples, network, size, start, with_arrays
+from .federation import Contract, Grid, app, bits, network, start, with_arrays
 from .federation import arrays_of as arrays_in
 
 OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
@@ -109,18 +108,6 @@ def test_moments_of_gaussian_models():
     assert np.abs(correlations).max() < 5 / np.sqrt(draws)
 
 
-def test_clients_that_agree_have_no_variance_and_all_models_are_theirs():
-    models = [three_models()[1]] * 3
-    deviation, centre = standard_deviation(models, SIZES), weighted(models)
-    assert all((array == 0).all() for array in deviation.values())
-    generator = np.random.default_rng(0)
-    for drawn, expected in (
-        (gaussian_model(centre, deviation, models, generator), centre),
-        (convex_combination(models, dirichlet_shares(SIZES, 0.3, generator).tolist()), models[0]),
-    ):
-        assert bits(arrays_in(cast_like(drawn, models[0]))) == bits(expected)
-
-
 def test_running_variances_counters_and_ranges_of_gaussian_models():
     """Deviations of 100 about means of 1: without the bound half of the variances were negative.
 
@@ -150,7 +137,7 @@ def test_moments_of_dirichlet_shares_of_equal_clients():
     assert np.abs(drawn.var(0) / variance - 1).max() < 5 * np.sqrt(4 / draws)
 
 
-@pytest.mark.parametrize("alpha", [1e-6, 1.0, 1e12])
+@pytest.mark.parametrize("alpha", [1e-6, 1e12])
 def test_dirichlet_shares_are_a_convex_combination_and_with_a_large_alpha_the_mean(alpha):
     """gamma_i has the relative standard deviation sqrt((N - 1) / (N alpha + 1)) < 1e-6 then."""
     generator = np.random.default_rng(0)
@@ -173,29 +160,21 @@ def ensemble_of(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def test_prediction_is_the_mean_of_probabilities():
-    """In float64, of outputs in float32; and that of the ensemble's predictor."""
-    models, x = ensemble_of(4), server_examples()
-    found = mean_probabilities(network(), models, x)
-    own = [network(seed).eval() for seed in range(4)]
+    """In float64, of outputs in float32."""
+    found = mean_probabilities(network(), ensemble_of(4), x := server_examples())
     with torch.no_grad():
-        expected = torch.stack([net(x).double().softmax(1) for net in own]).mean(0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
-    named = EnsembleArrays(tuple(models)).to_arrays()
-    scores = FedBE().predictor(named, network()).predict(x)
-    torch.testing.assert_close(scores.double().exp(), expected, rtol=1e-5, atol=1e-6)
+        own = [network(seed).eval()(x).double().softmax(1) for seed in range(4)]
+    torch.testing.assert_close(found, torch.stack(own).mean(0), rtol=0, atol=1e-15)
 
 
-PROBABILITIES = torch.tensor(
-    [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.0, 0.4, 0.6], [1.0, 0.0, 0.0]], dtype=torch.float64
-)
-
-
-@pytest.mark.parametrize("temperature", [0.01, 0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.01, 0.5, 1.0, 2.0])
 def test_sharpened_labels_are_powers(temperature):
     """At T = 1 what they were, near 0 all of the most likely class."""
-    powers = PROBABILITIES.numpy() ** (1 / temperature)
+    rows = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.0, 0.4, 0.6], [1.0, 0.0, 0.0]]
+    probabilities = torch.tensor(rows, dtype=torch.float64)
+    powers = probabilities.numpy() ** (1 / temperature)
     expected = powers / powers.sum(1, keepdims=True)
-    np.testing.assert_allclose(sharpened(PROBABILITIES, temperature).numpy(), expected, atol=1e-15)
+    np.testing.assert_allclose(sharpened(probabilities, temperature), expected, atol=1e-15)
 
 
 # ---------------------------------------------------------------------- distillation
@@ -270,17 +249,14 @@ def test_a_last_batch_of_one_joins_the_one_before():
 
 
 def test_distillation_of_a_network_that_draws_repeats_itself_and_leaves_torchs_state():
-    def drawing() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
-
-    options = Distillation(drawing(), server_examples(), epochs=2, batch_size=8, learning_rate=0.1)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
+    options = Distillation(net, server_examples(), epochs=2, batch_size=8, learning_rate=0.1)
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(len(found))
         before = torch.get_rng_state()
-        found.append(bits(arrays_of(distil(drawing(), teachers_labels(), options, seed))))
+        student = distil(copy.deepcopy(net), teachers_labels(), options, seed)
+        found.append(bits(arrays_of(student)))
         assert torch.equal(before, torch.get_rng_state())
     assert found[0] == found[1] != found[2]
 
@@ -290,17 +266,6 @@ def test_distillation_of_a_network_that_draws_repeats_itself_and_leaves_torchs_s
 
 def fedavg(rounds: int = 1) -> dict[str, bytes]:
     return bits(start(SeededFedAvg(**OPTIONS), Grid(CLIENTS), rounds))
-
-
-@pytest.mark.parametrize("distill", [None, distillation()])
-def test_what_travels_is_as_large_as_with_fedavg(distill):
-    """To train, back, and to evaluate, in each of two rounds."""
-    found = []
-    for strategy in (SeededFedAvg(), FedBE(distill=distill)):
-        start(strategy, grid := Grid(CLIENTS), rounds=2)
-        found.append([(way, size(each), each.metadata.message_type) for way, each in grid.seen])
-    assert found[0] == found[1]
-    assert {kind for _, own, kind in found[0] if own} == {"train", "evaluate"}
 
 
 @pytest.mark.parametrize(
@@ -317,17 +282,6 @@ def test_without_distillation_the_global_model_is_fedavgs(options, models):
     found = EnsembleArrays.from_arrays(start(strategy, Grid(CLIENTS), rounds=2)).models
     assert bits(found[0]) == fedavg(rounds=2)
     assert strategy.train_metrics[2]["ensemble-size"] == len(found) == models
-
-
-def test_the_ensemble_holds_the_clients_models_by_client():
-    found = EnsembleArrays.from_arrays(start(FedBE(num_samples=2, **OPTIONS), Grid(CLIENTS))).models
-    first = [tensor.numpy() for tensor in network().state_dict().values()]
-    for partition, model in enumerate(found[3:]):
-        client = SGDClient(
-            network(), *examples(partition), learning_rate=0.1, batch_size=4, seed=(0, partition)
-        )
-        own = client.fit(first, {"server-round": 1})[0]
-        assert [array.tobytes() for array in model.values()] == [array.tobytes() for array in own]
 
 
 def always(partition: int) -> Any:
@@ -359,54 +313,34 @@ def test_models_are_drawn_by_seed_round_and_number():
     assert len(means) == 1
 
 
-def test_one_client_is_enough():
-    """There is no variance: all twelve models are the client's."""
-    strategy = FedBE(min_available_nodes=1, min_train_nodes=1, **OPTIONS)
-    found = EnsembleArrays.from_arrays(start(strategy, Grid(CLIENTS, num_clients=1))).models
-    assert len(found) == 12
-    assert all(bits(own) == bits(found[0]) for own in found)
-
-
-def test_the_server_distils_towards_the_ensemble():
-    """Each round it begins with the mean, and ends nearer to the ensemble's labels."""
+def test_the_server_distils_from_the_mean_towards_the_ensemble():
+    """Each round it ends nearer to the ensemble's labels; at a rate of 1e-9 it stays the mean."""
     strategy = FedBE(distill=distillation(epochs=10), **OPTIONS)
     after = start(strategy, Grid(CLIENTS), rounds=2)
-    assert list(after) == list(network().state_dict())
-    assert strategy.learned == "network"
+    assert (strategy.learned, list(after)) == ("network", list(network().state_dict()))
     for metrics in strategy.train_metrics.values():
-        assert metrics["distilled"] == 1
+        assert (metrics["distilled"], metrics["ensemble-size"]) == (1, 17)
         assert metrics["distillation-loss"] < metrics["distillation-loss-before"]
-        assert metrics["ensemble-size"] == 17
-
-
-def test_the_student_begins_with_the_mean():
-    """A rate of 1e-9 moves no weight by 1e-6."""
-    options = distillation(learning_rate=1e-9, final_learning_rate=1e-9)
-    after = start(FedBE(distill=options, **OPTIONS), Grid(CLIENTS))
+    slow = distillation(learning_rate=1e-9, final_learning_rate=1e-9)
+    after = start(FedBE(distill=slow, **OPTIONS), Grid(CLIENTS))
     mean = start(SeededFedAvg(**OPTIONS), Grid(CLIENTS))
     for name, _ in network().named_parameters():
         np.testing.assert_allclose(after[name], mean[name], rtol=0, atol=1e-6)
 
 
-def test_a_distillation_that_diverges_leaves_the_mean(caplog):
+def test_a_distillation_that_diverges_leaves_the_mean():
     options = distillation(learning_rate=1e30, final_learning_rate=1e30)
     strategy = FedBE(distill=options, **OPTIONS)
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, Grid(CLIENTS), rounds=2)
-    assert bits(after) == fedavg(rounds=2)
+    assert bits(start(strategy, Grid(CLIENTS), rounds=2)) == fedavg(rounds=2)
     assert strategy.train_metrics[2]["distilled"] == 0
-    assert any("lower its learning_rate" in record.getMessage() for record in caplog.records)
 
 
-def test_another_network_than_the_distillations_is_refused_before_the_first_round():
+def test_another_network_or_state_than_the_distillations_is_refused_before_the_first_round():
     strategy = FedBE(distill=Distillation(nn.Linear(4, 3), server_examples()), **OPTIONS)
     grid = Grid(CLIENTS)
     with pytest.raises(ValueError, match="initial_arrays: expected those of the network that dist"):
         start(strategy, grid)
     assert grid.trained == []
-
-
-def test_a_state_of_another_distillation_is_refused():
     state = FedBE(distill=distillation()).state_dict()
     with pytest.raises(ValueError, match="expected distill = "):
         FedBE(distill=distillation(temperature=1.0)).load_state_dict(state)
@@ -428,10 +362,6 @@ def test_a_state_of_another_distillation_is_refused():
             "evaluate-on: expected test with fed-be.distill, .* got validation; set evaluate-on =",
         ),
         ({"validation_examples": 50, "projection": 20}, "projection: expected 0 with fed-be.dist"),
-        (
-            {"validation_examples": 50, "fed_be.final_learning_rate": 0.1},
-            "fed-be.final-learning-rate: expected at most fed-be.learning-rate = 0.001, got 0.1",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_the_cure(settings, message):
@@ -442,33 +372,10 @@ def test_settings_that_do_not_fit_are_refused_with_the_cure(settings, message):
 def test_the_server_gets_no_labels_and_no_clients_examples():
     config = Config(method="fed-be", validation_examples=50, **{"fed_be.distill": True})
     setup = load_setup(config)
-    distill = make_strategy(setup).distill
     x, _ = setup.data.train(setup.split.validation)
-    assert torch.equal(distill.examples, x)
+    assert torch.equal(make_strategy(setup).distill.examples, x)
     assert config.chosen_method.validates(config)
     without = config.replace(fed_be={"distill": False})
     assert not without.chosen_method.validates(without)
     held = set(setup.split.validation.tolist())
     assert all(held.isdisjoint(own.tolist()) for own in setup.split.clients)
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({}, EnsemblePredictor),
-        ({"loss": "mse"}, EnsemblePredictor),
-        ({"validation_examples": 50, "fed_be.distill": True}, NetworkPredictor),
-        ({"method": "fed-ensemble", "fed_ensemble.inner": "fed-be"}, EnsemblePredictor),
-    ],
-)
-def test_a_run_saves_what_predicts(tmp_path, settings, kind):
-    config = Config(**{
-        "method": "fed-be", "rounds": 1, "num_clients": 5, "clients_per_round": 5, "width": 8,
-        "train_examples": 200, "learning_rate": 0.1, **settings,
-    })  # fmt: skip
-    result = run(config, out=tmp_path, progress=False)
-    predictor = load_predictor(tmp_path)
-    assert type(predictor) is kind
-    data = load_setup(config).data
-    accuracy = predictor.evaluate(*data.test()).accuracy
-    assert accuracy == pytest.approx(float(result.curve("accuracy").iloc[-1]), abs=1e-12)

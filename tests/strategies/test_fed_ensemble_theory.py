@@ -40,20 +40,3 @@ def test_the_limits_are_samples_of_the_gaussian_process(limit):
     mean, std = limit.gaussian_process()
     assert np.abs((ends.mean(0) - mean) / std).max() < 4.5 / np.sqrt(count)
     assert np.abs(ends.std(0) / std - 1).max() < 4.5 / np.sqrt(2 * count)
-
-
-def test_kernels_at_infinite_width_are_those_of_wide_networks(limit):
-    """Of 100 draws at width 500: the mean of f f' and of the tangent kernel, each to 4.5 standard
-    deviations of its own mean."""
-    draws = [limit.first_weights(500, seed)[0] for seed in range(100)]
-    values = np.stack([limit.outputs(own["first"], own["last"], limit.X) for own in draws])
-    covariance, theta = limit.limit_kernels(limit.X, limit.X)
-    products = values[:, :, None] * values[:, None, :]
-    error = products.std(0, ddof=1) / np.sqrt(len(draws))
-    assert (np.abs(products.mean(0) - covariance) < 4.5 * error).all()
-    points = limit.torch.from_numpy(limit.X)
-    kernels = np.stack(
-        [limit.jacobian(limit.Network(**own), points).gram().numpy() for own in draws]
-    )
-    error = kernels.std(0, ddof=1) / np.sqrt(len(draws))
-    assert (np.abs(kernels.mean(0) - theta) < 4.5 * error).all()

@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Sequence
-from logging import INFO, WARNING
+from logging import WARNING
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from fedntk.ntk import Jacobian, evolve, jacobian, loss_value, one_hot
 from fedntk.ntk.class_prior import log_class_prior
 from fedntk.ntk.evolution import AUTO_STEPS
 from fedntk.strategies import NTKFL
-from fedntk.strategies.ntk import ntk_fl
 
 from .federation import (
     NUM_CLIENTS,
@@ -95,9 +93,14 @@ def pooled(
     return candidates, losses, [loss_value(f, targets, loss) for f in evolution.outputs]
 
 
-@pytest.mark.parametrize("kernel", ["mean", "corrected", "full"])
 @pytest.mark.parametrize(
-    ("loss", "class_prior"), [("mse", False), ("cross-entropy", False), ("cross-entropy", True)]
+    ("loss", "kernel", "class_prior"),
+    [
+        ("mse", "mean", False),
+        ("cross-entropy", "mean", False),
+        ("cross-entropy", "corrected", True),
+        ("cross-entropy", "full", False),
+    ],
 )
 def test_federated_round_equals_the_pooled_computation_bit_for_bit(loss, kernel, class_prior):
     candidates, losses, linearised = pooled(loss, kernel=kernel, class_prior=class_prior)
@@ -128,9 +131,8 @@ def test_the_prior_of_the_examples_seen_so_far_needs_them_in_the_state():
     assert after(1, class_target="seen") == after(1, class_prior=False)
     whole = after(2, class_target="seen")
     assert whole not in (after(2, class_prior=False), after(2))
-    first, grid = NTKFL(class_target="seen", **few), Grid(CLIENTS)
-    halfway = start(asked_first(first, grid), grid)
-    second = NTKFL(class_target="seen", **few)
+    first, second = (NTKFL(class_target="seen", **few) for _ in range(2))
+    halfway = start(asked_first(first, grid := Grid(CLIENTS)), grid)
     second.load_state_dict(first.state_dict())
     result = second.start(Grid(CLIENTS), as_record(halfway), num_rounds=2)
     assert bits(arrays_of(result.arrays)) == whole
@@ -139,8 +141,7 @@ def test_the_prior_of_the_examples_seen_so_far_needs_them_in_the_state():
 def test_linearised_rule_takes_the_last_step_under_the_flow():
     """The flow's loss never rises, as the documentation says."""
     strategy = NTKFL(selection="linearised", **OPTIONS)
-    grid = Grid(CLIENTS)
-    weights = start(strategy, grid)
+    weights = start(strategy, grid := Grid(CLIENTS))
     assert [kind for kind, _ in grid.exchanges] == ["train"]
     candidates, _, linearised = pooled()
     assert linearised == sorted(linearised, reverse=True)
@@ -148,62 +149,40 @@ def test_linearised_rule_takes_the_last_step_under_the_flow():
     assert bits(weights) == bits(candidates[-1])
 
 
-def test_sum_that_overshoots_is_avoided_by_the_clients_rule():
-    """eta = 500: the sum's candidates explode with t, so the first is chosen."""
-    start(strategy := NTKFL(**TOO_FAST), Grid(OF_MSE))
-    assert strategy.train_metrics[1]["t"] == STEPS[0]
-    assert strategy.train_metrics[1]["candidate-loss"] > 10 * min(pooled("mse")[1])
-
-
-@pytest.mark.parametrize("selection", ["clients", "held-out clients", "server"])
-def test_a_round_never_raises_the_loss_that_it_sees(selection, caplog):
-    """t = 0 is a candidate under each rule; when it wins twice the log says what to do."""
-
-    def validation_loss(arrays: ArrayRecord) -> float:
-        return loss_of(arrays_of(arrays), [3], "mse")
-
-    changes = {
-        "clients": {},
-        "held-out clients": {"selection": "validation", "validation_partitions": (1, 4)},
-        "server": {"selection": "validation", "validation_loss": validation_loss},
-    }[selection]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"selection": "validation", "validation_partitions": (1, 4)},
+        {
+            "selection": "validation",
+            "validation_loss": lambda arrays: loss_of(arrays_of(arrays), [3], "mse"),
+        },
+    ],
+)
+def test_a_round_never_raises_the_loss_that_it_sees(changes, caplog):
+    """At eta = 500 candidates explode with t, and t = 0 is one."""
     strategy = NTKFL(**TOO_FAST | {"allow_no_step": True} | changes)
     with caplog.at_level(WARNING, "flwr"):
-        start(strategy, Grid(OF_MSE), rounds=1)
-        assert not any("in a row" in message for message in caplog.messages)
         weights = start(strategy, Grid(OF_MSE), rounds=2)
     assert bits(weights) == initial_bits()
     assert strategy.train_metrics[1]["t"] == 0.0
-    (said,) = (message for message in caplog.messages if "in a row" in message)
-    assert said.startswith("in 2 rounds in a row no t lowered the loss: learning rate 500 times")
-    assert "use learning_rate='auto', a lower rate, or steps below it" in said
-
-
-def test_where_a_step_helps_no_step_changes_nothing():
-    allowed = NTKFL(**OPTIONS | {"allow_no_step": True})
-    assert bits(start(allowed, Grid(CLIENTS))) == bits(start(NTKFL(**OPTIONS), Grid(CLIENTS)))
-
-
-NETWORKS = {
-    "MLP": lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 3)),
-    "CNN": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Conv2d(8, 8, 2), nn.ReLU(),
-        nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3),
-    ),
-}  # fmt: skip
+    assert "in 2 rounds in a row no t lowered the loss: learning rate 500 times" in caplog.text
 
 
 @pytest.mark.parametrize("scale", [0.1, 10.0])
-@pytest.mark.parametrize("name", sorted(NETWORKS))
-def test_the_automatic_rate_suits_networks_of_any_kind(name, scale):
+def test_the_automatic_rate_suits_networks_of_any_kind(scale):
     """Outputs of other sizes, whose kernels are 10,000 times apart: each round finds a step."""
 
     def net() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            model = NETWORKS[name]()
+            model = nn.Sequential(
+                nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Flatten(),
+                nn.LayerNorm(48), nn.Linear(48, 3),
+            )  # fmt: skip
         with torch.no_grad():
-            for parameter in list(model.parameters())[-2:]:
+            for parameter in model[-1].parameters():
                 parameter.mul_(scale)
         return model
 
@@ -219,22 +198,6 @@ def test_the_automatic_rate_suits_networks_of_any_kind(name, scale):
     assert all(m["t"] > 0 for m in metrics)
     assert all(b < a for a, b in itertools.pairwise(losses))
     assert losses[-1] < 0.7 * losses[0]
-
-
-def test_the_cost_of_an_evolution_is_said_beforehand(monkeypatch, caplog):
-    """What it takes is said at t = 0, with advice if that is much; then how far it is."""
-    monkeypatch.setattr(ntk_fl, "SHORT", 0.0)
-    monkeypatch.setattr(ntk_fl, "LONG", 0.0)
-    strategy = NTKFL(**OPTIONS | {"kernel": "full"})
-    with caplog.at_level(INFO, "flwr"):
-        start(strategy, Grid(CLIENTS))
-    said = [m for m in caplog.messages if m.startswith("the evolution of 45 examples x 3 outputs")]
-    expected = int(re.search(r"full kernel, will take roughly (\d+) products of", said[0])[1])
-    products = strategy.train_metrics[1]["kernel-products"]
-    assert products / 4 < expected < 4 * products
-    assert sum("; to make rounds cheaper use kernel='mean'" in message for message in said) == 1
-    assert len(said) == 2 + strategy.train_metrics[1]["solver-steps"]
-    assert said[-1].split("after ")[1].startswith(f"{products} products")
 
 
 @pytest.mark.parametrize("wanted", [0, 2])
@@ -278,17 +241,15 @@ def without_answers(clients: frozenset[int]) -> tuple[dict[str, bytes], list[flo
     return after_answers(dict.fromkeys(clients, lost))[1:]
 
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
     "answers",
     [
-        # what cannot be a loss of each candidate
-        *[{3: losses} for losses in ([0.0], 0.0, [float("nan")] * 4, [0.0] * 9)],
+        # what cannot be a loss of each candidate; the last is infinite times the examples
+        *[{3: losses} for losses in ([0.0], 0.0, [NAN] * 4, [0.0] * 9, [INF] * 4, [1e308] * 4)],
         {3: [-1.0, 1.0, 1.0, 1.0]},
-        {3: [INF] * 4},
-        {3: [1e308] * 4},  # times the examples, infinite
         # what is far from the median client's
         {3: [INF, 0.0, 0.0, 0.0], 4: [0.0, INF, INF, INF]},  # some loss is infinite at each
         {3: [1e30, 1e30, 0.0, 1e30]},  # only the third can have the lowest mean
@@ -311,11 +272,9 @@ def test_what_a_minority_can_still_do():
 
 
 @pytest.mark.parametrize("answer", [lost, saying([INF] * 4)])
-def test_without_a_usable_loss_the_model_stays(answer, caplog):
+def test_without_a_usable_loss_the_model_stays(answer):
     answers = {"changes": dict.fromkeys(range(NUM_CLIENTS), answer), "changed_kind": "query"}
-    weights = start(NTKFL(**OPTIONS), Grid(CLIENTS, **answers))
-    assert bits(weights) == initial_bits()
-    assert "no candidate has a finite loss" in caplog.text
+    assert bits(start(NTKFL(**OPTIONS), Grid(CLIENTS, **answers))) == initial_bits()
 
 
 def test_labels_that_are_not_one_hot_and_false_counts_are_refused():
@@ -353,9 +312,8 @@ def test_a_client_with_giant_factors_is_left_out(first, second):
 
 
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
-def test_a_kernel_that_overflows_leaves_the_model(loss, caplog):
+def test_a_kernel_that_overflows_leaves_the_model(loss):
     """1e22 squared is beyond float32, and all clients agree on the scale."""
     changes = dict.fromkeys(range(NUM_CLIENTS), factors(1e11, 1e11))
     weights = start(NTKFL(loss=loss, **OPTIONS), Grid(app(NTKFLClient, loss=loss), changes=changes))
     assert bits(weights) == initial_bits()
-    assert "no evolution" in caplog.text
