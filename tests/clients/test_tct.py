@@ -384,7 +384,6 @@ def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     for who in (half, full):
         with pytest.raises(OverflowError, match="does not fit in float32"):
             step(who, task, records)
-        assert not list(folder(who).glob("features-*"))
 
 
 ONE = np.ones((20, 3), np.float32)

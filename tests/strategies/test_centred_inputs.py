@@ -194,7 +194,7 @@ def test_where_nothing_is_centred_or_projected_as_agreed_it_is_said(monkeypatch)
         strategy.work_within(NTKFL(**NTK), everyone=False)
 
 
-@pytest.mark.parametrize("method", ["cp-ntk-fl", "fedavg", "scaffold"])
+@pytest.mark.parametrize("method", ["cp-ntk-fl", "scaffold"])
 def test_in_a_simulation_the_mean_is_of_what_was_projected(method, tmp_path):
     config = Config(
         method=method, projection=20, centre_inputs=True, num_clients=4, clients_per_round=2,

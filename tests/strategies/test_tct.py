@@ -229,24 +229,20 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
 
 
 def test_what_stage_1_or_2_could_not_begin_with_is_refused(clients):
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+        network().load_state_dict(arrays.to_torch_state_dict())
+
     bootstrap = FedAvg(fraction_evaluate=0.0, min_available_nodes=6)
     strategy = make(bootstrap=bootstrap, fraction_train=0.5, min_train_nodes=3)
     with pytest.raises(ValueError, match="waits for min_available_nodes = 6, and 3 nodes"):
         start(strategy, Grid(clients))
     with pytest.raises(ValueError, match="initial_arrays: not those of the network"):
         start(make(), Grid(clients), 1, nn.Linear(4, 3))
+    with pytest.raises(RuntimeError, match=r"TCT passes it .* use strategy.predictor\(arrays\)"):
+        start(make(), Grid(clients), evaluate_fn=evaluate)
 
 
 # ------------------------------------------------------------------------- trouble
-
-
-def test_only_the_linear_model_travels_once_clients_have_the_rest(clients):
-    start(make(), grid := Grid(clients), rounds=4)
-    down, up = ([records for records in grid.records(way) if records] for way in ("down", "up"))
-    normaliser, linear = {"normaliser": ["tct.mean", "tct.scale"]}, {"linear": [LINEAR]}
-    first = {"network": list(network().state_dict())}
-    assert down == [first] * 6 + [normaliser | linear] * 6 + [linear] * 12
-    assert up == [{"arrays": ["mean", "sum-sq-dev"]}] * 6 + [{"arrays": [LINEAR]}] * 18
 
 
 @pytest.mark.parametrize(("who", "stage"), [([1], "train"), (range(6), "train"), ([2], "evaluate")])
