@@ -7,6 +7,7 @@ import pytest
 from flwr.app import Message
 
 from fedntk.clients import (
+    DittoClient,
     FedProtoClient,
     PersonalisedClient,
     SGDClient,
@@ -16,6 +17,7 @@ from fedntk.clients import (
 from fedntk.strategies import (
     NTKDFL,
     DFedAvg,
+    Ditto,
     FedEnsemble,
     FedProto,
     LocalTraining,
@@ -50,6 +52,7 @@ def personal(**options) -> PersonalisedStrategy:
 CONTRACT = {"PersonalisedStrategy": Contract(personal, CLIENTS, personal=True)}
 NAMED = {
     "PersonalisedStrategy": (personal, CLIENTS),
+    "Ditto": (Ditto, app(DittoClient)),
     "FedProto": (lambda **o: FedProto(network=network(), **o), app(FedProtoClient)),
     "WeightedFedAvg": (
         lambda **o: WeightedFedAvg(network=network(), **o), app(WeightedFedAvgClient),
@@ -107,7 +110,7 @@ def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_sam
     assert grid.exchanges[-2:] == [(stage, 6), ("evaluate", 6)]
 
 
-@pytest.mark.parametrize("name", ["PersonalisedStrategy", "FedProto"])
+@pytest.mark.parametrize("name", ["PersonalisedStrategy", "FedProto", "Ditto"])
 def test_a_reply_that_is_lost_leaves_both_parts_of_the_client_as_they_were(name):
     """Client 2's reply of round 2 is lost: in round 3 its own arrays are those of round 1."""
     make, clients = NAMED[name]
@@ -151,7 +154,7 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     assert [folder.name for folder in folders(strategy)] == names
 
 
-@pytest.mark.parametrize("name", ["PersonalisedStrategy", "FedProto", "WeightedFedAvg"])
+@pytest.mark.parametrize("name", ["FedProto", "WeightedFedAvg"])
 def test_names_of_records_are_the_strategys_choice(name):
     make, clients = NAMED[name]
     expected = start(make(**EVALUATED), Grid(clients), rounds=2)

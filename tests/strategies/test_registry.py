@@ -1,7 +1,7 @@
 """Which node is which client, what was sent, and which reply answers which message."""
 
 import pytest
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import Error, Message, RecordDict
 
 from fedntk.ntk import BadReply
 from fedntk.simulations.engine._flower import become_server, stamp
@@ -97,17 +97,6 @@ def test_a_reply_to_an_earlier_message_answers_none():
         sent.take(reply(earlier))
     assert refused.value.reason == "not-asked"
     assert sent.take(reply(now[0])) == 7
-
-
-def test_the_ids_of_the_messages_are_read_once(monkeypatch):
-    """Not for each reply, which would take n^2 look-ups: half of a round of 1,000 idle clients."""
-    messages, read = asked(*range(1, 51)), []
-    sent, own = Exchange(messages), Metadata.message_id
-    answers = [reply(message) for message in messages]
-    counting = property(lambda self: read.append(1) or own.fget(self))
-    monkeypatch.setattr(Metadata, "message_id", counting)
-    assert [sent.take(answer) for answer in answers] == list(range(1, 51))
-    assert 50 <= len(read) <= 100
 
 
 def test_an_error_of_the_transport_is_booked_to_the_node_that_was_asked():
