@@ -56,7 +56,7 @@ class ModelClient(Declared, NumPyClient):
 
     strategy: ClassVar[str] = ""  # that the client goes with
     replies: ClassVar[str] = ""  # what it replies with: see Agreement; empty: not checked
-    config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it heeds
+    config_keys: ClassVar[frozenset[str]] = frozenset()  # of train_config that it uses
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.float16)
 
     model: nn.Module = argument(
@@ -210,11 +210,11 @@ class ModelClient(Declared, NumPyClient):
             k for k in config if k not in known and not (Agreement.owns(k) or Declared.owns(k))
         ]
         if self.replies and unknown:
-            heeded = ", ".join(sorted(self.config_keys)) or "none"
+            supported = ", ".join(sorted(self.config_keys)) or "none"
             raise ValueError(
-                f"train_config: {own} does not heed {', '.join(sorted(unknown))} (it heeds: "
-                f"{heeded}); set it where client or strategy is made, or add it to config_keys of "
-                "a client class of your own"
+                f"train_config: unknown keys {', '.join(sorted(unknown))} for {own}; supported: "
+                f"{supported}. Set them where client or strategy is made, or add them to "
+                "config_keys of a client class of your own"
             )
 
     def _require(self, expected: Agreement) -> None:

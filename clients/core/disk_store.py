@@ -53,7 +53,7 @@ DAMAGED = (
     zlib.error,
 )
 # what the system says where the file may be as good as it was
-PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+TRANSIENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def cache_dir() -> Path:
@@ -175,6 +175,6 @@ def _damaged_removed(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         pass
     except DAMAGED as error:
-        if isinstance(error, OSError) and error.errno in PASSING:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS:
             raise
         path.unlink()

@@ -52,7 +52,7 @@ class InnerStrategy:
         self.argument, self.strategy, self.owner = argument, strategy, owner
         self._fresh = dict(vars(strategy))
 
-    def ask_whoever_is_shown(self) -> None:
+    def disable_sampling(self) -> None:
         """Have the strategy neither sample nor wait: another one does."""
         everyone = {"fraction_train": 1.0, "min_train_nodes": 0, "min_available_nodes": 0}
         for name in everyone.keys() & vars(self.strategy).keys():
@@ -205,7 +205,7 @@ class CheckedStrategy(BaseStrategy):
                 f"{type(self.strategy).__name__}, which samples by another one"
             )
         self.inner = InnerStrategy(self.name, self.strategy, self)
-        self.inner.ask_whoever_is_shown()
+        self.inner.disable_sampling()
 
     def agreement(self) -> Agreement:
         """Return what clients must agree with: the strategy's name is that of Flower's."""

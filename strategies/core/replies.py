@@ -71,7 +71,7 @@ class Reply:
         metrics: dict[str, Any] = dict(record)
         for key, value in metrics.items():
             for number in value if isinstance(value, list) else [value]:
-                if math.isnan(number) or (math.isinf(number) and number is value):
+                if math.isnan(number) or (math.isinf(number) and not isinstance(value, list)):
                     raise BadReply("non-finite", f"metric {key[:80]!r} is {number}")
                 if isinstance(number, int) and abs(number) >= 2**63:
                     raise BadReply("metrics", f"metric {key[:80]!r} has more than 64 bits")

@@ -199,7 +199,7 @@ class TCT(ConvexStrategy):
             )
         super().work_within(owner, everyone=everyone)
         if self.inner is not None:
-            self.inner.ask_whoever_is_shown()
+            self.inner.disable_sampling()
 
     # ------------------------------------------------------------------- state
 
