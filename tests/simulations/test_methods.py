@@ -1,15 +1,20 @@
 """A method is an object with all that the simulations ask; other packages may bring one."""
 
+import inspect
 from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 
 from fedntk.clients import WeightedFedAvgClient
+from fedntk.ntk.options import option
 from fedntk.simulations import Config, load_predictor, run
+from fedntk.simulations.config import config as config_module
 from fedntk.simulations.config.settings import ConfigError
-from fedntk.simulations.engine.building import load_setup
+from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.simulations.methods import all_methods, own_methods
+from fedntk.simulations.methods.method import Method
+from fedntk.strategies import SeededFedAvg
 
 from .settings import SETTINGS
 
@@ -27,6 +32,39 @@ def test_what_other_packages_name_wrongly_is_left_out(monkeypatch, caplog):
     for said, (name, (value, reason)) in zip(caplog.messages, named.items(), strict=True):
         assert f"method {name} ({value}) is left out: " in said
         assert reason in said
+
+
+class ToyAvg(SeededFedAvg):
+    """FedAvg with one option more."""
+
+    depth: int = option("how deep", default=2, at_least=1, at_most=9)
+
+
+class Toy(Method):
+    name = "toy-avg"
+    strategy_class = ToyAvg
+
+
+def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
+    """In the signature, the TOML table, the key of flwr run, checkpoints and the docs' table."""
+    assert inspect.signature(ToyAvg).parameters["depth"].default == 2
+    with pytest.raises(ValueError, match="expected depth = 2, got 3"):
+        ToyAvg().load_state_dict(ToyAvg(depth=3).state_dict())
+    methods = {**own_methods(), "toy-avg": Toy()}
+    for name in ("own_methods", "all_methods"):
+        monkeypatch.setattr(config_module, name, lambda: methods)
+    config_module._keys.cache_clear()
+    try:
+        (tmp_path / "toy.toml").write_text('method = "toy-avg"\n[toy-avg]\ndepth = 4\n')
+        config = Config.load(tmp_path / "toy.toml")
+        assert Config.default_run_config()["toy-avg.depth"] == 2
+        assert Config.parse({"method": "toy-avg", "toy-avg.depth": 5}).settings.depth == 5
+        with pytest.raises(ConfigError, match=r"toy-avg\.depth: expected at most 9, got 10"):
+            config.replace(toy_avg={"depth": 10})
+        assert Config.describe("toy-avg") == ["toy-avg.depth = 2: how deep"]
+        assert make_strategy(load_setup(config)).depth == config.settings.depth == 4
+    finally:
+        config_module._keys.cache_clear()
 
 
 @pytest.mark.parametrize(
