@@ -203,3 +203,20 @@ def test_controls_of_another_network_are_refused_when_a_run_goes_on():
     again.load_state_dict(strategy.state_dict())
     with pytest.raises(ValueError, match="the model has 1 numbers, the controls of 99 are of"):
         again.start(Grid(CLIENTS), as_record({"weight": np.zeros((1, 1))}), num_rounds=2)
+
+
+def test_a_client_with_a_placeholder_id_keeps_its_control_when_a_run_goes_on():
+    """Nodes 1 and 4 claim partition 0: node 4 is client -5."""
+
+    def grid() -> Grid:
+        made = Grid(CLIENTS)
+        made.contexts[4].node_config["partition-id"] = 0
+        return made
+
+    straight, first, again = SCAFFOLD(**ALL), SCAFFOLD(**ALL), SCAFFOLD(**ALL)
+    expected = start(straight, grid(), rounds=2)
+    halfway = start(first, grid())
+    again.load_state_dict(first.state_dict())
+    result = again.start(grid(), as_record(halfway), num_rounds=2)
+    assert sorted(again.controls) == [-5, 0, 1, 2, 4, 5]
+    assert bits(arrays_of(result.arrays)) == bits(expected)
