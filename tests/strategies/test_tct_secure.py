@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, Context
 
 from fedntk.clients import NamedArrays, TCTClient, client_app
-from fedntk.ntk import BadReply, FeatureMap
+from fedntk.ntk import FeatureMap
 from fedntk.ntk.features import FixedPoint
 from fedntk.ntk.payloads import ConvexTask, FeatureStatistics
 from fedntk.strategies import TCT
@@ -29,15 +29,14 @@ def make(clients: int = 6, **options: Any) -> TCT:
     return sums(clients, **{"secure_aggregation": True} | FIXED | options)
 
 
-def step_of(config: Mapping[str, Any]) -> str:
-    task = ConvexTask.of_message(config)
-    return "" if task is None else task.step
+def step_of(config: Mapping[str, Any]) -> str | None:
+    return getattr(ConvexTask.of_message(config), "step", None)
 
 
 def acting(
     step: str, change: Callable[..., Any], *partitions: int, only_round: int = 0
 ) -> type[TCTClient]:
-    """Clients of which some answer otherwise when it comes to a step."""
+    """Clients, some of which answer otherwise in one step."""
 
     class Acting(TCTClient):
         def fit(self, parameters, config):
@@ -65,30 +64,22 @@ def without(*partitions: int) -> dict[str, bytes]:
         return bits(start(make(secure_aggregation=False), grid))
 
 
-# --------------------------------------------------------------------- the sum
-
-
 @pytest.mark.parametrize("step", ["", *STEPS])
 def test_the_model_is_that_of_plain_sums_of_those_who_stayed_to_the_bit(clients, step):
-    """Before the words, what it had masked for is taken away again; after them it is in the sum."""
+    """Who goes before it sent its words is not in the sum."""
     strategy, grid = make(), Grid(clients(acting(step, gone, 1, 4)))
     left = () if step in ("", "confirm", "reveal") else (1, 4)
     assert bits(start(strategy, grid)) == without(*left)
-    assert [kind for kind, _ in grid.exchanges].count("train") == len(STEPS)
     metrics = strategy.train_metrics[1]
     assert metrics["replies-accepted"] == 6 - len(left)
     assert metrics["replies-rejected"] == (2 if step else 0)
 
 
 @pytest.mark.parametrize("step", ["masked", "reveal"])
-def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(
-    clients, step, caplog
-):
+def test_with_too_few_left_the_sum_stays_closed_and_the_next_round_begins_anew(clients, step):
     strategy = make(secure_threshold=0.8)  # five of six
-    with caplog.at_level(WARNING, "flwr"):
-        found = start(strategy, Grid(clients(acting(step, gone, 1, 4, only_round=1))), rounds=2)
+    found = start(strategy, Grid(clients(acting(step, gone, 1, 4, only_round=1))), rounds=2)
     assert bits(found) == without()
-    assert "no secure sum" in caplog.text
     assert ["ridge" in strategy.train_metrics[number] for number in (1, 2)] == [False, True]
 
 
@@ -101,52 +92,35 @@ def test_a_sum_of_fewer_than_are_needed_for_the_model_is_not_opened(clients, cap
     assert "at least 3 clients of a secure sum, got 2" in caplog.text
 
 
-def masked_words(grid: Grid) -> dict[int, np.ndarray]:
-    contents = [m.content for way, m in grid.seen if way == "up" and m.has_content()]
-    return {
-        int(content["metrics"]["partition-id"]): content["arrays"]["masked"].numpy()
-        for content in contents
-        if "masked" in content.get("arrays", {})
-    }
-
-
-def sums_of(partition: int) -> tuple[FeatureStatistics, FixedPoint]:
-    extract = FeatureMap(num_features=12).extractor(network())
-    fixed, (x, y) = FixedPoint.of(extract(held()[0]), 8), examples(partition)
-    return FeatureStatistics.of([extract(x)], y, 3, fixed_point=fixed), fixed
-
-
 def test_the_server_gets_no_clients_sums(clients):
-    """Of each client's own numbers none is where it would be in the clear; masks are new ones."""
+    """No word of a client's own is where it would be in the clear; masks are new in each run."""
+    extract = FeatureMap(num_features=12).extractor(network())
+    fixed = FixedPoint.of(extract(held()[0]), 8)
     grids = [Grid(clients()), Grid(clients())]
     for grid in grids:
         start(make(), grid)
     masked, again = map(masked_words, grids)
-    own = {k: sums_of(k)[0].to_words(np.uint32) for k in range(6)}
-    for k, words in own.items():
-        assert masked[k].shape == words.shape == (12 * 13 // 2 + 3 * 13,)
-        assert not (masked[k] == words).any()
+    words = {}
+    for k, (x, y) in enumerate(map(examples, range(6))):
+        own = FeatureStatistics.of([extract(x)], y, 3, fixed_point=fixed)
+        words[k] = own.to_words(np.uint32)
+        assert not (masked[k] == words[k]).any()
         assert not (masked[k] == again[k]).any()
-    added, total = (np.sum([*w.values()], axis=0, dtype=np.uint32) for w in (masked, own))
+    added, total = (np.sum([*w.values()], axis=0, dtype=np.uint32) for w in (masked, words))
     assert not (added == total).any()  # nor is the sum open without the shares
 
 
-def test_sums_that_no_examples_have_are_refused_in_wide_words():
-    """Beyond int32, in which sums over so few examples fit."""
-    own, fixed = sums_of(0)
-    words = own.to_words(np.uint64)
-    found = FeatureStatistics.from_words(words, own.num_examples, 12, 3, fixed)
-    np.testing.assert_array_equal(found.gram, own.gram)
-    words[1] += np.uint64(2**32)  # is no other number in int32
-    with pytest.raises(BadReply, match="do not fit in int32"):
-        FeatureStatistics.from_words(words, own.num_examples, 12, 3, fixed)
-
-
-# ------------------------------------------------------- what others may try
+def masked_words(grid: Grid) -> dict[int, np.ndarray]:
+    contents = [m.content for way, m in grid.seen if way == "up"]
+    return {
+        int(content["metrics"]["partition-id"]): content["arrays"]["masked"].numpy()
+        for content in contents
+        if "masked" in content["arrays"]
+    }
 
 
 def test_a_client_masks_and_gives_shares_once_and_keeps_its_secrets_to_itself(clients, tmp_path):
-    """With another set of survivors a server would learn both of somebody's secrets."""
+    """A server that named other survivors would learn both of a client's secrets."""
     asked, modes = [], set()
 
     class Twice(TCTClient):
@@ -191,7 +165,7 @@ def test_what_a_client_sends_wrongly_leaves_it_out_or_does_no_harm(clients, step
     def changed(arrays: Any, count: int, metrics: Any) -> Any:
         if change is None:
             return arrays, count + 1, metrics
-        own = zip(arrays.records["arrays"], change([np.array(a) for a in arrays]), strict=False)
+        own = zip(arrays.records["arrays"], change(list(arrays)), strict=False)
         return NamedArrays({"arrays": dict(own)}), count, metrics
 
     strategy, grid = make(), Grid(clients(acting(step, changed, 2)))
@@ -222,11 +196,8 @@ def test_a_client_that_was_asked_about_other_features_keeps_the_sum_closed(clien
     assert not found[LINEAR].any()
 
 
-# ------------------------------------------------------------------------ keys
-
-
 def with_keys(cache: Path, keys: Mapping[int, ParcelKeys]) -> Any:
-    """Clients of which some have key pairs that are not drawn for the run."""
+    """Clients, some of which have key pairs that are not drawn for the run."""
 
     def client_fn(context: Context) -> TCTClient:
         k = int(context.node_config["partition-id"])
@@ -236,11 +207,8 @@ def with_keys(cache: Path, keys: Mapping[int, ParcelKeys]) -> Any:
 
 
 def test_a_copied_public_key_leaves_out_those_who_sent_it(tmp_path):
-    """And not all others with them."""
-    strategy = make()
     shared = with_keys(tmp_path, dict.fromkeys((1, 4), ParcelKeys(new_key())))
-    assert bits(start(strategy, Grid(shared))) == without(1, 4)
-    assert strategy.train_metrics[1]["rejected-public-key"] == 2
+    assert bits(start(make(), Grid(shared))) == without(1, 4)
 
 
 def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path, caplog):
@@ -261,20 +229,16 @@ def test_vouched_keys_give_the_same_sum_and_one_of_the_servers_own_none(tmp_path
     assert "voucher" in caplog.text
 
 
-def test_a_client_that_masks_alone_refuses_what_is_not_masked(clients):
+def test_a_client_that_only_masks_refuses_what_is_not_masked(clients):
     app = clients(only_masked=True)
     assert bits(start(make(), Grid(app))) == without()
-    for way in (
-        {},
-        {"solve": "server"},
-        {"solve": "clients"},
-        {"solve": "clients", "normalise": False},
-    ):
+    ways = [{}, {"solve": "server"}, {"solve": "clients"}]
+    for way in [*ways, {"solve": "clients", "normalise": False}]:
         assert not start_in_vain(sums(**way), Grid(app))[LINEAR].any()
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_client_that_masks_alone_evaluates_no_linear_model_on_what_its_sums_are_of(
+def test_a_client_that_only_masks_evaluates_no_linear_model_on_what_its_sums_are_of(
     clients, held_out, caplog
 ):
     """Losses of chosen models on the same examples would give its Gram matrix exactly."""

@@ -70,6 +70,18 @@ def test_integers_are_int32_while_all_sums_fit():
     assert (small + small).gram.tolist() == [2 * 133_143 * 127**2]  # beyond int32
 
 
+def test_words_of_a_secure_sum_are_the_integers_and_beyond_them_refused():
+    """2^32 more is no other number in int32, in which sums over so few examples fit."""
+    own = of("integers")
+    words = own.to_words(np.uint64)
+    found = FeatureStatistics.from_words(words, N, P, C, FIXED)
+    for name in ("gram", "class_sums", "counts"):
+        assert np.array_equal(getattr(own, name), getattr(found, name))
+    words[1] += np.uint64(2**32)
+    with pytest.raises(BadReply, match="do not fit in int32"):
+        FeatureStatistics.from_words(words, N, P, C, FIXED)
+
+
 def changed(name: str, index: object, value: object) -> Callable[[Arrays], Arrays]:
     def change(arrays: Arrays) -> Arrays:
         arrays = {own: a.copy() for own, a in arrays.items()}
