@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.load import Data, load_data
-from fedntk.simulations.data.partitions import (
-    _load_split,
-    client_dirichlet,
-    load_split,
-    split_data,
-)
+from fedntk.simulations.data.load import load_data
+from fedntk.simulations.data.partitions import _load_split, client_dirichlet, load_split
 
 DIGITS = Config(num_clients=20, clients_per_round=5)
 LABELS = np.repeat(np.arange(10), 300)
@@ -21,51 +16,35 @@ LABELS = np.repeat(np.arange(10), 300)
 def test_papers_partition_draws_floor_of_q_times_200_of_each_class_for_each_client():
     """q is the first draw of the generator of (seed, partition), so it can be drawn again."""
     settings = replace(DIGITS, alpha=0.1, seed=3)
-    parts = list(client_dirichlet(settings, LABELS))
-    assert len(parts) == 20
-    for client, own in enumerate(parts):
+    for client, own in enumerate(client_dirichlet(settings, LABELS)):
         q = np.random.default_rng([3, client]).dirichlet(np.full(10, 0.1))
-        np.testing.assert_array_equal(
-            np.bincount(LABELS[own], minlength=10), np.floor(q * settings.examples_per_client)
-        )
+        expected = np.floor(q * settings.examples_per_client)
+        np.testing.assert_array_equal(np.bincount(LABELS[own], minlength=10), expected)
         assert len(set(own)) == len(own)  # without replacement
+    assert client == 19
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological"])
 def test_disjoint_partitions_hold_every_example_once(partition):
-    """Where each has one class, by the first-deterministic assignment, client k has class k."""
+    """Fewer examples are drawn from all; no client has one of the validation examples."""
     config = replace(DIGITS, partition=partition, classes_per_client=3)
     labels, split = load_data(config).y_train, load_split(config)
     np.testing.assert_array_equal(np.sort(np.concatenate(split.clients)), np.arange(1437))
     if partition == "pathological":
         assert [len(np.unique(labels[own])) for own in split.clients] == [3] * 20
-        one = {"classes_per_client": 1, "class_assignment": "first-deterministic"}
-        split = load_split(replace(config, num_clients=10, **one))
-        assert [np.unique(labels[own]).tolist() for own in split.clients] == [
-            [k] for k in range(10)
-        ]
-
-
-def test_fewer_and_validation_examples():
-    """The former are drawn from all; no client has one of the latter."""
-    config = replace(DIGITS, partition="iid", train_examples=300, validation_examples=100)
-    split = load_split(config)
+    split = load_split(replace(config, train_examples=600, validation_examples=100))
     everything = np.concatenate([split.validation, *split.clients])
     assert len(split.validation) == 100
-    assert len(everything) == len(set(everything)) == 400
-    assert len(set(load_data(DIGITS).y_train[everything[100:]])) == 10
+    assert len(everything) == len(set(everything)) == 700
+    assert len(set(labels[everything[100:]])) == 10
 
 
-def test_natural_parts_follow_their_ids():
-    ids, y = np.array(list("abcabcabca")), np.arange(10)
-    data = Data(np.zeros((10, 2)), y, np.zeros((10, 2)), y, 10, natural_ids=ids)
-    config = Config(
-        num_clients=3, clients_per_round=1, partition="natural", natural_column="writer"
-    )
-    split = split_data(config, data)
-    assert sorted("".join(sorted(ids[own])) for own in split.clients) == ["aaaa", "bbb", "ccc"]
-    with pytest.raises(ConfigError, match="writer has 3 values, got 2"):
-        split_data(replace(config, num_clients=2), data)
+def test_with_one_class_by_number_client_k_has_class_k():
+    one = {"classes_per_client": 1, "class_assignment": "first-deterministic"}
+    config = replace(DIGITS, partition="pathological", num_clients=10, **one)
+    labels = load_data(config).y_train
+    found = [np.unique(labels[own]).tolist() for own in load_split(config).clients]
+    assert found == [[k] for k in range(10)]
 
 
 def test_cached_split_is_the_split(tmp_path, monkeypatch):
@@ -73,13 +52,12 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     others = [{"seed": 1}, {"alpha": 0.2}, {"num_clients": 19}, {}, {"learning_rate": 3.0}]
     assert len({load_split(replace(DIGITS, **other)).checksum for other in others}) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = replace(DIGITS, seed=77, partition="iid")
     _load_split.cache_clear()
-    fresh = load_split(config)
+    fresh = load_split(DIGITS)
     assert len(list((tmp_path / "fedntk" / "splits").iterdir())) == 1
     _load_split.cache_clear()
     monkeypatch.setattr("fedntk.simulations.data.partitions.split_data", None)
-    assert load_split(config).checksum == fresh.checksum
+    assert load_split(DIGITS).checksum == fresh.checksum
     _load_split.cache_clear()
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from multiprocessing import Pipe
 
 import numpy as np
 import pandas as pd
@@ -25,10 +26,7 @@ SMALL = Config(
     partition="iid", width=10, train_examples=200, validation_examples=100, batch_size=8,
     learning_rate=0.1,
 )  # fmt: skip
-GRID = {"learning-rate": [0.01, 0.3, 0.1], "local-epochs": [1, 3]}
-SAMPLERS = ("random", "tpe")
-ONE = {"learning-rate": [0.1]}
-TWO = {"learning-rate": [0.01, 0.3]}
+ONE, TWO, THREE = ({"learning-rate": [0.01, 0.3, 0.1][:count]} for count in (1, 2, 3))
 PRIVATE = {
     "validation_examples": 50, "private_test": True, "local_test_fraction": 0.2,
     "clients_per_evaluation": 3,
@@ -37,7 +35,11 @@ CLIENTS = {"validation_examples": 0, "validation_clients": 2, "clients_per_evalu
 
 
 def search(folder, config=SMALL, **options):
-    return tune(config, out=folder, progress=False, **{"grid": GRID, **options})
+    return tune(config, out=folder, progress=False, **{"grid": THREE, **options})
+
+
+def draw(folder, trials, random, **options):
+    return search(folder, grid=None, random=random, trials=trials, **options).trials
 
 
 def lines(table):
@@ -55,7 +57,7 @@ def name_of(config):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The search over the whole grid with two seeds, not interrupted."""
+    """A search with two seeds that is not interrupted."""
     return search(tmp_path_factory.mktemp("straight"), seeds=[0, 1])
 
 
@@ -66,22 +68,15 @@ def no_picture(monkeypatch):
 
 
 @pytest.fixture
-def started(each_run):
-    """Folders of the runs that began or went on."""
-    ran = []
-    each_run(lambda config: ran.append(name_of(config)))
-    return ran
-
-
-@pytest.fixture
 def pretended(monkeypatch):
-    """Runs that only write records: the nearer the rate is to 0.1, the more accurate; and theirs.
+    """Names of runs that only write records: the loss is the distance from the rate 0.1.
 
-    The seed and the round add a little.
+    Seed and round add a little to the accuracy.
     """
     ran = []
 
     def pretend(config, *, progress, on_round):
+        assert config.evaluate_on == "validation"
         ran.append(name_of(config))
         config.folder.mkdir(parents=True)
         distance = abs(np.log10(config.learning_rate) + 1)
@@ -94,9 +89,6 @@ def pretended(monkeypatch):
 
     monkeypatch.setattr(trials, "run", pretend)
     return ran
-
-
-# ------------------------------------------------------------------ what is measured
 
 
 @pytest.mark.parametrize(
@@ -146,55 +138,35 @@ def test_examples_held_out_for_tuning_do_not_choose_t(method, examples):
     assert (strategy.validation_partitions, strategy.held_out) == ((), (2, 3))
 
 
-def test_the_choice_is_by_validation_where_the_test_set_says_the_opposite(tmp_path):
-    """Test labels are each another class: the better a model is, the worse on the test set."""
-    data, rates = write_data(tmp_path / "d.npz", shift=1), [1e-5, 0.3]
-    config = SMALL.replace(dataset=data, rounds=3, validation_examples=60)
-    best = search(tmp_path / "s", config, grid={"learning-rate": rates}).best
-    assert (best.learning_rate, best.evaluate_on) == (0.3, "test")
-    bad, good = (
-        run(best, learning_rate=rate, out=tmp_path / f"{rate}", progress=False).curve()[3]
-        for rate in rates
+def test_a_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(tmp_path, pretended):
+    found = search(tmp_path, SMALL.replace(rounds=4), seeds=[0, 1], last=2).trials
+    assert found["learning-rate"].tolist() == [0.1, 0.3, 0.01]
+    distance = np.abs(np.log10(found["learning-rate"]) + 1)
+    np.testing.assert_allclose(found["mean"], 1 / (2 + distance) + 4e-3, rtol=1e-12)
+    np.testing.assert_allclose(found["std"], 1e-3 / np.sqrt(2), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("rates", "said"), [([1e-4, 0.1], True), ([1e-4, 0.1, 1.0], False)])
+def test_the_smallest_loss_and_a_best_value_at_the_edge(tmp_path, pretended, caplog, rates, said):
+    found = search(tmp_path, grid={"learning-rate": rates}, metric="loss")
+    assert found.best.learning_rate == 0.1
+    assert found.trials["mean"].tolist() == pytest.approx(sorted(abs(np.log10(rates) + 1)))
+    assert any("is the best and the largest tried" in m for m in caplog.messages) == said
+
+
+def test_a_grid_is_its_product_and_one_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
+    grid = THREE | {"local-epochs": [1, 3]}
+    for now, ran in ((grid | ONE, 4), (grid, 12), (grid, 12)):
+        grown = search(tmp_path / "a", grid=now, seeds=[0, 1])
+        assert len(pretended) == ran
+    whole = search(tmp_path / "b", grid=grid, seeds=[0, 1])
+    assert folders(whole.folder) == [f"trials/{i // 2:03d}/seed-{i % 2}" for i in range(12)]
+    tried = whole.trials.sort_values("trial")[list(grid)].itertuples(index=False, name=None)
+    assert list(tried) == list(itertools.product(*grid.values()))
+    own, other = (
+        found.trials.sort_values(list(grid)).drop(columns="trial") for found in (grown, whole)
     )
-    assert bad > good + 0.2
-
-
-def test_the_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(straight):
-    """Read from the runs' own tables; the best round would be another number."""
-    others = 0
-    for row in straight.trials.itertuples():
-        paths = (straight.folder / f"trials/{row.trial:03d}/seed-{seed}" for seed in (0, 1))
-        curves = [read_run(path).curve()[1:] for path in paths]
-        means = [curve.mean() for curve in curves]  # of both rounds
-        assert row.mean == pytest.approx(np.mean(means), abs=1e-12)
-        assert row.std == pytest.approx(np.std(means, ddof=1), abs=1e-12)
-        others += abs(row.mean - np.mean([curve.max() for curve in curves])) > 0.01
-    assert others > 0
-    assert straight.trials["mean"].is_monotonic_decreasing
-
-
-def test_the_last_rounds_loss_and_a_best_value_at_the_edge_of_the_grid(tmp_path, pretended, caplog):
-    for rates, said in (([1e-4, 0.1], True), ([1e-4, 0.1, 1.0], False)):
-        caplog.clear()
-        grid = {"learning-rate": rates}
-        found = search(tmp_path / str(said), grid=grid, metric="loss", last=1)
-        assert found.best.learning_rate == 0.1
-        assert found.trials["mean"].tolist() == pytest.approx(sorted(abs(np.log10(rates) + 1)))
-        assert any("is the best and the largest tried" in m for m in caplog.messages) == said
-
-
-# -------------------------------------------------------------------- what is tried
-
-
-def test_a_grid_is_its_product_each_once(straight, started):
-    tried = straight.trials.sort_values("trial")[list(GRID)].itertuples(index=False, name=None)
-    assert list(tried) == list(itertools.product(*GRID.values()))
-    assert folders(straight.folder) == [f"trials/{i // 2:03d}/seed-{i % 2}" for i in range(12)]
-    again = search(straight.folder, seeds=[0, 1])
-    assert started == []
-    assert lines(again.trials) == lines(straight.trials)
-    saved = pd.read_csv(straight.folder / "report" / "trials.csv")
-    assert saved["mean"].tolist() == straight.trials["mean"].tolist()
+    assert lines(own) == lines(other)
 
 
 def test_draws_depend_only_on_the_seed(tmp_path, pretended):
@@ -202,54 +174,36 @@ def test_draws_depend_only_on_the_seed(tmp_path, pretended):
     random = {
         "learning-rate": (1e-3, 1.0, "log"), "width": (5, 20), "loss": ["mse", "cross-entropy"],
     }  # fmt: skip
-
-    def drawn(name, trials, **options):
-        options |= {"grid": None, "random": random, "trials": trials}
-        return search(tmp_path / name, **options).trials
-
-    whole = drawn("a", 5)
-    drawn("b", 2)
-    assert lines(drawn("b", 5)) == lines(whole) == lines(drawn("b", 3))
+    whole = draw(tmp_path / "a", 5, random)
+    draw(tmp_path / "b", 2, random)
+    longer, shorter = (lines(draw(tmp_path / "b", trials, random)) for trials in (5, 3))
+    assert longer == lines(whole) == shorter
     assert len(pretended) == 10
     assert whole["learning-rate"].nunique() == 5
-    assert not {*whole["learning-rate"]} & {*drawn("c", 5, sampler_seed=1)["learning-rate"]}
+    other = draw(tmp_path / "c", 5, random, sampler_seed=1)
+    assert not {*whole["learning-rate"]} & {*other["learning-rate"]}
     assert whole["learning-rate"].between(1e-3, 1).all()
     assert whole["width"].between(5, 20).all()
-    rates = [drawn(s, 12, sampler=s).sort_values("trial") for s in SAMPLERS]
-    same = [*np.equal(*(found["learning-rate"].to_numpy() for found in rates))]
-    assert same == [True] * 10 + [False] * 2  # then by what came before
+    found = [draw(tmp_path / s, 12, random, sampler=s) for s in ("random", "tpe")]
+    same = np.equal(*(table.sort_values("trial")["learning-rate"].to_numpy() for table in found))
+    assert same.tolist() == [True] * 10 + [False] * 2  # then by what came before
 
 
 def test_values_drawn_that_do_not_go_together_fail_only_their_trial(tmp_path, pretended):
     """Each value goes with some other, so that it takes the draws to find out."""
     random = {"clients-per-round": [1, 2, 3, 4], "min-completed": [1, 2, 3, 4]}
-    found = search(tmp_path, grid=None, random=random, trials=8)
-    fits = found.trials["min-completed"] <= found.trials["clients-per-round"]
+    found = draw(tmp_path, 8, random)
+    fits = found["min-completed"] <= found["clients-per-round"]
     assert 0 < fits.sum() < 8
-    assert ((found.trials["state"] == "finished") == fits).all()
-    assert "min-completed: expected at most" in found.trials["error"].iloc[-1]
+    assert ((found["state"] == "finished") == fits).all()
+    assert "min-completed: expected at most" in found["error"].iloc[-1]
     assert len(folders(tmp_path)) == fits.sum()
-
-
-# ------------------------------------------------------------------ cut off and gone on with
-
-
-def test_a_grid_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
-    for grid, ran in ((GRID | ONE, 4), (GRID, 12)):
-        grown = search(tmp_path / "a", grid=grid, seeds=[0, 1])
-        assert len(pretended) == ran
-    own, other = (
-        found.trials.sort_values(list(GRID)).drop(columns="trial")
-        for found in (grown, search(tmp_path / "b", seeds=[0, 1]))
-    )
-    assert lines(own) == lines(other)
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path, pretended):
     search(tmp_path, grid=TWO)
     for other, message in (
-        ({"grid": ONE}, r"learning-rate = .*0.01.* \(now .*0.1.*\)"),
-        ({"grid": TWO, "seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
+        ({"grid": ONE}, r"learning-rate = \[0.01, 0.3\] \(now \[0.01\]\)"),
         ({"grid": TWO, "dataset": write_data(tmp_path / "d.npz")}, r"data = '\w+' \(now '\w+'\)"),
     ):
         with pytest.raises(ConfigError, match=f"another search: .*{message}.*; choose another"):
@@ -276,7 +230,7 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
         if not killed:
             killed.append(workers()[0])
             killed[0].kill()
-        elif shown.state.startswith("1 of 6"):
+        elif shown.state.startswith("2 of 3"):
             raise KeyboardInterrupt
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -289,37 +243,32 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
     assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
 
 
-def test_a_process_whose_command_is_gone_ends_with_its_round(tmp_path):
-    connection, process = trials._start_worker(2)
-    connection.send([SMALL.replace(out=tmp_path)])
-    assert connection.recv()[1]["round"] == 0
-    connection.close()
-    process.join(60)
-    assert process.exitcode == 0
+def test_a_process_whose_command_is_gone_ends_with_its_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(trials.getLogger("flwr"), "disabled", False)
+    ours, theirs = Pipe()
+    ours.send([SMALL.replace(out=tmp_path)])
+    ours.close()
+    trials._work(theirs)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-
-
-# --------------------------------------------------------------------------- pruning
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("prune", ["none", "median", "halving"])
 def test_a_bad_trial_ends_early_if_asked_and_is_marked(tmp_path, pretended, prune):
     """Four good ones, then one that learns nothing: it ends before half of its rounds."""
+    config = SMALL.replace(rounds=8)
     grid = {"learning-rate": [0.1, 0.11, 0.12, 0.13, 1e-7]}
-    options = {"grid": grid, "prune": prune, "seeds": [0, 1]}
-    found = search(tmp_path, SMALL.replace(rounds=8), **options)
-    last = found.trials[found.trials["trial"] == 4].iloc[0]
+    first, again = (
+        search(tmp_path, config, grid=grid, prune=prune, seeds=[0, 1]).trials for _ in range(2)
+    )
+    last = first[first["trial"] == 4].iloc[0]
     assert last["state"] == ("finished" if prune == "none" else "pruned")
     assert last["rounds"] == 16 if prune == "none" else 0 < last["rounds"] <= 8
-    assert found.trials["state"][0] == "finished"
-    assert (found.trials[found.trials.state == "finished"]["rounds"] == 16).all()
-    before = len(pretended)
-    again = search(tmp_path, SMALL.replace(rounds=8), **options)
-    assert len(pretended) == before
-    assert lines(again.trials) == lines(found.trials)
-
-
-# ------------------------------------------------------------------------ what goes wrong
+    assert first["state"][0] == "finished"
+    assert (first[first.state == "finished"]["rounds"] == 16).all()
+    assert len(set(pretended)) == len(pretended)
+    assert lines(again) == lines(first)
 
 
 @pytest.mark.parametrize("loss", [{"loss": float("nan")}, {}])
@@ -329,23 +278,28 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, monkeypatch, prete
 
     def spoil(config, **options):
         pretend(config, **options)
-        if config.learning_rate == 0.1:
+        if config.learning_rate == 0.01:
             record = {"round": 1, "seconds": 1.0} | loss
             (config.folder / "rounds.jsonl").write_text(json.dumps(record) + "\n")
 
     monkeypatch.setattr(trials, "run", spoil)
-    found = search(tmp_path / "a", grid={"learning-rate": [0.1, 0.01]}, metric="loss")
+    found = search(tmp_path / "a", grid=TWO, metric="loss")
     assert found.trials["state"].tolist() == ["finished", "failed"]
     assert found.trials["error"][1] == "loss is missing or not finite"
-    assert found.best.learning_rate == 0.01
+    assert found.best.learning_rate == 0.3
     with pytest.raises(RunFailed, match="no trial was finished; trial 0 failed: "):
         search(tmp_path / "b", grid=ONE, metric="loss")
 
 
 def test_a_failed_trial_is_tried_again(tmp_path, each_run):
-    """A full disk in one run of the second trial; only that run is run again."""
+    """A full disk in one run of the second trial; only that run is run again.
+
+    No other search may be at work in the folder.
+    """
 
     def full(config):
+        with pytest.raises(ConfigError, match="another process is at work in"):
+            search(tmp_path)
         if name_of(config) == "001/seed-1":
             raise OSError("No space left on device")
 
@@ -361,10 +315,6 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
     assert again.trials["error"].tolist() == [""] * 2
 
 
-def drawn(**random):
-    return {"grid": None, "random": random}
-
-
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -373,10 +323,8 @@ def drawn(**random):
         ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
         ({}, {"grid": {"local-test-fraction": [0.1, 0.2]}}, "local-test-fraction cannot be search"),
         ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
-        ({}, {"grid": {"clients-per-round": [2, 9]}}, "got 9 (with clients-per-round = 9"),
         ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
-        ({}, drawn(width=(10, 5)), "width: expected low and high"),
-        ({}, drawn(momentum=(0.5, 1.5)), "momentum: expected less than 1"),
+        ({}, {"grid": None, "random": {"width": (10, 5)}}, "width: expected low and high"),
         ({}, {"metric": "client-loss-mean"}, "validation-clients = 0 and clients-per-evaluation"),
         (
             {"private_test": True, "local_test_fraction": 0.2},
@@ -384,32 +332,14 @@ def drawn(**random):
             "needs at least 1 of each, got clients-per-evaluation = 0",
         ),
         ({}, {"seeds": [0, 0]}, "seeds: expected at least one, each once, got [0, 0]"),
-        (
-            {"method": "ntk-fl", "ntk_fl": {"selection": "validation"}},
-            {},
-            "set ntk-fl.selection = clients or linearised",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, pretended, config, options, message):
     with pytest.raises(ConfigError) as caught:
         search(tmp_path / "s", SMALL.replace(**config), **options)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert pretended == []
     assert not (tmp_path / "s").exists()
-
-
-def test_two_searches_in_one_folder_at_a_time_are_refused(tmp_path, each_run):
-    def again(config):
-        with pytest.raises(ConfigError, match="another process is at work in"):
-            search(tmp_path)
-
-    each_run(again)
-    search(tmp_path, grid=ONE)
-
-
-# ----------------------------------------------------------------------- what is written
 
 
 def test_best_toml_is_run_on_the_test_set_after_the_same_training(straight, tmp_path):
@@ -417,8 +347,7 @@ def test_best_toml_is_run_on_the_test_set_after_the_same_training(straight, tmp_
     final, first = read_run(tmp_path / "r"), straight.trials.iloc[0]
     assert final.config == straight.best.replace(out=str(tmp_path / "r"))
     assert final.config.evaluate_on == "test"
-    chosen = (final.config.learning_rate, final.config.local_epochs)
-    assert chosen == (first["learning-rate"], first["local-epochs"])
+    assert final.config.learning_rate == first["learning-rate"]
     assert bits(final.folder) == bits(straight.folder / f"trials/{first['trial']:03d}/seed-0")
 
 
@@ -428,7 +357,7 @@ def test_the_command(tmp_path, pretended):
     grid = "--grid=learning-rate=0.3,1e-6", "--grid=ntk-fl.steps=10;100,200"
     fedntk("tune", conf, *grid, *out, tmp_path / "a", "--set", "rounds=1", "--last", 1)
     best = Config.load(tmp_path / "a" / "best.toml")
-    assert (best.learning_rate, best.rounds, best.evaluate_on) == (0.3, 1, "test")
+    assert (best.learning_rate, best.rounds) == (0.3, 1)
     table = pd.read_csv(tmp_path / "a" / "report" / "trials.csv", dtype=str)
     assert set(table["ntk-fl.steps"]) == {"10", "100,200"}
     random = "--random=learning-rate=0.001:1:log", "--random=loss=mse,cross-entropy"
