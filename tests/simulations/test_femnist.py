@@ -1,7 +1,6 @@
 """FEMNIST in the hub's form, by writer, in small: columns, classes and pictures made here."""
 
 import string
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,21 +22,20 @@ OWNERS = np.repeat(WRITERS, EACH)[ORDER]
 LABELS = np.where(ORDER % 2, ORDER % 10, 10 + ORDER % 52)
 
 
-def picture(writer: str, label: int) -> Image.Image:
+def picture(writer, label):
     pixels = np.full((28, 28), WRITERS.index(writer), np.uint8)
     pixels[label // 10, label % 10] = 255
     return Image.fromarray(pixels)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """One split, with the columns of the set on the hub."""
     place = tmp_path_factory.mktemp("femnist")
+    characters = datasets.ClassLabel(names=NAMES)
     features = {
-        "image": datasets.Image(),
-        "writer_id": datasets.Value("string"),
-        "character": datasets.ClassLabel(names=NAMES),
-    }
+        "image": datasets.Image(), "writer_id": datasets.Value("string"), "character": characters,
+    }  # fmt: skip
     write_parquet(
         place, "train", features, writer_id=OWNERS.tolist(), character=LABELS.tolist(),
         image=[picture(w, int(k)) for w, k in zip(OWNERS, LABELS, strict=True)],
@@ -46,42 +44,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "classes"), [("femnist", 62), ("femnist-digits", 10)])
-def test_each_client_has_the_pictures_and_classes_of_one_writer(folder, name, classes):
-    """Every tenth example of a writer is for testing; of the digits, that of its digits."""
-    config = Config(
-        dataset=f"{name}:{folder}", partition="natural", num_clients=6, clients_per_round=6,
-        private_test=True,
-    )  # fmt: skip
-    data, split = load_data(config), load_split(config)
+def test_every_tenth_example_of_each_writer_is_for_testing(folder, name, classes):
+    """Of the digits, that of its digits."""
+    data = load_data(Config(dataset=f"{name}:{folder}"))
     assert data.num_classes == classes
-    found = set()
-    for own, own_test in zip(split.clients, split.tests, strict=True):
-        (writer,) = {*data.natural_ids[own], *data.natural_ids_test[own_test]}
-        found.add(writer)
+    for writer in WRITERS:
         labels = LABELS[(classes > LABELS) & (writer == OWNERS)]
         test = np.arange(len(labels)) % 10 == 9
         for x, y, ids, expected in (
-            (data.x_train, data.y_train, np.sort(own), labels[~test]),
-            (data.x_test, data.y_test, np.sort(own_test), labels[test]),
+            (data.x_train, data.y_train, data.natural_ids, labels[~test]),
+            (data.x_test, data.y_test, data.natural_ids_test, labels[test]),
         ):
-            np.testing.assert_array_equal(y[ids], expected)
+            np.testing.assert_array_equal(y[ids == writer], expected)
             pictures = np.stack([picture(writer, int(label)) for label in expected])
-            np.testing.assert_array_equal(x[ids], pictures[:, None])
-    assert found == set(WRITERS)
+            np.testing.assert_array_equal(x[ids == writer], pictures[:, None])
 
 
 def test_some_writers_are_drawn_by_the_seed(folder):
-    drawn = set()
+    """Each client has the examples of one."""
+    own = {"partition": "natural", "owners": 2, "num_clients": 2, "clients_per_round": 2}
+    config, drawn = Config(dataset=f"femnist-digits:{folder}", **own), set()
+    ids = load_data(config).natural_ids
     for seed in range(5):
-        config = Config(
-            dataset=f"femnist-digits:{folder}", partition="natural", owners=2, num_clients=2,
-            clients_per_round=2, seed=seed,
-        )  # fmt: skip
-        data, split = load_data(config), load_split(config)
-        found = frozenset(data.natural_ids[np.concatenate(split.clients)])
-        assert len(found) == 2
-        assert sum(map(len, split.clients)) == sum(np.isin(data.natural_ids, list(found)))
-        drawn.add(found)
+        found = [ids[indices] for indices in load_split(config.replace(seed=seed)).clients]
+        first, second = ({*owners} for owners in found)
+        assert (len(first), len(second), len(first | second)) == (1, 1, 2)
+        assert sum(map(len, found)) == np.isin(ids, [*first, *second]).sum()
+        drawn.add(frozenset(first | second))
     assert len(drawn) > 1
     with pytest.raises(ConfigError, match="owners: expected at most the 6 that have training"):
         load_split(config.replace(owners=7))

@@ -1,8 +1,6 @@
 """LEAF's JSON form, on a small text that the test makes, and the network that reads it."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,56 +8,39 @@ import torch
 
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data
-from fedntk.simulations.data.partitions import load_split
 from fedntk.simulations.models import CharLSTM
 
-SPEECHES = {
-    "ROMEO": "but soft what light through yonder window breaks it is the east ",
-    "JULIET": "o romeo romeo wherefore art thou romeo deny thy father ",
-    "NURSE": "now by my maidenhead at twelve year old i bade her come ",
-}
+SPEECHES = {"ROMEO": "but soft what light through yonder", "NURSE": "now by my maidenhead at"}
 LENGTH = 6
 
 
-def cut(text: str) -> dict[str, list[str]]:
+def cut(text):
     """Cut a text into strings and the character after each."""
     count = len(text) - LENGTH
     return {"x": [text[i : i + LENGTH] for i in range(count)], "y": list(text[LENGTH:])}
 
 
-def write(folder: Path, part: str, user_data: dict[str, Any], name: str = "all_data") -> None:
+def write(folder, part, user_data, name="all_data"):
     (folder / part).mkdir(parents=True, exist_ok=True)
-    counts = [len(own["y"]) for own in user_data.values()]
-    content = {"users": list(user_data), "num_samples": counts, "user_data": user_data}
+    content = {"users": list(user_data), "user_data": user_data}
     (folder / part / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_text_is_read_as_it_was_written_and_each_client_is_one_user(tmp_path):
+def test_text_is_read_as_it_was_written_and_owned_by_its_users(tmp_path):
     for user, text in SPEECHES.items():  # a file each, as LEAF writes large sets
         write(tmp_path, "train", {user: cut(2 * text)}, name=user)
     write(tmp_path, "test", {user: cut(text[:20]) for user, text in SPEECHES.items()})
-    config = Config(
-        dataset=f"leaf:{tmp_path}", partition="natural", num_clients=3, clients_per_round=3,
-        private_test=True,
-    )  # fmt: skip
-    data, split = load_data(config), load_split(config)
+    data = load_data(Config(dataset=f"leaf:{tmp_path}"))
     letters = sorted(set("".join(SPEECHES.values())))
     assert data.num_classes == len(letters)
-
-    def read(examples: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
-        return ["".join(letters[int(i)] for i in (*x, y)) for x, y in zip(*examples, strict=True)]
-
-    found = set()
-    for own, test in zip(split.clients, split.tests, strict=True):
-        (user,) = {*data.natural_ids[own], *data.natural_ids_test[test]}
-        found.add(user)
-        for examples, text in (
-            (data.train(np.sort(own)), 2 * SPEECHES[user]),
-            (data.test(np.sort(test)), SPEECHES[user][:20]),
+    for user, text in SPEECHES.items():
+        for (x, y), ids, whole in (
+            (data.train(slice(None)), data.natural_ids, 2 * text),
+            (data.test(), data.natural_ids_test, text[:20]),
         ):
-            parts = cut(text)
-            assert read(examples) == [a + b for a, b in zip(parts["x"], parts["y"], strict=True)]
-    assert found == set(SPEECHES)
+            examples = torch.cat([x, y[:, None]], 1)[ids == user].int().tolist()
+            found = ["".join(letters[i] for i in row) for row in examples]
+            assert found == [whole[i : i + LENGTH + 1] for i in range(len(whole) - LENGTH)]
 
 
 def test_scores_are_those_of_the_last_state():

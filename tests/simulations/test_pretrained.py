@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import resnet18
 
 from fedntk.simulations import Config, run
@@ -14,7 +14,7 @@ from fedntk.simulations.report.results import load_model
 
 from ..conftest import ROOT
 
-CLASSES, COUNT = 3, 12
+CLASSES = 3
 
 
 def images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -25,18 +25,6 @@ def images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return (patterns[y] + 0.1 * noise).astype(np.float32), y
 
 
-def random_weights() -> dict[str, Tensor]:
-    """Return random weights, with running statistics unlike those of any batch."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = resnet18()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.normal_(0, 0.2)
-                module.running_var.uniform_(0.5, 2)
-    return model.state_dict()
-
-
 def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path, monkeypatch):
     """Against torchvision's own network in evaluation mode, on images that its factory would make.
 
@@ -44,12 +32,18 @@ def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path
     features: the solution of least norm, whose scores of these images are the labels. The last
     layer is float32; an output is a sum of 512 products of it, so 1e-4.
     """
-    pretrained = random_weights()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        body = resnet18()
+        for module in body.modules():
+            if isinstance(module, nn.BatchNorm2d):  # unlike the statistics of any batch
+                module.running_mean.normal_(0, 0.2)
+                module.running_var.uniform_(0.5, 2)
     page = (ROOT / "docs" / "methods" / "afl.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     (tmp_path / "pretrained.py").write_text(code, encoding="utf-8")
-    save_file(pretrained, tmp_path / "resnet18.safetensors")
-    (x, y), (x_test, y_test) = images(COUNT, 0), images(CLASSES, 1)
+    save_file(body.state_dict(), tmp_path / "resnet18.safetensors")
+    (x, y), (x_test, y_test) = images(12, 0), images(CLASSES, 1)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -63,13 +57,10 @@ def test_afl_is_least_squares_on_its_features_by_the_running_statistics(tmp_path
     sys.modules.pop("pretrained", None)
     assert result.summary["accuracy"] == 1.0
     learned = {name: torch.from_numpy(array) for name, array in load_model(result.folder).items()}
-    for name, tensor in pretrained.items():
+    for name, tensor in body.state_dict().items():
         if not name.startswith("fc."):
             assert torch.equal(learned[f"body.{name}"], tensor)
-    body = resnet18()
-    body.load_state_dict(pretrained)
     body.fc = nn.Identity()
-    x, y = images(COUNT, 0)
     scaled = torch.from_numpy((x - x.mean()) / x.std())
     larger = nn.functional.interpolate(scaled, size=(64, 64), mode="bilinear").expand(-1, 3, -1, -1)
     with torch.no_grad():

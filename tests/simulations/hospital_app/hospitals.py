@@ -30,10 +30,13 @@ from fedntk.clients import (
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, SeededFedAvg
 from fedntk.trust import ClientKeys, RemoteKeyServer, RemoteShufflingServer, load_key
 
-METHODS = ("ntk-fl", "scaffold", "tct", "cp-ntk-fl")
+CLIENTS = {
+    "ntk-fl": NTKFLClient, "scaffold": SCAFFOLDClient, "tct": TCTClient, "cp-ntk-fl": CPNTKFLClient,
+}  # fmt: skip
+METHODS = tuple(CLIENTS)
 PROJECTED = 3
 RUN = "trial of three hospitals"
-WEAK = {"min_completed": 1, "seed": 3}
+COMPRESSED = {"run": RUN, "sparsity": 0.2, "bits": 8}
 
 
 def network(inputs: int = 4) -> nn.Module:
@@ -53,9 +56,6 @@ def examples(hospital: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 4, generator=generator) + 2 * nn.functional.one_hot(y, 4), y
 
 
-# ------------------------------------------------------------------------------- clients
-
-
 def client_fn(context: Context) -> NumPyClient:
     node, config = context.node_config, context.run_config
     hospital, method = int(node["hospital"]), config["method"]
@@ -64,15 +64,12 @@ def client_fn(context: Context) -> NumPyClient:
         with np.load(node["data-path"]) as file:
             x, y = torch.from_numpy(file["x"]), torch.from_numpy(file["y"])
     options: dict[str, Any] = {"seed": (3, hospital)}
-    kind: type[NumPyClient] = NTKFLClient
+    kind: type[NumPyClient] = CLIENTS[method]
     if method == "scaffold":
-        kind = SCAFFOLDClient
         options |= {"local_epochs": 2, "batch_size": 4, "learning_rate": 0.1}
     elif method == "tct":
-        kind = TCTClient
         options |= {"cache": Path(config["out"]) / f"cache-{hospital}", "local_epochs": 2}
     elif method == "cp-ntk-fl":
-        kind = CPNTKFLClient
         if "keys" not in context.state:
             context.state["keys"] = ConfigRecord()
         keys = ClientKeys(
@@ -84,24 +81,19 @@ def client_fn(context: Context) -> NumPyClient:
         options |= {
             "projection": SealedProjection(PROJECTED, keys),
             "shuffling_key": bytes.fromhex(config["shuffling-key"]),
-            "run": RUN,
             "sampling_rate": 0.7,
-            "sparsity": 0.2,
-            "bits": 8,
+            **COMPRESSED,
         }
     made = kind(network_of(method), x, y, **options)
     for stage, name in (("train", "fit"), ("query", "query")):
-        if hasattr(made, name):
-            setattr(made, name, _with_point(getattr(made, name), f"{stage}:{hospital}", config))
+        if answer := getattr(made, name, None):
+
+            def answered(*sent: Any, answer: Any = answer, stage: str = stage) -> Any:
+                reach(f"{stage}:{hospital}", config)
+                return answer(*sent)
+
+            setattr(made, name, answered)
     return made
-
-
-def _with_point(answer: Any, point: str, config: dict[str, Any]) -> Any:
-    def answered(*arguments: Any) -> Any:
-        reach(point, config)
-        return answer(*arguments)
-
-    return answered
 
 
 def reach(point: str, config: dict[str, Any]) -> None:
@@ -116,40 +108,24 @@ def reach(point: str, config: dict[str, Any]) -> None:
 
 
 client = client_app(client_fn)
-
-# -------------------------------------------------------------------------------- server
-
 server = ServerApp()
 
 
 def strategy_of(method: str, key_server: Any = None, shuffling_server: Any = None) -> BaseStrategy:
-    options: dict[str, Any] = {**WEAK, "fraction_evaluate": 0.0}
+    options: dict[str, Any] = {"min_completed": 1, "seed": 3, "fraction_evaluate": 0.0}
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
     if method == "scaffold":
         return SCAFFOLD(server_learning_rate=1.2, **options)
     if method == "tct":
-        return TCT(
-            network=network(),
-            bootstrap=SeededFedAvg(fraction_evaluate=0.0),
-            bootstrap_rounds=1,
-            num_features=20,
-            local_steps=10,
-            learning_rate=1e-2,
-            **options,
-        )
+        options |= {"num_features": 20, "local_steps": 10, "learning_rate": 1e-2}
+        bootstrap = SeededFedAvg(fraction_evaluate=0.0)
+        return TCT(network=network(), bootstrap=bootstrap, bootstrap_rounds=1, **options)
+    options |= {"learning_rate": 0.05, "steps": (5, 20, 80)}
     if method == "ntk-fl":
-        return NTKFL(learning_rate=0.05, steps=(5, 20, 80), **options)
-    if method != "cp-ntk-fl":
-        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
-    return CPNTKFL(
-        learning_rate=0.05,
-        steps=(5, 20, 80),
-        run=RUN,
-        key_server=key_server,
-        shuffling_server=shuffling_server,
-        sparsity=0.2,
-        bits=8,
-        **options,
-    )
+        return NTKFL(**options)
+    third_parties = {"key_server": key_server, "shuffling_server": shuffling_server}
+    return CPNTKFL(**third_parties, **COMPRESSED, **options)
 
 
 def learn(grid: Grid, strategy: BaseStrategy, config: dict[str, Any]) -> dict[str, np.ndarray]:
