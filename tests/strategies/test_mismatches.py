@@ -1,74 +1,33 @@
 """Strategies and clients that do not go together say so, and what would."""
 
-import re
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
-from flwr.app import (
-    ConfigRecord,
-    Context,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from fedntk.clients import (
-    CPNTKFLClient,
-    NTKFLClient,
-    SCAFFOLDClient,
-    SGDClient,
-    TCTClient,
-)
+from fedntk.clients import CPNTKFLClient, NTKFLClient, SCAFFOLDClient, SGDClient, TCTClient
 from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, NoUsableReply, SeededFedAvg
 
 from .federation import Grid, app, bits, network, start
 
-NUM_CLIENTS = 2
-
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
-STRATEGIES: dict[str, Callable[..., Strategy]] = {
-    "SeededFedAvg": lambda **o: SeededFedAvg(**OFF | o),
-    "SCAFFOLD": lambda **o: SCAFFOLD(**OFF | o),
-    "NTKFL": lambda **o: NTKFL(learning_rate=0.1, **OFF | o),
-    "CPNTKFL": lambda **o: CPNTKFL(learning_rate=0.1, **OFF | o),
-    "TCT": lambda **o: TCT(
-        network=network(), bootstrap=SeededFedAvg(**OFF), bootstrap_rounds=1, **OFF | o
-    ),
-}
-CLIENTS: dict[str, type[NumPyClient]] = {
-    "SeededFedAvg": SGDClient,
-    "SCAFFOLD": SCAFFOLDClient,
-    "NTKFL": NTKFLClient,
-    "CPNTKFL": CPNTKFLClient,
-    "TCT": TCTClient,
+BOOTSTRAP = {"network": network(), "bootstrap": SeededFedAvg(**OFF), "bootstrap_rounds": 1}
+MADE: dict[type[NumPyClient], Any] = {
+    SGDClient: lambda: SeededFedAvg(**OFF),
+    SCAFFOLDClient: lambda: SCAFFOLD(**OFF),
+    NTKFLClient: lambda: NTKFL(learning_rate=0.1, **OFF),
+    CPNTKFLClient: lambda: CPNTKFL(learning_rate=0.1, **OFF),
+    TCTClient: lambda: TCT(normalise=False, num_features=5, **BOOTSTRAP, **OFF),
 }
 
 
-def run(strategy: Strategy, clients: ClientApp, rounds: int = 1, **options: Any) -> Any:
-    return start(strategy, Grid(clients, num_clients=NUM_CLIENTS), rounds, **options)
-
-
-def refused(strategy: Strategy, clients: ClientApp, **options: Any) -> str:
-    """What the run says in the end."""
-    with pytest.raises(NoUsableReply) as caught:
-        run(strategy, clients, **options)
-    return str(caught.value).partition("the last refused: ")[2]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "client"), list(zip(STRATEGIES, [*list(CLIENTS)[1:], "SeededFedAvg"], strict=True))
-)
-def test_a_strategy_names_its_own_clients_to_others(strategy, client, tmp_path):
-    options = {"cache": tmp_path} if client == "TCT" else {}
-    expected, sent = CLIENTS[strategy], CLIENTS[client]
-    assert refused(STRATEGIES[strategy](), app(sent, **options)) == (
-        f"ValueError: {strategy} takes {expected.replies}, and {sent.__name__} replies with "
-        f"{sent.replies}; have client_fn return a {expected.__name__}"
-    )
+def run(strategy: Strategy, clients: ClientApp, rounds: int = 1, **config: Any) -> Any:
+    options = {"train_config": ConfigRecord(config)} if config else {}
+    return start(strategy, Grid(clients, num_clients=2), rounds, **options)
 
 
 def stock_app() -> ClientApp:
@@ -84,70 +43,64 @@ def stock_app() -> ClientApp:
     return own
 
 
-@pytest.mark.parametrize("strategy", ["SCAFFOLD", "NTKFL", "CPNTKFL"])
-def test_weights_of_a_stock_app_are_told_from_what_is_expected(strategy):
-    expected = CLIENTS[strategy]
-    said = refused(STRATEGIES[strategy](), stock_app())
-    assert said.endswith(
-        f"weights came, not {expected.replies}: is the client a {expected.__name__}?"
-    )
+UNKNOWN = {"local-epochs": 5, "colour": "blue"}
+SAID = "train_config: unknown keys colour, local-epochs for"
+MISMATCHES: list[tuple[type[NumPyClient], ClientApp, dict[str, Any], str]] = [
+    *(
+        (own, app(other), {}, f"takes {own.replies}, and {other.__name__} replies with "
+         f"{other.replies}; have client_fn return a {own.__name__}")
+        for own, other in itertools.pairwise([*MADE, SGDClient])
+    ),
+    *(
+        (own, stock_app(), {}, f"weights came, not {own.replies}: is the client a {own.__name__}?")
+        for own in (SCAFFOLDClient, NTKFLClient, CPNTKFLClient)
+    ),
+    *(
+        (own, app(own, loss="mse"), {},
+         f"has the loss cross-entropy, and {own.__name__} has mse; give both the same loss")
+        for own in (NTKFLClient, CPNTKFLClient)
+    ),
+    (SGDClient, app(SGDClient), {"lr": 0.0}, "ValueError: lr: expected more than 0, got"),
+    (SGDClient, app(SGDClient), {"lr": "fast"}, "ValueError: lr: expected float, got"),
+    (SGDClient, app(SGDClient), UNKNOWN, f"{SAID} SGDClient; supported: lr, proximal-mu. "),
+    (NTKFLClient, app(NTKFLClient), UNKNOWN, f"{SAID} NTKFLClient; supported: none. "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "clients", "config", "message"), MISMATCHES)
+def test_what_does_not_go_together_is_named_with_its_cure(own, clients, config, message):
+    """The run says it in the end."""
+    with pytest.raises(NoUsableReply) as caught:
+        run(MADE[own](), clients, **config)
+    assert message in str(caught.value).partition("the last refused: ")[2]
 
 
 def test_a_stock_app_does_in_stage_1_of_tct_and_not_in_stage_2():
-    strategy = STRATEGIES["TCT"](normalise=False, num_features=5)
-    run(strategy, stock_app(), rounds=2)
-    assert strategy.train_metrics[1]["replies-accepted"] == NUM_CLIENTS
-    assert strategy.train_metrics[2]["replies-accepted"] == 0
-    assert "error" in strategy.last_refusal.lower() or "KeyError" in strategy.last_refusal
+    run(strategy := MADE[TCTClient](), stock_app(), rounds=2)
+    assert [strategy.train_metrics[r]["replies-accepted"] for r in (1, 2)] == [2, 0]
 
 
-@pytest.mark.parametrize("client", ["SCAFFOLD", "TCT"])
-def test_a_stock_strategy_is_told_from_the_clients_own(client, tmp_path, caplog):
+@pytest.mark.parametrize("client", [SCAFFOLDClient, TCTClient])
+def test_a_stock_strategy_is_told_from_the_clients_own(client, caplog):
     """Flower's FedAvg hears of it as the clients' errors, and its run goes on."""
-    options = {"cache": tmp_path} if client == "TCT" else {}
     with caplog.at_level("INFO", "flwr"):
-        run(FedAvg(**OFF), app(CLIENTS[client], **options))
-    assert f"use fedntk.strategies.{client} on the server" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["NTKFL", "CPNTKFL"])
-def test_another_loss_than_the_strategys_is_refused(name):
-    said = refused(STRATEGIES[name](), app(CLIENTS[name], loss="mse"))
-    assert said == (
-        f"ValueError: {name} has the loss cross-entropy, and {name}Client has mse; give both the "
-        "same loss"
-    )
+        run(FedAvg(**OFF), app(client))
+    name = client.__name__.removesuffix("Client")
+    assert f"use fedntk.strategies.{name} on the server" in caplog.text
 
 
 # ---------------------------------------------------------------------- train_config
 
 
-def trained(config: dict[str, Any], kind: type[NumPyClient] = SGDClient, **own: Any) -> Any:
-    strategy = STRATEGIES["SeededFedAvg" if kind is SGDClient else "SCAFFOLD"]()
-    return bits(run(strategy, app(kind, **own), 2, train_config=ConfigRecord(config)))
-
-
 @pytest.mark.parametrize("kind", [SGDClient, SCAFFOLDClient])
 def test_a_learning_rate_in_train_config_is_that_of_the_steps(kind):
     """As Flower's quickstart sends it."""
-    assert trained({"lr": 0.5}, kind) == trained({}, kind, learning_rate=0.5)
-    assert trained({"lr": 0.5}, kind) != trained({}, kind)
 
+    def trained(**own: Any) -> dict[str, bytes]:
+        return bits(run(MADE[kind](), app(kind, **own), 2))
 
-@pytest.mark.parametrize("rate", [0.0, float("nan"), "fast"])
-def test_a_learning_rate_that_is_none_is_refused(rate):
-    config = ConfigRecord({"lr": rate})
-    said = refused(STRATEGIES["SeededFedAvg"](), app(SGDClient), train_config=config)
-    assert re.match("ValueError: lr: expected (more than 0|a finite number|float), got", said)
-
-
-@pytest.mark.parametrize("name", ["NTKFL", "SeededFedAvg"])
-def test_unknown_keys_of_train_config_are_refused(name):
-    config = ConfigRecord({"local-epochs": 5, "colour": "blue"})
-    said = refused(STRATEGIES[name](), app(CLIENTS[name]), train_config=config)
-    supported = "none" if "NTK" in name else "lr, proximal-mu"
-    unknown = f"unknown keys colour, local-epochs for {CLIENTS[name].__name__}"
-    assert f"train_config: {unknown}; supported: {supported}. " in said
+    sent = bits(run(MADE[kind](), app(kind), 2, lr=0.5))
+    assert sent == trained(learning_rate=0.5) != trained()
 
 
 class Coloured(NTKFLClient):
@@ -166,8 +119,7 @@ class Plain(NumPyClient):
         return parameters, 5, {}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("NTKFL", Coloured), ("SeededFedAvg", Plain)])
-def test_clients_of_ones_own_may_know_more(name, kind):
-    strategy = STRATEGIES[name]()
-    run(strategy, app(kind), train_config=ConfigRecord({"colour": "blue"}))
-    assert strategy.train_metrics[1]["replies-accepted"] == NUM_CLIENTS
+@pytest.mark.parametrize(("own", "kind"), [(NTKFLClient, Coloured), (SGDClient, Plain)])
+def test_clients_of_ones_own_may_know_more(own, kind):
+    run(strategy := MADE[own](), app(kind), colour="blue")
+    assert strategy.train_metrics[1]["replies-accepted"] == 2
