@@ -7,7 +7,6 @@ number of steps times the tolerance: that is the bound where the solver is teste
 against outputs of at least 1, as the solver measures it.
 """
 
-import itertools
 import math
 from typing import get_args
 
@@ -43,17 +42,6 @@ def loss(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class OwnInputs(nn.Module):
-    """A linear map of (n, 3, 4) to (n, 3), each output of its own row of the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).sum(-1)
-
-
 def problem(model: nn.Module, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -85,11 +73,11 @@ def gradient_flow(
     def slope(_: float, w: np.ndarray) -> np.ndarray:
         nn.utils.vector_to_parameters(torch.from_numpy(w), model.parameters())
         outputs = model(x)
-        if loss == "mse":
-            value = ((outputs - y) ** 2).sum() / (2 * outputs.numel())
-        else:
-            value = torch.nn.functional.cross_entropy(outputs, y)
-        grads = torch.autograd.grad(value, list(model.parameters()))
+        mse, entropy = (
+            nn.functional.mse_loss(outputs, y) / 2,
+            nn.functional.cross_entropy(outputs, y),
+        )
+        grads = torch.autograd.grad(mse if loss == "mse" else entropy, list(model.parameters()))
         return -learning_rate * torch.cat([g.flatten() for g in grads]).numpy()
 
     solution = solve_ivp(slope, (0, times[-1]), start.numpy(), t_eval=times, rtol=1e-11, atol=1e-12)
@@ -152,54 +140,28 @@ def test_singular_kernel_stays_finite():
     assert torch.equal(evolution.outputs[0], f)
 
 
-@pytest.mark.parametrize("kernel", ["mean", "full"])
+@pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_outputs_are_the_kernel_applied_to_the_residual(loss, kernel):
-    """f(t) = f(0) + H R(t): functions and weights move at one speed."""
+    """f(t) = f(0) + H R(t) for the mean kernel, which J J^T R is far from; else f(0) + J J^T R."""
     jac, f, y = mlp()
-    evolution = evolve(
-        jac, f, y, loss=loss, learning_rate=1.0, steps=[3, 50], kernel=kernel, tolerance=TOLERANCE
-    )
-    for evolved, r in zip(evolution.outputs, evolution.residuals, strict=True):
-        moved = jac.gram() @ r if kernel == "mean" else jac.jvp(jac.vjp(r))
-        assert relative(evolved - f, moved) < 1e-10
+    options = {"loss": loss, "learning_rate": 0.3, "steps": [2, 5, 30], "tolerance": TOLERANCE}
+    evolution = evolve(jac, f, y, kernel=kernel, **options)
+    if kernel == "mean":
+        assert relative(evolution.outputs - f, jac.gram() @ evolution.residuals) < 1e-10
+        assert min(off_linearised(jac, f, evolution)) > 0.05
+    else:
+        assert max(off_linearised(jac, f, evolution)) < 1e-10
 
 
-def test_sum_of_equation_10_is_the_literal_sum():
-    """MSE: eq. (10) written out, with eq. (9a) by matrix exponentials, t = 25."""
+def test_sum_of_equation_10_is_the_literal_sum_over_whole_steps(loss):
     jac, f, y = mlp(9)
     kernel = jac.gram()
-    scale = 0.2 * output_scale(*f.shape, "mse")
-    literal = torch.zeros_like(f)
-    for u in range(25):
-        decay = torch.linalg.matrix_exp(-scale * u * kernel)
-        literal += scale * (y - (y + decay @ (f - y)))
-    evolution = evolve(kernel, f, y, loss="mse", learning_rate=0.2, steps=[25], residuals="sum")
-    assert relative(evolution.residuals[0], literal) < 1e-10
-
-
-def test_sum_for_cross_entropy_samples_the_flow_at_whole_steps():
-    jac, f, y = mlp(9)
-    kernel = jac.gram()
-    options = {"loss": "cross-entropy", "learning_rate": 0.5, "tolerance": TOLERANCE}
+    options = {"loss": loss, "learning_rate": 0.5, "tolerance": TOLERANCE}
     flow = evolve(kernel, f, y, steps=range(30), **options).outputs
-    scale = 0.5 * output_scale(*f.shape, "cross-entropy")
-    literal = sum(scale * residual(at_u, y, "cross-entropy") for at_u in flow)
+    literal = sum(0.5 * output_scale(*f.shape, loss) * residual(at_u, y, loss) for at_u in flow)
     evolution = evolve(kernel, f, y, steps=[30], residuals="sum", **options)
-    assert relative(evolution.residuals[0], literal) < TOLERANCE * evolution.solver_steps
-
-
-def test_sum_approaches_the_integral_as_the_rate_goes_to_zero(loss):
-    """At a fixed eta t the left Riemann sum's error is of first order in eta: halve, halve."""
-    jac, f, y = mlp(9)
-    kernel = jac.gram()
-    gaps = []
-    for steps in (8, 16, 32, 64):
-        options = {"loss": loss, "learning_rate": 8.0 / steps, "steps": [steps], "tolerance": 1e-8}
-        both = (evolve(kernel, f, y, residuals=how, **options) for how in ("sum", "integral"))
-        gaps.append(relative(*(found.residuals[0] for found in both)))
-    ratios = [a / b for a, b in itertools.pairwise(gaps)]
-    assert gaps[-1] < 0.1
-    assert all(1.7 < ratio < 2.3 for ratio in ratios), ratios
+    bound = max(1e-10, TOLERANCE * evolution.solver_steps)
+    assert relative(evolution.residuals[0], literal) < bound
 
 
 def test_sum_overshoots_where_the_integral_does_not(loss):
@@ -220,20 +182,15 @@ def test_sum_overshoots_where_the_integral_does_not(loss):
 
 
 def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_time():
-    """Eq. (9b) against 400 true steps of gradient descent, MSE, width 2,048, eta t = 0.04.
+    """Eq. (9b) against 400 true steps of gradient descent, MSE, width 2,048, eta t = 0.032.
 
-    Two effects separate them: Euler's steps, of relative size eta lambda_max / (2 n C) < 0.4 % here
-    (asserted), and the change of the kernel along the way, of the order of |w(t) - w| / |w|
-    (asserted to be under 1 %). 2 % allows both.
+    Asserted: Euler's steps are off by eta lambda_max / (2 n C) < 0.4 %, and the kernel's change
+    along the way, about |w(t) - w| / |w|, is under 1 %. 2 % allows both.
     """
-    width = 2048
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
-        nn.init.normal_(model[2].weight, std=1 / math.sqrt(width))
-        x = torch.randn(12, 4, dtype=torch.float64)
-        y = one_hot(torch.randint(0, 3, (12,)), 3, torch.float64)
-    steps, eta = 400, 1e-4
+    model, x, y = problem(nn.Sequential(nn.Linear(4, 2048), nn.Tanh(), nn.Linear(2048, 3)))
+    with torch.no_grad():
+        model[2].weight.mul_(2 / math.sqrt(2048))
+    steps, eta = 400, 8e-5
     jac, f = jacobian(model, x), model(x).detach()
     largest = float(torch.linalg.eigvalsh(jac.gram())[-1])
     assert eta * largest * output_scale(12, 3, "mse") / 2 < 0.004
@@ -328,16 +285,6 @@ def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
     assert closed.kernel_products == 0 < solved.kernel_products
 
 
-def test_outputs_of_the_corrected_kernel_are_what_its_update_does(loss):
-    """f(t) = f(0) + J J^T R(t), exactly, where that of the mean kernel is far off."""
-    jac, f, y = mlp()
-    options = {"loss": loss, "learning_rate": 0.3, "steps": [2, 5, 30], "tolerance": TOLERANCE}
-
-    corrected, mean = (evolve(jac, f, y, kernel=k, **options) for k in ("corrected", "mean"))
-    assert max(off_linearised(jac, f, corrected)) < 1e-10
-    assert min(off_linearised(jac, f, mean)) > 0.05
-
-
 def test_the_corrected_kernel_tends_to_the_full_one_with_the_number_of_steps(loss):
     """Between corrections it is off to first order in their distance, so 4 times closer by 4."""
     jac, f, y = mlp()
@@ -390,34 +337,6 @@ def test_corrections_never_raise_the_loss_where_the_mean_kernel_overshoots(loss)
     assert relative(found.outputs[-1], full.outputs[-1]) < 1e-3
 
 
-def test_corrections_take_bfloat16_products_and_put_their_error_right():
-    jac, f, y = mlp(32)
-    options = {"loss": "cross-entropy", "learning_rate": 1.0, "steps": [25, 50, 75, 100]}
-    options |= {"kernel": "corrected", "tolerance": 1e-2}
-    exact = evolve(jac, f, y, **options)
-    half = evolve(jac, f, y, kernel_dtype="bfloat16", **options)
-    assert off_linearised(jac, f, half)[-1] < 1e-10
-    assert 0 < relative(half.residuals[-1], exact.residuals[-1]) < 0.05
-
-
-def test_every_corrected_interval_lowers_the_loss(loss):
-    """Each output has inputs of its own, so that H, their mean, would raise it over some intervals.
-
-    The full kernel's flow, which is followed there, lowers it as long as there is a slope.
-    """
-    for seed in range(10):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(6, 3, 4, generator=generator, dtype=torch.float64)
-        y = one_hot(torch.randint(3, (6,), generator=generator), 3).double()
-        model = OwnInputs()
-        jac, f = jacobian(model, x), model(x).detach()
-        options = {"loss": loss, "learning_rate": 5.0, "steps": [10, 20, 40, 80]}
-        found = evolve(jac, f, y, kernel="corrected", **options)
-        losses = [loss_value(outputs, y, loss) for outputs in (f, *found.outputs)]
-        assert all(later < earlier for earlier, later in itertools.pairwise(losses))
-        assert max(off_linearised(jac, f, found)) < 1e-10
-
-
 def test_the_progress_of_corrected_intervals_is_that_of_the_whole(loss):
     jac, f, y = mlp()
     flow = GradientFlow(
@@ -433,11 +352,7 @@ def test_the_progress_of_corrected_intervals_is_that_of_the_whole(loss):
     assert evolution.kernel_products == products[-1] + 3  # one of the full kernel at each step
 
 
-def test_loss_never_rises_along_the_flow(digits, loss):
-    kernel, f, y = digits
-    evolution = evolve(kernel, f, y, loss=loss, learning_rate=0.1, steps=range(0, 1000, 100))
-    losses = [loss_value(outputs, y, loss) for outputs in evolution.outputs]
-    assert losses == sorted(losses, reverse=True)
+AUTO, CROSS_ENTROPY = {"learning_rate": "auto"}, {"loss": "cross-entropy"}
 
 
 @pytest.mark.parametrize(
@@ -451,27 +366,26 @@ def test_loss_never_rises_along_the_flow(digits, loss):
         ({"kernel_dtype": "bfloat16"}, "'bfloat16' is for the mean kernel, corrected or not"),
         ({"targets": torch.zeros(2, 3)}, "outputs and targets"),
         ({"jacobian_or_kernel": torch.zeros(3, 3)}, "kernel of 2 x 2 examples, got"),
+        ({"jacobian_or_kernel": torch.full((2, 2), math.nan)}, "not finite"),
+        ({"jacobian_or_kernel": torch.full((2, 2), math.inf)}, "not finite"),
+        ({"jacobian_or_kernel": torch.full((2, 2), math.nan), **CROSS_ENTROPY}, "not finite"),
+        ({"jacobian_or_kernel": torch.full((2, 2), math.inf), **CROSS_ENTROPY}, "not finite"),
+        ({"jacobian_or_kernel": torch.full((2, 2), math.nan), **AUTO}, "not finite"),
+        ({"jacobian_or_kernel": torch.zeros(2, 2), **AUTO}, "kernel is zero"),
+        ({"learning_rate": "fast"}, "learning_rate: expected float or 'auto', got 'fast'"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(change, message):
+def test_bad_problems_are_refused_by_name(change, message):
     arguments = {
         "jacobian_or_kernel": torch.eye(2),
-        "outputs": torch.zeros(2, 1),
-        "targets": torch.ones(2, 1),
+        "outputs": torch.zeros(2, 2),
+        "targets": torch.eye(2),
         "loss": "mse",
         "learning_rate": 0.1,
         "steps": [1],
-    } | change
+    }
     with pytest.raises(ValueError, match=message):
-        evolve(**arguments)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_kernel_that_is_not_finite_is_refused_not_integrated_for_ever(bad, loss):
-    kernel = torch.full((2, 2), bad)
-    options = {"loss": loss, "learning_rate": 0.1, "steps": [1]}
-    with pytest.raises(ValueError, match="not finite"):
-        evolve(kernel, torch.zeros(2, 2), torch.eye(2), **options)
+        evolve(**arguments | change)
 
 
 @pytest.mark.parametrize("size", [1e9, 1e20, 1e30])
@@ -570,16 +484,6 @@ def test_spectral_radius_is_that_of_the_flow_not_of_the_kernel(digits):
     assert largest < 0.11 * scale * float(torch.linalg.eigvalsh(kernel.double())[-1])
 
 
-def test_concatenated_clients_evolve_as_the_pooled_examples():
-    """Eq. (8): the order of the examples is all that concatenation decides."""
-    model, x, y = problem(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
-    f = model(x).detach()
-    parts = Jacobian.concatenate([jacobian(model, part) for part in x.split([5, 4, 3])])
-    options = {"loss": "cross-entropy", "learning_rate": 0.5, "steps": [10, 100]}
-    together, apart = evolve(jacobian(model, x), f, y, **options), evolve(parts, f, y, **options)
-    assert relative(apart.outputs, together.outputs) < 1e-9
-
-
 @pytest.mark.parametrize("kernel", ["mean", "full"])
 def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
     """eta s lambda_max = 1, against float64's eigenvalues.
@@ -603,24 +507,3 @@ def test_the_automatic_rate_is_that_of_the_largest_eigenvalue(kernel, loss):
     assert found.learning_rate < 1.02 / (scale * largest)
     given = evolve(jac, f, y, learning_rate=found.learning_rate, **options)
     assert torch.equal(found.outputs, given.outputs)
-
-
-def test_with_the_automatic_rate_the_kernels_size_does_not_matter(loss):
-    """H and 1024 H have the same flow; powers of two commute with rounding."""
-    generator = torch.Generator().manual_seed(0)
-    root = torch.randn(8, 8, generator=generator)
-    kernel, f = root @ root.T, torch.randn(8, 3, generator=generator)
-    y = one_hot(torch.arange(8) % 3, 3)
-    options = {"loss": loss, "learning_rate": "auto", "steps": [1, 100]}
-    small, large = (evolve(h, f, y, **options) for h in (kernel, 1024 * kernel))
-    assert small.learning_rate == 1024 * large.learning_rate
-    torch.testing.assert_close(small.outputs, large.outputs, rtol=0, atol=1e-3)
-
-
-def test_the_automatic_rate_of_a_kernel_that_is_zero_or_no_number_is_refused():
-    y = one_hot(torch.arange(2), 2)
-    for kernel, text in ((torch.zeros(2, 2), "kernel is zero"), (y * torch.nan, "not finite")):
-        with pytest.raises(ValueError, match=text):
-            evolve(kernel, 0 * y, y, loss="mse", learning_rate="auto", steps=[1])
-    with pytest.raises(ValueError, match="learning_rate: expected float or 'auto', got 'fast'"):
-        evolve(torch.eye(2), 0 * y, y, loss="mse", learning_rate="fast", steps=[1])
