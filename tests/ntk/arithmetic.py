@@ -6,7 +6,7 @@ from torch import Tensor
 
 def normal(*shape: int, seed: int) -> Tensor:
     """Normal numbers in float64, from a generator of their own."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
