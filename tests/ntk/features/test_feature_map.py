@@ -14,20 +14,50 @@ from ..arithmetic import normal
 CLASSES = 10
 
 
+class TiedHead(nn.Module):
+    """A head that shares its weight with another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(x)))
+
+
+def mlp(*frozen):
+    """A network 6-5-4, with 35 numbers in the first layer and 6 in the new head."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(requires_grad=False)
+    return model
+
+
+NETWORKS = {  # and the number of coordinates, where it is known without counting
+    "mlp": (mlp, 41),
+    "frozen-weight": (lambda: mlp("0.weight"), 11),
+    "frozen-head-weight": (lambda: mlp("2.weight"), 36),
+    "frozen-head": (lambda: mlp("2.weight", "2.bias"), 35),
+    "tied-head": (TiedHead, 36 + 6 + 6 + 1),
+    "simple-cnn": (lambda: SimpleCNN((3, 8, 8), CLASSES), None),
+    "batch-norm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
+        ),
+        None,
+    ),
+    "resnet18-batch": (lambda: resnet18((3, 8, 8), CLASSES, "batch"), None),
+    "resnet18-group": (lambda: resnet18((3, 8, 8), CLASSES, "group"), None),
+}
+ON_VECTORS = ("mlp", "frozen-weight", "frozen-head-weight", "frozen-head", "tied-head")
+
+
 def network(name):
     """In float64, with running statistics and norms' weights that are not those it began with."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
-        if name == "simple-cnn":
-            model = SimpleCNN((3, 8, 8), CLASSES)
-        elif name == "mlp":
-            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
-        elif name == "batch-norm":
-            model = nn.Sequential(
-                nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)
-            )
-        else:
-            model = resnet18((3, 8, 8), CLASSES, name.removeprefix("resnet18-"))
+        model = NETWORKS[name][0]()
         with torch.no_grad():
             for module in model.modules():
                 if isinstance(module, nn.BatchNorm2d | nn.GroupNorm):
@@ -39,7 +69,7 @@ def network(name):
 
 
 def examples(name, n=3):
-    return normal(n, *((6,) if name == "mlp" else (3, 8, 8)), seed=7)
+    return normal(n, *((6,) if name in ON_VECTORS else (3, 8, 8)), seed=7)
 
 
 def algorithm_3(model, x, num_params, subsample_size, seed):
@@ -64,18 +94,20 @@ def close(actual, expected, digits=1e-6):
     assert float(((actual.double() - expected) / largest).abs().max()) < digits
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "simple-cnn", "batch-norm", "resnet18-batch", "resnet18-group"]
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_features_are_the_papers_algorithm_3(name):
-    """Running statistics are used, and are not moved: each example's row depends on it alone."""
+    """Running statistics are used, and are not moved: each example's row depends on it alone.
+
+    1,000 coordinates are more than a small network has, and 0 are all.
+    """
     model, x = network(name), examples(name, n=2)
     before = copy.deepcopy(model.state_dict())
-    for count in (1000, 0) if name in ("mlp", "batch-norm") else (1000,):
+    total = FeatureMap(num_features=0).width(model)
+    assert total == NETWORKS[name][1] or NETWORKS[name][1] is None
+    for count in (20, 1000) if name.startswith("resnet") else (20, 1000, 0):
         feature_map = FeatureMap(num_features=count, seed=5)
         width = feature_map.width(model)
-        total = FeatureMap(num_features=0).width(model)
-        features = feature_map.extractor(model.train())(x)
+        features = feature_map.extractor(model.train(), chunk_size=1)(x)
         assert features.shape == (2, width)
         assert width == (min(count, total) or total)
         expected = algorithm_3(feature_map.convexified(model), x, total, count or total, 5)
@@ -88,44 +120,27 @@ def test_features_are_the_papers_algorithm_3(name):
 def test_resnet18_has_the_papers_number_of_coordinates():
     """Appendix B.7: 11,169,345. 11,173,962 with ten outputs, less nine rows of 512 and biases."""
     model = resnet18((3, 32, 32), 10)
-    assert sum(p.numel() for p in model.parameters()) == 11_173_962
-    assert 11_173_962 - 9 * (512 + 1) == 11_169_345
+    convexified = FeatureMap().convexified(model)
+    counts = [sum(p.numel() for p in network.parameters()) for network in (model, convexified)]
+    assert counts == [11_173_962, 11_169_345]
     assert FeatureMap(num_features=0).width(model) == 11_169_345
     assert FeatureMap().width(model) == 100_000
-    convexified = FeatureMap().convexified(model)
-    assert sum(p.numel() for p in convexified.parameters()) == 11_169_345
 
 
 def test_the_seed_alone_fixes_head_and_coordinates():
     """Same seed, same bits, whatever torch's global generator holds; and that is left as it was."""
     model, x = network("simple-cnn"), examples("simple-cnn")
-    features, heads = [], []
+    found = []
     for seed, global_seed in ((3, 0), (3, 1), (4, 0)):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(global_seed)
             before = torch.get_rng_state()
             feature_map = FeatureMap(num_features=500, seed=seed)
-            features.append(feature_map.extractor(model)(x))
-            heads.append(feature_map.convexified(model)[-1].weight)
+            head = feature_map.convexified(model)[-1].weight
+            found.append((feature_map.extractor(model)(x), head))
             assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(features[0], features[1])
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-    assert not torch.equal(features[0], features[2])
-
-
-def test_another_seed_takes_other_coordinates():
-    """A linear network's gradient is 2, 3, 4, 5 and 1 for the bias: three of them, in order.
-
-    20 seeds choose among 10 sets; fewer than 4 of them have a chance of (0.3)^20 times 120.
-    """
-    model, x = nn.Linear(4, 2), torch.tensor([[2.0, 3, 4, 5]])
-    maps = [FeatureMap(num_features=3, seed=seed) for seed in range(20)]
-    sets = {tuple(feature_map.extractor(model)(x)[0].int().tolist()) for feature_map in maps}
-    order = [2, 3, 4, 5, 1]
-    assert all(sorted(set(chosen), key=order.index) == list(chosen) for chosen in sets)
-    assert {len(chosen) for chosen in sets} == {3}
-    assert len(sets) > 3
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not any(map(torch.equal, found[0], found[2]))
 
 
 def test_the_head_is_drawn_as_linear_layers_draw_theirs():
@@ -156,55 +171,6 @@ def test_the_network_is_copied():
         assert torch.equal(extract(x), first)
 
 
-@pytest.mark.parametrize("count", [0, 10**9])
-def test_no_number_or_more_than_there_are_give_all_coordinates_in_order(count):
-    """For a linear network of one output the gradient is x, then 1 for the bias."""
-    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    feature_map = FeatureMap(num_features=count)
-    assert feature_map.width(nn.Linear(3, 7)) == 4
-    expected = torch.cat([x, torch.ones(2, 1)], 1)
-    assert torch.equal(feature_map.extractor(nn.Linear(3, 7))(x), expected)
-    no_bias = nn.Linear(3, 7, bias=False)
-    assert torch.equal(feature_map.extractor(no_bias)(x), x)
-
-
-def test_frozen_parameters_are_left_out():
-    """MLP 6-5-4: 35 in the first layer, 6 in the new head; frozen ones are columns that go."""
-    model, x = network("mlp"), examples("mlp")
-    every = FeatureMap().extractor(model)(x)
-    assert every.shape == (3, 41)
-    model[0].weight.requires_grad_(requires_grad=False)
-    assert FeatureMap().width(model) == 11
-    assert torch.equal(FeatureMap().extractor(model)(x), every[:, 30:])
-    model[0].requires_grad_(requires_grad=True)
-    model[2].weight.requires_grad_(requires_grad=False)
-    expected = torch.cat([every[:, :35], every[:, 40:]], 1)
-    assert torch.equal(FeatureMap().extractor(model)(x), expected)
-    model[2].requires_grad_(requires_grad=False)
-    assert FeatureMap().width(model) == 35
-
-
-class TiedHead(nn.Module):
-    """A head that shares its weight with another layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.head.weight = self.first.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.first(x)))
-
-
-def test_a_weight_that_the_head_shares_stays_in_the_other_layer():
-    """9 + 3 of the first layer, 3 + 1 of the new head."""
-    model = TiedHead()
-    assert FeatureMap().width(model) == 16
-    x = normal(2, 3, seed=0).float()
-    expected = algorithm_3(FeatureMap().convexified(model).double(), x.double(), 16, 16, 0)
-    close(FeatureMap().extractor(model)(x), expected, 1e-5)
-
-
 def test_features_are_the_gradient_of_the_first_of_many_logits():
     """With the new head as the first row of the old one: the other rows' gradient is zero."""
     model, x = network("simple-cnn"), examples("simple-cnn", n=2)
@@ -214,20 +180,22 @@ def test_features_are_the_gradient_of_the_first_of_many_logits():
         model[-1].weight[0], model[-1].bias[0] = head.weight[0], head.bias[0]
     features = feature_map.extractor(model)(x)
     whole = sum(p.numel() for p in model.parameters()) - 10 * 129
+    assert features.shape[1] == whole + 129
     for row, example in zip(features, x, strict=True):
         gradients = torch.autograd.grad(model(example[None])[0, 0], list(model.parameters()))
         *body, weight, bias = gradients
-        expected = torch.cat([*(g.flatten() for g in body), weight[0], bias[:1]])
-        close(row[None], expected[None])
-        assert len(row) == whole + 129
+        close(row[None], torch.cat([*(g.flatten() for g in body), weight[0], bias[:1]])[None])
         assert not weight[1:].any()
         assert not bias[1:].any()
 
 
 @pytest.mark.parametrize("name", ["simple-cnn", "batch-norm", "resnet18-batch"])
 def test_last_layer_features_are_what_the_head_is_given(name):
-    """Features are float64's rounded to float32, 6e-8 of each: no sum of them is further off."""
-    model, x = network(name), examples(name)
+    """Features are float64's rounded to float32, 6e-8 of each: no sum of them is further off.
+
+    No parameter needs a gradient.
+    """
+    model, x = network(name).requires_grad_(requires_grad=False), examples(name)
     feature_map = FeatureMap("last-layer", num_features=3)  # p is not theirs
     head = model.fc if name.startswith("resnet") else model[-1]
     features = feature_map.extractor(model.train())(x)
@@ -237,8 +205,8 @@ def test_last_layer_features_are_what_the_head_is_given(name):
         assert ((head(features.double()) - model.eval()(x)).abs() <= 2**-23 * sizes).all()
 
 
-def test_last_layer_features_are_not_the_examples_themselves():
-    """A linear network's head is given x; writing to the features must leave the data alone."""
+def test_writing_to_last_layer_features_leaves_the_examples_alone():
+    """A linear network's head is given x itself."""
     x = torch.ones(2, 4)
     features = FeatureMap("last-layer").extractor(nn.Linear(4, 3))(x)
     assert torch.equal(features, x)
@@ -291,46 +259,36 @@ def test_the_head_is_found_by_name():
     assert FeatureMap("last-layer", head="logits").extractor(model)(x).shape == (3, 5)
 
 
-def test_networks_without_a_head_are_refused():
-    conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    for use in (FeatureMap().width, FeatureMap().convexified, FeatureMap().extractor):
-        with pytest.raises(ValueError, match=r"last nn\.Linear, got ''; linear layers are none"):
-            use(conv)
-    for name in ("9", "1", "0.weight"):
-        with pytest.raises(ValueError, match=f"got {name!r}; linear layers are 0, 2"):
-            FeatureMap(head=name).width(network("mlp"))
-    frozen = network("mlp").requires_grad_(requires_grad=False)
-    with pytest.raises(ValueError, match="expected parameters that require gradients, got none"):
-        FeatureMap().extractor(frozen)
-    assert FeatureMap("last-layer").extractor(frozen)(examples("mlp")).shape == (3, 5)
+CONV = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+FROZEN = network("mlp").requires_grad_(requires_grad=False)
+NO_HEAD = r"last nn\.Linear, got ''; linear layers are none"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("use", "message"),
     [
-        ({"kind": "ntk"}, "features: expected one of entk, .*, last-layer, fourier, got 'ntk'"),
-        ({"num_features": -1}, "num_features: expected at least 0, got -1"),
-        ({"seed": -1}, "feature seed: expected at least 0, got -1"),
+        (lambda: FeatureMap("ntk"), "expected one of entk, .*, last-layer, fourier, got 'ntk'"),
+        (lambda: FeatureMap(num_features=-1), "num_features: expected at least 0, got -1"),
+        (lambda: FeatureMap(seed=-1), "feature seed: expected at least 0, got -1"),
+        (lambda: FeatureMap().width(CONV), NO_HEAD),
+        (lambda: FeatureMap().convexified(CONV), NO_HEAD),
+        (lambda: FeatureMap().extractor(CONV), NO_HEAD),
+        (lambda: FeatureMap(head="9").width(mlp()), "got '9'; linear layers are 0, 2"),
+        (lambda: FeatureMap(head="1").width(mlp()), "got '1'; linear layers are 0, 2"),
+        (lambda: FeatureMap().extractor(FROZEN), "parameters that require gradients, got none"),
+        (
+            lambda: FeatureMap().extractor_with_outputs(mlp()),
+            "expected last-layer or fourier, got 'entk', which are",
+        ),
+        (
+            lambda: FeatureMap().extractor(mlp())(torch.full((2, 6), torch.nan)),
+            "features: some are not finite",
+        ),
     ],
 )
-def test_bad_arguments_are_refused_by_name(change, message):
+def test_what_has_no_features_is_refused(use, message):
     with pytest.raises(ValueError, match=message):
-        FeatureMap(**change)
-
-
-def test_damaged_examples_and_tangent_features_in_one_pass_are_refused():
-    with pytest.raises(ValueError, match="expected last-layer or fourier, got 'entk', which are"):
-        FeatureMap().extractor_with_outputs(network("mlp"))
-    with pytest.raises(ValueError, match="features: some are not finite"):
-        FeatureMap().extractor(network("mlp"))(torch.full((2, 6), torch.nan).double())
-
-
-def test_any_chunks_give_the_same_features():
-    model, x = network("batch-norm"), examples("batch-norm", n=7)
-    whole = FeatureMap(num_features=100).extractor(model)(x)
-    for size in (1, 3):
-        extract = FeatureMap(num_features=100).extractor(model, chunk_size=size)
-        torch.testing.assert_close(extract(x), whole, rtol=1e-6, atol=1e-7)
+        use()
 
 
 def test_config_names_all_of_the_map():
