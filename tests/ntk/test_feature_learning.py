@@ -88,23 +88,18 @@ def quick(examples: TwoPatchExamples, mixing: Tensor) -> list[Tensor]:
     return list(train(examples, first(), mixing, **options))
 
 
-def test_signals_are_orthogonal_and_noise_is_orthogonal_to_all_of_them():
-    distribution = TwoPatchDistribution((2, 1, 1), dimension=50, signal_norm=3.0, noise_std=0.5)
-    examples = distribution.draw(500)
-    torch.testing.assert_close(
-        examples.signals @ examples.signals.T, 9 * torch.eye(3, dtype=torch.float64)
-    )
-    assert (examples.noise @ examples.signals.T).abs().max() < 1e-12
-    assert examples.groups.tolist() == [0, 0, 1, 2]
-
-
-def test_noise_and_labels_have_their_moments():
+def test_signals_noise_and_labels_have_their_geometry_and_moments():
     """47 free dimensions: ||xi||^2 / sigma^2 has mean 47, variance 94; labels 0 and 1."""
     n = 2000
-    examples = TwoPatchDistribution((1, 1, 1), dimension=50, noise_std=0.5).draw(n)
+    distribution = TwoPatchDistribution((2, 1, 1), dimension=50, signal_norm=3.0, noise_std=0.5)
+    examples = distribution.draw(n)
+    identity = torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(examples.signals @ examples.signals.T, 9 * identity)
+    assert (examples.noise @ examples.signals.T).abs().max() < 1e-12
+    assert examples.groups.tolist() == [0, 0, 1, 2]
     norms = examples.noise.square().sum(2) / 0.25
-    assert abs(float(norms.mean()) - 47) < 4.5 * math.sqrt(94 / (3 * n))
-    assert abs(float(examples.labels.mean())) < 4.5 / math.sqrt(3 * n)
+    assert abs(float(norms.mean()) - 47) < 4.5 * math.sqrt(94 / (4 * n))
+    assert abs(float(examples.labels.mean())) < 4.5 / math.sqrt(4 * n)
     assert set(examples.labels.unique().tolist()) == {-1.0, 1.0}
 
 
@@ -142,77 +137,20 @@ def test_coefficients_and_quick_training_are_plain_gradient_descent(examples, gr
     assert moved > 5 * first().abs().max()  # far from where it began: nothing above is trivial
 
 
-def test_signs_of_growth_in_local_steps(examples):
-    """Eq. (11) to (13): gamma and psi grow, phi falls; a client changes only its own.
+def test_signs_of_coefficients_and_filters(examples):
+    """Eq. (11) to (13): gamma and psi (of the own label's filters) grow, phi falls.
 
-    psi is of the filters of the example's own label.
+    The factor j that eq. (6) leaves out: gamma >= 0, but <w_j, mu> moves with the sign j.
     """
-    for states in followed(examples, mixing_matrix(torch.zeros(4))):
-        for before, after in itertools.pairwise(states[:-1]):
-            assert (after.signal >= before.signal).all()
-            assert (after.noise.clamp(min=0) >= before.noise.clamp(min=0)).all()
-            assert (after.noise.clamp(max=0) <= before.noise.clamp(max=0)).all()
-            gained = after.noise - before.noise
-            own = torch.eye(4, dtype=torch.bool)
-            assert not gained[~own].any()
-            assert (gained[own].flatten(1).abs().amax(1) > 0).all()
-            moved = (after.signal - before.signal).flatten(2).amax(2) > 0
-            assert torch.equal(moved, torch.nn.functional.one_hot(examples.groups, 2).bool())
-    last = followed(examples, mixing_matrix(torch.zeros(4)))[-1][-1]
-    same = examples.labels[..., None] == torch.tensor([-1.0, 1.0])  # (K, n, 2)
-    assert not last.noise.clamp(min=0)[:, ~same].any()
-    assert not last.noise.clamp(max=0)[:, same].any()
-    assert last.noise.clamp(min=0)[:, same].any()
-    assert last.noise.clamp(max=0)[:, ~same].any()
-
-
-def test_averaging_keeps_a_shared_signal_and_divides_noise(examples):
-    """Eq. (14), the sums written out; groups of 1 and 3 under FedAvg, all four with weight 1/4."""
-    for states in followed(examples, mixing_matrix(torch.zeros(4))):
-        start, trained, mixed = states[0], states[-2], states[-1]
-        gained = trained.signal - start.signal  # of clients 1, 2, 3 in signal 1
-        shared = start.signal[0, 1] + gained[1:, 1].mean(0) * 3 / 4
-        alone = start.signal[0, 0] + gained[0, 0] / 4
-        for k, own in itertools.product(range(4), range(4)):
-            torch.testing.assert_close(mixed.signal[k, 1], shared, **CLOSE)
-            torch.testing.assert_close(mixed.signal[k, 0], alone, **CLOSE)
-            noise = start.noise[own, own] + (trained.noise - start.noise)[own, own] / 4
-            torch.testing.assert_close(mixed.noise[k, own], noise, **CLOSE)
-        assert (mixed.signal >= start.signal).all()
-        own = torch.arange(4)
-        assert mixed.noise[own, own].amax() < trained.noise[own, own].amax()
-
-
-def test_the_negative_filters_turn_away_from_the_signal(examples):
-    """The factor j that eq. (6) leaves out: gamma >= 0, but <w_j, mu> moves with the sign j."""
     (*_, last) = followed(examples, mixing_matrix(torch.arange(4)))[-1]
     change = last.weights(first(), examples) - first()
     along = torch.einsum("kjrd,kd->kjr", change, examples.client_signals)
     assert (along[:, 0] < 0).all()
     assert (along[:, 1] > 0).all()
     assert (last.signal >= 0).all()
-
-
-def test_one_client_is_local_training_and_groups_are_federations_of_their_own(examples):
-    grouped = quick(examples, mixing_matrix(torch.tensor([0, 1, 1, 1])))
-    for own in ([0], [1, 2, 3]):
-        part = SMALL.draw(6, clients=own)
-        alone = quick(part, mixing_matrix(torch.zeros(len(own))))
-        for weights, ours in zip(grouped, alone, strict=True):
-            torch.testing.assert_close(weights[own], ours, **CLOSE)
-    local = quick(examples, mixing_matrix(torch.arange(4)))
-    torch.testing.assert_close(local[-1][0], grouped[-1][0], **CLOSE)
-
-
-def test_clients_with_the_same_examples_are_one_client(examples):
-    """Averaging copies changes nothing."""
-    copies = TwoPatchExamples(
-        examples.signals, torch.zeros(3, dtype=torch.long), examples.noise[:1].expand(3, -1, -1),
-        examples.labels[:1].expand(3, -1),
-    )  # fmt: skip
-    together = quick(copies, mixing_matrix(torch.zeros(3)))
-    alone = quick(SMALL.draw(6, clients=[0]), mixing_matrix(torch.zeros(1)))
-    torch.testing.assert_close(together[-1], alone[-1].expand(3, -1, -1, -1), **CLOSE)
+    same = examples.labels[..., None] == torch.tensor([-1.0, 1.0])  # (K, n, 2)
+    assert (last.noise[:, same] >= 0).all()
+    assert (last.noise[:, ~same] <= 0).all()
 
 
 def test_evaluation_is_loss_and_share_of_errors(examples):
@@ -243,14 +181,6 @@ def test_similarity_counts_the_clients_with_the_same_signal(sizes, chi):
     )
 
 
-def test_clients_with_one_signal_are_worth_one_with_all_examples():
-    """Why n is the number of one client's examples."""
-    mu = TwoPatchDistribution((1,), dimension=40).signals()
-    of = {k: generalisation_exponent(mu.expand(k, -1), num_examples=60 // k, noise_std=1.0)
-          for k in (1, 6)}  # fmt: skip
-    torch.testing.assert_close(of[6], of[1].expand(6))
-
-
 def test_test_errors_are_in_the_order_of_the_exponents():
     """FedAvg beats local training for a signal of 9 of 10 clients, and loses for that of one.
 
@@ -272,51 +202,48 @@ def test_test_errors_are_in_the_order_of_the_exponents():
     assert errors["FedAvg"][0] > errors["local"][0] + 0.1
 
 
+OF_A_DISTRIBUTION = [
+    ({"group_sizes": ()}, "group_sizes: expected at least one client in each group"),
+    ({"group_sizes": (3, 0)}, "group_sizes: expected at least one client in each group"),
+    ({"group_sizes": (1, 1), "dimension": 2}, "dimension: expected more than the 2 signals"),
+    ({"signal_norm": 0.0}, "signal_norm: expected a finite number above 0, got 0"),
+    ({"noise_std": math.inf}, "noise_std: expected a finite number above 0, got inf"),
+    ({"seed": -1}, "seed: expected at least 0, got -1"),
+]
+OF_A_DRAW = [
+    ({"num_examples": 0}, "num_examples: expected at least 1, got 0"),
+    ({"part": "validation"}, "part: expected one of train, test, got 'validation'"),
+    ({"clients": [4]}, r"clients: expected 0 ... 3, got \[4\]"),
+]
+OF_EXAMPLES = [
+    ({"noise": torch.zeros(4, 6, 59)}, r"noise: expected shape \(K, n, d\) with signals"),
+    ({"labels": torch.zeros(4, 6)}, "labels: expected -1 or [+]1 in shape"),
+    ({"labels": torch.ones(4, 5)}, "labels: expected -1 or [+]1 in shape"),
+    ({"groups": torch.tensor([0, 1, 2, 0])}, "groups: expected a whole number from 0 to 1"),
+    ({"groups": torch.tensor([0, 1])}, "groups: expected a whole number from 0 to 1"),
+]
+OPPOSITE = torch.tensor([[1.0, 0.0], [-2.0, 0.0]])
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("use", "message"),
     [
-        ({"group_sizes": ()}, "group_sizes: expected at least one client in each group"),
-        ({"group_sizes": (3, 0)}, "group_sizes: expected at least one client in each group"),
-        ({"group_sizes": (1, 1), "dimension": 2}, "dimension: expected more than the 2 signals"),
-        ({"signal_norm": 0.0}, "signal_norm: expected a finite number above 0, got 0"),
-        ({"noise_std": math.inf}, "noise_std: expected a finite number above 0, got inf"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"num_examples": 0}, "num_examples: expected at least 1, got 0"),
-        ({"part": "validation"}, "part: expected one of train, test, got 'validation'"),
-        ({"clients": [4]}, r"clients: expected 0 ... 3, got \[4\]"),
-        ({"noise": torch.zeros(4, 6, 59)}, r"noise: expected shape \(K, n, d\) with signals"),
-        ({"labels": torch.zeros(4, 6)}, "labels: expected -1 or [+]1 in shape"),
-        ({"labels": torch.ones(4, 5)}, "labels: expected -1 or [+]1 in shape"),
-        ({"groups": torch.tensor([0, 1, 2, 0])}, "groups: expected a whole number from 0 to 1"),
-        ({"groups": torch.tensor([0, 1])}, "groups: expected a whole number from 0 to 1"),
+        *((lambda _, o=own: TwoPatchDistribution(**o), text) for own, text in OF_A_DISTRIBUTION),
+        *(
+            (lambda _, o=own: SMALL.draw(**{"num_examples": 2} | o), text)
+            for own, text in OF_A_DRAW
+        ),
+        *((lambda own, o=o: TwoPatchExamples(**vars(own) | o), text) for o, text in OF_EXAMPLES),
+        (
+            lambda _: decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(15)),
+            "at most d - C = 58 noise patches, got 60",
+        ),
+        (lambda own: quick(own, torch.eye(3)), r"mixing: expected shape \(4, 4\) with rows"),
+        (lambda own: quick(own, torch.ones(4, 4)), r"mixing: expected shape \(4, 4\) with rows"),
+        (lambda _: signal_similarity(torch.zeros(2, 3)), "signals: expected none that is zero"),
+        (lambda _: effective_snr(OPPOSITE, noise_std=1.0), "signals that are the same or orthog"),
     ],
 )
-def test_what_cannot_be_is_refused(examples, options, message):
-    """Distributions, draws, and examples that do not fit together."""
-    (name, *_) = options
-    if name in vars(examples):
-        make, options = TwoPatchExamples, {**vars(examples), **options}
-    elif hasattr(SMALL, name):
-        make = TwoPatchDistribution
-    else:
-        make, options = SMALL.draw, {"num_examples": 2, **options}
+def test_what_cannot_be_is_refused(examples, use, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
-def test_coefficients_that_are_not_unique_are_refused():
-    examples = SMALL.draw(15)  # 60 noise patches in 58 dimensions
-    with pytest.raises(ValueError, match="at most d - C = 58 noise patches, got 60"):
-        decompose(first().expand(4, -1, -1, -1), first(), examples)
-    decompose(first().expand(4, -1, -1, -1), first(), SMALL.draw(14))
-
-
-def test_a_mixing_matrix_of_others_and_signals_without_a_ratio_are_refused(examples):
-    for mixing in (torch.eye(3), torch.ones(4, 4)):
-        with pytest.raises(ValueError, match=r"mixing: expected shape \(4, 4\) with rows"):
-            quick(examples, mixing)
-    with pytest.raises(ValueError, match="signals: expected none that is zero"):
-        signal_similarity(torch.zeros(2, 3))
-    opposite = torch.tensor([[1.0, 0.0], [-2.0, 0.0]])
-    with pytest.raises(ValueError, match="signals that are the same or orthogonal"):
-        effective_snr(opposite, noise_std=1.0)
+        use(examples)
