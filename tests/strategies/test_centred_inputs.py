@@ -3,6 +3,7 @@
 All is float64, so that the sums' order may differ: bounds are 1e-9.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -74,13 +75,12 @@ def mean_without(*partitions: int) -> torch.Tensor:
 
 def clients(method: str, *, by_hand: bool = False) -> ClientApp:
     _, make, options = METHODS[method]
+    model, mean = (network(), mean_without()) if by_hand else (centred(), torch.zeros(4))
 
     def client_fn(context: Context) -> NumPyClient:
         partition = int(context.node_config["partition-id"])
         x, y = far(partition)
-        if by_hand:
-            return make(network(), x - mean_without(), y, seed=(0, partition), **options)
-        return make(centred(), x, y, seed=(0, partition), **options)
+        return make(copy.deepcopy(model), x - mean, y, seed=(0, partition), **options)
 
     return client_app(client_fn)
 
@@ -93,18 +93,13 @@ def run(strategy: BaseStrategy, grid: Grid, rounds: int = 1, **options: Any) -> 
 def test_it_is_training_on_inputs_that_were_centred_before(method):
     common = {"fraction_train": 0.5, "min_available_nodes": 6}
     found = run(made(method, **common), grid := Grid(clients(method)), rounds=2)
-    by_hand, plain = (
-        Grid(clients(method, by_hand=True)),
-        made(method, centre_inputs=False, **common),
-    )
-    expected = start(plain, by_hand, 2, network())
+    plain = made(method, centre_inputs=False, **common)
+    expected = start(plain, Grid(clients(method, by_hand=True)), 2, network())
     np.testing.assert_allclose(found.pop(CENTRE), mean_without(), rtol=BOUND)
     assert len(found) == len(expected)
     for name, array in expected.items():
         np.testing.assert_allclose(found[f"network.{name}"], array, rtol=BOUND, atol=BOUND)
-    # all clients are asked, once
-    asked = [exchange for exchange in grid.exchanges if exchange[0] == "query.input_sums"]
-    assert asked == [("query.input_sums", 6)]
+    assert grid.exchanges.count(("query.input_sums", 6)) == 1
 
 
 def sending(array: Any) -> Change:
@@ -132,17 +127,13 @@ def test_sums_that_cannot_be_right_are_left_out(change):
     np.testing.assert_allclose(found[CENTRE], mean_without(2), rtol=BOUND)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"changes": dict.fromkeys(range(3, 6), failed)}, "3 of 6 clients gave a sum"),
-        # no others to compare with
-        ({"changes": {1: sending(np.full(4, 1e308))}, "num_clients": 2}, "input-sums"),
-    ],
-)
-def test_with_half_the_answers_nothing_is_begun(options, message):
-    grid = Grid(clients("NTKFL"), changed_kind="query.input_sums", **options)
-    with pytest.raises(NoUsableReply, match=message):
+@pytest.mark.parametrize("change", [failed, sending(np.full(4, 1e308))])
+def test_with_half_the_answers_nothing_is_begun(change):
+    """Two clients cannot tell which of their sums is too large."""
+    grid = Grid(
+        clients("NTKFL"), num_clients=2, changes={1: change}, changed_kind="query.input_sums"
+    )
+    with pytest.raises(NoUsableReply, match="1 of 2 clients gave a sum"):
         run(made("NTKFL"), grid)
     assert "train" not in dict(grid.exchanges)
 
@@ -170,14 +161,13 @@ def test_a_reply_with_another_mean_is_dropped_under_any_name(method, change):
 def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
     options = {"fraction_train": 0.5, "average_decay": 0.5}
     whole = run(made("NTKFL", **options), Grid(clients("NTKFL")), 4)
-    folder = tmp_path / "run"
-    run(made("NTKFL", **options), Grid(clients("NTKFL")), 2, checkpoint=folder)
+    run(made("NTKFL", **options), Grid(clients("NTKFL")), 2, checkpoint=tmp_path)
     grid = Grid(clients("NTKFL"))
-    found = run(made("NTKFL", **options), grid, 4, checkpoint=folder)
+    found = run(made("NTKFL", **options), grid, 4, checkpoint=tmp_path)
     assert bits(found) == bits(whole)
     assert "query.input_sums" not in dict(grid.exchanges)
     with pytest.raises(ValueError, match="centre_inputs"):
-        run(made("NTKFL", centre_inputs=False, **options), grid, checkpoint=folder)
+        run(made("NTKFL", centre_inputs=False, **options), grid, checkpoint=tmp_path)
 
 
 def test_where_nothing_is_centred_or_projected_as_agreed_it_is_said(monkeypatch):
@@ -194,16 +184,13 @@ def test_where_nothing_is_centred_or_projected_as_agreed_it_is_said(monkeypatch)
         strategy.work_within(NTKFL(**NTK), everyone=False)
 
 
-@pytest.mark.parametrize("method", ["cp-ntk-fl", "scaffold"])
-def test_in_a_simulation_the_mean_is_of_what_was_projected(method, tmp_path):
+def test_in_a_simulation_the_mean_is_of_what_was_projected(tmp_path):
     config = Config(
-        method=method, projection=20, centre_inputs=True, num_clients=4, clients_per_round=2,
+        method="scaffold", projection=20, centre_inputs=True, num_clients=4, clients_per_round=2,
         clients_per_evaluation=0, rounds=1, sampling_rate=0.5, out=str(tmp_path / "run"),
     )  # fmt: skip
     finished = simulate(config, progress=False)
-    setup = load_setup(config)
-    x = torch.cat([setup.examples(p).train[0] for p in range(4)])
+    x = torch.cat([load_setup(config).examples(p).train[0] for p in range(4)])
     found, _ = load_tensors(finished.folder / "model.safetensors")
-    # the sum's rounding, and that of 20 features in float32
+    # 20 features are float32
     np.testing.assert_allclose(found[CENTRE], projected(config, x).double().mean(0), atol=1e-6)
-    assert np.abs(found[CENTRE]).max() > 0.1

@@ -4,13 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fedntk.clients import ClosedFormClient
-from fedntk.ntk import NetworkPredictor
 from fedntk.strategies import FedNCM
 
-from .federation import Contract, Grid, app, damaged, examples, network, run_as_if_lost, start
+from .federation import Contract, Grid, app, damaged, network, run_as_if_lost, start
 from .test_afl import BIAS, OPTIONS, WEIGHT, pooled
 
 CLIENTS = app(ClosedFormClient)
@@ -24,24 +22,16 @@ def strategy(**options: Any) -> FedNCM:
 
 
 def test_weights_are_the_class_means_over_all_examples_divided_by_their_norms():
-    """In float64 over the pooled examples; means travel in float32: 1e-6.
-
-    It predicts the class whose mean has the smallest angle.
-    """
+    """Means travel in float32: 1e-6."""
     z, labels = (part.numpy() for part in pooled())
     after = start(strategy(), Grid(CLIENTS))
     means = np.stack([z[labels[:, c] == 1].mean(0) for c in range(3)])
     expected = means / np.linalg.norm(means, axis=1, keepdims=True)
     np.testing.assert_allclose(after[WEIGHT], expected, rtol=1e-6, atol=1e-7)
     assert not after[BIAS].any()
-    lengths = np.linalg.norm(z, axis=1)[:, None] * np.linalg.norm(means, axis=1)
-    angles = np.arccos(np.clip(z @ means.T / lengths, -1, 1))
-    x = torch.cat([examples(partition)[0] for partition in range(6)])
-    scores = NetworkPredictor.from_arrays(network(), after).predict(x)
-    assert scores.argmax(1).tolist() == angles.argmin(1).tolist()
 
 
-def test_a_class_of_nobodys_has_no_weights():
+def test_a_class_that_nobody_has_gets_no_weights():
     """Client 0 has two of three classes."""
     after = start(strategy(min_available_nodes=1, min_train_nodes=1), Grid(CLIENTS, num_clients=1))
     assert not after[WEIGHT][2].any()
