@@ -41,7 +41,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def in_order(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the order in which a client keeps them: by their digests."""
+    """The examples in the order in which a client keeps them."""
     order = np.lexsort(example_digests(x, one_hot(y, 3)).T)
     return x[order], y[order]
 
@@ -74,7 +74,7 @@ LAST = linear_task(state_round=4, control="last")  # of the round after the firs
 
 
 def message(*names: str, width: int = 20) -> Records:
-    """Records of some names, of all that a task can need by default."""
+    """Records of these names, or all that a task can need."""
     theta, control = np.random.default_rng(3).standard_normal((2, width, 3)).astype(np.float32)
     own = network()
     records = {
@@ -94,14 +94,8 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-# ------------------------------------------------------------------------- theory
-
-
 def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
-    """Whatever the chunks, features are those of float64, rounded in sums of up to 8 products.
-
-    That is 1e-6 of a feature's largest; a sum of 11 squares' deviations doubles it.
-    """
+    """Sums of up to 8 products: 1e-6 of a feature's largest; twice that in each of 11 squares."""
     exact = MAP.extractor(network().double())(X.double())
     largest, expected = exact.abs().amax(0).double().numpy(), Moments.of(exact)
     for name in "ab":
@@ -119,25 +113,22 @@ def test_moments_and_features_do_not_depend_on_the_chunks(tmp_path, monkeypatch)
 
 SOLVERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "loop": {"local_solver": "loop"},
     "half precision": {"dtype": "float16"},
-    "nothing kept": {"keep": "nothing"},
     "loop, nothing kept": {"local_solver": "loop", "keep": "nothing"},
-    "differentiated one by one": {"chunk_size": 1},
+    "nothing kept, differentiated one by one": {"keep": "nothing", "chunk_size": 1},
 }
 
 
 @pytest.mark.parametrize(("loss", "bias"), [("mse", False), ("cross-entropy", True)])
 @pytest.mark.parametrize("way", sorted(SOLVERS))
 def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
-    """Over two rounds, the second corrected by what the first left behind: those of float64.
+    """In float64 over two rounds, the second corrected by what the first left behind.
 
     A step of float32 rounds some 20 products to 6e-8 each, and 60 steps add up: 1e-4; float16 keeps
     features to 5e-4, and normalising divides by spreads under their size: 5e-3.
     """
     records, tolerance = message(width=20 + bias), 5e-3 if way == "half precision" else 1e-4
     exact = exact_rounds(records, bias=bias, loss=loss)
-    assert relative(exact[1][0], exact[0][0]) > 1e-3
     for number, task in enumerate((linear_task(bias=bias, loss=loss), LAST), 4):
         who = client(tmp_path, **SOLVERS[way])  # made anew for each message
         own = dataclasses.replace(task, bias=bias, loss=loss)
@@ -179,11 +170,8 @@ def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
     assert metrics["accuracy"] == pytest.approx((scores.argmax(1) == y_test.numpy()).mean())
 
 
-# ------------------------------------------------------------------- what is kept
-
-
 def test_what_is_kept_and_how_large_it_is(tmp_path, monkeypatch):
-    """Features take 4 n p bytes; raw ones go, and all but the states of the newest rounds."""
+    """Raw features go, and all but the states of the newest rounds."""
     monkeypatch.setattr(feature_store, "STATES", 3)
     who = client(tmp_path)
     step(who, MOMENTS, message("network"))
@@ -198,7 +186,6 @@ def test_what_is_kept_and_how_large_it_is(tmp_path, monkeypatch):
     shrink(tmp_path)
     assert {path.name for path in folder(who).iterdir()} == states
     who = client(tmp_path / "nothing", keep="nothing")
-    step(who, MOMENTS, message("network"))
     step(who, linear_task(), message())
     assert not list(folder(who).glob("*.npy"))
 
@@ -213,7 +200,7 @@ def test_another_network_empties_the_folder(tmp_path):
 
 @pytest.mark.parametrize(("solver", "keep"), [("closed", "features"), ("loop", "nothing")])
 def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, keep):
-    """To the same bits, in one folder; two examples are equal."""
+    """Two examples are equal."""
     x, y, results = torch.cat([X[:1], X[:10]]), torch.cat([Y[:1], Y[:10]]), []
     steps = [(MOMENTS, message("network")), (linear_task(), message()), (LAST, message("linear"))]
     for name in ("as they are", "shuffled"):
@@ -226,16 +213,12 @@ def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, ke
             evaluated = who.evaluate(NamedArrays(message()), linear_task().to_config())
             assert metrics["examples-changed"] == 0
             results.append(([array.tobytes() for array in arrays], evaluated))
-        assert len(list((tmp_path / name).iterdir())) == 1
     assert results[:3] == results[3:]
 
 
 @pytest.mark.parametrize("options", [{}, {"local_solver": "loop"}, {"keep": "nothing"}])
 def test_examples_that_changed_are_said_and_the_correction_stays(tmp_path, caplog, options):
-    """The steps are those of eq. (3) on the new examples, with c_k of the old ones.
-
-    Against float64; float32 features and their products err by 1e-6 of theta.
-    """
+    """Eq. (3) in float64 on the new examples, with c_k from the old ones."""
     records = message()
     step(client(tmp_path, **options), linear_task(), records)
     kept = np.load(folder(client(tmp_path)) / "state-000004.npz")["coefficients"]
@@ -253,16 +236,14 @@ def test_examples_that_changed_are_said_and_the_correction_stays(tmp_path, caplo
     steps = {"learning_rate": 0.05, "local_steps": 30}
     expected, total = looped_steps(new, theta, targets, own - control, **steps)  # type: ignore[arg-type]
     assert relative(result, expected.numpy()) < 1e-5
-    # and what it keeps now is of the new ones
     kept = np.load(folder(changed) / "state-000005.npz")["coefficients"]
     assert relative(kept, (total / (11 * 30)).numpy()) < 1e-5
-    assert step(changed, linear_task(state_round=5), records, 6)[2]["examples-changed"] == 0
 
 
 def test_an_evaluation_on_other_examples_leaves_what_training_keeps(tmp_path):
     step(client(tmp_path), linear_task(), message())
     before = {p: p.read_bytes() for p in folder(client(tmp_path)).iterdir()}
-    for i, data in enumerate(((X + 1, Y), (X.flip(0), Y.flip(0)), (X - 1, Y))):
+    for i, data in enumerate(((X + 1, Y), (X - 1, Y))):
         found, alone = (
             client(cache, data=data).evaluate(NamedArrays(message()), linear_task().to_config())
             for cache in (tmp_path, tmp_path / str(i))
@@ -293,11 +274,11 @@ def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_
     ("name", "state", "server_round"),
     [
         ("network", 0, 5), ("normaliser", 0, 5), ("sent-000004", 0, 5), ("state-000004", 1, 5),
-        ("kernel", 0, 6),  # nothing but the model of round 5, which never came
+        ("kernel", 0, 6),  # the model of round 5 never came
     ],
 )  # fmt: skip
 def test_what_is_lost_is_said(tmp_path, name, state, server_round):
-    """1 if only the client itself had it: all corrections must begin anew."""
+    """1 if only the client had it."""
     step(client(tmp_path), linear_task(), message())
     damaged(folder(client(tmp_path)) / f"{name}.npz", WAYS[0])
     arrays, _, metrics = step(client(tmp_path), LAST, message("linear"), server_round)
@@ -308,7 +289,6 @@ def test_what_is_lost_is_said(tmp_path, name, state, server_round):
     "change", ["normaliser", "bias", "dtype", "features-train.npy", "kernel.npz", "spectrum.npz"]
 )
 def test_what_can_be_made_again_is_and_nothing_of_another_setting_is_used(tmp_path, change):
-    """The same folder, network and data: the second must be as in a folder of its own."""
     step(client(tmp_path / "a"), linear_task(), message())
     if "." in change:
         damaged(folder(client(tmp_path / "a")) / change, WAYS[0])
@@ -322,16 +302,12 @@ def test_what_can_be_made_again_is_and_nothing_of_another_setting_is_used(tmp_pa
     assert (used[0] == fresh[0]).all()
 
 
-# ----------------------------------------------------------------------- refusals
-
-
 def test_round_1_refuses_what_stage_2_could_not_do(tmp_path):
-    """The last nn.Linear in order of the modules is not the one that gives the logits."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head, self.body = nn.Linear(8, 3), nn.Linear(5, 8)
+            self.head, self.body = nn.Linear(8, 3), nn.Linear(5, 8)  # the last one is no head
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(torch.relu(self.body(x)))
@@ -341,9 +317,6 @@ def test_round_1_refuses_what_stage_2_could_not_do(tmp_path):
         odd.fit(weights, {"server-round": 1, **BOOTSTRAP.to_config()})
     named = dataclasses.replace(BOOTSTRAP, head="head")
     odd.fit(weights, {"server-round": 1, **named.to_config()})
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        step(client(tmp_path / "file" / "cache"), BOOTSTRAP, message("network"), 1)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +326,7 @@ def test_round_1_refuses_what_stage_2_could_not_do(tmp_path):
         (linear_task(), {"local_solver": "loop"}, 100, 10**9, "20 features of 11 examples"),
         (FEATURES, {}, 100, 10**9, "sending 20 features of 11 examples"),
         (MOMENTS, {}, 10**9, 4 * 11 * 20 - 1, "20 features of 11 examples"),
-        # and as much again for them normalised, before the first round of stage 1
+        # raw and normalised ones, in the first round of stage 1
         (WIDER, {}, 10**9, 8 * 11 * 72 - 1, "72 features of 11 examples"),
     ],
 )
@@ -370,7 +343,7 @@ def test_what_does_not_fit_is_refused_with_its_size(
 
 
 def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
-    """Normalised by 1e-9 instead of the standard deviation; 10 over 1e-38 nothing holds."""
+    """Divided by 1e-9. Nothing holds 10 over 1e-38."""
     records, task = message(), linear_task(learning_rate=1e-20)
     records["normaliser"][SCALE] = np.full(20, 1e9, np.float32)
     half, full = client(tmp_path / "half", dtype="float16"), client(tmp_path / "full")
@@ -381,12 +354,10 @@ def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
     assert (found[0] == expected[0]).all()
     mean, scale = np.full(20, 10, np.float32), np.full(20, 3e38, np.float32)
     records["normaliser"] = {MEAN: mean, SCALE: scale}
-    for who in (half, full):
-        with pytest.raises(OverflowError, match="does not fit in float32"):
-            step(who, task, records)
+    with pytest.raises(OverflowError, match="does not fit in float32"):
+        step(half, task, records)
 
 
-ONE = np.ones((20, 3), np.float32)
 IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
 
 
@@ -396,8 +367,8 @@ IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
         ({"linear": None}, "records linear, control, got .*; linear .* TCT"),
         ({"control": None}, "records linear, control, got .*; control .* TCT"),
         ({"linear": {}}, "record linear: expected 1 array, got 0"),
-        ({"control": {"a": ONE, "b": ONE}}, "record control: expected 1 array, got 2"),
-        ({"normaliser": {MEAN: ONE[0]}}, "record normaliser: expected mean and scale, got 1"),
+        ({"control": IDENTITY}, "record control: expected 1 array, got 2"),
+        ({"normaliser": {}}, "record normaliser: expected mean and scale, got 0"),
         ({"normaliser": IDENTITY}, "float16 would lose small features"),
     ],
 )
@@ -405,8 +376,8 @@ def test_a_message_with_other_records_than_expected_is_refused(tmp_path, changes
     records = {k: v for k, v in (message() | changes).items() if v is not None}
     with pytest.raises(ValueError, match=text):
         step(client(tmp_path, dtype="float16"), linear_task(), records)
-    if "linear" not in records:
-        with pytest.raises(ValueError, match="linear comes from the strategy TCT"):
-            client(tmp_path).evaluate(NamedArrays(records), linear_task().to_config())
+
+
+def test_a_message_without_records_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected NamedArrays with the records of .* TCT"):
-        client(tmp_path).fit(list(NamedArrays(records)), linear_task().to_config())
+        client(tmp_path).fit(list(NamedArrays(message())), linear_task().to_config())
