@@ -25,12 +25,8 @@ TASKS = [
 ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------- ConvexTask
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_tasks_survive_flowers_config_among_other_keys(task):
-    """Values of the four types a ConfigRecord takes, each of the type it had."""
     config = dict(ConfigRecord({"server-round": 3, "lr": 0.1, **task.to_config()}))
     received = ConvexTask.of_message(config)
     for name in ConvexTask.options():
@@ -40,7 +36,6 @@ def test_tasks_survive_flowers_config_among_other_keys(task):
 
 
 def test_without_a_task_there_is_none():
-    assert ConvexTask.of_message({}) is None
     assert ConvexTask.of_message({"server-round": 3, "step": "linear"}) is None
 
 
@@ -49,26 +44,19 @@ def test_a_key_names_network_and_map():
     state = [np.arange(6.0).reshape(2, 3), np.array(3), np.zeros((0, 2), np.float32)]
     key = ConvexTask.key_of(FeatureMap(), state)
     assert ConvexTask.key_of(FeatureMap(), [np.array(a, order="F") for a in state]) == key
-    assert ConvexTask.key_of(FeatureMap(), [from_npy(to_npy(a)) for a in state]) == key
-    others = {
-        ConvexTask.key_of(FeatureMap(seed=1), state),
-        ConvexTask.key_of(FeatureMap(), state[::-1]),
-        ConvexTask.key_of(FeatureMap(), state[:2]),
-        ConvexTask.key_of(FeatureMap(), [state[0].reshape(3, 2), *state[1:]]),
-        ConvexTask.key_of(FeatureMap(), [np.nextafter(state[0], 9), *state[1:]]),
-        ConvexTask.key_of(FeatureMap(), [state[0].view(np.int64), *state[1:]]),
-    }
-    assert len(others - {key}) == 6
+    first, *rest = state
+    changed = (first.reshape(3, 2), np.nextafter(first, 9), first.view(np.int64))
+    others = {ConvexTask.key_of(FeatureMap(), [own, *rest]) for own in changed}
+    others |= {ConvexTask.key_of(FeatureMap(), own) for own in (state[::-1], state[:2])}
+    assert len({key, ConvexTask.key_of(FeatureMap(seed=1), state), *others}) == 7
 
-
-# ------------------------------------------------------------------- FeatureUpload
 
 N, P, C = 20, 15, 4
 
 
 def features(n=N):
-    """Scales from 1e-7 to 1e7, one feature that is zero, one constant, one all negative."""
-    z = (normal(n, P, seed=0) * torch.logspace(-7, 7, P, dtype=torch.float64)).float()
+    """Scales from 1e-12 to 1e12, one feature that is zero, one constant, one all negative."""
+    z = (normal(n, P, seed=0) * torch.logspace(-12, 12, P, dtype=torch.float64)).float()
     z[:, 3], z[:, 5], z[:, 7] = 0, -2.5, -z[:, 7].abs()
     return z
 
@@ -94,25 +82,14 @@ def test_float16_costs_a_share_of_each_features_scale():
     z = features()
     sent = upload()
     assert sent.features.dtype == np.float16
-    assert np.array_equal(sent.scale, z.abs().amax(0).numpy())
     received = parse(wire(sent)).rows(0, N)
-    assert received.dtype == torch.float32
     error = (received.double() - z.double()).abs()
     scale = z.abs().amax(0).double()
     assert bool((error <= 2**-11 * scale).all())
-    assert float((error / scale.clamp(min=1e-30)).max()) > 2**-14  # it is float16
     large = z.abs() > 2**-13 * scale
     assert bool((error <= 2**-11 * z.abs().double())[large].all())
     assert torch.equal(received[:, 3], torch.zeros(N))
     assert torch.equal(received[:, 5], z[:, 5])
-
-
-def test_tiny_features_survive():
-    """1e-7 is under float16's smallest normal number, 1e-12 under its smallest: kept to 0.05 %."""
-    z = torch.tensor([[1e-7, 1e-12, 1e30], [-5e-8, 3e-12, -1e30]])
-    expected = z.clone()
-    received = FeatureUpload.of(z, one_hot(torch.tensor([0, 1]), 2)).rows(0, 2)
-    torch.testing.assert_close(received, expected, rtol=2**-11, atol=0)
 
 
 def test_labels_and_rows_arrive_in_their_order():
@@ -126,19 +103,15 @@ def test_labels_and_rows_arrive_in_their_order():
 
 @pytest.mark.parametrize("options", [{}, {"bits": 8}, {"sparsity": 0.5}])
 def test_reading_rows_twice_gives_the_same(options):
-    """They are scaled in a copy, whether they came as float16 or were decoded to float32."""
     received = parse(wire(upload(), **options), **options)
     first = received.rows(0, N).clone()
     received.rows(2, 9).zero_()
     assert torch.equal(received.rows(0, N), first)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16, 32])
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize(("sparsity", "bits"), [(0.0, 4), (0.3, 8), (0.3, 32), (0.9, 16)])
 def test_compressed_features_lose_what_was_asked(sparsity, bits):
     """Each row keeps its k largest shares of the scale; b bits are right to 1/2 in 2^(b-1) - 1."""
-    if (sparsity, bits) == (0.0, 32):
-        return
     plain, options = parse(wire(upload())), {"sparsity": sparsity, "bits": bits}
     received = parse(wire(upload(), **options), **options)
     before, after = plain.features.astype(np.float64), received.features
@@ -149,12 +122,11 @@ def test_compressed_features_lose_what_was_asked(sparsity, bits):
         order = np.argsort(-np.abs(sent), kind="stable")
         assert not row[order[count:]].any()
         assert np.abs(row - sent)[order[:count]].max() <= step + 1e-6
-    assert np.array_equal(received.labels, plain.labels)
     assert np.array_equal(received.scale, plain.scale)
 
 
 def test_what_is_asked_is_what_it_costs():
-    """30 features of 1,000: 2 bytes each; 6 bits of a tenth, and 1 bit for where they are."""
+    """2 bytes a number; or 6 bits of a tenth, and 1 bit for where they are."""
     z = normal(30, 1000, seed=1).float()
     sent = FeatureUpload.of(z, one_hot(torch.zeros(30), 2))
     assert sent.to_arrays()["features"].nbytes == 60_000
@@ -209,16 +181,15 @@ def test_hostile_uploads_are_refused_with_the_reason(name, damage, reason):
 
 
 def test_other_arrays_are_refused():
-    for received in ({}, {"scale": np.zeros(P)}, upload().to_arrays() | {"more": np.zeros(1)}):
+    for received in ({"scale": np.zeros(P)}, upload().to_arrays() | {"more": np.zeros(1)}):
         with pytest.raises(BadReply, match=r"^arrays: expected features, scale, labels, got "):
             parse(received)
 
 
 def test_more_examples_than_allowed_are_refused():
     parse(upload().to_arrays(), max_examples=N)
-    with pytest.raises(BadReply, match="expected at most") as refused:
+    with pytest.raises(BadReply, match="expected at most"):
         parse(upload().to_arrays(), max_examples=N - 1)
-    assert refused.value.reason == "shape"
 
 
 @pytest.mark.parametrize(
@@ -231,13 +202,9 @@ def test_more_examples_than_allowed_are_refused():
     ],
 )
 def test_more_than_was_asked_for_is_refused(options, asked, detail):
-    with pytest.raises(BadReply, match=detail) as refused:
+    with pytest.raises(BadReply, match=f"compression: .*{detail}"):
         parse(upload().to_arrays(**options), **asked)
-    assert refused.value.reason == "compression"
-
-
-def test_less_than_was_asked_for_is_taken():
-    parse(upload().to_arrays(sparsity=0.9, bits=3), sparsity=0.5, bits=6)
+    parse(upload().to_arrays(sparsity=0.9, bits=3), **asked)  # less is taken
 
 
 def declared(*shape, form=2, bits=8, groups=1, count=0):
@@ -252,10 +219,8 @@ def declared(*shape, form=2, bits=8, groups=1, count=0):
     [
         (lambda a: a[:-1], "compression"),
         (lambda a: a[:10], "compression"),
-        (lambda a: a[:0], "compression"),
         (lambda a: np.concatenate([a, a[:1]]), "compression"),
         (lambda a: a[None], "compression"),
-        (lambda a: a[::-1].copy(), "compression"),
         (lambda a: a.astype(np.int8), "dtype"),
         (lambda a: upload().features, "dtype"),
         (lambda a: compress(np.ones((N, P)), bits=8), "shape"),  # float64
@@ -263,13 +228,11 @@ def declared(*shape, form=2, bits=8, groups=1, count=0):
         (lambda a: compress(np.ones((N, P + 1), np.float32), bits=8), "shape"),
         (lambda a: compress(np.ones(N * P, np.float32), bits=8), "shape"),
         (lambda a: compress(np.full((N, P), 1.5, np.float32), bits=8), "range"),
-        (lambda a: compress(np.full((N, P), 3e38, np.float32), bits=8), "range"),
         (lambda a: declared(N, 2**40), "shape"),
         (lambda a: declared(2**40, P), "shape"),
         (lambda a: declared(N, P, 2**30), "shape"),
         (lambda a: declared(2**60, 2**60), "compression"),
         (lambda a: declared(N, P, count=P), "compression"),
-        (lambda a: declared(), "shape"),
     ],
 )
 def test_hostile_code_is_refused_with_the_reason(damage, reason):
@@ -287,29 +250,22 @@ def test_numbers_as_they_are_may_not_be_nan_either():
 
 
 def test_declared_sizes_are_not_allocated(monkeypatch):
-    """12 TB of zeros in a code of 44 bytes, 4 GB where labels agree: less than 1 MB is used."""
-    labels = np.zeros(1000, np.uint8)
+    """4 GB of zeros in a code of 44 bytes, where labels agree: less than 1 MB is used."""
     wide = 10**6
-    cases = [
-        (declared(N, 3 * 10**12), np.ones(P, np.float32), labels[:N], BadReply),
-        (declared(1000, wide), np.ones(wide, np.float32), labels, NotEnoughMemory),
-    ]
+    code, scale = declared(1000, wide), np.ones(wide, np.float32)
+    received = {"features": code, "scale": scale, "labels": np.zeros(1000, np.uint8)}
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * 10**9 - 1)
-    for code, scale, own, error in cases:
-        received, width = {"features": code, "scale": scale, "labels": own}, len(scale)
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        with pytest.raises(error, match=r"4\.0 GB" if error is NotEnoughMemory else "tensor|shape"):
-            FeatureUpload.from_arrays(
-                received, UploadLimits({}, bits=8), width=width, num_outputs=C
-            )
-        peak = tracemalloc.get_traced_memory()[1] - before
-        tracemalloc.stop()
-        assert peak < 10**6 + width  # a check of `scale` takes a byte for each
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    with pytest.raises(NotEnoughMemory, match=r"4\.0 GB"):
+        FeatureUpload.from_arrays(received, UploadLimits({}, bits=8), width=wide, num_outputs=C)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert peak < 10**6 + wide  # a check of `scale` takes a byte for each
 
 
 def test_scaled_features_are_float32():
-    """Numbers may be 1 % over 1 and scales as large as is allowed: that is finite."""
+    """Numbers may be 1 % over 1, and scales as large as is allowed."""
     z = upload()
     largest = {"features": np.full_like(z.features, 1.01), "scale": np.full(P, 1e38, np.float32)}
     received = parse(z.to_arrays() | largest)
