@@ -61,9 +61,6 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
             client.revealed(message)
     with pytest.raises(SealError, match="drew another nonce"):
         clients[1].shares(told)
-    clients[1].public_key()
-    with pytest.raises(SealError, match="drew another nonce"):
-        clients[1].shares(told)
     again = roster(clients)
     for client in clients:
         client.shares(again)

@@ -36,7 +36,7 @@ def total_of(clients: Sequence[int], dtype: Any = np.uint32) -> np.ndarray:
 
 
 def agreed(sharing: Sequence[int] = IDS, threshold: int = 3) -> dict[int, Masker]:
-    """Clients that have each other's parcels; those that sent none are left out."""
+    """Clients that have each other's parcels."""
     maskers = {k: Masker(roster(threshold), k) for k in sharing}
     parcels = {k: masker.parcels(KEYS[k]) for k, masker in maskers.items()}
     for k, masker in maskers.items():
@@ -52,7 +52,7 @@ def server_of(maskers: dict[int, Masker]) -> MaskedSum:
 def given(
     maskers: dict[int, Masker], arrived: Sequence[int], revealing: Sequence[int]
 ) -> dict[int, dict[int, bytes]]:
-    """Shares of some, after all whose words arrived have confirmed it; as if for the first time."""
+    """Shares of some, after all those whose words arrived have confirmed it."""
     fresh = {k: replace(maskers[k], arrived=()) for k in arrived}
     tags = {k: masker.confirm(KEYS[k], arrived) for k, masker in fresh.items()}
     return {
@@ -66,10 +66,7 @@ def masked(maskers: dict[int, Masker], arrived: Sequence[int], dtype: Any = np.u
 
 
 def opened(
-    maskers: dict[int, Masker],
-    arrived: Sequence[int],
-    revealing: Sequence[int],
-    dtype: Any = np.uint32,
+    maskers: dict[int, Masker], arrived: Sequence[int], revealing: Sequence[int], dtype: Any = "u4"
 ) -> np.ndarray:
     words = masked(maskers, arrived, dtype)
     return server_of(maskers).opened(words, arrived, given(maskers, arrived, revealing))
@@ -107,7 +104,6 @@ def test_masks_of_pairs_are_known_only_to_the_pair_and_uniform():
 
 
 def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
-    """Words of some who arrived stay closed, as do those of clients with different subjects."""
     maskers = agreed()
     shares = given(maskers, IDS, IDS)
     words = {k: masker.masked(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
@@ -130,9 +126,9 @@ def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
 def test_secrets_are_drawn_anew_and_promises_do_not_tell_them():
     first, second = Masker(roster(), 2), Masker(roster(), 2)
     assert len({first.seed, first.own, second.seed, second.own}) == 4
-    told = first.promise.mask_key + first.promise.commitment
-    assert first.seed not in told
-    assert first.own not in told
+    public = first.promise.mask_key + first.promise.commitment
+    assert first.seed not in public
+    assert first.own not in public
     parcels = [*first.parcels(KEYS[2]).values(), *first.parcels(KEYS[2]).values()]
     assert len({parcel[:12] for parcel in parcels}) == 8  # nonces: twice with the same key
 
@@ -156,7 +152,6 @@ def test_clients_who_were_told_different_things_give_no_shares():
 
 
 def test_a_client_confirms_once_and_counts_each_tag_for_what_it_is():
-    """Four must agree, itself included."""
     maskers = agreed(threshold=4)
     refused("0 clients were told the same", maskers[2].reveal, KEYS[2], {})
     tags = {k: maskers[k].confirm(KEYS[k], IDS) for k in IDS}
@@ -190,11 +185,8 @@ def test_a_client_gives_shares_only_for_its_sum():
 
 def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(monkeypatch):
     maskers, arrived = agreed(), IDS[:4]
-    total, server, shares = (
-        masked(maskers, arrived),
-        server_of(maskers),
-        given(maskers, arrived, arrived),
-    )
+    total, server = masked(maskers, arrived), server_of(maskers)
+    shares = given(maskers, arrived, arrived)
     shares[3] = dict.fromkeys(IDS, bytes(16))
     tried, combine = [], Shamir.combine
     monkeypatch.setattr(
@@ -211,7 +203,6 @@ def test_parcels_open_for_their_receiver_only_in_their_sum():
     sender, receiver = Masker(roster(), 2), Masker(roster(), 3)
     parcels = sender.parcels(KEYS[2])
     refused("2 clients are left, fewer than the 3", receiver.receive, KEYS[3], {2: parcels[3]})
-    assert {len(parcel) for parcel in parcels.values()} == {PARCEL_BYTES}
     assert parcels[3] != Masker(roster(), 2, sender.seed, sender.own).parcels(KEYS[2])[3]
     others = {5: bytes(PARCEL_BYTES), 8: bytes(PARCEL_BYTES)}
     for parcel in (parcels[5], parcels[3][:-1], parcels[3][:20] + bytes(72), b""):
@@ -241,7 +232,6 @@ def first(count: int, threshold: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (first(5, 2), "more than half of 5 clients"),
         (first(5, 6), "more than half of 5 clients"),
         (first(4, 2), "more than half of 4 clients"),
         (first(3, 2), "at least 3 and at most all, got 2"),

@@ -66,15 +66,22 @@ def by_rows(z: torch.Tensor, ridge: float, bias: bool, weights: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 1.0])
-def test_the_solution_is_that_of_the_rows(ridge, bias):
+@pytest.mark.parametrize(("ridge", "balanced"), [(1e-6, False), (1e-2, True), (1.0, False)])
+def test_the_solution_is_that_of_the_rows(ridge, bias, balanced):
     """Mean and inverse deviation are rounded to float32: 2^-24 of each, and means are as large.
 
     Means of about one deviation make features wrong by 2^-23 of a deviation; the solution, of
     condition 1 / 1e-6 at most along features that are independent, by a few times that.
     """
-    found = solution(statistics(features()), ridge, bias=bias)
-    expected = by_rows(features(), ridge, bias, torch.ones(N).double())
+    weights = np.ones(C)
+    if balanced:
+        counts = np.array([50, 5, 5, 0])
+        weights = class_weights(counts)
+        np.testing.assert_allclose(weights * counts, [20, 20, 20, 0])
+        assert weights[3] == 1  # nobody's
+    sums = statistics(features(), weights=weights if balanced else None)
+    found = solution(sums, ridge, bias=bias)
+    expected = by_rows(features(), ridge, bias, torch.from_numpy(weights)[LABELS])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
@@ -106,14 +113,14 @@ def test_the_solution_is_the_duals(bias, normalise):
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
 def test_every_split_has_the_same_solution(name):
-    """Sums differ by rounding of float64 alone: 1e-16 times a condition of at most 1e4."""
+    """Sums differ by float64's rounding: 1e-16 times a condition of at most 1e4."""
     expected = solution(statistics(features()))
     found = solution(split(features(), SPLITS[name]))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", sorted(SPLITS))
-@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 def test_sums_of_fixed_point_numbers_are_exact(name, bits):
     z = features()
     fixed = FixedPoint.of(z[:20], bits)
@@ -161,23 +168,9 @@ def test_a_group_is_taken_out_again_exactly():
     z = features()
     fixed = FixedPoint.of(z, 8)
     whole, part = (statistics(z[:m], LABELS[:m], fixed_point=fixed) for m in (N, 13))
-    rest = statistics(z[13:], LABELS[13:], fixed_point=fixed)
-    found = whole - part
-    assert np.array_equal(found.gram, rest.gram)
-    assert np.array_equal(found.class_sums, rest.class_sums)
-    assert np.array_equal(found.counts, rest.counts)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_balanced_classes_are_weighted_least_squares(bias):
-    labels = torch.where(torch.arange(N) < 50, 0, LABELS)
-    weights = class_weights(np.bincount(labels, minlength=C))
-    assert weights[C - 1] == 1  # nobody's
-    per_class = weights * np.bincount(labels, minlength=C)
-    np.testing.assert_allclose(per_class[: C - 1], N / (C - 1))
-    found = solution(statistics(features(), weights=weights), bias=bias)
-    expected = by_rows(features(), 1e-2, bias, torch.from_numpy(weights)[LABELS])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    rest, found = statistics(z[13:], LABELS[13:], fixed_point=fixed), whole - part
+    for name in ("gram", "class_sums", "counts"):
+        assert np.array_equal(getattr(found, name), getattr(rest, name))
 
 
 def test_the_loss_is_that_of_the_rows():
@@ -207,7 +200,7 @@ def test_the_best_ridge_has_the_least_validation_loss():
 
 
 def test_a_ridge_too_small_is_said_so_and_passed_over():
-    """A matrix that is none of inner products: sums of float32 rounding can be like that."""
+    """Sums that float32 has rounded need not be inner products of anything."""
     z = torch.ones(N, 2).double()
     sums = statistics(z)
     sums.gram[1] += 1.0  # |<a, b>| is above |a||b|
@@ -217,9 +210,6 @@ def test_a_ridge_too_small_is_said_so_and_passed_over():
     assert best_ridge(broken, broken, (1e-6, 1.0)) == 1.0
     with pytest.raises(ValueError, match=r"none of 1e-09 \.\.\. 1e-06 has a solution"):
         best_ridge(broken, broken, (1e-9, 1e-6))
-    for bad in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="ridge: expected more than 0"):
-            broken.solve(bad)
 
 
 def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
@@ -238,7 +228,7 @@ def test_sizes_are_refused_before_they_are_allocated(monkeypatch):
 
 def test_what_does_not_fit_together_is_refused():
     z, w = features(), np.ones(C)
-    for size, labels in ((N, LABELS[1:]), (N - 1, LABELS), (0, LABELS)):
+    for size, labels in ((N, LABELS[1:]), (N - 1, LABELS)):
         with pytest.raises(ValueError, match=f"labels: {len(labels)} of them for"):
             statistics(z[:size], labels)
     with pytest.raises(ValueError, match="weighted examples are no whole numbers"):
@@ -252,7 +242,7 @@ def test_what_does_not_fit_together_is_refused():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("deficient", [False, True])
 def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient):
-    """In float64, of one-hot labels. With two equal features and a zero one the matrix is singular.
+    """With two equal features and a zero one the matrix is singular.
 
     The rows' condition number, without these, is below 100: 1e4 for the matrix, 1e-12 rounded.
     """
@@ -263,8 +253,6 @@ def test_least_norm_is_the_pseudo_inverse_on_the_rows(bias, deficient):
     rows = torch.cat([z, torch.ones(N, 1)], 1) if bias else z
     expected = torch.linalg.pinv(rows.double(), rtol=1e-10) @ one_hot(LABELS, C).double()
     np.testing.assert_allclose(found.least_norm(), expected, rtol=1e-9, atol=1e-11)
-    error = (rows.double() @ expected - one_hot(LABELS, C)).square().sum() / (2 * N)
-    assert found.loss(found.least_norm()) == pytest.approx(float(error), rel=1e-9)
 
 
 def test_centred_labels_move_the_scores_of_all_classes_alike():

@@ -45,11 +45,10 @@ def test_what_arrives_is_what_was_sent(way):
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_sums_of_features_that_are_not_finite_are_refused_where_they_are_formed(way, value):
+def test_sums_of_features_that_are_not_finite_are_refused_where_they_are_formed(way):
     """Rounded to integers they would be numbers like any other."""
     features = Z.clone()
-    features[3, 1] = value
+    features[3, 1] = np.nan
     with pytest.raises(ValueError, match="features: expected finite numbers"):
         FeatureStatistics.of([features], LABELS, C, **WAYS[way])
 
@@ -91,7 +90,6 @@ def changed(name: str, index: object, value: object) -> Callable[[Arrays], Array
     return change
 
 
-OVERFLOWING = [2**62 + 6, 2**62 + 7, 2**63 - 1]  # 2^64 + 12, which is 12 in int64
 BAD: dict[str, Callable[[Arrays], Arrays]] = {
     "arrays gram": lambda a: {"gram": a["gram"], "counts": a["counts"]},
     "arrays class-sums": lambda a: a | {"more": a["gram"]},
@@ -103,7 +101,7 @@ BAD: dict[str, Callable[[Arrays], Arrays]] = {
     "non-finite gram": changed("gram", 1, np.nan),
     "non-finite class sums": changed("class-sums", (0, 0), np.inf),
     "num-examples counts": changed("counts", 0, 1),
-    # 2^62 + 2^62 + 2^63 + 12 is 12 in int64
+    # 2^64 + 12 is 12 in int64
     "num-examples claims 12, counts": changed(
         "counts", slice(None), [2**62 + 6, 2**62 + 7, 2**63 - 1]
     ),
