@@ -1,11 +1,10 @@
 """client_app: any NumPyClient answers the messages of today's strategies."""
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 
@@ -17,7 +16,7 @@ from ..strategies.federation import arrays_of, as_record
 Records = dict[str, dict[str, NDArray[Any]]]
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(4, dtype=np.int64)}
 RECORDS: Records = {
-    "arrays": {"w": np.ones((2, 3), np.float32), "n": np.array(4)},
+    "arrays": ARRAYS,
     "empty": {},
     "corrections": {"w": np.full((2, 3), 2.0), "again": np.zeros(1, np.float16)},
 }
@@ -34,7 +33,7 @@ class Echo(NumPyClient):
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
         metrics = {"f32": np.float32(0.5), "flag": True, "text": "hello", "raw": b"x"}
-        return [p + 1 for p in parameters], 7, metrics
+        return [(p + 1).astype(p.dtype) for p in parameters], 7, metrics
 
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
         return float(parameters[0].sum()), 3, {"accuracy": 0.25}
@@ -46,20 +45,29 @@ class Echo(NumPyClient):
         return {"losses": np.array([1.0, 2.0])}
 
 
+def listed(records: Records) -> list[Any]:
+    """Records, names, their order, dtypes, shapes and bits."""
+    return [
+        (name, [(key, a.dtype, a.shape, a.tobytes()) for key, a in own.items()])
+        for name, own in records.items()
+    ]
+
+
+def received(content: RecordDict) -> Records:
+    return {name: arrays_of(own) for name, own in content.array_records.items()}
+
+
 def answer(app: Any, kind: str, records: Records | None = None) -> RecordDict:
     """Send some records, by default ARRAYS, and see that they stay as they were sent."""
     become_server()
     content = RecordDict({"config": ConfigRecord({"lr": 0.5})})
-    for name, arrays in ({"arrays": ARRAYS} if records is None else records).items():
+    sent = {"arrays": ARRAYS} if records is None else records
+    for name, arrays in sent.items():
         content[name] = as_record(arrays)
-
-    def sent() -> list[Any]:
-        arrays = [(n, k, a.data) for n, r in content.array_records.items() for k, a in r.items()]
-        return [arrays, list(content), dict(content["config"])]
-
-    before, context = sent(), Context(1, 2, {"partition-id": 5}, RecordDict(), {})
+    context = Context(1, 2, {"partition-id": 5}, RecordDict(), {})
     reply = app(Message(content, 2, kind), context)
-    assert sent() == before
+    assert listed(received(content)) == listed(sent)
+    assert dict(content["config"]) == {"lr": 0.5}
     return reply.content
 
 
@@ -68,9 +76,9 @@ def ask(kind: str, client: Any = Echo, records: Records | None = None) -> Record
 
 
 def test_train_returns_weights_under_their_own_names_and_dtypes():
-    content = ask(MessageType.TRAIN)
+    content = ask("train")
     expected = {name: (array + 1).astype(array.dtype) for name, array in ARRAYS.items()}
-    assert same(received(content), {"arrays": expected})
+    assert listed(received(content)) == listed({"arrays": expected})
     told = {"partition-id": 5, "num-examples": 7, "f32": 0.5, "flag": 1}
     assert dict(content["metrics"]) == told
     assert dict(content["properties"]) == {"text": "hello", "raw": b"x"}
@@ -78,91 +86,73 @@ def test_train_returns_weights_under_their_own_names_and_dtypes():
 
 def test_evaluate_and_queries():
     """The partition is told without making a client; one without a query tells its properties."""
-    told = {"partition-id": 5, "loss": 15.0, "num-examples": 3, "accuracy": 0.25}
-    assert dict(ask(MessageType.EVALUATE)["metrics"]) == told
-    assert ask(MessageType.QUERY)["metrics"]["losses"] == [1.0, 2.0]
-    assert ask(MessageType.QUERY, records={})["metrics"]["memory"] == 8
-    made = Echo.made
-    assert dict(ask("query.partition")["metrics"]) == {"partition-id": 5}
-    assert Echo.made == made
 
     class Plain(NumPyClient):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"cores": 2}
 
-    assert ask(MessageType.QUERY, Plain)["metrics"]["cores"] == 2
+    told = {"partition-id": 5, "loss": 15.0, "num-examples": 3, "accuracy": 0.25}
+    assert dict(ask("evaluate")["metrics"]) == told
+    assert ask("query")["metrics"]["losses"] == [1.0, 2.0]
+    assert ask("query", records={})["metrics"]["memory"] == 8
+    assert ask("query", Plain)["metrics"]["cores"] == 2
+    made = Echo.made
+    assert dict(ask("query.partition")["metrics"]) == {"partition-id": 5}
+    assert Echo.made == made
 
 
 # ------------------------------------------------------------------------- records
 
 
-def received(content: RecordDict) -> Records:
-    return {name: arrays_of(own) for name, own in content.array_records.items()}
-
-
-def same(a: Records, b: Records) -> bool:
-    """Records, names, their order, dtypes and values."""
-    assert [(n, list(r)) for n, r in a.items()] == [(n, list(r)) for n, r in b.items()]
-    return all(
-        own.dtype == b[name][key].dtype and np.array_equal(own, b[name][key])
-        for name, arrays in a.items()
-        for key, own in arrays.items()
-    )
-
-
-class Named(NumPyClient):
-    """Knows the names; spoils what it was given."""
-
-    def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-        self.seen = copy.deepcopy(parameters.records)
-        controls = {k: a + 1 for k, a in parameters.records["corrections"].items()}
-        for array in parameters:
-            array += 100
-        for own in (*parameters.records.values(), parameters.records, config):
-            own.clear()
-        return NamedArrays({"controls": controls, "none": {}}), 1, {}
-
-
 def test_records_keep_their_names_on_the_way_to_a_client_and_back():
-    """Each record by itself: the name w stands in two of them."""
-    client = Named()
-    content = ask(MessageType.TRAIN, lambda: client, RECORDS)
-    assert same(client.seen, RECORDS)
+    """The name w stands in two of them. The client spoils what it was given."""
+    seen = []
+
+    class Named(NumPyClient):
+        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+            seen.extend(listed(parameters.records))
+            controls = {k: a + 1 for k, a in parameters.records["corrections"].items()}
+            for array in parameters:
+                array += 100
+            for own in (*parameters.records.values(), parameters.records, config):
+                own.clear()
+            return NamedArrays({"controls": controls, "none": {}}), 1, {}
+
+    content = ask("train", Named, RECORDS)
+    assert seen == listed(RECORDS)
     controls = {k: a + 1 for k, a in RECORDS["corrections"].items()}
-    assert same(received(content), {"controls": controls, "none": {}})
+    assert listed(received(content)) == listed({"controls": controls, "none": {}})
 
 
-def returned(made: Any) -> Records:
-    """Records of the reply of a client that knows only lists, with what a function makes of its."""
-
-    class Plain(NumPyClient):
-        def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
-            assert isinstance(parameters, list)
-            assert all(np.array_equal(a, b) for a, b in zip(parameters, FLAT, strict=True))
-            return made(parameters), 1, {}
-
-    return received(ask(MessageType.TRAIN, Plain, RECORDS))
+def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    del parameters[2:]
+    parameters[0] = parameters[0] + 5
+    return parameters
 
 
-def test_plain_clients_get_a_list_and_answer_with_one():
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: [p[0] + 1, p[1]], {"w": FLAT[0] + 1, "n": FLAT[1]}),
+        (changed, {"w": FLAT[0] + 5, "n": FLAT[1]}),
+        (lambda p: p, {str(i): a for i, a in enumerate(FLAT)}),
+        (tuple, {str(i): a for i, a in enumerate(FLAT)}),
+        (lambda p: [], {}),
+    ],
+)
+def test_plain_clients_get_a_list_and_answer_with_one(make, expected):
     """As many arrays as the first record has go back under its names, others under numbers.
 
     Of a list that the client changed and returned, they are not the arrays that it began with.
     """
 
-    def changed(parameters: list[NDArray[Any]]) -> list[NDArray[Any]]:
-        del parameters[2:]
-        parameters[0] = parameters[0] + 5
-        return parameters
+    class Plain(NumPyClient):
+        def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
+            assert isinstance(parameters, list)
+            assert all(np.array_equal(a, b) for a, b in zip(parameters, FLAT, strict=True))
+            return make(parameters), 1, {}
 
-    first, second = RECORDS["arrays"].values()
-    assert same(
-        returned(lambda p: [p[0] + 1, p[1] + 1]), {"arrays": {"w": first + 1, "n": second + 1}}
-    )
-    assert same(returned(changed), {"arrays": {"w": first + 5, "n": second}})
-    for made in (lambda p: p, lambda p: p[:], lambda p: tuple(p)):
-        assert same(returned(made), {"arrays": {str(i): a for i, a in enumerate(FLAT)}})
-    assert same(returned(lambda p: []), {"arrays": {}})
+    assert listed(received(ask("train", Plain, RECORDS))) == listed({"arrays": expected})
 
 
 # -------------------------------------------------------------- functions of a user's own
@@ -175,15 +165,13 @@ def own_reply(message: Message, context: Context) -> Message:
 
 
 @pytest.mark.parametrize("category", ["train", "evaluate", "query"])
-def test_a_function_registered_by_the_user_takes_the_place_of_ours(category, recwarn):
+def test_a_function_registered_by_the_user_takes_the_place_of_ours(category):
     """It gets Flower's message as it came; all other kinds of message are answered as before."""
-    kinds = {"train", "evaluate", "query", "query.partition", "query.keys"}
     app = client_app(lambda _: Echo())
     assert getattr(app, category)()(own_reply) is own_reply
     assert dict(answer(app, category)["mine"]) == {"num-examples": 3, "lr": 0.5}
-    for kind in kinds - {category}:
+    for kind in {"train", "evaluate", "query", "query.partition", "query.keys"} - {category}:
         assert answer(app, kind)["metrics"]["partition-id"] == 5
-    assert not recwarn.list
     with pytest.raises(ValueError, match="already registered"):
         getattr(app, category)()(own_reply)
     app.train("other")(own_reply)
