@@ -42,13 +42,12 @@ def test_nobody_else_opens_it_and_no_bytes_of_it_are_in_clear():
 
 
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("position", [0, -1])
-def test_a_changed_bit_and_another_purpose_are_refused(part, position):
+def test_a_changed_bit_and_another_purpose_are_refused(part):
     sealed = seal_parcel(ARRAYS, [public_bytes(KEYS[0])], INFO)
     refused("open", open_parcel, sealed, KEYS[0], b"run 1, round 3")
     name = list(sealed)[part]
     sealed[name] = sealed[name].copy()
-    sealed[name][position] ^= 1
+    sealed[name][-1] ^= 1
     refused("open", open_parcel, sealed, KEYS[0], INFO)
 
 

@@ -40,13 +40,8 @@ def test_what_is_sealed_opens_only_whole_for_its_recipient_and_purpose():
 @pytest.mark.parametrize("public_key", [b"", bytes(31), bytes(33), bytes(32)])
 def test_what_is_no_public_key_is_refused(public_key):
     """Zeros are a point of small order: with it everyone would have the shared secret."""
-    refused(
-        f"expected the 32 raw bytes.*got {len(public_key)} bytes",
-        seal,
-        b"rho",
-        public_key,
-        b"purpose",
-    )
+    expected = f"expected the 32 raw bytes.*got {len(public_key)} bytes"
+    refused(expected, seal, b"rho", public_key, b"purpose")
 
 
 def test_only_its_owner_reads_a_key_file_which_is_never_replaced(tmp_path):
