@@ -12,14 +12,14 @@ from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
 from fedntk.clients.gossip.relay import WeightsParcel
 from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
 
-X = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+X = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(9) % 3
 
 
 def network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -56,32 +56,25 @@ def test_batches_are_never_empty_and_inputs_travel_only_if_t_is_chosen_by_them(t
 
 def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
     """One neighbour, so nothing to compare with; its outputs are near the largest of float32."""
-    ours = {name: a.astype(np.float32) for name, a in weights().items()}
-    first, second = (
-        NTKDFLClient(network().float(), X.float(), Y, loss="mse", cache=tmp_path, seed=seed)
-        for seed in (1, 2)
-    )
-
-    def asked(step: str, **records: Any) -> tuple[Any, Any]:
-        return message(step, options={"learning_rate": 100.0}, arrays=ours, **records)
-
-    first.fit(*asked("average"))
-    near = WeightsParcel(ours, 9).to_arrays()
-    rows = second.fit(*asked("jacobians", from_1=near))[0].records["to-1"]
+    first, second = (client(tmp_path, seed=seed) for seed in (1, 2))
+    task = {"learning_rate": 100.0}
+    first.fit(*message("average", options=task))
+    asked = message("jacobians", options=task, from_1=parcel(0, 9))
+    rows = second.fit(*asked)[0].records["to-1"]
     huge = {**rows, "outputs": np.full_like(rows["outputs"], 3e38)}
     for heard, t in ((rows, 4.0), (huge, 0.0)):
-        result, _, metrics = first.fit(*asked("evolve", from_2=heard))
+        result, _, metrics = first.fit(*message("evolve", options=task, from_2=heard))
         new = result.records["to-neighbours"]
         assert (metrics["t"], metrics["neighbours-heard"]) == (t, 1)
         assert all(np.isfinite(a).all() for a in new.values())
-        assert all((new[name] == a).all() for name, a in ours.items()) == (t == 0)
+        assert all((new[name] == a).all() for name, a in weights().items()) == (t == 0)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         {"0.weight": parcel(2)["0.weight"][:-1]},
-        {"0.weight": np.full((4, 4), np.nan)},
+        {"0.weight": np.full((4, 4), np.nan, np.float32)},
         {"another": np.zeros(1)},
         {"num-examples": np.array(0)},
     ],
@@ -92,24 +85,23 @@ def test_a_bad_parcel_is_dropped_and_counted(bad, tmp_path):
     result, _, metrics = client(tmp_path).fit(*asked)
     assert metrics["parcels-rejected"] == 1
     for name, array in weights().items():
-        found = result.records["to-neighbours"][name]
-        np.testing.assert_allclose(found, (array + weights(5)[name]) / 2)
+        exact = (np.float64(array) + np.float64(weights(5)[name])) / 2
+        np.testing.assert_array_equal(result.records["to-neighbours"][name], np.float32(exact))
 
 
 def test_weights_of_a_hub_are_adopted_unless_they_cannot_be_used(tmp_path):
     """Then the client fails in the step, and so keeps the weights that it had."""
-    member = {"hub": False}
+    own, member = client(tmp_path), {"hub": False}
     sent = EvolvedParcel(WeightsParcel(weights(2), 4), 4.0, 2).to_arrays()
-    own = client(tmp_path)
     own.fit(*message("jacobians", told=member, from_2=parcel(2)))
     result, _, metrics = own.fit(*message("adopt", told=member, from_2=sent))
     assert (metrics["t"], metrics["neighbours-heard"]) == (4.0, 2)
-    for name, array in weights(2).items():
-        np.testing.assert_array_equal(result.records["to-neighbours"][name], array)
+    found = result.records["to-neighbours"]
+    assert all((found[name] == array).all() for name, array in weights(2).items())
     for bad in (
         {name: array for name, array in sent.items() if name != "metric-t"},
         {**sent, "metric-t": np.array(np.inf)},
-        {**sent, "0.bias": np.full(4, np.nan)},
+        {**sent, "0.bias": np.full(4, np.nan, np.float32)},
         {**sent, "metric-neighbours-heard": np.array(-1)},
     ):
         with pytest.raises(ValueError, match="no weights came from the cluster's hub"):

@@ -1,6 +1,5 @@
 """D-PSGD against algorithm 1 by hand."""
 
-import networkx as nx
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
@@ -15,26 +14,18 @@ from .test_dfedavg import GRAPH, OPTIONS, contract, mixing_matrix
 CONTRACT = {"DPSGD": contract(DPSGD, DPSGDClient)}
 
 
-def linear() -> nn.Module:
-    layer = nn.Linear(4, 3, bias=False)
-    nn.init.constant_(layer.weight, 0.1)
-    return layer.double()
-
-
 def test_a_round_of_one_batch_is_algorithm_1():
     """Three rounds of full batches on a linear softmax model, by hand: W X - gamma G(X).
 
     Float64, a few dozen operations on numbers of size 1: 1e-12.
     """
-    counts, rate = [len(examples(k)[1]) for k in range(6)], 0.3
-    w = mixing_matrix(nx.Graph(GRAPH), "metropolis", counts)
-    own = DPSGD(
-        topology=Topology("own", graph=GRAPH), mixing="metropolis", collect_both=True, **OPTIONS
-    )
-    first = linear().weight.detach().numpy()
+    w, rate, first = mixing_matrix("metropolis"), 0.3, np.full((3, 4), 0.1)
+    topology = Topology("own", graph=GRAPH)
+    own = DPSGD(topology=topology, mixing="metropolis", collect_both=True, **OPTIONS)
 
     def make(_: nn.Module, x: torch.Tensor, y: torch.Tensor, **more: object) -> DPSGDClient:
-        return DPSGDClient(linear(), x.double(), y, learning_rate=rate, batch_size=20, **more)
+        layer = nn.Linear(4, 3, bias=False).double()
+        return DPSGDClient(layer, x.double(), y, learning_rate=rate, batch_size=20, **more)
 
     own.start(Grid(app(make)), ArrayRecord({"weight": Array(first)}), num_rounds=3)
     held = np.stack([first] * 6)
@@ -47,9 +38,8 @@ def test_a_round_of_one_batch_is_algorithm_1():
             slopes.append((shares - np.eye(3)[y]).T @ x.astype(np.float64) / len(x))
         averaged = np.einsum("ij,jcd->icd", w, held)
         held = averaged - rate * np.stack(slopes)
-        for k in range(6):
-            found = kept_by(own, k, number)["weight"]
-            np.testing.assert_allclose(found, held[k], rtol=0, atol=1e-12)
+        found = [kept_by(own, k, number)["weight"] for k in range(6)]
+        np.testing.assert_allclose(found, held, rtol=0, atol=1e-12)
     found = [own.models_at["averaged"][k]["weight"] for k in range(6)]
     np.testing.assert_allclose(found, averaged, rtol=0, atol=1e-12)
     assert np.abs(held[0] - held[5]).max() > 0.01

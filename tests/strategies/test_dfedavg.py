@@ -1,6 +1,5 @@
 """DFedAvg: FedAvg on the complete graph, local training without edges, consensus without steps."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import networkx as nx
@@ -13,11 +12,12 @@ from torch import nn
 from fedntk.clients import DFedAvgClient, SGDClient
 from fedntk.strategies import DFedAvg, SeededFedAvg, Topology, spectral_gap
 
-from .federation import Contract, Grid, app, arrays_of, examples, kept_by
+from .federation import Contract, Grid, app, arrays_of, bits, examples, kept_by
 
 SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 2}
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 COMPLETE = Topology("complete")
+GRAPH = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (1, 4), (0, 2)]
 
 
 def contract(kind: Any, client: Any, *, personal: bool = False, **options: Any) -> Contract:
@@ -49,11 +49,7 @@ def net() -> nn.Module:
 
 def in_double(kind: type, **options: Any) -> Any:
     """An app of clients in float64."""
-
-    def make(_: nn.Module, x: torch.Tensor, y: torch.Tensor, **more: Any) -> Any:
-        return kind(net(), x.double(), y, **more, **{**SGD, **options})
-
-    return app(make)
+    return app(lambda _, x, y, **more: kind(net(), x.double(), y, **more, **{**SGD, **options}))
 
 
 def run(of: Any, grid: Grid, rounds: int = 1) -> dict[str, np.ndarray]:
@@ -66,18 +62,26 @@ def within(of: Any, client: int, number: int) -> dict[str, np.ndarray]:
     return kept_by(of, f"{client}-weights-within-round", number)
 
 
-def agree(a: Any, b: Any, atol: float = 1e-12) -> None:
+def agree(a: Any, b: Any) -> None:
     """Weights of size 1, some hundred sums in float64: 1e-12."""
     assert list(a) == list(b)
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=atol, err_msg=name)
+        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def mixing_matrix(rule: str) -> np.ndarray:
+    """W of the graph by hand: row i sums to one."""
+    near = nx.to_numpy_array(nx.Graph(GRAPH), range(6))
+    if rule == "metropolis":
+        degrees = near.sum(1)
+        w = near / (1 + np.maximum.outer(degrees, degrees))
+        return w + np.diag(1 - w.sum(1))
+    w = (near + np.eye(6)) * (np.arange(5, 11) if rule == "examples" else 1)
+    return w / w.sum(axis=1, keepdims=True)
 
 
 def test_on_the_complete_graph_it_is_fedavg():
-    """All clients hold FedAvg's model after two rounds.
-
-    BatchNorm's counters, which differ, are averaged in float64 and rounded on both sides.
-    """
+    """BatchNorm's counters, which differ, are averaged in float64 and rounded on both sides."""
     expected = run(SeededFedAvg(**OPTIONS), Grid(in_double(SGDClient)), 2)
     own = DFedAvg(topology=COMPLETE, collect_both=True, **OPTIONS)
     agree(run(own, Grid(in_double(DFedAvgClient)), 2), expected)
@@ -86,53 +90,31 @@ def test_on_the_complete_graph_it_is_fedavg():
         agree(own.models_at["trained"][client], within(own, client, 2))
 
 
-def mixing_matrix(graph: nx.Graph, rule: str, counts: Sequence[int]) -> np.ndarray:
-    """W of a graph by hand: row i sums to one."""
-    near, own = nx.to_numpy_array(graph, sorted(graph)), np.eye(len(graph))
-    if rule == "metropolis":
-        degrees = near.sum(1)
-        w = near / (1 + np.maximum.outer(degrees, degrees))
-        return w + np.diag(1 - w.sum(1))
-    w = (near + own) * (np.array(counts) if rule == "examples" else 1)
-    return w / w.sum(axis=1, keepdims=True)
-
-
-GRAPH = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (1, 4), (0, 2)]
-
-
 @pytest.mark.parametrize(("rule", "steps"), [("examples", 3), ("equal", 1), ("metropolis", 1)])
 def test_without_epochs_rounds_are_powers_of_the_mixing_matrix(rule, steps):
-    """Weights of one's own, an uneven graph: after two rounds of Q gossip steps W^2Q X.
-
-    First weights are kept as round 0.
-    """
-    topology = Topology("own", graph=GRAPH)
-    own = DFedAvg(topology=topology, mixing=rule, gossip_steps=steps, same_weights=False, **OPTIONS)
-    grid = Grid(in_double(DFedAvgClient, local_epochs=0))
-    run(own, grid, 2)
+    """An uneven graph: after two rounds of Q gossip steps W^2Q X, X the weights of round 0."""
+    options = {"topology": Topology("own", graph=GRAPH), "same_weights": False, **OPTIONS}
+    own = DFedAvg(mixing=rule, gossip_steps=steps, **options)
+    run(own, grid := Grid(in_double(DFedAvgClient, local_epochs=0)), 2)
     assert grid.exchanges.count(("train", 6)) == 2 * (1 + steps)
-    w = mixing_matrix(nx.Graph(GRAPH), rule, [len(examples(k)[1]) for k in range(6)])
-    first, last = (
-        np.stack([kept_by(own, k, number)["3.weight"].ravel() for k in range(6)])
-        for number in (0, 2)
-    )
-    np.testing.assert_allclose(last, np.linalg.matrix_power(w, 2 * steps) @ first, atol=1e-12)
+    w = mixing_matrix(rule)
+    first, last = ([kept_by(own, k, n)["3.weight"].ravel() for k in range(6)] for n in (0, 2))
+    expected = np.linalg.matrix_power(w, 2 * steps) @ np.stack(first)
+    np.testing.assert_allclose(last, expected, atol=1e-12)
     assert own.train_metrics[2]["spectral-gap"] == pytest.approx(spectral_gap(w))
 
 
 def test_without_neighbours_it_is_local_training_at_a_rate_that_falls_by_its_factor():
     """Two rounds of client 4 are two visits of SGD, one from where the other ended."""
-    topology = Topology("own", graph=[])
+    topology, sgd = Topology("own", graph=[]), SGD | {"momentum": 0.5}
     own = DFedAvg(topology=topology, learning_rate_factor=0.5, collect=False, **OPTIONS)
-    run(own, Grid(in_double(DFedAvgClient, learning_rate=0.2, momentum=0.5)), 2)
-    x, y = examples(4)
-    weights = [tensor.numpy() for tensor in net().state_dict().values()]
-    for number, rate in ((1, 0.2), (2, 0.1)):
-        options = {**SGD, "learning_rate": rate, "momentum": 0.5}
-        alone = SGDClient(net(), x.double(), y, seed=(0, 4), **options)
-        weights, _, _ = alone.fit(weights, {"server-round": number})
-    for kept, expected in zip(kept_by(own, 4, 2).values(), weights, strict=True):
-        assert kept.tobytes() == np.asarray(expected).tobytes()
+    run(own, Grid(in_double(DFedAvgClient, momentum=0.5)), 2)
+    (x, y), weights = examples(4), [tensor.numpy() for tensor in net().state_dict().values()]
+    for number, rate in ((1, 0.1), (2, 0.05)):
+        client = SGDClient(net(), x.double(), y, seed=(0, 4), **sgd | {"learning_rate": rate})
+        weights, _, _ = client.fit(weights, {"server-round": number})
+    kept = kept_by(own, 4, 2)
+    assert bits(kept) == bits(dict(zip(kept, map(np.asarray, weights), strict=True)))
 
 
 def test_training_that_diverges_leaves_the_weights_and_the_run_goes_on():

@@ -10,14 +10,9 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from fedntk.clients import (
-    NTKFLClient,
-    TCTClient,
-    client_app,
-    received,
-)
+from fedntk.clients import NTKFLClient, TCTClient, client_app, received
 from fedntk.ntk import NetworkPredictor
 from fedntk.strategies import NTKFL, TCT
 
@@ -28,50 +23,47 @@ INITIAL = ArrayRecord(dict(network().state_dict()))
 COUNTS = [len(examples(p)[1]) for p in range(NUM_CLIENTS)]
 
 
-def loader(partition: int) -> DataLoader[Any]:
+def loader(partition: int, noise: float = 0.0) -> DataLoader[Any]:
     x, y = examples(partition)
-    items = [{"img": x[i], "label": int(y[i])} for i in range(len(x))]
-    return DataLoader(items, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+
+    class Items:
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"img": x[i] + noise * torch.randn(4), "label": int(y[i])}
+
+    return DataLoader(Items(), batch_size=4, shuffle=True)  # type: ignore[arg-type]
 
 
-def test_of_a_user(net: nn.Module, batches: DataLoader[Any], device: str) -> tuple[float, float]:
-    """What Flower's quickstart has: moves the network, and sums loss and hits over batches."""
-    net.to(device)
+def own_test(net: nn.Module, batches: DataLoader[Any]) -> tuple[float, float]:
+    """What Flower's quickstart has: sums loss and hits over batches."""
     net.eval()
     criterion = nn.CrossEntropyLoss()
     correct, loss, count = 0, 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            images, labels = batch["img"].to(device), batch["label"].to(device)
-            outputs = net(images)
+            outputs, labels = net(batch["img"]), batch["label"]
             loss += criterion(outputs, labels).item() * len(labels)
             correct += int((torch.max(outputs.data, 1)[1] == labels).sum().item())
             count += len(labels)
     return loss / count, correct / count
 
 
-test_of_a_user.__test__ = False  # type: ignore[attr-defined]
-
-
-def app(make: Callable[..., NumPyClient], *, by_predictor: bool = False, **options: Any) -> Any:
-    """A client app with a user's own evaluation, of the kind of Flower's quickstart."""
+def app(make: Callable[..., Any], *, noise: float = 0.0, **options: Any) -> Any:
+    """A client app with a user's own evaluation, by the predictor that its client makes."""
 
     def client_fn(context: Context) -> NumPyClient:
         partition = int(context.node_config["partition-id"])
-        return make(network(), loader(partition), seed=(0, partition), **options)
+        return make(network(), loader(partition, noise), seed=(0, partition), **options)
 
     own = client_app(client_fn)
 
     @own.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         batches = loader(int(context.node_config["partition-id"]))
-        if by_predictor:
-            net: nn.Module = client_fn(context).predictor(*received(message, context))  # type: ignore[attr-defined]
-        else:
-            net = network(5)
-            net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        loss, accuracy = test_of_a_user(net, batches, "cpu")
-        assert list(message.content.metric_records) == []
+        net = client_fn(context).predictor(*received(message, context))  # type: ignore[attr-defined]
+        loss, accuracy = own_test(net, batches)
         values = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(batches.dataset)}  # type: ignore[arg-type]
         return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
 
@@ -84,7 +76,7 @@ def test_replies_under_a_users_own_names_are_averaged_under_them():
     result = strategy.start(Grid(app(NTKFLClient), num_clients=NUM_CLIENTS), INITIAL, num_rounds=2)
     final = NetworkPredictor(network())
     final.network.load_state_dict(result.arrays.to_torch_state_dict())
-    own = [test_of_a_user(final, loader(p), "cpu") for p in range(NUM_CLIENTS)]
+    own = [own_test(final, loader(p)) for p in range(NUM_CLIENTS)]
     metrics = result.evaluate_metrics_clientapp[2]
     # float32 losses of 5 ... 7 examples, in another order of the batches
     expected = pytest.approx(np.average(own, axis=0, weights=COUNTS), rel=1e-5)
@@ -94,10 +86,12 @@ def test_replies_under_a_users_own_names_are_averaged_under_them():
 
 
 def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
-    """Round 0, stage 1, the round of the moments, and stage 2: on the server and on clients."""
-    x, y = examples(9)
-    items = [{"img": x[i], "label": int(y[i])} for i in range(len(x))]
-    kinds = []
+    """Round 0, stage 1, the round of the moments, and stage 2: on the server and on clients.
+
+    Clients are made anew for each message; examples that are augmented stay the same throughout
+    the second stage.
+    """
+    (x, y), kinds = examples(2), []
     strategy = TCT(
         network=network(7), bootstrap=FedAvg(), bootstrap_rounds=1, num_features=40,
         learning_rate=1e-2, local_steps=2, min_available_nodes=NUM_CLIENTS,
@@ -105,48 +99,21 @@ def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> None:
         predictor = strategy.predictor(arrays)
-        loss, accuracy = test_of_a_user(predictor, DataLoader(items, batch_size=3), "cpu")  # type: ignore[arg-type]
         scores = predictor.predict(x)
-        assert loss == pytest.approx(float(nn.functional.cross_entropy(scores, y)), rel=1e-5)
-        assert accuracy == float((scores.argmax(1) == y).double().mean())
+        expected = (nn.functional.cross_entropy(scores, y), (scores.argmax(1) == y).double().mean())
+        assert own_test(predictor, loader(2)) == pytest.approx(list(map(float, expected)), rel=1e-5)
         kinds.append(type(predictor).__name__)
 
-    clients = app(TCTClient, by_predictor=True, cache=tmp_path, local_epochs=1)
+    clients = app(TCTClient, noise=0.1, cache=tmp_path, local_epochs=1)
     grid = Grid(clients, num_clients=NUM_CLIENTS)
     result = strategy.start(grid, INITIAL, num_rounds=4, evaluate_fn=evaluate_fn)
     assert kinds == 3 * ["NetworkPredictor"] + 2 * ["TCTModel"]
     evaluated = result.evaluate_metrics_clientapp
     assert [evaluated[n]["replies-accepted"] for n in (1, 2, 3, 4)] == 4 * [NUM_CLIENTS]
     final = strategy.predictor(result.arrays)
-    losses = [test_of_a_user(final, loader(p), "cpu")[0] for p in range(NUM_CLIENTS)]
+    losses = [own_test(final, loader(p))[0] for p in range(NUM_CLIENTS)]
     expected = float(np.average(losses, weights=COUNTS))
     assert evaluated[4]["eval_loss"] == pytest.approx(expected, rel=1e-5)
-
-
-class Augmented(Dataset[tuple[Tensor, int]]):
-    """Adds noise to a client's examples."""
-
-    def __init__(self, partition: int) -> None:
-        self.x, self.y = examples(partition)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.x[i] + 0.1 * torch.randn(4), int(self.y[i])
-
-
-def test_augmented_examples_are_the_same_through_all_of_tcts_second_stage(tmp_path):
-    """Clients are made anew for each message, and would say that their examples changed."""
-
-    def client_fn(context: Context) -> NumPyClient:
-        partition = int(context.node_config["partition-id"])
-        batches = DataLoader(Augmented(partition), batch_size=4, shuffle=True)
-        return TCTClient(network(), batches, cache=tmp_path, seed=(0, partition))
-
-    options = {"num_features": 40, "local_steps": 2, "min_available_nodes": NUM_CLIENTS}
-    strategy = TCT(network=network(), bootstrap=FedAvg(), bootstrap_rounds=1, **options)
-    strategy.start(Grid(client_app(client_fn), num_clients=NUM_CLIENTS), INITIAL, num_rounds=4)
     assert [strategy.train_metrics[r]["examples-changed"] for r in (2, 3, 4)] == [0, 0, 0]
 
 
@@ -161,5 +128,5 @@ def test_a_predictor_gives_its_scores_in_any_mode_of_autograd(mode):
     expected = strategy.predictor(named).predict(x)
     with mode():
         inside: Tensor = x.clone()  # an inference tensor, in inference mode
-        for scores in (model(x), model(inside), strategy.predictor(named).eval()(inside)):
+        for scores in (model(x), model(inside)):
             assert torch.equal(scores.detach(), expected)

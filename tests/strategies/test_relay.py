@@ -4,26 +4,19 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ArrayRecord, Message
-from flwr.client import NumPyClient
+from flwr.app import Array, ArrayRecord, Message
 from flwr.clientapp import ClientApp
 
-from fedntk.clients import DFedAvgClient, DisPFLClient, DPSGDClient, NTKDFLClient, cache_dir
+import fedntk.clients
+import fedntk.strategies
+from fedntk.clients import cache_dir
 from fedntk.clients.personal import personal_store
-from fedntk.strategies import (
-    DPSGD,
-    NTKDFL,
-    DFedAvg,
-    DisPFL,
-    NoUsableReply,
-    RelayStrategy,
-    Topology,
-)
+from fedntk.strategies import DFedAvg, NoUsableReply, RelayStrategy, Topology
 from fedntk.strategies.gossip.relay import REFUSED, deviation, parcels_refused
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
@@ -31,57 +24,54 @@ from .federation import (
     Change,
     Grid,
     app,
-    archive,
     arrays_of,
     as_record,
     bits,
-    boasting,
     failed,
-    garbage,
     kept_by,
-    lost,
     start,
     with_arrays,
 )
 
+Arrays = dict[str, np.ndarray]
 SGD: dict[str, Any] = {"learning_rate": 0.1, "batch_size": 4, "local_epochs": 1}
-ALL: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 MSE = {"loss": "mse"}
-COMPLETE = Topology("complete")
+ALL: dict[str, Any] = {
+    "topology": Topology("complete"), "min_available_nodes": 6, "fraction_evaluate": 0.0,
+    "collect": False,
+}  # fmt: skip
+REGULAR = Topology("regular", degree=3)
 EVERYONE = set(range(6))
-
-
-class Case(NamedTuple):
-    strategy: Callable[..., RelayStrategy]
-    client: type[NumPyClient]
-    options: dict[str, Any]  # of the strategy
-    own: dict[str, Any]  # of the client
-
-    def make(self, **options: Any) -> RelayStrategy:
-        given = {"topology": Topology("regular", degree=3), **self.options, **ALL, **options}
-        return self.strategy(**given)
-
-    def app(self, **options: Any) -> ClientApp:
-        return app(self.client, **self.own, **options)
-
-    def run(self, rounds: int = 1, grid: Any = None, **options: Any) -> RelayStrategy:
-        """Run without models collected; `grid` makes the grid's options of the strategy."""
-        own = self.make(**{"collect": False, **options})
-        start(own, Grid(self.app(), **(grid(own) if grid else {})), rounds)
-        return own
-
-
-CASES = {
-    "NTKDFL": Case(NTKDFL, NTKDFLClient, {"learning_rate": 0.1, "steps": (2.0, 5.0), **MSE}, MSE),
-    "DFedAvg": Case(DFedAvg, DFedAvgClient, {"gossip_steps": 2}, SGD),
-    "DPSGD": Case(DPSGD, DPSGDClient, {"mixing": "metropolis"}, SGD),
-    "DisPFL": Case(DisPFL, DisPFLClient, {"same_masks": False}, SGD),
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of strategies and clients
+    "NTKDFL": ({"learning_rate": 0.1, "steps": (2.0, 5.0), **MSE}, MSE),
+    "DFedAvg": ({"gossip_steps": 2}, SGD),
+    "DPSGD": ({"mixing": "metropolis"}, SGD),
+    "DisPFL": ({"same_masks": False}, SGD),
 }
+each_method = pytest.mark.parametrize("name", sorted(METHODS))
 
 
-@pytest.fixture(params=sorted(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+def make(name: str, **options: Any) -> RelayStrategy:
+    own: RelayStrategy = getattr(fedntk.strategies, name)(**METHODS[name][0] | ALL | options)
+    return own
+
+
+def client(name: str, *args: Any, **options: Any) -> Any:
+    return getattr(fedntk.clients, f"{name}Client")(*args, **METHODS[name][1], **options)
+
+
+def clients(name: str, **options: Any) -> ClientApp:
+    return app(lambda *args, **more: client(name, *args, **options, **more))
+
+
+def run(
+    name: str, rounds: int = 1, changes: Callable[..., Any] = lambda _: {}, **options: Any
+) -> tuple[RelayStrategy, Grid]:
+    """Run a strategy; `changes` makes those of replies, given the strategy."""
+    own = make(name, **options)
+    grid = Grid(clients(name), changes=changes(own))
+    start(own, grid, rounds)
+    return own, grid
 
 
 def alike(a: RelayStrategy, b: RelayStrategy, number: int = 1) -> set[int]:
@@ -100,51 +90,82 @@ def sent_first(grid: Grid) -> Counter[int]:
     return Counter(m.metadata.dst_node_id - 1 for m in down)
 
 
-def parcels(grid: Grid, way: str) -> list[tuple[int, str, ArrayRecord]]:
-    """Client that was sent it, or sent it, and name and arrays of each parcel in training."""
-    return [
-        ((m.metadata.dst_node_id if way == "down" else m.metadata.src_node_id) - 1, name, own)
-        for direction, m in grid.seen
-        if direction == way and m.metadata.message_type == "train" and m.has_content()
-        for name, own in m.content.array_records.items()
-        if name != "arrays"
-    ]
+def asked_for_keys(grid: Grid) -> list[int]:
+    return [count for kind, count in grid.exchanges if kind == "query.public_key"]
+
+
+def on_parcels(change: Callable[[Arrays], Any], prefix: str = "to-") -> Change:
+    """Change the arrays of each parcel of a reply; None takes the parcel out."""
+
+    def apply(reply: Message) -> Message:
+        for name in [n for n in reply.content.array_records if n.startswith(prefix)]:
+            changed = change(arrays_of(reply.content[name]))
+            del reply.content[name]
+            if changed is not None:
+                reply.content[name] = as_record(changed)
+        return reply
+
+    return apply
+
+
+silent = on_parcels(lambda _: None)
+
+
+def in_step(own: RelayStrategy, number: int, position: int, change: Change) -> Change:
+    """Change a reply in one step of one round."""
+    return lambda reply: (
+        change(reply) if (own.server_round, own._position) == (number, position) else reply
+    )
+
+
+def forgets(own: RelayStrategy, what: str) -> Change:
+    """Lose a client's folder."""
+
+    def change(reply: Message) -> Message:
+        shutil.rmtree(cache_dir() / "personal" / f"run-{own.run_key}-client-{what}")
+        return reply
+
+    return change
 
 
 # ------------------------------------------------------------------ sealed parcels
 
 
-def test_sealed_runs_have_the_bits_of_others_and_show_none_of_them(case):
-    """First weights travel once, and keys; those stay with their owners. Graphs are drawn anew."""
-    plain, own = (case.make(seal=seal) for seal in (False, True))
-    clear, sealed = Grid(case.app()), Grid(case.app())
-    assert bits(start(own, sealed, rounds=2)) == bits(start(plain, clear, rounds=2))
+@each_method
+def test_sealed_runs_have_the_bits_of_others_and_send_nothing_in_clear(name):
+    """First weights travel once, and keys. Graphs are drawn anew."""
+    (plain, clear), (own, sealed) = (
+        run(name, 2, seal=seal, topology=REGULAR) for seal in (False, True)
+    )
     assert alike(own, plain, 2) == EVERYONE
-    metrics = own.train_metrics[2]
-    assert (metrics["parcels-rejected"], metrics["neighbours-heard"]) == (0, 3)
+    assert (told(own, "parcels-rejected"), told(own, "neighbours-heard")) == ([0, 0], [3, 3])
     assert sent_first(sealed) == sent_first(clear) == dict.fromkeys(EVERYONE, 1)
-    assert [n for kind, n in sealed.exchanges if kind == "query.public_key"] == [6]
-    paths = list((cache_dir() / "personal").glob(f"run-{own.run_key}-client-*-keys/key.pem"))
-    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 6
-    trained = kept_by(own, 0, 1)  # two numbers of a row of weights, wherever they go
-    parts = [a.tobytes()[k : k + 8] for a in trained.values() if a.dtype.kind == "f"
-             for k in range(0, a.nbytes - 8, 8) if a.ravel()[k // a.itemsize] != 0]  # fmt: skip
-    for grid, shown in ((clear, True), (sealed, False)):
-        sent = [record for way in ("down", "up") for *_, record in parcels(grid, way)]
-        everything = b"".join(array.data for record in sent for array in record.values())
-        assert any(part in everything for part in parts) == shown
-    assert {n.partition("-")[0] for record in sent for n in record} == {"content", "key"}
+    assert asked_for_keys(sealed) == [6]
+    records = [
+        own for way in ("down", "up") for each in sealed.records(way) for own in each.items()
+    ]
+    names = {array.partition("-")[0] for name, own in records if name != "arrays" for array in own}
+    assert names == {"content", "key"}
 
 
-def keys_of(clients: type[NumPyClient], given: Any, **options: Any) -> tuple[list[Any], ClientApp]:
+def keys_of(name: str, given: Any) -> tuple[list[Any], ClientApp]:
     """Private keys of six clients, and the clients that have them."""
     keys = [new_key() for _ in range(6)]
 
-    def make(*args: Any, **more: Any) -> NumPyClient:
-        own = ParcelKeys(keys[more["seed"][1]], **given)
-        return clients(*args, parcel_keys=own, **options, **more)
+    def with_key(*args: Any, **more: Any) -> Any:
+        return client(name, *args, parcel_keys=ParcelKeys(keys[more["seed"][1]], **given), **more)
 
-    return keys, app(make)
+    return keys, app(with_key)
+
+
+def parcels(grid: Grid) -> list[tuple[int, int, ArrayRecord]]:
+    """Receiver and sender of each parcel, and its arrays."""
+    return [
+        (message.metadata.dst_node_id - 1, int(name.removeprefix("from-")), record)
+        for message in (m for way, m in grid.seen if way == "down")
+        for name, record in message.content.array_records.items()
+        if name.startswith("from-")
+    ]
 
 
 def opens(parcel: ArrayRecord, key: Any, run_key: str, sender: int) -> bool:
@@ -160,114 +181,67 @@ def opens(parcel: ArrayRecord, key: Any, run_key: str, sender: int) -> bool:
 
 
 def test_parcels_open_only_with_their_receivers_keys():
-    """Client 0's key opens what is for it; no key opens what is for others."""
-    keys, clients = keys_of(NTKDFLClient, {}, **MSE)
-    own = CASES["NTKDFL"].make(seal=True, topology=Topology("ring"))
-    start(own, grid := Grid(clients))
+    """Weights and averages are for both of a client's neighbours, Jacobians for one of them."""
+    keys, own_clients = keys_of("NTKDFL", {})
+    own = make("NTKDFL", seal=True, topology=Topology("ring"))
+    start(own, grid := Grid(own_clients))
     opened: Counter[bool] = Counter()
-    for receiver, name, parcel in parcels(grid, "down"):
-        for client, key in enumerate(keys):
-            sender = int(name.removeprefix("from-"))
-            opened[client == receiver] += opens(parcel, key, own.run_key, sender)
-    # weights and averages are for both of a client's neighbours, Jacobians for one of them
+    for receiver, sender, parcel in parcels(grid):
+        for k, key in enumerate(keys):
+            opened[k == receiver] += opens(parcel, key, own.run_key, sender)
     assert opened == {True: 6 * 2 * 3, False: 6 * 2 * 2}
 
 
-def on_parcels(change: Callable[[dict[str, np.ndarray]], Any]) -> Any:
-    """Change the arrays of each parcel of a reply; None takes the parcel out."""
-
-    def apply(reply: Message) -> Message:
-        for name in [n for n in reply.content.array_records if n.startswith("to-")]:
-            changed = change(arrays_of(reply.content[name]))
-            del reply.content[name]
-            if changed is not None:
-                reply.content[name] = as_record(changed)
-        return reply
-
-    return apply
-
-
-def flip(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def flip(arrays: Arrays) -> Arrays:
     """Change a bit of what is sealed."""
     return {n: a ^ (np.arange(a.size) == 20) if n == "content" else a for n, a in arrays.items()}
 
 
-silent = on_parcels(lambda _: None)
+def test_a_parcel_that_is_damaged_replayed_or_in_clear_counts_as_none():
+    """Those of clients 2, 1 (its very first one, in every later exchange) and 3."""
+    first: dict[str, ArrayRecord] = {}
 
-
-def in_step(own: RelayStrategy, number: int, position: int, change: Change) -> Change:
-    """Change a reply in one step of one round."""
-    return lambda reply: (
-        change(reply) if (own.server_round, own._position) == (number, position) else reply
-    )
-
-
-def test_a_damaged_parcel_is_refused_and_its_sender_left_out():
-    """As if clients 2 and 3, whose are not sealed, had sent nothing; the run and their round go on.
-
-    Client 1's first parcels of round 2 are those of round 1, which do not open, either.
-    """
-    before: list[dict[str, ArrayRecord]] = []
-
-    def replayed(reply: Message) -> Message:
-        before.append(dict(reply.content.array_records))
-        for name, record in before[0].items():
-            reply.content[name] = record
+    def replay(reply: Message) -> Message:
+        for name, record in list(reply.content.array_records.items()):
+            reply.content[name] = first.setdefault(name, record)
         return reply
 
-    def damage(own: RelayStrategy) -> Any:
-        first = lambda reply: replayed(reply) if own._position == 0 else reply  # noqa: E731
-        clear = on_parcels(lambda _: {"a": np.zeros(3, np.float32)})
-        return {"changes": {1: first, 2: on_parcels(flip), 3: clear}}
-
     def leave_out(own: RelayStrategy) -> Any:
-        return {"changes": {1: in_step(own, 2, 0, silent), 2: silent, 3: silent}}
+        later = lambda r: r if (own.server_round, own._position) == (1, 0) else silent(r)  # noqa: E731
+        return {1: later, 2: silent, 3: silent}
 
-    damaged, without = (CASES["DFedAvg"].run(2, of, seal=True) for of in (damage, leave_out))
+    clear = on_parcels(lambda _: {"a": np.zeros(3, np.float32)})
+    damage = {1: replay, 2: on_parcels(flip), 3: clear}
+    damaged, without = (
+        run("DFedAvg", 2, changes, seal=True, topology=REGULAR)[0]
+        for changes in (lambda _: damage, leave_out)
+    )
     assert alike(damaged, without, 2) == EVERYONE
-    # of three neighbours each, in both averages; client 1's in the first of round 2
-    assert told(damaged, "parcels-rejected") == [2 * 3 * 2, 2 * 3 * 2 + 3]
+    # of three neighbours each, in both averages; client 1's not in the first of round 1
+    assert told(damaged, "parcels-rejected") == [2 * 3 * 2 + 3, 3 * 3 * 2]
     assert (told(damaged), told(without, "parcels-rejected")) == ([6, 6], [0, 0])
 
 
-def forgets(own: RelayStrategy, client: int, what: str) -> Change:
-    """Lose a client's folders, once."""
-    done: list[int] = []
-
-    def change(reply: Any) -> Any:
-        for folder in (cache_dir() / "personal").glob(f"run-{own.run_key}-client-{client}*"):
-            if not done and folder.name.endswith("-keys") == (what == "keys"):
-                shutil.rmtree(folder)
-        done.append(client)
-        return reply
-
-    return change
-
-
 def test_keys_are_asked_for_again_of_clients_that_failed():
-    """Client 3 sends what is no key in round 1, and client 2 loses its own before round 2."""
+    """Client 3 sends what is no key in round 1, and client 2 loses its own at the end of it."""
+    own = make("DFedAvg", seal=True)
 
     def odd(reply: Message) -> Message:
-        if own.server_round == 1:
+        if (own.server_round, reply.metadata.message_type) == (1, "query.public_key"):
             reply.content["properties"]["public-key"] = b"no key"
         return reply
 
-    own = CASES["DFedAvg"].make(seal=True)
-    lose = forgets(own, 2, "keys")
-    grid = Grid(
-        CASES["DFedAvg"].app(), changes={3: odd}, changed_kind="query.public_key",
-        on_send=lambda sent: own.server_round == 2 and lose(sent),
-    )  # fmt: skip
+    changes = {3: odd, 2: in_step(own, 1, 2, forgets(own, "2-keys"))}
+    grid = Grid(clients("DFedAvg"), changes=changes, changed_kind="query.public_key train")
     start(own, grid, rounds=3)
-    assert [n for kind, n in grid.exchanges if kind == "query.public_key"] == [6, 1, 1]
-    assert told(own) == [5, 5, 6]
-    assert own.train_metrics[3]["parcels-rejected"] == 0
+    assert asked_for_keys(grid) == [6, 1, 1]
+    assert (told(own), told(own, "parcels-rejected")[2]) == ([5, 5, 6], 0)
 
 
 def test_a_client_with_keys_of_its_own_refuses_to_work_in_clear():
-    clients = CASES["DFedAvg"].app(parcel_keys=ParcelKeys(new_key()))
+    own_clients = clients("DFedAvg", parcel_keys=ParcelKeys(new_key()))
     with pytest.raises(NoUsableReply, match="the strategy does not have parcels sealed"):
-        start(CASES["DFedAvg"].make(), Grid(clients))
+        start(make("DFedAvg"), Grid(own_clients))
 
 
 class Swapping(DFedAvg):
@@ -285,19 +259,16 @@ class Swapping(DFedAvg):
 
 @pytest.mark.parametrize("vouched", [False, True])
 def test_a_relay_that_swaps_keys_reads_along_unless_a_key_server_vouches(vouched):
-    """Sealing alone holds against a curious relay. With vouchers it gets nothing to read.
-
-    Client 5 is not enrolled, and so has no voucher: it is sent nothing, and fails.
-    """
+    """Client 5 is not enrolled, and so has no voucher: it is sent nothing, and fails."""
     options: dict[str, Any] = {}
-    keys, clients = keys_of(DFedAvgClient, options, **SGD)
+    keys, own_clients = keys_of("DFedAvg", options)
     server = KeyServer(bytes(32), map(public_bytes, keys[:5]), Ed25519PrivateKey.generate())
     if vouched:
         options |= {"run": "a", "verify_key": server.verify_key}
     given = {"vouching": server, "run": "a"} if vouched else {}
-    own = Swapping(seal=True, topology=COMPLETE, **ALL, **given)
-    start(own, grid := Grid(clients))
-    readable = [opens(parcel, own.thief, own.run_key, k) for k, _, parcel in parcels(grid, "up")]
+    own = Swapping(seal=True, **ALL, **given)
+    start(own, grid := Grid(own_clients))
+    readable = [opens(parcel, own.thief, own.run_key, k) for _, k, parcel in parcels(grid)]
     assert (any(readable), told(own)) == (not vouched, [6 - vouched])
 
 
@@ -312,101 +283,61 @@ def test_deviation_is_eq_12_and_grows_with_the_root_of_the_number_of_clients():
     assert [deviation(models), deviation(models * 4)] == pytest.approx([expected, 2 * expected])
 
 
-def nan(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def nan(arrays: Arrays) -> Arrays:
     return {n: np.full_like(a, np.nan) if a.dtype.kind == "f" else a for n, a in arrays.items()}
 
 
-def to_all(change: Change) -> Change:
-    """Damage the record for all neighbours, if a reply has one; take it out for None."""
-
-    def apply(reply: Message) -> Any:
-        if "to-neighbours" in reply.content:
-            reply.content["arrays"] = reply.content["to-neighbours"]
-            del reply.content["to-neighbours"]
-            if change(reply) is not None:
-                reply.content["to-neighbours"] = reply.content["arrays"]
-            del reply.content["arrays"]
-        return reply
-
-    return apply
-
-
-def test_what_hostile_neighbours_send_is_dropped_and_counted(case):
-    """NaN, and bytes that are no arrays, which the relay hands on unread: as if not heard."""
-    kinds = dict(enumerate([with_arrays(nan), garbage, archive, boasting, lost], 1))
-    attacked, without = (
-        case.run(1, lambda _, of=of: {"changes": of}, topology=COMPLETE)
-        for of in ({k: to_all(of) for k, of in kinds.items()}, dict.fromkeys(kinds, to_all(lost)))
-    )
-    assert alike(attacked, without) == EVERYONE
-    exchanges = sum(step.name in ("weights", "average", "train") for step in attacked._planned)
-    exchanges -= attacked._planned[-1].name == "average"  # which sends nothing
-    assert told(attacked, "parcels-rejected") == [5 * 4 * exchanges]
-    assert told(attacked) == [6]
-
-
-def enlarge(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def enlarge(arrays: Arrays) -> Arrays:
     """Multiply all numbers of a parcel by a million; they stay finite and well formed."""
     large = {n: a.dtype.kind == "f" and n not in ("targets", "inputs") for n, a in arrays.items()}
     return {n: (a * 1e6).astype(a.dtype) if large[n] else a for n, a in arrays.items()}
 
 
-def claiming(count: int) -> Change:
-    """Claim a number of examples, in parcels that do."""
-    more = {"num-examples": np.array(count, np.int64)}
-    return on_parcels(lambda arrays: arrays | more if "num-examples" in arrays else arrays)
+def unreadable(reply: Message) -> Message:
+    if record := reply.content.array_records.get("to-neighbours"):
+        record[next(iter(record))] = Array("float32", (2,), "numpy.ndarray", b"not an array")
+    return reply
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "factor", "refused"),
-    [
-        ("DisPFL", on_parcels(enlarge), 100.0, True),
-        ("NTKDFL", on_parcels(enlarge), 100.0, True),
-        ("DPSGD", on_parcels(enlarge), 100.0, True),
-        ("DPSGD", on_parcels(enlarge), float("inf"), False),
-        ("DPSGD", claiming(21), 100.0, True),
-        ("DisPFL", claiming(21), 100.0, True),
-    ],
-)
-def test_weights_of_a_huge_norm_or_too_many_examples_are_refused(name, change, factor, refused):
-    """With three or more to compare, the client itself among them: as if nothing had come.
+@each_method
+def test_what_hostile_neighbours_send_is_dropped_and_counted(name):
+    """Also bytes that are no arrays, which the relay hands on unread: as if nothing had come.
 
-    Without a limit they carry the average away. Examples are a neighbour's weight in it.
+    Numbers of examples, which are weights in an average, have a limit. Of three or more norms, the
+    client's own among them, one out of all proportion is refused.
     """
-    options = {"outlier_factor": factor, "max_examples": 20, "same_weights": False}
+    kinds = {1: nan, 2: enlarge, 3: lambda own: own | {"num-examples": np.array(21)}}
+    changes = {k: on_parcels(of, "to-neighbours") for k, of in kinds.items()} | {4: unreadable}
+    quiet = dict.fromkeys(changes, on_parcels(lambda _: None, "to-neighbours"))
     attacked, without = (
-        CASES[name].run(1, lambda _, own=own: {"changes": {2: own}}, **options)
-        for own in (change, silent)
+        run(name, 1, lambda _, own=own: own, max_examples=20)[0] for own in (changes, quiet)
     )
-    assert attacked.trained == dict.fromkeys(range(6), 1)
-    assert (alike(attacked, without) >= EVERYONE - {2}) == refused
-    assert (attacked.train_metrics[1]["parcels-rejected"] >= 3) == refused
-
-
-@pytest.mark.parametrize(("factor", "models"), [(100.0, 5), (float("inf"), 6)])
-def test_a_model_of_a_huge_norm_is_left_out_of_the_mean_unless_there_is_no_limit(factor, models):
-    own = CASES["DPSGD"].make(outlier_factor=factor)
-    changes = {"changes": {2: with_arrays(enlarge)}, "changed_kind": "evaluate.model"}
-    found = start(own, Grid(CASES["DPSGD"].app(), **changes))
-    assert own.train_metrics[1]["models-collected"] == len(own.models) == models
-    assert (np.abs(found["0.weight"]).max() < 1e3) == (models == 5)
+    assert alike(attacked, without) == EVERYONE
+    exchanges = {"NTKDFL": 2, "DFedAvg": 2, "DPSGD": 1, "DisPFL": 1}[name]
+    assert (told(attacked, "parcels-rejected"), told(attacked)) == ([4 * 5 * exchanges], [6])
 
 
 def test_a_hostile_jacobian_of_a_neighbour_is_refused():
     """Rows a million times as large, after weights and averages as they should be."""
-
-    def attack(own: RelayStrategy) -> Any:
-        return {"changes": {2: in_step(own, 1, 2, on_parcels(enlarge))}}
-
-    own = CASES["NTKDFL"].run(1, attack, topology=COMPLETE)
+    own, _ = run("NTKDFL", 1, lambda own: {2: in_step(own, 1, 2, on_parcels(enlarge))})
     assert (told(own, "parcels-rejected"), told(own)) == ([5], [6])
+
+
+def test_without_a_limit_weights_of_a_huge_norm_carry_the_average_away():
+    own, _ = run("DPSGD", 1, lambda _: {2: on_parcels(enlarge)}, outlier_factor=float("inf"))
+    assert told(own, "parcels-rejected") == [0]
+    assert np.abs(kept_by(own, 0, 1)["0.weight"]).max() > 1e4
+
+
+def test_a_model_of_a_huge_norm_is_left_out_of_the_mean():
+    own, changes = make("DPSGD", collect=True), {2: with_arrays(enlarge)}
+    mean = start(own, Grid(clients("DPSGD"), changes=changes, changed_kind="evaluate.model"))
+    assert np.abs(mean["0.weight"]).max() < 1e3
+    assert own.train_metrics[1]["models-collected"] == len(own.models) == 5
 
 
 def test_replies_with_weights_or_parcels_for_strangers_are_refused():
     """The relay tells weights by their record's name: parcels named like them are handed on."""
-    topology = Topology("ring", seed=3)
-    near = topology.neighbours(1, range(6))[1]
-    stranger = next(k for k in range(6) if k not in (1, *near))
 
     def copied(name: str) -> Change:
         def apply(reply: Message) -> Message:
@@ -416,8 +347,9 @@ def test_replies_with_weights_or_parcels_for_strangers_are_refused():
         return apply
 
     as_network = on_parcels(lambda a: {n: w for n, w in a.items() if n != "num-examples"})
-    changes = {1: copied(f"to-{stranger}"), 2: as_network, 3: copied("arrays")}
-    own = CASES["DFedAvg"].run(1, lambda _: {"changes": changes}, topology=topology)
+    changes = {1: copied("to-5"), 2: as_network, 3: copied("arrays")}
+    path = Topology("own", graph=[(k, k + 1) for k in range(5)])
+    own, _ = run("DFedAvg", 1, lambda _: changes, topology=path)
     metrics = own.train_metrics[1]
     assert (metrics["rejected-weights"], metrics["rejected-arrays"], told(own)) == (1, 1, [4])
     assert f"is the client a {own.client}?" in own.last_refusal
@@ -427,26 +359,25 @@ def test_what_clients_say_of_refused_parcels_counts_within_reason():
     """At most as many as there are clients, each; what is no whole number above 0 does not."""
     said: list[Any] = [[1, 2], -5, 0.5, 10**15, 2, 0]
     assert parcels_refused([(SimpleNamespace(metrics={REFUSED: n}), None) for n in said]) == 6 + 2
-    assert parcels_refused([(SimpleNamespace(metrics={}), None)]) == 0
 
 
 # ----------------------------------------------------------- who is gone, or returns
 
 
-def test_a_static_graph_stays_as_it_is_where_a_client_is_missing():
+def test_a_static_graph_stays_as_it_is_if_a_client_is_missing():
     """Drawn among those who are there, one client fewer would give all of them other neighbours."""
-    own, resumed = (
-        CASES["DFedAvg"].make(topology=Topology(degree=3, dynamic=False, seed=4)) for _ in range(2)
-    )
+    static = Topology(degree=3, dynamic=False, seed=4)
+    own, resumed = (make("DFedAvg", topology=static) for _ in range(2))
     before, present = own.graph(1, range(6)), [0, 1, 2, 4, 5]
     after = own.graph(2, present)
     assert after == {k: tuple(j for j in before[k] if j != 3) for k in present}
-    assert after != own.topology.neighbours(2, present)
+    assert after != static.neighbours(2, present)
     resumed.load_state_dict(own.state_dict())
     assert resumed.graph(2, present) == after
 
 
-def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(case, monkeypatch):
+@each_method
+def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(name, monkeypatch):
     """Client 5 fails in rounds 2 to 4, and is back in round 5, with its weights of round 1.
 
     They stay however many rounds fail; here two rounds are kept. Of a round in which it failed it
@@ -458,11 +389,9 @@ def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(case, monke
     def absent(reply: Message) -> Message:
         return failed(reply) if 2 <= own.server_round <= 4 else reply
 
-    def note(*_: Any) -> None:
-        collected.append((len(own.models), len(own.models_before)))
-
-    own = case.make(topology=COMPLETE, collect_both=True)
-    grid = Grid(case.app(), changes={5: absent})
+    own = make(name, collect=True, collect_both=True)
+    grid = Grid(clients(name), changes={5: absent})
+    note = lambda *_: collected.append((len(own.models), len(own.models_before)))  # noqa: E731
     start(own, grid, rounds=5, evaluate_fn=note)
     assert (told(own), own.trained) == ([6, 5, 5, 5, 6], dict.fromkeys(range(6), 5))
     assert own.train_metrics[5].get("restarted", 0) == 0
@@ -471,7 +400,8 @@ def test_a_client_that_returns_after_rounds_goes_on_with_its_weights(case, monke
     assert collected[4] == (6, 5)
 
 
-def test_a_client_that_lost_its_weights_sends_its_neighbours_none(case):
+@each_method
+def test_a_client_that_lost_its_weights_sends_its_neighbours_none(name):
     """With `seal` weights travel as a round begins: who lost its own must not send first ones.
 
     The others end the round as if it had sent nothing then; it says that it was restarted, and
@@ -479,28 +409,25 @@ def test_a_client_that_lost_its_weights_sends_its_neighbours_none(case):
     """
 
     def losing(own: RelayStrategy) -> Change:
-        return in_step(own, 1, len(own.plan(first=True)) - 1, forgets(own, 5, "weights"))
+        return in_step(own, 1, len(own.plan(first=True)) - 1, forgets(own, "5"))
+
+    def hushing(own: RelayStrategy) -> Any:
+        lose, hush = losing(own), in_step(own, 2, 0, silent)
+        return {5: lambda reply: hush(lose(reply))}
 
     loser, hushed = (
-        case.run(2, grid, topology=COMPLETE, seal=True)
-        for grid in (
-            lambda own: {"changes": {5: losing(own)}},
-            lambda own: {"changes": {5: lambda r: in_step(own, 2, 0, silent)(losing(own)(r))}},
-        )
+        run(name, 2, changes, seal=True)[0] for changes in (lambda own: {5: losing(own)}, hushing)
     )
     assert alike(loser, hushed, 2) >= EVERYONE - {5}
-    if case.strategy in (NTKDFL, DFedAvg):
-        for name, array in kept_by(loser, 0, 2).items():
-            np.testing.assert_allclose(kept_by(loser, 5, 2)[name], array, atol=1e-5)
-    metrics = loser.train_metrics[2]
-    assert metrics["replies-accepted"] == 6
-    assert metrics["restarted"] == pytest.approx(10 / 45)  # client 5 has 10 of the 45 examples
+    if name in ("NTKDFL", "DFedAvg"):
+        for array, expected in kept_by(loser, 0, 2).items():
+            np.testing.assert_allclose(kept_by(loser, 5, 2)[array], expected, atol=1e-5)
+    # client 5 has 10 of the 45 examples
+    assert (told(loser), told(loser, "restarted")) == ([6, 6], [0, pytest.approx(10 / 45)])
 
 
 def test_a_client_that_lost_the_first_weights_is_sent_them_again():
     """Its folder goes after its first reply: it fails in round 1, and takes part in round 2."""
-    own = CASES["NTKDFL"].make(topology=COMPLETE, seal=True)
-    lose = in_step(own, 1, 0, forgets(own, 5, "weights"))
-    start(own, grid := Grid(CASES["NTKDFL"].app(), changes={5: lose}), rounds=2)
+    own, grid = run("NTKDFL", 2, lambda own: {5: in_step(own, 1, 0, forgets(own, "5"))}, seal=True)
     assert (told(own), own.trained[5]) == ([5, 6], 2)
     assert sent_first(grid) == {**dict.fromkeys(range(5), 1), 5: 2}
