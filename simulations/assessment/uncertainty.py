@@ -41,11 +41,7 @@ DRAWS = 4  # in the seed of the adaptive score's draws
 
 @dataclass(frozen=True)
 class ConformalSets:
-    """Conformal prediction sets of a run's test examples; shares are between 0 and 1.
-
-    `test_coverage` is from `expected_low` to `expected_high` in 95 % of all draws of calibration
-    and test examples, if all are exchangeable (and no two scores the same).
-    """
+    """Conformal prediction sets of a run's test examples; shares are between 0 and 1."""
 
     coverage: float  # asked for
     score: Score
@@ -53,6 +49,8 @@ class ConformalSets:
     num_calibration: int  # how many
     threshold: float  # the largest score in a set
     test_coverage: float  # share of the test examples whose set holds their class
+    # the range of test_coverage in 95 % of all draws of calibration and test examples, if all are
+    # exchangeable and no two scores the same
     expected_low: float
     expected_high: float
     mean_size: float  # classes in a set, averaged over the test examples
@@ -117,11 +115,8 @@ class Assessment:
             "rejection": rejection_curves(self.rejection, title=title),
         }
         if self.unfamiliar is not None:
+            tables = {self.run.config.dataset: self.examples, self.unfamiliar_name: self.unfamiliar}
             for measure in self._own_rejection().measure.unique():
-                tables = {
-                    self.run.config.dataset: self.examples,
-                    self.unfamiliar_name: self.unfamiliar,
-                }
                 pictures[f"unfamiliar-{measure.replace('_', '-')}"] = uncertainty_histogram(
                     {name: table[measure].to_numpy() for name, table in tables.items()},
                     label=f"{MEASURES[measure]}{'' if measure == 'doubt' else ' (nats)'}",
@@ -152,7 +147,7 @@ class Assessment:
         pictures = self.figures()
         for name, figure in pictures.items():
             figure.savefig(out / f"{name}.png")
-        write_latex(self.shown_table(), out / "table.tex")
+        write_latex(self._shown_table(), out / "table.tex")
         table = self.table.astype(object).where(self.table.notna(), None)
         content = {
             "run": self.run.summary["run"],
@@ -168,22 +163,24 @@ class Assessment:
         (out / "report.md").write_text(text, encoding="utf-8")
         return out / "report.md"
 
-    def shown_table(self) -> pd.DataFrame:
+    def _shown_table(self) -> pd.DataFrame:
         """Return `table` as text, with a row for the mean of an ensemble's models."""
         table = self.table
         if len(table) > 1:
             mean = table.iloc[1:].mean().rename("mean of the models")
             table = pd.concat([table.iloc[:1], mean.to_frame().T, table.iloc[1:]])
         shown = pd.DataFrame({"model": table.index})
-        columns = {"accuracy": ("accuracy (%)", "{:.1f}", 100)}
-        for key, label in (("nll", "NLL (nats)"), ("brier", "Brier"), ("ece", "ECE")):
-            columns[key] = label, "{:.4f}", 1
+        columns = [
+            ("accuracy (%)", "{:.1f}", 100 * table.accuracy),
+            ("NLL (nats)", "{:.4f}", table.nll),
+            ("Brier", "{:.4f}", table.brier),
+            ("ECE", "{:.4f}", table.ece),
+        ]
         for key, label in MEASURES.items():
             if table.get(f"auroc_{key}", pd.Series()).notna().any():
-                columns[f"auroc_{key}"] = f"AUROC, {label}", "{:.3f}", 1
-        for key, (label, form, factor) in columns.items():
-            texts = (factor * table[key]).map(form.format).replace("nan", "-")
-            shown[label] = texts.to_numpy()
+                columns.append((f"AUROC, {label}", "{:.3f}", table[f"auroc_{key}"]))
+        for label, form, values in columns:
+            shown[label] = values.map(form.format).replace("nan", "-").to_numpy()
         return shown
 
     def _paragraphs(self, pictures: Mapping[str, Figure]) -> list[str]:
@@ -200,7 +197,7 @@ class Assessment:
             paragraphs.append(
                 "The best model was chosen on these test examples, so the figures are optimistic."
             )
-        paragraphs += ["## Calibration", markdown(self.shown_table())]
+        paragraphs += ["## Calibration", markdown(self._shown_table())]
         if self.unfamiliar is not None:
             paragraphs.append(
                 f"AUROC: how well the uncertainty tells {len(self.unfamiliar)} examples of "
@@ -231,7 +228,6 @@ class Assessment:
         return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
 
     def _rejected(self) -> pd.DataFrame:
-        """Accuracy at some shares of rejected examples, as text."""
         rows = []
         for measure, own in self._own_rejection().groupby("measure", sort=False):
             at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
@@ -294,19 +290,19 @@ def assess(
             "method's own"
         )
     held_out = None if coverage is None else _held_out(config, which, calibrate_on)
-    strangers = None if unfamiliar is None else _unfamiliar(config, unfamiliar)
+    strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
     x, labels = (part[: config.test_examples or None] for part in load_data(config).test())
 
-    def predicted(x: Tensor) -> dict[str, Tensor]:
-        return _by_model(_log_probabilities(predictor, projected(config, x)))
+    def predict(x: Tensor) -> dict[str, Tensor]:
+        return _by_model(predictor, projected(config, x))
 
-    models = predicted(x)
+    models = predict(x)
     examples = {name: _examples(own, labels) for name, own in models.items()}
     table = pd.DataFrame({n: calibration(_together(own), labels) for n, own in models.items()}).T
     whole_name = next(iter(models))  # the ensemble, or the single model
     unfamiliar_examples = None
     if strangers is not None:
-        others = {name: _examples(own) for name, own in predicted(strangers).items()}
+        others = {name: _examples(own) for name, own in predict(strangers).items()}
         unfamiliar_examples = others[whole_name]
         for measure in MEASURES:
             table[f"auroc_{measure}"] = [
@@ -317,7 +313,7 @@ def assess(
             ]
     sets = None
     if held_out is not None and coverage is not None:
-        held = _together(predicted(held_out.x)[whole_name]).exp()
+        held = _together(predict(held_out.x)[whole_name]).exp()
         p = _together(models[whole_name]).exp()
         sets, sizes = _conformal(held, held_out, p, labels, coverage, score, config.seed)
         examples[whole_name]["set_size"] = sizes
@@ -334,27 +330,20 @@ def assess(
     )
 
 
-# ---------------------------------------------------------------------- predictions
-
-
-def _log_probabilities(predictor: Predictor, x: Tensor) -> Tensor:
-    """Each model's log-probabilities, float64: shape (K, n, C)."""
+def _by_model(predictor: Predictor, x: Tensor) -> dict[str, Tensor]:
+    """Name -> log-probabilities, float64 (k, n, C): all models as the ensemble, then each."""
     if isinstance(predictor, EnsemblePredictor):
         scores = predictor.scores(x)
     else:
         scores = predictor.predict(x)[None]
-    return scores.double().log_softmax(-1)
-
-
-def _by_model(log_p: Tensor) -> dict[str, Tensor]:
-    """Name -> log-probabilities (k, n, C): all models as the ensemble, then each by itself."""
+    log_p = scores.double().log_softmax(-1)
     if len(log_p) == 1:
         return {"model": log_p}
     return {"ensemble": log_p} | {f"model {k}": log_p[k : k + 1] for k in range(len(log_p))}
 
 
 def _together(log_p: Tensor) -> Tensor:
-    """Log of the mean probabilities (n, C), given those of each model (k, n, C)."""
+    """Return the log of the mean probabilities (n, C) of k models (k, n, C)."""
     return log_p.logsumexp(0) - math.log(len(log_p))
 
 
@@ -384,11 +373,8 @@ def _rejection(models: Mapping[str, Tensor], examples: Mapping[str, pd.DataFrame
     return pd.concat(parts, ignore_index=True)
 
 
-# ---------------------------------------------------------------------- other examples
-
-
-def _unfamiliar(config: Config, name: str) -> Tensor:
-    """Test examples of another data set, standardised as the run's own are."""
+def _load_unfamiliar(config: Config, name: str) -> Tensor:
+    """Return the test examples of another data set, standardised as the run's own are."""
     if name == config.dataset:
         raise ConfigError(f"unfamiliar: expected another data set than the run's, got {name!r}")
     data = load_data(config)
@@ -400,20 +386,20 @@ def _unfamiliar(config: Config, name: str) -> Tensor:
 
 
 class _HeldOut(NamedTuple):
-    """Labelled examples (n, ...) that nobody trained on; `note` says what else they were for."""
+    """Labelled examples (n, ...) that nobody trained on."""
 
     x: Tensor
     y: Tensor
-    whose: str
-    note: str
+    described: str
+    note: str  # what else the run used them for
 
 
 def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     """Return the examples that a run held out, by default those of whole clients."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
-    on = on or next((name for name, count in counts.items() if count), "clients or examples")
-    if on not in (*counts, "clients or examples"):
+    if on and on not in counts:
         raise ConfigError(f"calibrate-on: expected clients or examples, got {on!r}")
+    on = on or next((name for name, count in counts.items() if count), "clients or examples")
     if not counts.get(on):
         keys = " or ".join(f"validation-{name}" for name in on.split(" or "))
         raise ConfigError(
@@ -424,13 +410,13 @@ def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     chosen = "they chose part of the model" if config.chosen_method.validates(config) else ""
     if on == "clients":
         indices = np.concatenate(split.clients[-config.validation_clients :])
-        whose = f"the {len(indices)} examples of {config.validation_clients} held-out clients"
+        described = f"the {len(indices)} examples of {config.validation_clients} held-out clients"
         if which == "best" and config.monitor.startswith("client-"):
             chosen = chosen or "they may have chosen the best model"
     else:
-        indices, whose = split.validation, f"{len(split.validation)} held-out examples"
+        indices, described = split.validation, f"{len(split.validation)} held-out examples"
     note = f"In the run {chosen}, so the stated coverage holds only approximately."
-    return _HeldOut(*load_data(config).train(indices), whose, note if chosen else "")
+    return _HeldOut(*load_data(config).train(indices), described, note if chosen else "")
 
 
 def _conformal(
@@ -464,7 +450,7 @@ def _conformal(
     found = ConformalSets(
         coverage=coverage,
         score=score,
-        calibrated_on=held_out.whose,
+        calibrated_on=held_out.described,
         num_calibration=len(held),
         threshold=threshold,
         test_coverage=float(sets.gather(1, labels[:, None]).double().mean()),

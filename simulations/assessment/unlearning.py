@@ -54,12 +54,11 @@ class Unlearned:
 
     def lines(self) -> list[str]:
         """Return a summary in words, as lines."""
-        whose = ", ".join(map(str, self.clients))
-        named = f"Without client{'s' * (len(self.clients) > 1)} {whose}"
+        clients = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}"
         rows = {"all classes": self.overall}
         rows |= {f"class {label}": own for label, own in self.by_class.items()}
         return [
-            f"{named}, with {self.examples} training examples. Test accuracy:",
+            f"Without {clients}, with {self.examples} training examples. Test accuracy:",
             *(
                 f"  {name}: {100 * own.before:.1f} % before, {100 * own.after:.1f} % now "
                 f"({own.examples} examples)"
@@ -134,7 +133,7 @@ def unlearn(
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
     save_tensors(folder / "model.safetensors", named, described)
     setup.config.replace(out=str(folder)).save(folder / "config.toml")
-    found = _assessed(setup, folder, gone, checkpoint.learned, [before, after])
+    found = _assess(setup, folder, gone, checkpoint.learned, [before, after])
     content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
     with whole(folder / "unlearned.json") as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
@@ -154,7 +153,7 @@ def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
     return folder
 
 
-def _assessed(
+def _assess(
     setup: Setup,
     folder: Path,
     clients: tuple[int, ...],

@@ -49,8 +49,6 @@ examples=..., test=..., signal=..., noise=..., seed=..., got 'dimensions=10'; di
                     f"two-patch: expected options {known}, got {pair!r}"
                     f"{nearest(name, cls.options())}"
                 )
-            if name in given:
-                raise ConfigError(f"two-patch.{name}: expected once, got it twice")
             given[name] = cls.convert(name, value)
         return cls(**given)
 

@@ -49,17 +49,11 @@ class GraphSettings(Settings, frozen=True, eq=True):
     )
 
     def check(self) -> None:
-        """Refuse a graph that is missing or not used."""
-        super().check()
-        if (self.topology == "own") != bool(self.graph):
-            raise ConfigError(
-                f"{self.key('graph')}: expected a file with {self.key('topology')} = own, and none "
-                f"with another, got {self.graph!r} with {self.topology}"
-            )
-        if self.graph:  # the same file for every process
+        """Take the same file of the graph in every process."""
+        if self.graph:
             object.__setattr__(self, "graph", str(Path(self.graph).expanduser().absolute()))
 
-    def drawn(self, config: Config) -> Topology:
+    def graphs(self, config: Config) -> Topology:
         """Return the graphs of a run."""
         return Topology(
             self.topology,
@@ -105,7 +99,7 @@ class DecentralisedMethod(Method[Any]):
 
     def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
         """Return the graphs, and whether clients send two models."""
-        return {"topology": settings.drawn(config), "collect_both": settings.both_accuracies}
+        return {"topology": settings.graphs(config), "collect_both": settings.both_accuracies}
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
         """Return how accurate the clients' models are, on the server's examples."""

@@ -27,6 +27,7 @@ from .trials import FINISHED, PRUNED, run_trials
 Searched = CategoricalDistribution | FloatDistribution | IntDistribution
 Space = dict[str, Searched]
 Sampler = Literal["random", "tpe"]
+SAMPLERS = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
 Pruner = Literal["none", "median", "halving"]
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned"}  # all others have failed
 logger = getLogger("flwr")
@@ -135,8 +136,7 @@ class Search:
                 return
             # by the trial's number, so that draws do not depend on what was cut off
             seed = int(np.random.SeedSequence([self.sampler_seed, number]).generate_state(1)[0])
-            samplers = optuna.samplers.RandomSampler, optuna.samplers.TPESampler
-            self.study.sampler = samplers[self.sampler == "tpe"](seed=seed)
+            self.study.sampler = SAMPLERS[self.sampler](seed=seed)
             trial = self.study.ask({**self.space})
             try:
                 configs = self._configs(trial)

@@ -50,6 +50,11 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
         return make_strategy(load_setup(config)).settings()["edges"]
 
     assert edges(graph=str(file)) == [[0, 1], [1, 2], [1, 4], [2, 3], [3, 4]]
+    for given in ({}, {"graph": str(file), "topology": "ring"}):
+        with pytest.raises(
+            ConfigError, match=r"dfedavg\.graph: expected one with topology = 'own'"
+        ):
+            edges(**given)
     for text, words in (
         ("0 7\n1 2\n", r"between the partitions 0 \.\.\. 4, got \[7\]"),
         ("0 a\n", "two partitions on each line"),
@@ -58,9 +63,6 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"dfedavg.graph = .*expected edges.*{words}"):
             edges(graph=str(file))
-    for given in ({}, {"graph": str(file), "topology": "ring"}):
-        with pytest.raises(ConfigError, match=r"dfedavg\.graph: expected a file with .* = own"):
-            edges(**given)
 
 
 STATISTICS = ("mean", "std", "min", "q1", "median", "q3", "max")
