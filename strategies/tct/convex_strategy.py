@@ -1,5 +1,6 @@
 """What TCT's phases share: its options, its state, and what clients are sent in stage 2."""
 
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
     )
 
     linear_rounds: int = state(int)
-    run_key: str = state(str)
+    run_key: str = state(lambda: secrets.token_hex(8))
     class_weights: NDArray[Any] = state(lambda: np.ones(0))
     summed: tuple[int, ...] = state(tuple)
     control: ControlVariate = state(ControlVariate)

@@ -79,7 +79,7 @@ class Phase(ABC):
             self.tct.sent.mark(reply.client, *self.needs)
         return found
 
-    def gathered(
+    def gather(
         self, replies: Iterable[Message], parse: Callable[[Reply], T], *screens: Screen
     ) -> tuple[Pairs[T], MetricRecord]:
         """Check replies one by one and against each other; return them and the round's metrics.
@@ -92,7 +92,7 @@ class Phase(ABC):
         metrics = self.tct.round_metrics([reply for reply, _ in pairs], rejected)
         return pairs if self.tct.enough(len(pairs)) else [], metrics
 
-    def solved(self, solve: Callable[[], Arrays]) -> Arrays | None:
+    def try_to(self, solve: Callable[[], Arrays]) -> Arrays | None:
         """Return what `solve` returns; None, and say so, if there is no solution."""
         try:
             return solve()
@@ -148,7 +148,7 @@ class Convexify(Phase):
         def parse(reply: Reply) -> Moments:
             return Moments.from_arrays(reply.arrays(), reply.num_examples, self.tct.width)
 
-        pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
+        pairs, metrics = self.gather(replies, parse, screen_own_sizes)
         if not pairs:
             return None, metrics
         self.tct.control.know({reply.client: reply.num_examples for reply, _ in pairs})
@@ -288,11 +288,11 @@ class ServerSolve(Phase):
             )
             return tct.arrays_of(normaliser, linear)
 
-        pairs, metrics = self.gathered(replies, parse, screen_own_sizes, _affordable)
-        return self.solved(solve) if pairs else None, metrics
+        pairs, metrics = self.gather(replies, parse, screen_own_sizes, _screen_sizes)
+        return self.try_to(solve) if pairs else None, metrics
 
 
-def _affordable(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:
+def _screen_sizes(uploads: Sequence[FeatureUpload], _: float) -> list[BadReply | None]:
     """Refuse the largest uploads while a kernel of all examples would not fit."""
     verdicts: list[BadReply | None] = [None] * len(uploads)
     left, memory = {i: len(upload.labels) for i, upload in enumerate(uploads)}, available_memory()

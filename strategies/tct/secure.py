@@ -46,7 +46,7 @@ class SecureStatistics(PooledStatistics):
             content["secure-sum"] = record
         return content
 
-    def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
+    def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return one sum, over the clients in it, and the round's metrics."""
         tct, fixed = self.tct, self.fixed_point
         if fixed is None:

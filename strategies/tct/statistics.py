@@ -55,7 +55,7 @@ class ClassCounts(Phase):
             require_counts(counts, tct.shape[1], reply.num_examples)
             return counts
 
-        pairs, metrics = self.gathered(replies, parse)
+        pairs, metrics = self.gather(replies, parse)
         if not pairs:
             return None, metrics
         tct.class_weights = class_weights(np.sum([counts for _, counts in pairs], axis=0))
@@ -88,7 +88,7 @@ class PooledStatistics(Phase):
         """Choose the steps of fixed-point numbers if these are used; make the messages."""
         if self.tct.bits != UNQUANTISED:
             try:
-                features = next(self._validation_features(self.tct.global_arrays))
+                features = next(self._validation(self.tct.global_arrays)[0])
             except ValueError as error:
                 logger.log(WARNING, "no features of the validation examples: %s", error)
                 return []
@@ -107,25 +107,25 @@ class PooledStatistics(Phase):
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
         """Add the sums up and solve."""
-        sums, metrics = self.collected(replies)
+        sums, metrics = self.collect(replies)
 
         def solve() -> Arrays:
             changed, metrics["ridge"] = self._solution(sums.values(), self.tct.global_arrays)
             return changed
 
-        changed = self.solved(solve) if sums else None
+        changed = self.try_to(solve) if sums else None
         if changed is not None:
             self._keep(sums)
             metrics["features-constant"] = int((changed[SCALE] == 0).sum())
         return changed, metrics
 
-    def collected(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
+    def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return sums by client, none if too few sent theirs, and the round's metrics."""
 
         def parse(reply: Reply) -> Sums:
-            return self._parsed(reply.arrays(), reply.num_examples)
+            return self._parse(reply.arrays(), reply.num_examples)
 
-        pairs, metrics = self.gathered(replies, parse, screen_own_sizes)
+        pairs, metrics = self.gather(replies, parse, screen_own_sizes)
         return {reply.client: own for reply, own in pairs}, metrics
 
     def without(self, clients: Sequence[int], arrays: ArrayRecord) -> Arrays:
@@ -141,15 +141,15 @@ class PooledStatistics(Phase):
         left = clients_left(tct.summed, clients)
         require_memory(self.memory, f"{self.name} of {tct.width} features", cure=FEWER)
         kept = tct.kept_sums.read(tct.run_key, left)
-        changed, _ = self._solution(map(self._restored, kept), arrays)
+        changed, _ = self._solution(map(self._read_kept, kept), arrays)
         return changed
 
-    def _restored(self, kept: Arrays) -> Sums:
+    def _read_kept(self, kept: Arrays) -> Sums:
         """Read what :meth:`_keep` wrote of a client; all clients' steps are the same."""
         if STEP in kept:
             step = kept.pop(STEP)
             self.fixed_point = FixedPoint.from_arrays(step, self.tct.bits, self.tct.width)
-        return self._parsed(kept)
+        return self._parse(kept)
 
     def _keep(self, sums: Mapping[int, Sums]) -> None:
         """Write each client's sums where they are to be kept; a full disk is logged."""
@@ -170,7 +170,7 @@ class PooledStatistics(Phase):
             return
         tct.summed = tuple(sums)
 
-    def _parsed(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
+    def _parse(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
         """Check the arrays of a client's sums."""
         kind = SplitStatistics if self.tct.validation_share else FeatureStatistics
         return kind.from_arrays(
@@ -193,8 +193,9 @@ class PooledStatistics(Phase):
             ridge, sums = self._ridge_of_held_out(sums), sums.everyone
         normaliser, equations = self._equations(sums)
         if tct.auto_ridge and not tct.validation_share:
-            chunks, (_, labels) = self._validation_features(arrays), self._validation
-            held = FeatureStatistics.of(chunks, labels, tct.shape[1], weights=self._weights)
+            held = FeatureStatistics.of(
+                *self._validation(arrays), tct.shape[1], weights=self._weights
+            )
             ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.bias))
         linear, ridge = _ridge_solution(equations, ridge)
         return tct.arrays_of(normaliser, linear), ridge
@@ -215,20 +216,16 @@ class PooledStatistics(Phase):
         held = NormalEquations.of(sums.held_out, normaliser, bias=self.tct.bias)
         return best_ridge(equations, held)
 
-    def _validation_features(self, arrays: ArrayRecord) -> Iterator[Tensor]:
-        """Yield the features of the server's validation examples, some at a time."""
-        x, _ = self._validation
+    def _validation(self, arrays: ArrayRecord) -> tuple[Iterator[Tensor], Tensor]:
+        """Return the validation examples' features, some at a time, and their labels."""
+        if self.tct.validation is None:
+            raise ValueError("validation: expected the server's validation examples, got none")
+        x, labels = self.tct.validation
         network: nn.Module = copy.deepcopy(self.tct.network)
         load_arrays(network, named_arrays(self.tct.network_of(arrays)))
         extract = self.tct.feature_map.extractor(network.to(self.tct.device))
         size = max(1, CHUNK_BYTES // (4 * self.tct.width))
-        return map(extract, x.split(size))
-
-    @property
-    def _validation(self) -> tuple[Tensor, Tensor]:
-        if self.tct.validation is None:
-            raise ValueError("validation: expected the server's validation examples, got none")
-        return self.tct.validation
+        return map(extract, x.split(size)), labels
 
     @property
     def _weights(self) -> NDArray[np.float64] | None:

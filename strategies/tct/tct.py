@@ -17,7 +17,6 @@ participation; here it is SCAFFOLD's own, and c travels down with theta: see
 :mod:`fedntk.strategies.tct.control`.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
@@ -41,7 +40,6 @@ from fedntk.ntk import Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads.feature_statistics import FEWER
 
-from ..core.array_archive import under
 from ..core.averaging import named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import Pairs, logger
@@ -50,8 +48,6 @@ from .convex_strategy import ConvexStrategy
 from .phases import Arrays, BootstrapRounds, Convexify, ConvexRounds, Phase, ServerSolve
 from .secure import SecureStatistics
 from .statistics import ClassCounts, PooledStatistics
-
-BOOTSTRAP = "bootstrap."  # begins the names of the bootstrap strategy's state
 
 
 class TCT(ConvexStrategy):
@@ -107,30 +103,26 @@ class TCT(ConvexStrategy):
     combined_by: ClassVar = {"rate-times-lambda": max}
 
     phases_done: int = state(int)
+    inner: InnerStrategy | None = state(lambda: None, reset=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.inner: InnerStrategy | None = None
+        self.phases: list[Phase] = []
         if self.bootstrap is None:
             self.bootstrap_rounds = 0
         else:  # it must not wait for more nodes than it is shown
             self.inner = InnerStrategy("bootstrap", self.bootstrap, self)
             self.min_available_nodes = max(self.min_available_nodes, self.inner.waits_for)
-        self.phases = self._planned()
-
-    def _planned(self) -> list[Phase]:
-        """Return the phases of a run, in order."""
+            if self.bootstrap_rounds:
+                self.phases.append(BootstrapRounds(self, self.inner))
+        if self.solve == "clients" and self.normalise:
+            self.phases.append(Convexify(self))
+        if self.balanced:
+            self.phases.append(ClassCounts(self))
         sums = SecureStatistics if self.secure_aggregation else PooledStatistics
         last: Mapping[str, Callable[[ConvexStrategy], Phase]]
         last = {"clients": ConvexRounds, "server": ServerSolve, "statistics": sums}
-        planned: list[Phase] = []
-        if self.inner is not None and self.bootstrap_rounds:
-            planned.append(BootstrapRounds(self, self.inner))
-        if self.solve == "clients" and self.normalise:
-            planned.append(Convexify(self))
-        if self.balanced:
-            planned.append(ClassCounts(self))
-        return [*planned, last[self.solve](self)]
+        self.phases.append(last[self.solve](self))
 
     @property
     def phase(self) -> Phase | None:
@@ -211,17 +203,6 @@ class TCT(ConvexStrategy):
             "validation": 0 if self.validation is None else len(self.validation[1]),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Add what the bootstrap keeps."""
-        inner = {} if self.inner is None else self.inner.state_dict()
-        return super().state_dict() | {BOOTSTRAP + name: value for name, value in inner.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        if self.inner is not None:
-            self.inner.load_state_dict(under(BOOTSTRAP, state))
-
     def require_memory(self) -> None:
         """Refuse sums of ``min_available_nodes`` clients that would not fit."""
         if self.pooled is not None:
@@ -250,11 +231,9 @@ class TCT(ConvexStrategy):
         if num_rounds <= self.bootstrap_rounds + exchanges:
             said = "num_rounds = %d end before stage 2, which begins after %d of stage 1"
             logger.log(WARNING, said, num_rounds, self.bootstrap_rounds)
-        if not done:
-            self.run_key = secrets.token_hex(8)
-        elif set(TCTModel.ARRAYS) <= initial_arrays.keys():
+        if done and set(TCTModel.ARRAYS) <= initial_arrays.keys():
             return initial_arrays
-        elif done > self.bootstrap_rounds:
+        if done > self.bootstrap_rounds:
             raise ValueError(
                 f"initial_arrays: expected {', '.join(TCTModel.ARRAYS)} as well, since the loaded "
                 "state goes with them; pass all arrays that were returned with it"
@@ -275,13 +254,6 @@ class TCT(ConvexStrategy):
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", fraction, minimum, self.held_out)
         return self.phase.messages(nodes, config, grid)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Send the network, or the linear model once there is one."""
-        self.global_arrays = arrays
-        return super().configure_evaluate(server_round, arrays, config, grid)
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
@@ -305,14 +277,16 @@ class TCT(ConvexStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Have the phase aggregate, and go on to the next one if it is over."""
-        phase = self.phase
-        if phase is None:
+        if (phase := self.phase) is None:
             return None, None
         arrays, metrics = phase.aggregate(replies)
         self.train_metrics[server_round] = metrics
         self.linear_rounds += phase.changes_linear and arrays is not None
         self.phases_done += phase.is_over(updated=arrays is not None)
-        return None if arrays is None else _with(self.global_arrays, arrays), metrics
+        if arrays is None:
+            return None, metrics
+        self.global_arrays = _with(self.global_arrays, arrays)
+        return self.global_arrays, metrics
 
     def evaluations(self, replies: Iterable[Message]) -> tuple[Pairs[Any], Counter[str]]:
         """Note who has the network."""
