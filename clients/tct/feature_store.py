@@ -208,20 +208,19 @@ class FeatureStore(DiskStore):
 
     def kernel(self, rows: FeatureRows) -> Tensor:
         """Return Z Z^T (n, n) of the training examples, float32, formed once."""
-        saved = self.load("kernel")
-        if not saved:
-            saved = {"kernel": rows.gram().numpy()}
-            self.save("kernel", **saved)
-        return torch.from_numpy(saved["kernel"])
+        kernel = self._tensor("kernel")
+        if kernel is None:
+            kernel = rows.gram()
+            self.save("kernel", kernel=kernel.numpy())
+        return kernel
 
     def spectrum(self, kernel: Tensor) -> Spectrum:
         """Return its eigenvalues and -vectors, found once."""
-        saved = self.load("spectrum")
-        if not saved:
-            found = Spectrum.of(kernel)
-            saved = {"values": found.values.numpy(), "vectors": found.vectors.numpy()}
-            self.save("spectrum", **saved)
-        return Spectrum(torch.from_numpy(saved["values"]), torch.from_numpy(saved["vectors"]))
+        if saved := self.load("spectrum"):
+            return Spectrum(**{name: torch.from_numpy(array) for name, array in saved.items()})
+        found = Spectrum.of(kernel)
+        self.save("spectrum", values=found.values.numpy(), vectors=found.vectors.numpy())
+        return found
 
     def _extractor(self) -> Callable[[Tensor], Tensor]:
         set_weights(self.model, self.network)
@@ -238,8 +237,7 @@ class FeatureStore(DiskStore):
 
     def coefficients(self, server_round: int) -> Tensor | None:
         """Return A_k as it was after a round; None if it is lost."""
-        saved = self.load(f"state-{server_round:06}")
-        return torch.from_numpy(saved["coefficients"]) if saved else None
+        return self._tensor(f"state-{server_round:06}")
 
     def carry(self, server_round: int, *, bias: bool, device: torch.device | str) -> None:
         """Keep c_k = -Z^T A_k of a round as a vector (p, C), before the examples change.
@@ -262,13 +260,14 @@ class FeatureStore(DiskStore):
 
     def carried(self, server_round: int) -> Tensor | None:
         """Return c_k (p, C) of a round whose examples were others; None if there is none."""
-        saved = self.load(f"carried-{server_round:06}")
-        return torch.from_numpy(saved["control"]) if saved else None
+        return self._tensor(f"carried-{server_round:06}")
 
     def last(self, server_round: int) -> Tensor | None:
         """Return the model (p, C) that was sent in a round; None if it is lost."""
-        saved = self.load(f"sent-{server_round:06}")
-        return torch.from_numpy(saved["linear"]) if saved else None
+        return self._tensor(f"sent-{server_round:06}")
+
+    def _tensor(self, name: str) -> Tensor | None:
+        return next(map(torch.from_numpy, self.load(name).values()), None)
 
 
 def _within(features: Tensor, dtype: str) -> NDArray[Any]:

@@ -164,10 +164,10 @@ class TCTClient(SGDClient):
         work = _Work(task, records, store, x, self.targets[order], config)
         if task.step in ONCE:
             once = {"features": _features, "statistics": self._statistics, "masked": self._masked}
-            return _reply(once[task.step](work), len(x), work.loss_at_zero)
+            return _reply(once[task.step](work), len(x), _loss_at_zero(task, work.targets))
         changed = self._note_examples(task, store, digests, config)
         if task.step == "moments":
-            result = _reply(_moments(work), len(x), work.loss_at_zero)
+            result = _reply(_moments(work), len(x), _loss_at_zero(task, work.targets))
         else:
             result = self._linear(work)
         if "lost-state" not in result[2]:
@@ -257,26 +257,10 @@ class TCTClient(SGDClient):
         return store
 
     def _statistics(self, work: "_Work") -> Arrays:
-        return self._sums(work).to_arrays(work.fixed_point)
-
-    def _sums(self, work: "_Work") -> FeatureStatistics | SplitStatistics:
-        task, store, x = work.task, work.store, work.x
-        options: dict[str, Any] = {
-            "weights": _only(work.records, "class-weights").numpy() if task.balanced else None,
-            "fixed_point": work.fixed_point,
-        }
-        labels, num_classes = work.targets.argmax(1), work.targets.shape[1]
-
-        def sums_of(own: Tensor | slice) -> FeatureStatistics:
-            if not len(x[own]):
-                return FeatureStatistics.none(store.width, num_classes, **options)
-            chunks = store.raw("train", x[own])
-            return FeatureStatistics.of(chunks, labels[own], num_classes, **options)
-
-        if not task.validation_share:
-            return sums_of(slice(None))
-        held = draw_held_out(labels, task.validation_share, [*self.seed, *b"held-out"])
-        return SplitStatistics(sums_of(~held), sums_of(held))
+        if not (share := work.task.validation_share):
+            return work.sums().to_arrays(work.fixed_point)
+        held = draw_held_out(work.targets.argmax(1), share, [*self.seed, *b"held-out"])
+        return SplitStatistics(work.sums(~held), work.sums(held)).to_arrays(work.fixed_point)
 
     def _towards_sum(
         self, task: ConvexTask, parameters: list[NDArray[Any]], config: Mapping[str, Any]
@@ -289,10 +273,8 @@ class TCTClient(SGDClient):
         return answers[task.step](found["secure-sum"])
 
     def _masked(self, work: "_Work") -> Arrays:
-        task, message, sums = work.task, work.records["secure-sum"], self._sums(work)
-        if not isinstance(sums, FeatureStatistics):
-            raise ValueError("validation_share: expected none under secure aggregation")
-        words = sums.to_words(f"u{int(message['word-bytes'])}")
+        task, message = work.task, work.records["secure-sum"]
+        words = work.sums().to_words(f"u{int(message['word-bytes'])}")
         key = ConvexTask.key_of(task.feature_map, work.store.network)
         about = sums_digest(key, work.fixed_point, words.dtype)
         return {"masked": self._secure_sum(task, work.config).masked(message, words, about)}
@@ -404,15 +386,22 @@ class _Work(NamedTuple):
         step = _only(self.records, "steps").numpy()
         return FixedPoint.from_arrays(step, self.task.bits, self.store.width)
 
+    def sums(self, own: Tensor | slice = slice(None)) -> FeatureStatistics:
+        """Add up some of the examples, all by default."""
+        x, targets = self.x[own], self.targets[own]
+        none = [torch.empty(0, self.store.width)]
+        return FeatureStatistics.of(
+            self.store.raw("train", x) if len(x) else none,
+            targets.argmax(1),
+            targets.shape[1],
+            weights=_only(self.records, "class-weights").numpy() if self.task.balanced else None,
+            fixed_point=self.fixed_point,
+        )
+
     @property
     def centred_targets(self) -> Tensor:
         """Targets of the task's loss."""
         return centred_targets(self.targets, self.task.loss)
-
-    @property
-    def loss_at_zero(self) -> dict[str, Scalar]:
-        """The loss of the linear model that is zero."""
-        return _loss_at_zero(self.task, self.targets)
 
 
 def _moments(work: _Work) -> Arrays:

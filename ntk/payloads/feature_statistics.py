@@ -70,9 +70,9 @@ class FeatureStatistics:
     ) -> Self:
         """Add up features, some examples at a time; `fixed_point` rounds them, sums are then int64.
 
-        Chunks (m, p) are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products are formed in
-        float64, and of fixed-point numbers in float32, in which these sums of whole numbers are
-        exact.
+        Chunks (m, p), one or more, are on the CPU; labels are int64 (n,) in 0 ... C - 1. Products
+        are formed in float64, and of fixed-point numbers in float32, in which these sums of whole
+        numbers are exact.
         """
         if weights is not None and fixed_point is not None:
             raise ValueError("fixed_point: sums of weighted examples are no whole numbers")
@@ -101,29 +101,11 @@ class FeatureStatistics:
                     gram[columns, first:] += weighted[:, columns].T @ z[:, first:]
                 sums.index_add_(0, labels[own], weighted.double())
                 start += len(z)
-        if not start == len(labels) > 0:
-            raise ValueError(f"labels: {len(labels)} of them for {start} examples, or no example")
+        if start != len(labels):
+            raise ValueError(f"labels: {len(labels)} of them for {start} examples")
         dtype = np.float64 if fixed_point is None else np.int64
         counts = np.bincount(labels.numpy(), minlength=num_classes).astype(np.int64)
         return cls(_packed(gram.numpy(), dtype), sums.numpy().astype(dtype), counts, w)
-
-    @classmethod
-    def none(
-        cls,
-        width: int,
-        num_classes: int,
-        *,
-        weights: NDArray[np.float64] | None = None,
-        fixed_point: FixedPoint | None = None,
-    ) -> Self:
-        """Return the sums over no example."""
-        dtype = np.float64 if fixed_point is None else np.int64
-        return cls(
-            np.zeros(packed_size(width), dtype),
-            np.zeros((num_classes, width), dtype),
-            np.zeros(num_classes, np.int64),
-            np.ones(num_classes) if weights is None else weights,
-        )
 
     @staticmethod
     def require_memory(width: int) -> None:

@@ -126,9 +126,8 @@ class SecureSums:
 
     def public_part(self, reply: Reply) -> PublicPart:
         """Check the reply to the first exchange."""
-        key, nonce = reply.ordered_arrays("public-key", "nonce")
-        require_array("public key", key, shape=(KEY_BYTES,), dtype=np.uint8)
-        require_array("nonce", nonce, shape=(EXCHANGE_BYTES,), dtype=np.uint8)
+        shapes = {"public-key": (KEY_BYTES,), "nonce": (EXCHANGE_BYTES,)}
+        key, nonce = _bytes_in(reply, shapes)
         try:
             public = check_public_key(key.tobytes())
             vouching, run = self._vouching, self._strategy.run
@@ -186,8 +185,9 @@ class SecureSums:
                 return None, last
 
             self._prepare("confirm", {**exchange, "clients": _ids(arrived)})
-            told = self._next(last, _tags_for(roster), rejected)
-            tags = [own for _, own in told]
+            shape = {"tags": (len(roster.clients), TAG_BYTES)}
+            told = self._next(last, lambda reply: _bytes_in(reply, shape), rejected)
+            tags = [own for _, (own,) in told]
             rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
             clients = _ids(reply.client for reply, _ in told)
             self._prepare("reveal", {**exchange, "clients": clients}, rows)
@@ -237,12 +237,18 @@ def _screen_copied_keys(known: Sequence[PublicPart], _: float) -> list[BadReply 
     ]
 
 
+def _bytes_in(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> list[NDArray[np.uint8]]:
+    """Check the shapes of a reply's arrays, all of bytes."""
+    arrays = reply.ordered_arrays(*shapes)
+    for array, (name, shape) in zip(arrays, shapes.items(), strict=True):
+        require_array(name, array, shape=shape, dtype=np.uint8)
+    return arrays
+
+
 def _shares_for(roster: Roster) -> Callable[[Reply], _Shared]:
     def parse(reply: Reply) -> _Shared:
-        promise, parcels = reply.ordered_arrays("promise", "parcels")
-        require_array("promise", promise, shape=(2, KEY_BYTES), dtype=np.uint8)
-        shape = (len(roster.clients), PARCEL_BYTES)
-        require_array("parcels", parcels, shape=shape, dtype=np.uint8)
+        shapes = {"promise": (2, KEY_BYTES), "parcels": (len(roster.clients), PARCEL_BYTES)}
+        promise, parcels = _bytes_in(reply, shapes)
         return _Shared(Promise(promise[0].tobytes(), promise[1].tobytes()), parcels)
 
     return parse
@@ -260,15 +266,6 @@ def _words_of(counts: Mapping[int, int], words: WordFormat) -> Callable[[Reply],
                 f"{counts[reply.client]} with the public key, {reply.num_examples} now",
             )
         return masked
-
-    return parse
-
-
-def _tags_for(roster: Roster) -> Callable[[Reply], NDArray[np.uint8]]:
-    def parse(reply: Reply) -> NDArray[np.uint8]:
-        (tags,) = reply.ordered_arrays("tags")
-        require_array("tags", tags, shape=(len(roster.clients), TAG_BYTES), dtype=np.uint8)
-        return tags
 
     return parse
 

@@ -73,8 +73,7 @@ def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
 
 def test_a_part_may_be_of_no_example():
     z, y = rows(1)
-    none = FeatureStatistics.none(WIDTH, CLASSES)
-    own = SplitStatistics(none, FeatureStatistics.of([z], y, CLASSES))
+    own = SplitStatistics(*(FeatureStatistics.of([z[:n]], y[:n], CLASSES) for n in (0, 1)))
     again = SplitStatistics.from_arrays(own.to_arrays(), WIDTH, CLASSES, num_examples=1)
     assert again.size == own.held_out.size
     assert (again + split()).fitting.gram.tolist() == split().fitting.gram.tolist()
@@ -98,7 +97,8 @@ def test_either_part_refuses_the_whole(part, name, change, reason):
 
 
 def test_sums_of_no_example_are_zero():
-    arrays = SplitStatistics(split().everyone, FeatureStatistics.none(WIDTH, CLASSES)).to_arrays()
+    none = FeatureStatistics.of([torch.empty(0, WIDTH)], rows(0)[1], CLASSES)
+    arrays = SplitStatistics(split().everyone, none).to_arrays()
     arrays["held-out-gram"] = arrays["gram"]
     with pytest.raises(BadReply, match=r"gram: expected a diagonal of 0 \.\.\. 0, got"):
         SplitStatistics.from_arrays(arrays, WIDTH, CLASSES, num_examples=20)
