@@ -25,34 +25,24 @@ def client(model: nn.Module, **options: object) -> SCAFFOLDClient:
     return own
 
 
-def normalising() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
-
-
 def weights_of(model: nn.Module) -> Arrays:
     return dict(zip(model.state_dict(), get_weights(model), strict=True))
 
 
-def zeros(model: nn.Module) -> Arrays:
-    return {n: np.zeros_like(a) for n, a in weights_of(model).items() if a.dtype.kind == "f"}
+def filled(model: nn.Module, value: float = 0.0) -> Arrays:
+    """An array of one number for each of the model's of floating point."""
+    return {n: np.full_like(a, value) for n, a in weights_of(model).items() if a.dtype.kind == "f"}
 
 
 def drawn(model: nn.Module) -> Arrays:
-    return {n: GENERATOR.normal(size=a.shape).astype(a.dtype) for n, a in zeros(model).items()}
+    return {n: GENERATOR.normal(size=a.shape) for n, a in filled(model).items()}
 
 
-def sent(model: nn.Module, corrections: Arrays) -> NamedArrays:
-    return NamedArrays({"arrays": weights_of(model), "corrections": corrections})
-
-
-def answer(own: SCAFFOLDClient, corrections: Arrays | None = None) -> tuple[Arrays, Arrays]:
+def answer(own: SCAFFOLDClient, corrections: Arrays) -> tuple[Arrays, Arrays]:
     """New weights and controls of a round."""
-    corrections = zeros(own.model) if corrections is None else corrections
-    result, count, _ = own.fit(sent(own.model, corrections), {})
-    assert count == 20
-    assert list(result.records) == ["arrays", "controls"]
-    assert list(result.records["arrays"]) == list(own.model.state_dict())
-    assert list(result.records["controls"]) == list(zeros(own.model))
+    records = {"arrays": weights_of(own.model), "corrections": corrections}
+    result, count, _ = own.fit(NamedArrays(records), {})
+    assert (count, list(result.records)) == (20, ["arrays", "controls"])
     return result.records["arrays"], result.records["controls"]
 
 
@@ -97,89 +87,82 @@ def test_full_batch_steps_and_both_controls_by_the_formulas(option, steps, weigh
     assert_near(controls, control, 1e-12)
 
 
-def test_option_two_of_mini_batches_is_the_difference_of_the_weights():
-    """2 epochs of batches of 6, 6, 6 and 2 make K = 8 steps, each counting once: float64, 1e-11."""
-    model = normalising().double()
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_mini_batches_count_by_their_examples_or_as_steps(option):
+    """2 epochs of batches of 6, 6, 6 and 2 make K = 8 steps: float64, 1e-11."""
+    model = nn.Linear(4, 3).double()
     start, corrections = weights_of(model), drawn(model)
-    own = client(model, learning_rate=0.1, batch_size=6, local_epochs=2)
+    own = client(model, option=option, learning_rate=0.1, batch_size=6, local_epochs=2)
     arrays, controls = answer(own, corrections)
-    trained = dict(model.named_parameters())
-    expected = {
-        n: -c + (start[n] - arrays[n]) / (8 * 0.1) if n in trained else np.zeros_like(c)
-        for n, c in corrections.items()
-    }
-    assert_near(controls, expected, 1e-11)
+    moved = {n: -c + (start[n] - arrays[n]) / (8 * 0.1) for n, c in corrections.items()}
+    assert_near(controls, gradient(start) if option == "I" else moved, 1e-11)
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_without_corrections_the_weights_are_those_of_sgd_bit_for_bit(option):
-    """With mini-batches, BatchNorm, dropout, momentum and weight decay; option I adds nothing."""
-    model = nn.Sequential(*normalising(), nn.Dropout(0.5), nn.Linear(3, 3))
+    """With mini-batches, dropout, momentum and weight decay; option I adds nothing.
+
+    Statistics of BatchNorm have controls of zero.
+    """
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3))
     options = {
         "batch_size": 3, "local_epochs": 2, "momentum": 0.9, "weight_decay": 0.1,
         "learning_rate": 0.1, "seed": (3, 1),
     }  # fmt: skip
-    config = {"server-round": 2}
     plain = SGDClient(copy.deepcopy(model), X, Y, **options)
-    expected, _, metrics = plain.fit(get_weights(model), config)
+    expected, *told = plain.fit(get_weights(model), {"server-round": 2})
+    records = {"arrays": weights_of(model), "corrections": filled(model)}
     own = client(model, option=option, **options)
-    result, _, own_metrics = own.fit(sent(model, zeros(model)), config)
-    assert own_metrics == metrics
-    arrays = result.records["arrays"]
-    assert bits(arrays) == bits(dict(zip(arrays, expected, strict=True)))
-
-
-def test_option_one_weights_mini_batches_by_their_examples():
-    """Batches of 8, 8 and 4 of a linear model: the gradient of all 20, in float64 to 1e-13."""
-    model = nn.Linear(4, 3).double()
-    _, controls = answer(client(model, option="I", batch_size=8))
-    assert_near(controls, gradient(weights_of(model)), 1e-13)
+    result, *own_told = own.fit(NamedArrays(records), {"server-round": 2})
+    assert own_told == told
+    arrays, controls = result.records["arrays"], result.records["controls"]
+    assert bits(arrays) == bits(dict(zip(model.state_dict(), expected, strict=True)))
+    assert controls.keys() == filled(model).keys()
+    trained = {name for name, _ in model.named_parameters()}
+    assert {name for name, control in controls.items() if control.any()} == trained
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_frozen_and_unused_parameters_have_a_gradient_of_zero(option):
     """A frozen one is not corrected either; one that the loss does not know is."""
-
-    class Spare(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 3)
-            self.spare = nn.Parameter(torch.ones(2))
-
-    model = Spare()
+    model = nn.Linear(4, 3)
+    model.spare = nn.Parameter(torch.ones(2))
     model.weight.requires_grad_(False)
     own = client(model, option=option, batch_size=20, learning_rate=0.25)
-    twos = {name: np.full_like(a, 2) for name, a in zeros(model).items()}
-    arrays, controls = answer(own, twos)
+    arrays, controls = answer(own, filled(model, 2))
     np.testing.assert_array_equal(arrays["weight"], weights_of(model)["weight"])
     np.testing.assert_array_equal(arrays["spare"], [0.5, 0.5])  # 1 - 0.25 * (0 + 2)
-    assert [bool(a.any()) for a in controls.values()] == [n == "bias" for n in controls]
-
-
-def test_what_has_no_place_in_scaffold_is_refused():
-    with pytest.raises(ValueError, match="local_epochs: expected at least 1 with SCAFFOLD, got 0"):
-        client(nn.Linear(4, 3), local_epochs=0)
-    with pytest.raises(ValueError, match="proximal_mu: expected 0, as SCAFFOLD has no proximal"):
-        client(nn.Linear(4, 3), proximal_mu=0.1)
-    own = client(nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="proximal-mu: expected 0, as SCAFFOLD"):
-        own.fit(sent(own.model, zeros(own.model)), {"proximal-mu": 0.5})
+    assert [name for name, a in controls.items() if a.any()] == ["bias"]
 
 
 @pytest.mark.parametrize(
-    ("records", "text"),
+    ("options", "message"),
     [
-        (lambda w: {"arrays": w}, "records corrections, got arrays; .* from the strategy SCAFFOLD"),
-        (lambda w: {"corrections": w}, "one record of weights beside corrections, got 0"),
-        (lambda w: dict.fromkeys(("arrays", "corrections", "more"), w), "corrections, got 2"),
-        (lambda w: {"arrays": {"weight": 0}, "corrections": w}, "the model has 2 arrays, got 1"),
-        (lambda w: {"arrays": w, "corrections": w | {"odd": 0}}, r"differing in \['odd'\]"),
-        (
-            lambda w: {"arrays": w, "corrections": w | {"bias": w["weight"]}},
-            r"correction of bias: expected the shape \(3,\), got",
-        ),
+        ({"local_epochs": 0}, "local_epochs: expected at least 1 with SCAFFOLD, got 0"),
+        ({"proximal_mu": 0.1}, "proximal_mu: expected 0, as SCAFFOLD has no proximal"),
     ],
 )
-def test_bad_messages_are_refused(records, text):
+def test_options_that_have_no_place_in_scaffold_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        client(nn.Linear(4, 3), **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "text"),
+    [
+        ({}, {"proximal-mu": 0.5}, "proximal-mu: expected 0, as SCAFFOLD"),
+        ({"corrections": None}, {}, "records corrections, got arrays; .* from the strategy SCAFFO"),
+        ({"arrays": None}, {}, "one record of weights beside corrections, got 0"),
+        ({"more": {}}, {}, "one record of weights beside corrections, got 2"),
+        ({"arrays": {"weight": 0}}, {}, "the model has 2 arrays, got 1"),
+        ({"corrections": {"weight": 0}}, {}, r"differing in \['bias'\]"),
+        ({"corrections": {"weight": np.ones(3), "bias": np.ones(3)}}, {}, "correction of weight: "),
+    ],
+)
+def test_bad_messages_are_refused(change, config, text):
     own = client(nn.Linear(4, 3))
+    weights = weights_of(own.model)
+    records = {"arrays": weights, "corrections": weights} | change
+    sent = NamedArrays({name: record for name, record in records.items() if record is not None})
     with pytest.raises(ValueError, match=text):
-        own.fit(NamedArrays(records(weights_of(own.model))), {})
+        own.fit(sent, config)
