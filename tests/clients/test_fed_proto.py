@@ -16,17 +16,11 @@ from ..strategies.federation import examples, network
 
 ONES = Prototypes(np.ones((3, 8), np.float32), np.ones(3, int))
 NONE = Prototypes.none(3, 8)
-PREDICT = ("prototype", "head")
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def features(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()[:3](x)
 
 
 def message(model: nn.Module, prototypes: Prototypes) -> NamedArrays:
@@ -50,10 +44,8 @@ def test_a_step_is_along_the_gradient_of_cross_entropy_and_the_examples_distance
     means = rng.normal(size=(3, 5)).astype(np.float32)
     prototypes = Prototypes(means * [[1], [1], [0]], np.array([2, 7, 0]))
     rate, pull = 0.3, 2.5
-    before = get_weights(model)
-    z = model[1](model[0](x))
-    drawn = torch.from_numpy(prototypes.means).double()[y]
-    distances = (z - drawn).square().sum(1) / 5
+    before, z = get_weights(model), model[:2](x)
+    distances = (z - torch.from_numpy(prototypes.means).double()[y]).square().sum(1) / 5
     loss = nn.functional.cross_entropy(model[2](z), y) + pull * distances[y < 2].sum() / 9
     loss.backward()
     expected = [w - rate * p.grad.numpy() for w, p in zip(before, model.parameters(), strict=True)]
@@ -67,15 +59,14 @@ def test_a_step_is_along_the_gradient_of_cross_entropy_and_the_examples_distance
 
 
 def test_before_there_are_prototypes_it_evaluates_its_head():
-    own, by_head = (FedProtoClient(network(), *examples(4), predict=p) for p in PREDICT)
-    kinds = [
-        type(own.predictor(message(network(1), prototypes), config_of()))
-        for prototypes in (NONE, ONES)
-    ]
-    assert kinds == [NetworkPredictor, PrototypePredictor]
-    assert own.evaluate(message(network(1), NONE), config_of()) == by_head.evaluate(
-        message(network(1), ONES), config_of()
+    own, by_head = (
+        FedProtoClient(network(), *examples(4), predict=p) for p in ("prototype", "head")
     )
+    for prototypes, kind in ((NONE, NetworkPredictor), (ONES, PrototypePredictor)):
+        predictor = own.predictor(message(network(1), prototypes), config_of())
+        assert type(predictor) is kind
+    expected = by_head.evaluate(message(network(1), ONES), config_of())
+    assert own.evaluate(message(network(1), NONE), config_of()) == expected
 
 
 def test_a_head_that_the_strategy_names_is_that_of_the_predictor_too():

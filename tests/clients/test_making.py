@@ -27,30 +27,23 @@ class Augmented(Dataset[tuple[Tensor, int]]):
         return X[i] + torch.randn(4), int(Y[i])
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A user's own network, built anew in each message, whose weights and dropout draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.drop, self.out = nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.drop(torch.relu(self.hidden(x))))
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
 
 
-def first_weights() -> ArrayRecord:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        return ArrayRecord(dict(Net().state_dict()))
+with torch.random.fork_rng(devices=[]):
+    torch.default_generator.manual_seed(0)
+    WEIGHTS = ArrayRecord(dict(net().state_dict()))
 
 
 def trained(workers: int) -> dict[str, bytes]:
     def client_fn(context: Context) -> NumPyClient:
-        return SGDClient(Net(), Augmented(), batch_size=4, local_epochs=3)
+        return SGDClient(net(), Augmented(), batch_size=4, local_epochs=3)
 
     strategy = SeededFedAvg(fraction_evaluate=0.0)
     with LocalGrid(client_app(client_fn), 12, {}, workers=workers) as grid:
-        result = strategy.start(grid, first_weights(), num_rounds=2)
+        result = strategy.start(grid, WEIGHTS, num_rounds=2)
     return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
 
 
@@ -71,10 +64,10 @@ def test_clients_without_a_seed_draw_numbers_of_their_own():
                 seen.setdefault(int(context.node_config["partition-id"]), []).append(x)
                 return x, targets
 
-        return Watching(Net(), Augmented())
+        return Watching(net(), Augmented())
 
     strategy = NTKFL(learning_rate=0.1, steps=[20], fraction_evaluate=0.0)
-    strategy.start(LocalGrid(client_app(client_fn), 2, {}), first_weights(), num_rounds=1)
+    strategy.start(LocalGrid(client_app(client_fn), 2, {}), WEIGHTS, num_rounds=1)
     for fit, query in seen.values():
         assert torch.equal(fit, query)
     assert not torch.equal(seen[0][0], seen[1][0])
@@ -92,9 +85,8 @@ def test_a_seed_may_be_one_number(seed, expected):
 
 def test_a_client_fn_of_older_tutorials_is_told_what_to_return():
     def client_fn(context: Context) -> Any:
-        return SGDClient(nn.Linear(4, 3), X, Y).to_client()
+        return SGDClient(net(), X, Y).to_client()
 
     strategy = SeededFedAvg(fraction_evaluate=0.0)
-    initial = ArrayRecord(dict(nn.Linear(4, 3).state_dict()))
     with pytest.raises(NoUsableReply, match=r"return the client itself, without .to_client\(\)"):
-        strategy.start(LocalGrid(client_app(client_fn), 2, {}), initial, num_rounds=1)
+        strategy.start(LocalGrid(client_app(client_fn), 2, {}), WEIGHTS, num_rounds=1)

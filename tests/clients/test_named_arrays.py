@@ -38,20 +38,16 @@ def test_a_deep_copy_keeps_the_names():
     np.testing.assert_array_equal(arrays[2], RECORDS["corrections"]["w"])
 
 
-def test_records_are_returned_in_the_order_that_they_are_asked_for():
-    corrections, weights = records_of(
-        NamedArrays(RECORDS), "corrections", "arrays", strategy="SCAFFOLD"
-    )
+def test_records_come_in_the_order_that_they_are_asked_for_or_the_missing_are_named():
+    named = NamedArrays(RECORDS)
+    corrections, weights = records_of(named, "corrections", "arrays", strategy="SCAFFOLD")
     assert list(weights) == ["w", "b"]
     assert corrections["w"] is RECORDS["corrections"]["w"]
-
-
-def test_missing_records_and_names_are_told_with_the_strategy_that_sends_them():
     text = (
-        "expected the records arrays, linear, control, got arrays, empty, corrections; "
-        "linear, control comes from the strategy TCT"
+        "expected the records arrays, linear, control, got arrays, empty, corrections; linear, "
+        "control comes from the strategy TCT"
     )
     with pytest.raises(ValueError, match=text):
-        records_of(NamedArrays(RECORDS), "arrays", "linear", "control", strategy="TCT")
+        records_of(named, "arrays", "linear", "control", strategy="TCT")
     with pytest.raises(ValueError, match=r"NamedArrays .* strategy TCT, .* got a list without"):
         records_of([np.zeros(1)], strategy="TCT")
