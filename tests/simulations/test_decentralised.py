@@ -16,6 +16,7 @@ from fedntk.simulations.report.report import write_report
 SMALL = {"num_clients": 5, "clients_per_round": 5, "clients_per_evaluation": 5, "rounds": 2,
          "learning_rate": 0.1, "min_partition_size": 2}  # fmt: skip
 
+OWN = {"d_psgd": {"degree": 2}}
 CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average": False}
 
 
@@ -30,7 +31,6 @@ CLUSTERED = {"degree": 2, "evolve_once": True, "topology": "clustered", "average
 def test_settings_that_do_not_go_together_are_refused(method, own, message):
     with pytest.raises(ConfigError, match=message):
         Config(method=method.replace("_", "-"), **SMALL, **{method: own})
-    Config(method=method.replace("_", "-"), **SMALL, **{method: {"topology": "ring"}})
 
 
 def test_settings_reach_the_strategy():
@@ -51,95 +51,81 @@ def test_a_graph_of_ones_own_comes_from_a_file_of_edges(tmp_path):
 
     assert edges(graph=str(file)) == [[0, 1], [1, 2], [1, 4], [2, 3], [3, 4]]
     for given in ({}, {"graph": str(file), "topology": "ring"}):
-        with pytest.raises(
-            ConfigError, match=r"dfedavg\.graph: expected one with topology = 'own'"
-        ):
+        with pytest.raises(ConfigError, match=r"graph: expected one with topology = 'own'"):
             edges(**given)
-    for text, words in (
-        ("0 7\n1 2\n", r"between the partitions 0 \.\.\. 4, got \[7\]"),
-        ("0 a\n", "two partitions on each line"),
-        ("# no edge\n", "got none"),
-    ):
+    for text, words in (("0 7\n1 2\n", r"0 \.\.\. 4, got \[7\]"), ("0 a\n", "two partitions")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"dfedavg.graph = .*expected edges.*{words}"):
             edges(graph=str(file))
 
 
-STATISTICS = ("mean", "std", "min", "q1", "median", "q3", "max")
-
-
-@pytest.mark.parametrize(("method", "ends"), [("dfedavg", "averaged"), ("d-psgd", "trained")])
-def test_methods_are_judged_at_the_same_two_points(method, ends, tmp_path):
-    """After the average and after the training; at one, without the setting. Projected inputs."""
-    sent = []
-    for both, points in ((True, 2), (False, 0)):
-        own = {"degree": 2, "both_accuracies": both, "selection_points": 0}
-        given = {**SMALL, "projection": 20, method.replace("-", "_"): own}
-        result = run(Config(method=method, out=str(tmp_path / f"{both}"), **given), progress=False)
-        sent.append(result.curve("evaluation-bytes-up")[2])
-        judged = {p: result.curve(f"{p}-accuracy-median") for p in ("averaged", "trained")}
-        other = ({*judged} - {ends}).pop()
-        assert (len(judged[ends]), len(judged[other])) == (2, points)
-        assert not both or judged[ends][1] != judged[other][1]
-    assert sent[1] < sent[0]
-    assert not (tmp_path / "True" / "details").exists()
-
-
-# ---------------------------------------------------------------------- selection
-
-
-def accuracy_of(model: Any) -> float:
-    """Best at 1: of models 0.1, 0.2, ... the largest, and of a mean its distance from 1."""
-    return 1 - abs(1 - float(model["w"]))
-
-
-def mean(models: Any) -> dict[str, np.ndarray]:
-    return {"w": np.mean([own["w"] for own in models])}
-
-
 def test_selection_curves_are_means_in_three_orders():
     """By hand: models 0.2, 0.4, 0.6, 0.8 of clients 7, 5, 3, 1, judged by their value itself."""
     models = {7: {"w": 0.2}, 5: {"w": 0.4}, 3: {"w": 0.6}, 1: {"w": 0.8}}
-    curves = selection_curves(models, accuracy_of, accuracy_of, mean)
-    found = dict(list(curves.groupby("order")))
+
+    def curves(sign: float, points: int) -> dict[Any, pd.DataFrame]:
+        found = selection_curves(
+            models,
+            lambda model: sign * model["w"],
+            lambda model: model["w"],
+            lambda some: {"w": np.mean([model["w"] for model in some])},
+            points=points,
+        )
+        return dict(list(found.groupby("order")))
+
+    found, again = curves(1, 20), curves(1, 20)
     assert found["best to worst"].client.tolist() == [1, 3, 5, 7]
     assert found["worst to best"].client.tolist() == [7, 5, 3, 1]
     assert found["best to worst"].accuracy.tolist() == pytest.approx([0.8, 0.7, 0.6, 0.5])
     assert found["worst to best"].accuracy.tolist() == pytest.approx([0.2, 0.3, 0.4, 0.5])
     assert sorted(found["random"].client) == [1, 3, 5, 7]
-    assert found["random"].accuracy.iloc[-1] == pytest.approx(0.5)
-    pd.testing.assert_frame_equal(curves, selection_curves(models, accuracy_of, accuracy_of, mean))
-    reverse = selection_curves(models, lambda m: -accuracy_of(m), accuracy_of, mean, points=3)
-    worst = reverse[reverse.order == "best to worst"]  # sorted by other examples than are judged
+    pd.testing.assert_frame_equal(found["random"], again["random"])
+    worst = curves(-1, 3)["best to worst"]  # sorted by other examples than are judged
     assert worst.clients.tolist() == numbers_averaged(4, 3) == [1, 2, 4]
     assert worst.accuracy.tolist() == pytest.approx([0.2, 0.3, 0.5])
 
 
-@pytest.mark.parametrize("held", [0, 100])
-def test_a_run_judges_its_last_models_and_means_of_some_of_them(held, tmp_path):
-    """Accuracies of the models are their predictors'; the mean of all is the run's model.
+STATISTICS = ("mean", "std", "min", "q1", "median", "q3", "max")
 
-    Examples that judge means share none with those by which models are sorted.
-    """
-    own = {"d_psgd": {"degree": 2}, "validation_examples": held}
-    config = Config(method="d-psgd", out=str(tmp_path), **own, **SMALL)
-    result = run(config, progress=False)
+
+def test_a_run_judges_its_last_models_and_means_of_some_of_them(tmp_path):
+    config = Config(method="d-psgd", out=str(tmp_path), validation_examples=100, **SMALL, **OWN)
+    result, setup = run(config, progress=False), load_setup(config)
     curves = pd.read_parquet(tmp_path / "details" / "selection.parquet")
-    setup = load_setup(config)
     (x, y), (x_held, y_held) = selection_sets(setup)
-    assert (len(y), len(y_held)) == ((len(setup.data.y_test), held) if held else (180, 180))
-    assert len(np.unique(np.concatenate([x, x_held]), axis=0)) == len(x) + len(x_held)
     mean_accuracy = load_predictor(tmp_path).evaluate(x, y).accuracy
-    ends = curves[curves.clients == 5]
-    assert ends.accuracy.tolist() == pytest.approx([mean_accuracy] * 3, abs=2 / len(y))
+    assert mean_accuracy == result.curve().iloc[-1]
+    whole = curves[curves.clients == 5]
+    assert whole.accuracy.tolist() == pytest.approx([mean_accuracy] * 3, abs=2 / len(y))
     models = [load_predictor(tmp_path, client=k) for k in range(5)]
     sorting = [model.evaluate(x_held, y_held).accuracy for model in models]
     best = curves[(curves.order == "best to worst") & (curves.clients == 1)]
     assert sorting[best.client.iloc[0]] == max(sorting)
-    if held:
-        assert mean_accuracy == result.curve().iloc[-1]
-        each = [model.evaluate(x, y).accuracy for model in models]
-        expected = [np.mean(each), np.std(each), *np.quantile(each, [0, 0.25, 0.5, 0.75, 1])]
-        found = [result.curve(f"trained-accuracy-{k}")[2] for k in STATISTICS]
-        assert found == pytest.approx(expected, abs=1e-12)
-        assert "selection-d-psgd.png" in write_report(tmp_path).read_text()
+    each = [model.evaluate(x, y).accuracy for model in models]
+    expected = [np.mean(each), np.std(each), *np.quantile(each, [0, 0.25, 0.5, 0.75, 1])]
+    found = [result.curve(f"trained-accuracy-{k}")[2] for k in STATISTICS]
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert "selection-d-psgd.png" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(("held", "sizes"), [(0, (180, 180)), (100, (360, 100))])
+def test_examples_that_judge_means_share_none_with_those_by_which_models_are_sorted(held, sizes):
+    setup = load_setup(Config(method="d-psgd", validation_examples=held, **SMALL, **OWN))
+    (x, y), (x_held, y_held) = selection_sets(setup)
+    assert (len(y), len(y_held)) == sizes
+    assert len(np.unique(np.concatenate([x, x_held]), axis=0)) == len(x) + len(x_held)
+
+
+@pytest.mark.parametrize(
+    ("method", "both", "points"),
+    [("dfedavg", False, {"averaged"}), ("d-psgd", True, {"averaged", "trained"})],
+)
+def test_models_are_judged_after_the_average_and_after_the_training(method, both, points, tmp_path):
+    """Or only as they are at the end of a round. By projected inputs, without a selection."""
+    own = {"degree": 2, "both_accuracies": both, "selection_points": 0}
+    given = {**SMALL, "projection": 20, method.replace("-", "_"): own}
+    result = run(Config(method=method, out=str(tmp_path), **given), progress=False)
+    judged = {p: result.curve(f"{p}-accuracy-median").tolist() for p in ("averaged", "trained")}
+    assert {point for point, curve in judged.items() if len(curve) == 2} == points
+    assert judged["averaged"] != judged["trained"]
+    assert not (tmp_path / "details").exists()
