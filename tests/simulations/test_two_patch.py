@@ -1,5 +1,6 @@
 """The two-patch data set and its network by name, and FedAvg on them by the real strategy."""
 
+import copy
 import math
 
 import numpy as np
@@ -31,9 +32,8 @@ def config(**changes) -> Config:
     options = {
         "dataset": DATASET, "partition": "natural", "num_clients": 4, "clients_per_round": 4,
         "clients_per_evaluation": 0, "method": "fedavg", "model": "two-patch-cnn", "width": 5,
-        "rounds": 3, "local_epochs": 2, "batch_size": 6, "learning_rate": 0.8,
     }  # fmt: skip
-    return Config(**{**options, **changes})
+    return Config(**options | changes)
 
 
 def test_clients_have_the_examples_of_the_distribution_as_they_are():
@@ -71,20 +71,18 @@ def test_defaults_and_first_weights_are_those_of_the_paper():
     assert float(model.weight.detach().std()) == pytest.approx(0.1 / math.sqrt(1000), rel=0.0101)
 
 
-def test_the_cross_entropy_of_its_outputs_is_the_papers_logistic_loss():
-    """Outputs are those of equation (2)."""
+def test_outputs_and_loss_are_those_of_the_paper():
+    """Equation (2); cross-entropy is the logistic loss of the paper."""
     model = build_model(config(), (2, 60), 2)
     examples = DISTRIBUTION.draw(6, clients=[1], dtype=torch.float32)
-    with torch.no_grad():
-        outputs = model(examples.patches()[0])
-        loss = torch.nn.functional.cross_entropy(outputs, examples.classes()[0])
-        expected = evaluate(model.weight[None], examples)
-    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
-    wrong = (outputs.argmax(1) != examples.classes()[0]).float().mean()
-    assert float(wrong) == float(expected.error)
-    x, weight = examples.patches()[0].double(), model.weight.detach().double()
-    exact = torch.einsum("jwd,npd->njwp", weight, x).relu().sum((2, 3)) / weight.shape[1]
+    x, y, weight = examples.patches()[0], examples.classes()[0], model.weight.detach()
+    outputs = model(x).detach()
+    exact = torch.einsum("jwd,npd->njwp", weight.double(), x.double()).relu().sum((2, 3)) / 5
     torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-7)
+    expected = evaluate(weight[None], examples)
+    loss = torch.nn.functional.cross_entropy(outputs, y)
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
+    assert float((outputs.argmax(1) != y).float().mean()) == float(expected.error)
 
 
 def test_the_strategys_weights_are_those_of_the_update_rules():
@@ -97,17 +95,12 @@ def test_the_strategys_weights_are_those_of_the_update_rules():
 
     def client_fn(context: Context) -> SGDClient:
         k = int(context.node_config["partition-id"])
-        own = TwoPatchCNN((2, 60), 2, width=5).double()
-        return SGDClient(
-            own, x[k], y[k], local_epochs=steps, batch_size=6, learning_rate=0.8, seed=(0, k)
-        )
+        own = copy.deepcopy(model)
+        return SGDClient(own, x[k], y[k], local_epochs=steps, batch_size=6, learning_rate=0.8)
 
     strategy = SeededFedAvg(fraction_evaluate=0.0, min_available_nodes=4)
-    result = strategy.start(
-        LocalGrid(client_app(client_fn), 4, {}),
-        ArrayRecord({"weight": Array(initial.numpy())}),
-        num_rounds=rounds,
-    )
+    first = ArrayRecord({"weight": Array(initial.numpy())})
+    result = strategy.start(LocalGrid(client_app(client_fn), 4, {}), first, num_rounds=rounds)
     learned = torch.from_numpy(result.arrays["weight"].numpy())
     found, mixing = Coefficients.zeros(examples, 5), mixing_matrix(torch.zeros(4))
     for _ in range(rounds):
