@@ -11,7 +11,7 @@ import networkx as nx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvg
 from torch import nn
 
 import fedntk.clients
@@ -37,6 +37,7 @@ from .test_contract import CONTRACTS
 SERVER = ShufflingServer()
 KEYS = KeyServer(bytes(32), [], Ed25519PrivateKey.generate())
 SHARED = itertools.repeat(FedAvg())  # the same strategy at each call
+UNLIKE = iter([FedAdam() if k else FedAdam(eta=0.5) for k in range(5)])
 AVERAGING = functools.partial(SeededFedAvg, average_decay=0.5)
 SUMS = {"solve": "statistics"}
 SHARE = {"auto_ridge": True, "validation_share": 0.2}
@@ -44,6 +45,7 @@ NAN = float("nan")
 SECURE = SUMS | {"bits": 8, "secure_aggregation": True}
 CLUSTERS = Topology("clustered")
 NOISE = {"noise_multiplier": 1.0}
+CLIPPING = functools.partial(DifferentialPrivacyServerSideFixedClipping, FedAvg(), 1.0, 1.0, 6)
 BOTH = {"validation_partitions": (1,), "validation_loss": lambda arrays: 0.0}
 LINEARISED = NOISE | {"selection": "linearised"}
 VALIDATED = NOISE | {"selection": "validation", "validation_partitions": [1]}
@@ -55,6 +57,8 @@ ntk_fl = functools.partial(NTKFL, **EVOLUTION)
 cp_ntk_fl = functools.partial(CPNTKFL, **EVOLUTION)
 fed_per = functools.partial(FedPer, network=NET)
 tct = functools.partial(TCT, network=NET)
+solving = functools.partial(tct, normalise=False, solve="server")
+noisy = functools.partial(cp_ntk_fl, **LINEARISED)
 own_graph = functools.partial(Topology, "own")
 DISTILLED = {"network": NET, "examples": torch.ones(5, 4)}
 distillation = functools.partial(
@@ -81,6 +85,15 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (distillation, {"network": nn.Linear(4, 1)}, "network: expected outputs of shape (n, C)"),
     (FedEnsemble, {"inner": SHARED.__next__}, "expected a new strategy at each call"),
     (FedEnsemble, {"inner": FedEnsemble}, "expected a strategy of one model"),
+    (FedEnsemble, {"inner": UNLIKE.__next__}, "model 1's differs in inner"),
+    (FedEnsemble, {"inner": CLIPPING}, "expected a strategy that aggregates itself, got"),
+    (FedEnsemble, {"inner": tct}, "a round shows only some of the clients"),
+    (
+        FedEnsemble,
+        {"inner": solving},
+        "a round shows only some of the clients",
+    ),
+    (FedEnsemble, {"inner": noisy}, "expected 0 within a FedEnsemble, got 1"),
     (fed_per, {"average_decay": 0.5}, "average_decay: expected 0 for FedPer"),
     (tct, {"average_decay": 0.5}, "average_decay: expected 0 for TCT"),
     (tct, {"bootstrap": AVERAGING()}, "bootstrap: expected average_decay = 0, got 0.5"),
@@ -168,6 +181,7 @@ def test_an_option_beyond_its_limits_is_refused_by_name(kind, own, value):
         kind(**required | {own.name: value})
 
 
+@pytest.mark.filterwarnings("ignore")  # of Opacus' imports
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
 def test_arguments_are_refused_by_name(make, options, message):
     with pytest.raises(ValueError) as caught:
