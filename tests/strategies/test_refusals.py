@@ -29,6 +29,7 @@ from fedntk.strategies import (
     FedPer,
     SeededFedAvg,
     Topology,
+    WeightedFedAvg,
 )
 from fedntk.trust import KeyServer, ShufflingServer
 
@@ -55,6 +56,7 @@ NET = nn.Linear(4, 3)
 EVOLUTION: dict[str, Any] = {"learning_rate": 0.1, "steps": [5, 20, 50]}
 ntk_fl = functools.partial(NTKFL, **EVOLUTION)
 cp_ntk_fl = functools.partial(CPNTKFL, **EVOLUTION)
+weighted = functools.partial(WeightedFedAvg, network=NET)
 fed_per = functools.partial(FedPer, network=NET)
 tct = functools.partial(TCT, network=NET)
 solving = functools.partial(tct, normalise=False, solve="server")
@@ -88,13 +90,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FedEnsemble, {"inner": UNLIKE.__next__}, "model 1's differs in inner"),
     (FedEnsemble, {"inner": CLIPPING}, "expected a strategy that aggregates itself, got"),
     (FedEnsemble, {"inner": tct}, "a round shows only some of the clients"),
-    (
-        FedEnsemble,
-        {"inner": solving},
-        "a round shows only some of the clients",
-    ),
+    (FedEnsemble, {"inner": solving}, "a round shows only some of the clients"),
     (FedEnsemble, {"inner": noisy}, "expected 0 within a FedEnsemble, got 1"),
     (fed_per, {"average_decay": 0.5}, "average_decay: expected 0 for FedPer"),
+    (weighted, {"personal_batch_norm": True}, "personal_batch_norm: the network has no BatchNorm"),
     (tct, {"average_decay": 0.5}, "average_decay: expected 0 for TCT"),
     (tct, {"bootstrap": AVERAGING()}, "bootstrap: expected average_decay = 0, got 0.5"),
     (FedEnsemble, {"inner": FedBE, "average_decay": 0.5}, "expected 0 with models by FedBE"),
