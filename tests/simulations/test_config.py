@@ -18,7 +18,8 @@ DP = {
 SUMS = {"method": "tct", "tct.solve": "statistics"}
 SECURE = SUMS | {"tct.bits": 8, "tct.secure-aggregation": True, "validation-examples": 9}
 VALIDATION = {"ntk-fl.selection": "validation", "validation-clients": 2}
-
+DISTILLED = {"method": "fed-be", "fed-be.distill": True}
+HELD = DISTILLED | {"validation-examples": 50}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
@@ -60,6 +61,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (SUMS | {"tct.bits": 8, "validation-examples": 9, "evaluate-on": "validation"},
      "tct.bits uses the examples that evaluate-on = validation measures with"),
     ({"tct": {"dtype": "float16", "normalise": False}}, "without tct.normalise; use float32"),
+    # an ensemble that the server distils, and one of which all models begin otherwise
+    (DISTILLED, "validation-examples: expected at least 2 for the server to distil on, got 0"),
+    (HELD | {"loss": "mse"}, "loss: expected cross-entropy with fed-be.distill"),
+    (HELD | {"evaluate-on": "validation"}, "evaluate-on: expected test with fed-be.distill"),
+    (HELD | {"projection": 20}, "projection: expected 0 with fed-be.distill"),
+    ({"method": "fed-ensemble", "weights": "a.safetensors"}, "expected none with fed-ensemble"),
     # where keys are now, and near ones
     ({"num-features": 5}, "unknown key 'num-features'; it is now tct.num-features"),
     ({"tct.num-feature": 5}, "unknown key 'tct.num-feature'; did you mean 'tct.num-features'?"),

@@ -26,8 +26,3 @@ def test_methods_whose_models_stay_with_the_clients_are_refused(inner, tmp_path)
     config = Config(method="fed-ensemble", fed_ensemble=own, rounds=1, out=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="cannot work within a FedEnsemble"):
         run(config, progress=False)
-
-
-def test_weights_that_only_one_model_would_begin_with_are_refused():
-    with pytest.raises(ConfigError, match="expected none with fed-ensemble"):
-        Config(method="fed-ensemble", weights="model.safetensors")

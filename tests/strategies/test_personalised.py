@@ -26,16 +26,7 @@ from fedntk.strategies import (
     WeightedFedAvg,
 )
 
-from .federation import (
-    Contract,
-    Grid,
-    app,
-    bits,
-    failed,
-    kept_by,
-    network,
-    start,
-)
+from .federation import Contract, Grid, app, bits, failed, kept_by, network, start
 
 NORM = tuple(name for name in network().state_dict() if name.startswith("1."))
 CLIENTS = app(PersonalisedClient, learning_rate=0.1, batch_size=4)
@@ -152,15 +143,6 @@ def test_two_nodes_that_claim_one_partition_keep_what_is_theirs_apart():
     endings = ["-9-client-2", "-client-0", "-client-1", "-client-2"]
     names = [f"run-{strategy.run_key}{ending}" for ending in endings]
     assert [folder.name for folder in folders(strategy)] == names
-
-
-@pytest.mark.parametrize("name", ["FedProto", "WeightedFedAvg"])
-def test_names_of_records_are_the_strategys_choice(name):
-    make, clients = NAMED[name]
-    expected = start(make(**EVALUATED), Grid(clients), rounds=2)
-    strategy = make(arrayrecord_key="weights", configrecord_key="settings", **EVALUATED)
-    assert bits(start(strategy, Grid(clients), rounds=2)) == bits(expected)
-    assert strategy.evaluate_metrics[2]["replies-accepted"] == 6
 
 
 def test_names_that_the_network_has_not_are_refused_before_the_first_round():
