@@ -26,36 +26,31 @@ from .federation import (
 OPTIONS: dict[str, Any] = {"min_available_nodes": 6, "fraction_evaluate": 0.0}
 EVALUATED = {"min_available_nodes": 6, "fraction_evaluate": 1.0, "min_evaluate_nodes": 6}
 SGD = {"learning_rate": 0.1, "batch_size": 4}
-CLIENTS = app(DittoClient, **SGD)
+CLIENTS, PLAIN = app(DittoClient, **SGD), app(SGDClient, **SGD)
 CONTRACT = {"Ditto": Contract(Ditto, CLIENTS, personal=True)}
 
 
 def test_the_global_model_is_fedavgs_and_the_own_one_without_a_pull_local_trainings():
-    """Bit for bit, of every client, the same draws; statistics of BatchNorm, too."""
     ditto, alone = Ditto(**OPTIONS), LocalTraining(**OPTIONS)
     after = start(ditto, Grid(app(DittoClient, pull=0.0, **SGD)), rounds=3)
     start(alone, Grid(app(PersonalisedClient, **SGD)), rounds=3)
     for client in range(6):
         assert bits(kept_by(ditto, client, 3)) == bits(kept_by(alone, client, 3))
     assert ditto.train_metrics[3]["restarted"] == 0
-    expected = start(SeededFedAvg(**OPTIONS), Grid(app(SGDClient, **SGD)), rounds=3)
+    expected = start(SeededFedAvg(**OPTIONS), Grid(PLAIN), rounds=3)
     assert bits(after) == bits(expected)
 
 
 def test_one_that_lost_its_model_begins_again_with_the_global_one_and_says_so(caplog):
-    """All lose it in each round: v is then what one round makes of the received weights.
-
-    What is sent does not change by it: it is FedAvg's.
-    """
+    """All lose it in each round: v is what one round makes of the weights, which are FedAvg's."""
     forgetful = Ditto(**OPTIONS)
     with caplog.at_level(WARNING, "flwr"):
         after = start(forgetful, Grid(CLIENTS, changes={5: forgetting(forgetful, 3)}), rounds=3)
     said = "the personal model is lost: it begins again with the global weights"
     assert [record.getMessage() for record in caplog.records].count(said) == 12  # rounds 2 and 3
     assert forgetful.train_metrics[3]["restarted"] == 1
-    three = start(SeededFedAvg(**OPTIONS), Grid(app(SGDClient, **SGD)), rounds=3)
+    two, three = (start(SeededFedAvg(**OPTIONS), Grid(PLAIN), rounds) for rounds in (2, 3))
     assert bits(after) == bits(three)
-    two = start(SeededFedAvg(**OPTIONS), Grid(app(SGDClient, **SGD)), rounds=2)
     own = DittoClient(network(), *examples(4), seed=(0, 4), **SGD)
     config = {"server-round": 3, "personal-run": "single", "client-id": "4"}
     own.fit(NamedArrays({"arrays": two}), config)

@@ -53,19 +53,25 @@ def features(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model[:3](x)
 
 
-def test_a_prototype_is_the_mean_over_all_examples_of_the_class_by_the_clients_networks():
+def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_by_the_nearest():
     """Eq. (6) without 1 / |N_j|: in float64 over the pooled examples, rounded to float32: 1e-6."""
-    own = strategy()
+    own = strategy(**EVALUATED)
     after = start(own, Grid(CLIENTS))
+    first = {name: array for name, array in after.items() if name not in GLOBAL_PROTOTYPES}
+    assert bits(first) == initial_bits()
     sums, counts = np.zeros((3, 8)), np.zeros(3, int)
     for client in range(6):
         x, y = examples(client)
-        z = features(loaded(kept_by(own, client, 1)), x).double().numpy()
-        np.add.at(sums, y.numpy(), z)
+        z = features(loaded(kept_by(own, client, 1)), x)
+        np.add.at(sums, y.numpy(), z.double().numpy())
         np.add.at(counts, y.numpy(), 1)
+        distances = (z[:, None] - torch.from_numpy(after[MEANS])).square().sum(2)
+        evaluated = own.client_evaluations[client]
+        accuracy = float((distances.argmin(1) == y).double().mean())
+        assert evaluated["accuracy"] == pytest.approx(accuracy)
+        expected = float(nn.functional.cross_entropy(-distances, y))
+        assert evaluated["loss"] == pytest.approx(expected, rel=1e-5)
     assert after[COUNTS].tolist() == counts.tolist()
-    first = {name: array for name, array in after.items() if name not in GLOBAL_PROTOTYPES}
-    assert bits(first) == initial_bits()
     np.testing.assert_allclose(after[MEANS], sums / counts[:, None], rtol=1e-6, atol=1e-6)
 
 
@@ -91,19 +97,6 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
         assert bits(kept_by(free, client, 2)) == bits(kept_by(alone, client, 2))
     assert free.client_evaluations == alone.client_evaluations
     assert free.train_metrics[2]["train-loss"] == alone.train_metrics[2]["train-loss"]
-
-
-def test_clients_evaluate_by_the_nearest_prototype():
-    own = strategy(**EVALUATED)
-    after = start(own, Grid(CLIENTS), rounds=2)
-    for client in range(6):
-        x, y = examples(client)
-        z = features(loaded(kept_by(own, client, 2)), x)
-        distances = (z[:, None] - torch.from_numpy(after[MEANS])).square().sum(2)
-        accuracy = float((distances.argmin(1) == y).double().mean())
-        assert own.client_evaluations[client]["accuracy"] == pytest.approx(accuracy)
-        expected = float(nn.functional.cross_entropy(-distances, y))
-        assert own.client_evaluations[client]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_weights_travel_up_and_the_first_ones_once_down():

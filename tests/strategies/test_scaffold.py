@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -62,33 +62,27 @@ def descend(
     return float(result.arrays["weight"].numpy()[0, 0])
 
 
-def test_fedavg_ends_beside_the_pooled_optimum_and_scaffold_in_it():
+def test_fedavg_ends_beside_the_pooled_optimum():
     """Two clients of slopes 1 and 2, equal in size, K = 5 full-batch steps of eta = 0.1.
 
     A client's steps multiply its distance to its own minimum by (1 - eta a^2)^5: r_1 = 0.9^5 =
     0.59049 and r_2 = 0.6^5 = 0.07776. FedAvg stands still where (1 - r_1)(w - 1) +
-    (1 - r_2)(w - 1/2) = 0: at w = (0.40951 + 0.46112) / 1.33175 = 0.65375. The pooled optimum is
-    (1 + 2) / (1 + 4) = 0.6. In float64 40 rounds contract by 0.33^40 and less.
+    (1 - r_2)(w - 1/2) = 0: at w = (0.40951 + 0.46112) / 1.33175 = 0.65375.
     """
-    local = {"learning_rate": 0.1, "local_epochs": 5}
-    biased = descend(SeededFedAvg(**ALL), scalar(SGDClient, **local), 40, num_clients=2)
+    clients = scalar(SGDClient, learning_rate=0.1, local_epochs=5)
+    biased = descend(SeededFedAvg(**ALL), clients, 40, num_clients=2)
     assert biased == pytest.approx((0.40951 + 0.46112) / 1.33175, rel=1e-12)
-    found = descend(SCAFFOLD(**ALL), scalar(SCAFFOLDClient, **local), 40, num_clients=2)
-    assert found == pytest.approx(0.6, rel=1e-12)
 
 
-@pytest.mark.parametrize(("option", "rate"), [("I", 1.5), ("II", 0.5)])
-def test_partial_participation_and_unequal_clients_end_in_the_pooled_optimum_too(option, rate):
+def test_scaffold_ends_in_the_pooled_optimum():
     """Three clients of 2, 2 and 6 examples, two a round: (2 + 4 + 9) / (2 + 8 + 13.5) = 0.638.
 
-    Sums over the round's clients alone would leave c apart from the mean of the c_i for ever. At
-    the smaller rate the distance halves in three rounds: 2^-40 after 120.
+    Sums over the round's clients alone would leave c apart from the mean of the c_i for ever.
     """
     sampling = {"fraction_train": 0.1, "min_train_nodes": 2, "min_available_nodes": 3, **ALL}
-    strategy = SCAFFOLD(server_learning_rate=rate, **sampling)
-    clients = scalar(SCAFFOLDClient, option=option, learning_rate=0.05, local_epochs=4)
-    found = descend(strategy, clients, 120, num_clients=3)
-    assert found == pytest.approx(15 / 23.5, rel=1e-10)
+    strategy = SCAFFOLD(server_learning_rate=1.5, **sampling)
+    clients = scalar(SCAFFOLDClient, learning_rate=0.05, local_epochs=4)
+    assert descend(strategy, clients, 60, num_clients=3) == pytest.approx(15 / 23.5, rel=1e-10)
     assert strategy.control() == pytest.approx([0.0], abs=1e-10)  # c is the pooled gradient there
 
 
@@ -121,15 +115,13 @@ def test_algorithm_1_by_hand(option):
     assert numbers == pytest.approx([x, c, *own], rel=1e-12)
 
 
-def test_clients_not_heard_of_count_with_controls_of_zero_and_those_held_out_not_at_all():
-    """One of three answers: c = c_1 / 3, as (|S| / N) mean over S of (c_i+ - 0)."""
-    strategy, clients = SCAFFOLD(**ALL), scalar(SCAFFOLDClient)
-    descend(strategy, clients, 1, num_clients=3, changes={1: lost, 2: lost})
-    assert strategy.controls[0] == pytest.approx([-1.0])  # a (a w - 1) at w = 0
-    assert strategy.control() == pytest.approx([-1 / 3])
-    strategy = SCAFFOLD(held_out=[2], **ALL)
-    descend(strategy, clients, 1, num_clients=3)
-    assert strategy.control() == pytest.approx([(-1 - 2) / 2])
+def test_clients_not_heard_of_count_with_zero_and_those_held_out_not():
+    """c = (|S| / N) mean over S of (c_i+ - 0); at w = 0 these are a (a w - 1) = -a."""
+    for options, silent, control in (({}, (1, 2), -1 / 3), ({"held_out": [2]}, (), -3 / 2)):
+        strategy = SCAFFOLD(**options, **ALL)
+        changes = dict.fromkeys(silent, lost)
+        descend(strategy, scalar(SCAFFOLDClient), 1, num_clients=3, changes=changes)
+        assert strategy.control() == pytest.approx([control])
 
 
 def test_server_learning_rate_steps_parameters_and_leaves_statistics_and_counters():
@@ -148,23 +140,23 @@ def test_server_learning_rate_steps_parameters_and_leaves_statistics_and_counter
             np.testing.assert_array_equal(array, mean[name])
 
 
-def test_each_client_is_sent_the_model_and_its_own_correction():
+def test_each_client_is_sent_its_own_correction():
     """c is the mean of all c_i, weighted by examples 5 ... 10, in float64."""
-    strategy, again = SCAFFOLD(**ALL), SCAFFOLD(**ALL)
-    weights = start(strategy, Grid(CLIENTS, order=3))
+    strategy = SCAFFOLD(**ALL)
+    start(strategy, grid := Grid(CLIENTS, order=3))
     kept = np.stack([strategy.controls[p] for p in range(6)]).astype(np.float64)
     control = np.average(kept, axis=0, weights=np.arange(5, 11))
     np.testing.assert_allclose(strategy.control(), control, rtol=1e-9, atol=1e-12)
     assert np.abs(control).max() > 0.01
-    again.load_state_dict(strategy.state_dict())
-    again.start(grid := Grid(CLIENTS, order=3), as_record(weights), num_rounds=2)
-    state = network().state_dict()
-    shapes = {n: (tuple(v.shape), "float32") for n, v in state.items() if v.is_floating_point()}
-    for message in [message for way, message in grid.seen if way == "down"][-6:]:
-        arrays = arrays_of(message.content.array_records["corrections"])
-        assert {name: (a.shape, a.dtype) for name, a in arrays.items()} == shapes
+    strategy.prepare_round(2, [], grid)
+    floating = {n: v for n, v in network().state_dict().items() if v.is_floating_point()}
+    for client in range(6):
+        content = strategy.content_for(client, "train", strategy.global_arrays, ConfigRecord())
+        arrays = arrays_of(content["corrections"])
+        assert [(n, a.shape, a.dtype) for n, a in arrays.items()] == [
+            (n, tuple(v.shape), np.float32) for n, v in floating.items()
+        ]
         flat = np.concatenate([array.ravel() for array in arrays.values()])
-        client = again.registry.client(message.metadata.dst_node_id)
         np.testing.assert_allclose(flat, control - kept[client], rtol=1e-5, atol=1e-7)
 
 
@@ -172,7 +164,6 @@ def test_each_client_is_sent_the_model_and_its_own_correction():
     ("change", "reason"),
     [
         (damaged(0, lambda a: np.full_like(a, np.nan), "controls"), "non-finite"),
-        (damaged(0, lambda a: np.full_like(a, -3e38), "controls"), "scale"),
         (damaged(0, lambda a: np.full_like(a, 1e5), "controls"), "scale"),
         (damaged(0, lambda a: a.T, "controls"), "shape"),
         (damaged(0, lambda a: a + 1e4), "scale"),  # a good control beside weights far off
