@@ -215,19 +215,18 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     """
     if not settings.private_test:
         return split
+    import pandas as pd
+
     ids, ids_test = data.natural_ids, data.natural_ids_test
-    groups = [(np.arange(len(split.clients)), np.arange(len(data.y_test)))]
-    by_owner = False
-    if settings.partition == "natural" and ids is not None and ids_test is not None:
-        by_owner = True
-        tests = _by_value(ids_test)
-        clients_of = _by_value(ids[[own[0] for own in split.clients]])
-        groups = [
-            (clients_of[owner], tests[owner]) for owner in sorted(tests) if owner in clients_of
-        ]
+    by_owner = settings.partition == "natural" and ids is not None and ids_test is not None
+    owners: tuple[Any, Any] = np.zeros(len(split.clients)), np.zeros(len(data.y_test))
+    if by_owner and ids is not None:
+        owners = ids[[own[0] for own in split.clients]], ids_test
+    clients_of, tests_of = (pd.Series(each).groupby(each).indices for each in owners)
     generator = np.random.default_rng([settings.seed, *b"private-test"])
     parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
-    for clients, members in groups:
+    for owner in sorted(tests_of.keys() & clients_of.keys()):
+        clients, members = clients_of[owner], tests_of[owner]
         labels_held = (data.y_train[split.clients[i]] for i in clients)
         held = np.stack([np.bincount(y, minlength=data.num_classes) for y in labels_held])
         labels = data.y_test[members]
@@ -242,13 +241,6 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
                 for i, part in zip(clients, np.split(own, ends[:-1]), strict=True):
                     parts[i].append(part)
     return replace(split, tests=tuple(np.sort(np.concatenate(own)) for own in parts))
-
-
-def _by_value(values: NDArray[Any]) -> Any:
-    """Return value -> indices where it stands."""
-    import pandas as pd
-
-    return pd.Series(values).groupby(values).indices
 
 
 def apportion(total: int, counts: Indices, order: Indices) -> Indices:

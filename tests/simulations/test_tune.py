@@ -204,6 +204,7 @@ def test_another_search_in_the_folder_is_refused(tmp_path, pretended):
     search(tmp_path, grid=TWO)
     for other, message in (
         ({"grid": ONE}, r"learning-rate = \[0.01, 0.3\] \(now \[0.01\]\)"),
+        ({"grid": TWO, "seeds": [0, 1]}, r"seeds = \[0\] \(now \[0, 1\]\)"),
         ({"grid": TWO, "dataset": write_data(tmp_path / "d.npz")}, r"data = '\w+' \(now '\w+'\)"),
     ):
         with pytest.raises(ConfigError, match=f"another search: .*{message}.*; choose another"):
