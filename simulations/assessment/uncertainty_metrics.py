@@ -33,23 +33,14 @@ def calibration(log_probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     >>> {name: round(value, 6) for name, value in found.items()}
     {'accuracy': 0.5, 'nll': 0.916291, 'brier': 0.68, 'ece': 0.3}
     """
-    from sklearn.metrics import accuracy_score, brier_score_loss
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
     log_p = log_probabilities.double()
-    p = log_p.exp().clamp(max=1.0)  # scikit-learn refuses what is a rounding above 1
-    classes = p.shape[1]
-    # at a confidence of exactly 1, torchmetrics would make a bin more
-    below_one = p.clamp(max=1 - 2.0**-24)
-    error = multiclass_calibration_error(below_one, labels, num_classes=classes, n_bins=BINS)
-    brier = brier_score_loss(
-        labels.numpy(), p.numpy(), labels=np.arange(classes), scale_by_half=False
-    )
+    p, targets = log_p.exp(), torch.nn.functional.one_hot(labels, log_p.shape[1])
+    bins = reliability(p, labels)
     return {
-        "accuracy": float(accuracy_score(labels.numpy(), log_p.argmax(1).numpy())),
+        "accuracy": float((log_p.argmax(1) == labels).double().mean()),
         "nll": float(torch.nn.functional.nll_loss(log_p, labels)),
-        "brier": float(brier),
-        "ece": float(error),
+        "brier": float((p - targets).square().sum(1).mean()),
+        "ece": float(np.average((bins.confidence - bins.accuracy).abs(), weights=bins.examples)),
     }
 
 
@@ -60,15 +51,9 @@ def reliability(probabilities: Tensor, labels: Tensor) -> pd.DataFrame:
     ``examples``, ``confidence``, ``accuracy``. The last bin includes a confidence of 1.
     """
     confidence, prediction = probabilities.double().max(1)
-    edges = torch.linspace(0, 1, BINS + 1)  # in float32, as torchmetrics has them
-    number = (torch.bucketize(confidence.float(), edges, right=True) - 1).clamp(max=BINS - 1)
-    table = pd.DataFrame(
-        {
-            "bin": number.numpy(),
-            "confidence": confidence.numpy(),
-            "accuracy": (prediction == labels).double().numpy(),
-        }
-    )
+    number = (BINS * confidence).long().clamp(max=BINS - 1)
+    columns = {"bin": number, "confidence": confidence, "accuracy": (prediction == labels).double()}
+    table = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
     grouped = table.groupby("bin")
     means = grouped[["confidence", "accuracy"]].mean()
     means.insert(0, "examples", grouped.size())

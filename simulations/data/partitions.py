@@ -222,7 +222,8 @@ def _with_tests(split: Split, settings: SplitSettings, data: Data) -> Split:
     owners: tuple[Any, Any] = np.zeros(len(split.clients)), np.zeros(len(data.y_test))
     if by_owner and ids is not None:
         owners = ids[[own[0] for own in split.clients]], ids_test
-    clients_of, tests_of = (pd.Series(each).groupby(each).indices for each in owners)
+    groups: list[Any] = [pd.Series(each).groupby(each).indices for each in owners]
+    clients_of, tests_of = groups
     generator = np.random.default_rng([settings.seed, *b"private-test"])
     parts: list[list[Indices]] = [[np.zeros(0, np.int64)] for _ in split.clients]
     for owner in sorted(tests_of.keys() & clients_of.keys()):
