@@ -24,7 +24,7 @@ from fedntk.ntk import options
 from .core.named_arrays import NamedArrays, records_of
 from .core.randomness import own_randomness
 from .core.sgd_steps import Gradients
-from .core.weights import Scalar, get_weights, set_weights
+from .core.weights import Fit, Scalar, set_weights
 from .sgd import SGDClient
 
 __all__ = ["SCAFFOLDClient"]
@@ -63,28 +63,24 @@ class SCAFFOLDClient(SGDClient):
             )
         _refuse_mu("proximal_mu", self.proximal_mu)
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
-        """Run E epochs of corrected SGD from the received weights.
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Run E epochs of corrected SGD from the received weights: see :meth:`SGDClient.descend`.
 
         Parameters
         ----------
         parameters : NamedArrays
             The record ``arrays`` of the global model, and ``corrections``: c - c_i of each array of
             floating point, by its name.
-        config : dict
-            See :meth:`SGDClient.descend`.
 
         Returns
         -------
         tuple of NamedArrays, int, dict
             The records ``arrays`` of the new weights and ``controls`` of the c_i+, the number of
-            examples, and the ``train-loss`` of :meth:`SGDClient.descend`.
+            examples, and ``train-loss``.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
         (sent,) = records_of(parameters, "corrections", strategy=self.strategy)
-        corrections, records = self._checked(sent), parameters.records  # type: ignore[attr-defined]
+        corrections, records = self._tensors(sent), parameters.records  # type: ignore[attr-defined]
         others = [name for name in records if name != "corrections"]
         if len(others) != 1:
             raise ValueError(
@@ -95,7 +91,7 @@ class SCAFFOLDClient(SGDClient):
         x, targets = self.training_examples(config)
         corrected = _Corrected(self.trainable, corrections, self.weight_decay)
         train_loss = self.descend(weights, x, targets, config, corrected)
-        trained = dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
+        trained = self.model_weights()
         if self.option == "II":
             control = corrected.mean_gradients()
         else:
@@ -104,14 +100,14 @@ class SCAFFOLDClient(SGDClient):
             key: control.get(key, torch.zeros_like(tensor)).cpu().numpy()
             for key, tensor in self._floating().items()
         }
-        result = NamedArrays({others[0]: trained, "controls": controls})
-        return result, len(x), {"train-loss": train_loss}
+        records = NamedArrays({others[0]: trained, "controls": controls})
+        return records, len(x), {"train-loss": train_loss}
 
     def _floating(self) -> dict[str, Tensor]:
         return {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}
 
-    def _checked(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-        """Name -> correction on the model's device."""
+    def _tensors(self, corrections: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+        """Check the corrections; return them on the model's device."""
         floating = self._floating()
         if corrections.keys() != floating.keys():
             odd = sorted(corrections.keys() ^ floating.keys())
@@ -119,15 +115,15 @@ class SCAFFOLDClient(SGDClient):
                 f"corrections: expected one for each floating-point array of the model, differing "
                 f"in {odd[:5]}; the strategy's initial arrays must be of the client's network"
             )
-        checked = {}
+        tensors = {}
         for name, own in floating.items():
             if corrections[name].shape != tuple(own.shape):
                 raise ValueError(
                     f"correction of {name}: expected the shape {tuple(own.shape)}, got "
                     f"{corrections[name].shape}"
                 )
-            checked[name] = torch.from_numpy(corrections[name].copy()).to(own)
-        return checked
+            tensors[name] = torch.from_numpy(corrections[name].copy()).to(own)
+        return tensors
 
     def _gradient(
         self,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedntk.ntk import loss_value
 from fedntk.ntk.class_prior import log_class_prior
@@ -23,7 +23,7 @@ from fedntk.ntk.options import option
 from .core.base import WEIGHTS, ModelClient
 from .core.randomness import own_randomness, round_seed
 from .core.sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
-from .core.weights import Scalar, get_weights, set_weights
+from .core.weights import Fit, Scalar, get_weights, set_weights
 
 __all__ = ["SGDClient"]
 
@@ -72,25 +72,12 @@ class SGDClient(ModelClient):
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
-        """Run E epochs of mini-batch SGD from the received weights.
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
+        """Run E epochs of mini-batch SGD from the received weights: see :meth:`descend`.
 
-        Parameters
-        ----------
-        parameters : list of ndarray
-            The global model.
-        config : dict
-            ``"server-round"`` seeds the shuffling; ``"proximal-mu"`` and ``"lr"`` replace the
-            client's own.
-
-        Returns
-        -------
-        tuple of list of ndarray, int, dict
-            New weights, number of examples, ``{"train-loss": ...}``: see :meth:`descend`.
+        Metrics are ``train-loss``, which it returns.
         """
-        mu = self._replaced("proximal_mu", config, "proximal-mu")
+        mu = self._resolve("proximal_mu", config, "proximal-mu")
         set_weights(self.model, parameters)
         x, targets = self.training_examples(config)
         adjust = proximal_term(self.trainable, mu) if mu else None
@@ -105,8 +92,8 @@ class SGDClient(ModelClient):
     def descend(
         self,
         weights: Sequence[NDArray[Any]],
-        x: torch.Tensor,
-        targets: torch.Tensor,
+        x: Tensor,
+        targets: Tensor,
         config: Mapping[str, Any],
         adjust: Adjust | None = None,
         *,
@@ -121,26 +108,25 @@ class SGDClient(ModelClient):
         x, targets : Tensor, shapes (n, ...) and (n, C)
             Examples, in the order before shuffling.
         config : dict
-            ``"server-round"`` seeds the shuffling; ``"lr"`` replaces the client's own.
+            ``"server-round"`` seeds the shuffling; ``"lr"`` replaces `learning_rate`.
         adjust : callable, optional
-            Maps each step's gradients, by their parameters' names, to those along which the step
-            is to go. It changes none in place.
+            Function from a step's gradients, by their parameters' names, to those that the step
+            goes along. It changes none in place.
         epochs : int, optional
-            E; the client's ``local_epochs`` by default.
+            E; `local_epochs` by default.
 
         Returns
         -------
         float
-            Mean loss of the examples as the steps met them, each counting once in each epoch: in
-            training mode, and at weights that move on. Without epochs: in evaluation mode, at the
-            weights where they would begin.
+            Mean loss of the examples as the steps met them, in training mode, each counting once in
+            each epoch. Without epochs: in evaluation mode, at the weights received.
         """
-        rate = self._replaced("learning_rate", config, "lr")
+        rate = self._resolve("learning_rate", config, "lr")
         epochs = self.local_epochs if epochs is None else epochs
         if not epochs:
             return loss_value(self.outputs(x), targets, self.loss)
         trainable, targets = self.trainable, self._compact(targets)
-        losses, sizes = list[torch.Tensor](), list[int]()
+        losses, sizes = list[Tensor](), list[int]()
         with own_randomness(self.model, x[:2].to(self.device), self._draws(config)) as drawn:
             set_weights(self.model, weights)  # the probe may have moved statistics
             steps = SGDSteps(
@@ -160,7 +146,7 @@ class SGDClient(ModelClient):
         shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
         return float(torch.stack(losses).cpu().double() @ shares)
 
-    def _replaced(self, name: str, config: Mapping[str, Any], key: str) -> float:
+    def _resolve(self, name: str, config: Mapping[str, Any], key: str) -> float:
         """Return an option, or what a message has in its place."""
         return float(self.options()[name].check(config.get(key, getattr(self, name)), key))
 
@@ -170,19 +156,19 @@ class SGDClient(ModelClient):
 
     def batch_gradients(
         self,
-        x: torch.Tensor,
-        targets: torch.Tensor,
-        batch: torch.Tensor,
+        x: Tensor,
+        targets: Tensor,
+        batch: Tensor,
         trainable: Mapping[str, nn.Parameter],
-    ) -> tuple[torch.Tensor, Gradients]:
-        """Return the loss of a batch, and the gradients that a step is taken along.
+    ) -> tuple[Tensor, Gradients]:
+        """Return a batch's loss, and the gradients that a step goes along.
 
-        `batch` are its positions (int64) among the round's examples `x` and `targets`.
+        `batch` are positions (int64) among the round's examples `x` and `targets`.
         """
         loss = self._batch_loss(x, targets, batch)
         return loss, gradients_of(loss, trainable)
 
-    def _batches(self, order: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _batches(self, order: Tensor) -> Sequence[Tensor]:
         batches = list(order.split(self.batch_size))
         norm = nn.modules.batchnorm._BatchNorm
         normalises = any(isinstance(module, norm) for module in self.model.modules())
@@ -190,25 +176,22 @@ class SGDClient(ModelClient):
             batches[-2:] = [torch.cat(batches[-2:])]
         return batches
 
-    def _compact(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return class numbers for one-hot targets, where the loss takes them: that is faster."""
+    def _compact(self, targets: Tensor) -> Tensor:
+        """Return class numbers for one-hot targets if the loss takes them: that is faster."""
         if self.loss == "mse":
             return targets
         one_hot = (targets.amax(1) == 1) & (targets.count_nonzero(1) == 1)
         return targets.argmax(1) if bool(one_hot.all()) else targets
 
     @functools.cached_property
-    def _class_offset(self) -> torch.Tensor:
+    def _class_offset(self) -> Tensor:
         return log_class_prior(self.targets).to(self.device)
 
-    def _batch_loss(
-        self, x: torch.Tensor, targets: torch.Tensor, batch: torch.Tensor
-    ) -> torch.Tensor:
-        """Mean loss of the examples at these positions."""
+    def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
         outputs = self.model(x.index_select(0, batch).to(self.device))
         if self.class_prior:
             outputs = outputs + self._class_offset
         own = targets.index_select(0, batch).to(self.device)
         if self.loss == "mse":
-            return torch.nn.functional.mse_loss(outputs, own) / 2
-        return torch.nn.functional.cross_entropy(outputs, own)
+            return nn.functional.mse_loss(outputs, own) / 2
+        return nn.functional.cross_entropy(outputs, own)

@@ -15,7 +15,7 @@ from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, Prototypes
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar, set_weights
+from ..core.weights import Fit, Scalar, set_weights
 
 __all__ = ["ClosedFormClient"]
 
@@ -31,9 +31,7 @@ class ClosedFormClient(ModelClient):
     replies = "sums of features"
     config_keys = frozenset({FEATURE_GRAM, *FeatureMap("last-layer").to_config()})
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Sum up the features of the round's examples.
 
         Returns

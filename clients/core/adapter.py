@@ -4,7 +4,7 @@ Flower's own ``ClientApp(client_fn)`` speaks the older record names, which today
 not send. :func:`client_app` answers their train, evaluate and query messages with any NumPyClient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -27,14 +27,16 @@ from fedntk.ntk.payloads import Agreement, from_npy, to_npy
 
 from .named_arrays import NamedArrays
 from .randomness import GLOBAL_STATE
+from .weights import Fit
 
-__all__ = ["CLIENT_ID", "client_app", "received", "unpacked"]
+__all__ = ["CLIENT_ID", "client_app", "received", "unpack_content"]
 
 CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 OF_A_CLIENT = "from-"  # begins the name of a record that another client made
 
 ClientFn = Callable[[Context], NumPyClient]
 Function = Callable[[Message, Context], Message]  # that answers a kind of message
+Decorator = Callable[[Function], Function]
 Mod = Callable[[Message, Context, Function], Message]
 Lifespan = Callable[[Context], Iterator[None]]
 DEFAULT = "default"  # action of a message whose type has none, as in Flower
@@ -105,7 +107,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
 
 class _ReplaceableApp(ClientApp):
-    """Has messages answered by another app, those excepted for which functions are registered."""
+    """Has another app answer the messages for which no function is registered here."""
 
     def __init__(self, app: ClientApp, **options: Any) -> None:
         super().__init__(**options)
@@ -117,23 +119,17 @@ class _ReplaceableApp(ClientApp):
             return super().__call__(message, context)
         return self._default_app(message, context)
 
-    def train(
-        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
-    ) -> Callable[[Function], Function]:
-        return self._noted("train", action, super().train(action, mods=mods))
+    def train(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
+        return self._replace("train", action, super().train(action, mods=mods))
 
-    def evaluate(
-        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
-    ) -> Callable[[Function], Function]:
-        return self._noted("evaluate", action, super().evaluate(action, mods=mods))
+    def evaluate(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
+        return self._replace("evaluate", action, super().evaluate(action, mods=mods))
 
-    def query(
-        self, action: str = DEFAULT, *, mods: list[Mod] | None = None
-    ) -> Callable[[Function], Function]:
-        return self._noted("query", action, super().query(action, mods=mods))
+    def query(self, action: str = DEFAULT, *, mods: list[Mod] | None = None) -> Decorator:
+        return self._replace("query", action, super().query(action, mods=mods))
 
     def lifespan(self) -> Callable[[Lifespan], Lifespan]:
-        """Register with both apps, of which one answers."""
+        """Register with both apps: either may answer."""
 
         def register(function: Lifespan) -> Lifespan:
             self._default_app.lifespan()(function)
@@ -141,12 +137,7 @@ class _ReplaceableApp(ClientApp):
 
         return register
 
-    def _noted(
-        self,
-        category: str,
-        action: str,
-        decorator: Callable[[Function], Function],
-    ) -> Callable[[Function], Function]:
+    def _replace(self, category: str, action: str, decorator: Decorator) -> Decorator:
         def register(function: Function) -> Function:
             registered = decorator(function)
             self._replaced.add((category, action))
@@ -159,14 +150,13 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     """Have an app answer with the client that `client_fn` makes."""
 
     def given(message: Message, context: Context) -> tuple[Any, NamedArrays, dict[str, Any]]:
-        """Return a client, and what it is given."""
-        return _made(client_fn, context), *received(message, context)
+        return _make_client(client_fn, context), *received(message, context)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client, parameters, config = given(message, context)
         if (require := getattr(client, "require_agreement", None)) is not None:
-            require(_agreed(message))
+            require(_agreement_in(message))
         return _reply_with_arrays(message, context, parameters, client.fit(parameters, config))
 
     @app.evaluate()
@@ -195,21 +185,21 @@ def _register(app: ClientApp, client_fn: ClientFn) -> None:
     @app.query("input_sums")
     def input_sums(message: Message, context: Context) -> Message:
         client, _, config = given(message, context)
-        client.require_agreement(_agreed(message))
+        client.require_agreement(_agreement_in(message))
         sums, num_examples = client.input_sums(config)
         records = {"arrays": {INPUT_SUMS: sums}}
         return _reply(message, context, {"num-examples": num_examples}, records)
 
     @app.query("keys")
     def keys(message: Message, context: Context) -> Message:
-        return _reply(message, context, _made(client_fn, context).get_properties({}))
+        return _reply(message, context, _make_client(client_fn, context).get_properties({}))
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:
         return _reply(message, context, {})
 
 
-def _made(client_fn: ClientFn, context: Context) -> NumPyClient:
+def _make_client(client_fn: ClientFn, context: Context) -> NumPyClient:
     """Make a client, while no other one of this process draws from the global generators."""
     with GLOBAL_STATE:
         client = client_fn(context)
@@ -225,10 +215,10 @@ def _made(client_fn: ClientFn, context: Context) -> NumPyClient:
 
 def received(message: Message, context: Context) -> tuple[NamedArrays, dict[str, Any]]:
     """Return what a client is given: copies of the arrays received, and the configuration."""
-    return unpacked(message.content, _client_id(context))
+    return unpack_content(message.content, _client_id(context))
 
 
-def unpacked(content: RecordDict, client_id: str) -> tuple[NamedArrays, dict[str, Any]]:
+def unpack_content(content: RecordDict, client_id: str) -> tuple[NamedArrays, dict[str, Any]]:
     """Return what :func:`received` returns, for a client of this id."""
     records, unreadable = {}, {}
     for record, arrays in content.array_records.items():
@@ -244,8 +234,8 @@ def unpacked(content: RecordDict, client_id: str) -> tuple[NamedArrays, dict[str
     return NamedArrays(records, unreadable), config
 
 
-def _agreed(message: Message) -> dict[str, Any]:
-    """Return the configuration that says what must agree, under whatever name; not a user's own."""
+def _agreement_in(message: Message) -> dict[str, Any]:
+    """Return the configuration that says what must agree, under whatever name it came."""
     records = message.content.config_records
     for own in records.values():
         if any(Agreement.owns(key) for key in own):
@@ -260,12 +250,8 @@ def _client_id(context: Context) -> str:
 
 
 def _reply_with_arrays(
-    message: Message,
-    context: Context,
-    received: NamedArrays,
-    found: tuple[Sequence[NDArray[Any]], int, Mapping[str, Any]],
+    message: Message, context: Context, received: NamedArrays, found: Fit
 ) -> Message:
-    """Return the reply of a client that found arrays, a number of examples and metrics."""
     result, num_examples, metrics = found
     if isinstance(result, NamedArrays) and result is not received:  # else it may be changed
         records = result.records

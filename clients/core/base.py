@@ -24,7 +24,7 @@ from .examples import Columns, Data, LabelledExamples, class_numbers, labelled_e
 from .model_probe import cast_examples, check_dtypes, num_outputs
 from .projection import SealedProjection
 from .randomness import round_seed
-from .weights import Scalar, get_weights, set_weights
+from .weights import Evaluation, Scalar, get_weights, set_weights
 
 __all__ = ["ModelClient", "sample_size"]
 
@@ -239,6 +239,10 @@ class ModelClient(Declared, NumPyClient):
         """Return the model's current weights."""
         return get_weights(self.model)
 
+    def model_weights(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the model's arrays, by name."""
+        return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
+
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Return what the key server needs to seal the projection's seed; else nothing."""
         return {} if self.projection is None else dict(self.projection.keys.request())
@@ -283,9 +287,7 @@ class ModelClient(Declared, NumPyClient):
     def _projected(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
         return x if self.projection is None else self.projection(x, config)
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """Return loss, number of examples and ``{"accuracy": ...}`` on the test examples."""
         set_weights(self.model, parameters)
         x, targets = self.test_examples(config)

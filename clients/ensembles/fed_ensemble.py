@@ -14,7 +14,7 @@ from fedntk.ntk.payloads import EnsembleArrays
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar
+from ..core.weights import Evaluation, Fit, Scalar
 
 __all__ = ["FedEnsembleClient"]
 
@@ -53,15 +53,11 @@ class FedEnsembleClient(NumPyClient):
         """Return those of the client within."""
         return self.client.get_properties(config)
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train the one model that came."""
         return self.client.fit(parameters, config)
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """Evaluate the ensemble on the local test examples, and its single models.
 
         See :meth:`~fedntk.ntk.EnsemblePredictor.evaluate`.

@@ -25,7 +25,7 @@ from fedntk.trust import ParcelKeys
 from ..core.adapter import OF_A_CLIENT
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar, get_weights, set_weights
+from ..core.weights import Evaluation, Fit, Scalar, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
 from .sealed_parcels import ALL, OF_SEALING, SealedParcels, kept_key
 
@@ -41,7 +41,6 @@ logger = getLogger("flwr")
 Arrays = dict[str, NDArray[Any]]
 Outgoing = Mapping[str, Mapping[str, NDArray[Any]]]
 Answer = tuple[Outgoing, Mapping[str, Scalar]]  # what goes to whom, and metrics
-Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 T = TypeVar("T")
 
 
@@ -170,9 +169,7 @@ class RelayClient(ModelClient):
             records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """Loss and accuracy of the client's own weights on its examples for evaluation."""
         return super().evaluate(list(self.own_weights(parameters, config).values()), config)
 
@@ -286,15 +283,11 @@ class RelayClient(ModelClient):
 
     def store(self, config: Mapping[str, Any], what: str = "") -> PersonalStore:
         """Return the folder of the client's weights, or of something else that it keeps."""
-        return PersonalStore.of(self.cache, config, self.seed, what)
+        return PersonalStore(self.cache, config, self.seed, what)
 
     def load_weights(self, weights: Mapping[str, NDArray[Any]]) -> None:
         """Put weights into the model."""
         set_weights(self.model, [weights[name] for name in self.model.state_dict()])
-
-    def model_weights(self) -> Arrays:
-        """Return copies of the weights that the model has, by name."""
-        return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
 
     # ----------------------------------------------------------------- parcels
 

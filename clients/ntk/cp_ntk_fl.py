@@ -26,7 +26,7 @@ from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.named_arrays import NamedArrays
 from ..core.randomness import round_seed
-from ..core.weights import Scalar
+from ..core.weights import Fit, Scalar
 from .ntk_fl import NTKFLClient
 
 __all__ = ["CPNTKFLClient"]
@@ -84,9 +84,7 @@ class CPNTKFLClient(NTKFLClient):
             check_run(self.run)
             check_public_key(self.shuffling_key)
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays; the weights stay.
 
         Returns

@@ -19,7 +19,7 @@ from fedntk.ntk.options import argument, option
 
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar, set_weights
+from ..core.weights import Fit, Scalar, set_weights
 
 __all__ = ["NTKFLClient"]
 
@@ -43,9 +43,7 @@ class NTKFLClient(ModelClient):
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
     )
 
-    def fit(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[list[NDArray[Any]], int, dict[str, Scalar]]:
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
 
         Returns

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from fedntk.ntk.options import option
 
 from ..core.sgd_steps import proximal_term
-from ..core.weights import Scalar, set_weights
-from .personalised import Arrays, Fit, PersonalisedClient
+from ..core.weights import Fit, Scalar, set_weights
+from .personalised import Arrays, PersonalisedClient
 
 __all__ = ["DittoClient"]
 
@@ -59,7 +59,7 @@ class DittoClient(PersonalisedClient):
         kept = self.kept(config)
         result, num_examples, metrics = super().fit(parameters, config)
         personal_loss = self._train_own(parameters, config, kept)
-        self.keep(self.weights(), config)
+        self.keep(self.model_weights(), config)
         more = {"personal-loss": personal_loss, "restarted": float(kept is None)}
         return result, num_examples, {**metrics, **more}
 

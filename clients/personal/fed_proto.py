@@ -19,8 +19,8 @@ from fedntk.ntk.options import option
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar
-from .personalised import Arrays, Fit, PersonalisedClient
+from ..core.weights import Evaluation, Fit, Scalar
+from .personalised import Arrays, PersonalisedClient
 
 __all__ = ["FedProtoClient"]
 
@@ -81,9 +81,7 @@ class FedProtoClient(PersonalisedClient):
         own = Prototypes.of(extract, x, targets.argmax(1), targets.shape[1])
         return NamedArrays({self.record_name(parameters): own.to_arrays()}), num_examples, metrics
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
         if not self._by_prototypes(parameters) or self.assembled(parameters, config) is None:
             return super().evaluate(parameters, config)

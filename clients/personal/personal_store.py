@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,29 +26,29 @@ class PersonalStore:
 
     Each round's are whole or missing. What was kept in the newest 20 rounds can be had again, as
     long as it takes no more than 64 MiB, and that of the newest two in any case: so a run that was
-    cut off goes on from its checkpoint to the same bits. `cache` is the folder of all clients on
-    this machine: see :class:`PersonalisedClient`.
+    cut off goes on from its checkpoint to the same bits.
+
+    Parameters
+    ----------
+    cache : path, optional
+        Folder of all clients on this machine: see :class:`PersonalisedClient`.
+    config : mapping
+        A message's, which names run and client. A message that does not come through
+        :func:`~fedntk.clients.client_app` names no client: that goes by its `seed`.
+    what : str
+        Tells several stores of one client apart.
     """
 
-    def __init__(self, cache: str | os.PathLike[str] | None, run: str, client: str) -> None:
-        cache = cache_dir() / "personal" if cache is None else Path(cache)
-        self.folder = client_folder(cache, run, client)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         cache: str | os.PathLike[str] | None,
         config: Mapping[str, Any],
-        seed: Sequence[int],
+        seed: Sequence[int] = (),
         what: str = "",
-    ) -> Self:
-        """Return the store of the run and client that a message's configuration names.
-
-        A message that does not come through :func:`~fedntk.clients.client_app` names no client: it
-        then goes by its `seed`. `what` tells apart several stores of one client.
-        """
+    ) -> None:
+        cache = cache_dir() / "personal" if cache is None else Path(cache)
         client = str(config.get(CLIENT_ID, "-".join(map(str, seed))))
-        return cls(cache, str(config.get(RUN, "")), client + what)
+        self.folder = client_folder(cache, str(config.get(RUN, "")), client + what)
 
     def load(self, server_round: int) -> Arrays | None:
         """Return what was kept in a round; None if it is missing or damaged."""
@@ -57,9 +57,7 @@ class PersonalStore:
         kept = self._disk().load(_file(server_round))
         return {name.removeprefix(PREFIX): array for name, array in kept.items()} or None
 
-    def save(
-        self, server_round: int, arrays: Mapping[str, NDArray[Any]], *, needed: int = 0
-    ) -> None:
+    def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
         """Keep some arrays, under their names, as those of a round.
 
         Those of the round `needed` stay, however old: the new ones may yet be refused.

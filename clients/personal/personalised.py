@@ -14,7 +14,7 @@ from fedntk.ntk import Predictor
 from fedntk.ntk.options import argument
 
 from ..core.named_arrays import NamedArrays, records_of
-from ..core.weights import Scalar, get_weights
+from ..core.weights import Evaluation, Fit, Scalar
 from ..sgd import SGDClient
 from .personal_store import ROUND, RUN, PersonalStore
 
@@ -22,7 +22,6 @@ __all__ = ["PersonalisedClient"]
 
 SHARED, PERSONAL = "arrays", "personal"  # records of a message; a strategy may rename the first
 Arrays = dict[str, NDArray[Any]]
-Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 
 
 class PersonalisedClient(SGDClient):
@@ -61,14 +60,12 @@ class PersonalisedClient(SGDClient):
         if network is None:
             return [], len(self._training), {"lost-state": 0}
         _, num_examples, metrics = super().fit(list(network.values()), config)
-        trained = self.weights()
+        trained = self.model_weights()
         shared = {name: trained[name] for name in self.records(parameters)[0]}
         self.keep({n: a for n, a in trained.items() if n not in shared}, config)
         return NamedArrays({self.record_name(parameters): shared}), num_examples, metrics
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """Loss and accuracy of the client's own network on its examples for evaluation.
 
         One that lost what it kept reports ``{"lost-state": 0}`` instead.
@@ -96,10 +93,6 @@ class PersonalisedClient(SGDClient):
         """Return the name of the record that is not of personal arrays: the strategy's choice."""
         names = [name for name in getattr(parameters, "records", {}) if name != PERSONAL]
         return names[0] if len(names) == 1 else SHARED
-
-    def weights(self) -> Arrays:
-        """Return copies of the network's arrays, by name."""
-        return dict(zip(self.model.state_dict(), get_weights(self.model), strict=True))
 
     def assembled(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays | None:
         """Return the client's whole network, in its order; None if its own part is lost."""
@@ -132,4 +125,4 @@ class PersonalisedClient(SGDClient):
             self._store(config).save(int(config.get("server-round", 0)), arrays, needed=needed)
 
     def _store(self, config: Mapping[str, Any]) -> PersonalStore:
-        return PersonalStore.of(self.cache, config, self.seed)
+        return PersonalStore(self.cache, config, self.seed)

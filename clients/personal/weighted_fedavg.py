@@ -13,8 +13,8 @@ from fedntk.ntk import FeatureMap
 from fedntk.ntk.payloads import Prototypes
 
 from ..core.named_arrays import NamedArrays
-from ..core.weights import Scalar
-from .personalised import Fit, PersonalisedClient
+from ..core.weights import Fit, Scalar
+from .personalised import PersonalisedClient
 
 __all__ = ["WeightedFedAvgClient"]
 

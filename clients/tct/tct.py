@@ -50,7 +50,7 @@ from ..core.adapter import CLIENT_ID
 from ..core.disk_store import cache_dir, client_folder, example_digests, remove_stale
 from ..core.named_arrays import NamedArrays, records_of
 from ..core.secure_sum import SecureSum
-from ..core.weights import Scalar, set_weights
+from ..core.weights import Evaluation, Fit, Scalar, set_weights
 from ..gossip.sealed_parcels import kept_key
 from ..sgd import SGDClient
 from .feature_store import LESS_DISK, FeatureStore
@@ -59,7 +59,6 @@ ONCE = ("features", "statistics", "masked")  # steps whose features are used onc
 OF_SECURE_SUMS = get_args(SumStep)
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
-Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]
 Records = Mapping[str, Arrays]
 Steps = tuple[Tensor, Tensor, Tensor, dict[str, Scalar]]  # W_M, A_k, Z W_0, metrics
 
@@ -316,9 +315,7 @@ class TCTClient(SGDClient):
         metrics["train-loss"] = convex_loss(outputs, targets, task.loss)
         return _reply({TCTModel.ARRAYS[0]: result.numpy()}, len(targets), metrics)
 
-    def evaluate(
-        self, parameters: list[NDArray[Any]], config: dict[str, Scalar]
-    ) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """Loss and accuracy on the local test examples, of the network or of the linear model.
 
         A client that lacks the network of stage 2 says ``"lost-state"``: 0 instead.

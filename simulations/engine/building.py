@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flwr.app import ConfigRecord, MessageType
 from flwr.client import NumPyClient
 
-from fedntk.clients.core.adapter import unpacked
+from fedntk.clients.core.adapter import unpack_content
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.predictors.network import Predictor
 from fedntk.strategies import BaseStrategy
@@ -157,5 +157,5 @@ def load_predictor(
     settings = ConfigRecord()
     strategy.prepare_config(settings, checkpoint.round)
     content = strategy.content_for(client, MessageType.EVALUATE, arrays_then, settings)
-    predictor: Predictor = own.predictor(*unpacked(content, str(client)))  # type: ignore[attr-defined]
+    predictor: Predictor = own.predictor(*unpack_content(content, str(client)))  # type: ignore[attr-defined]
     return predictor

@@ -20,20 +20,24 @@ ARRAYS = {
 }
 
 
+def store_of(cache: Path | None, run: str = "a", client: str = "3") -> PersonalStore:
+    return PersonalStore(cache, {"personal-run": run, "client-id": client})
+
+
 def rounds(store: PersonalStore) -> list[int]:
     return sorted(int(path.stem.removeprefix("round-")) for path in store.folder.glob("round-*"))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> PersonalStore:
-    return PersonalStore(tmp_path, "a", "3")
+    return store_of(tmp_path)
 
 
 def test_a_round_is_read_as_it_was_written_and_any_other_is_missing(store: PersonalStore):
     assert store.load(1) is None
     assert not store.folder.exists()  # nothing is made by looking
     store.save(5, ARRAYS)
-    kept = PersonalStore(store.folder.parent, "a", "3").load(5)  # by another process
+    kept = store_of(store.folder.parent).load(5)  # by another process
     assert list(kept) == list(ARRAYS)
     assert [a.shape for a in kept.values()] == [a.shape for a in ARRAYS.values()]
     assert bits(kept) == bits(ARRAYS)
@@ -68,13 +72,13 @@ def test_the_round_that_is_gone_on_from_stays_however_old_it_is(store, monkeypat
 
 def test_folders_of_other_runs_go_when_nobody_has_used_them_for_a_day(tmp_path: Path):
     names = [("a", "3"), ("b", "3"), ("c", "4"), ("d", "33")]
-    old, recent, others, alike = (PersonalStore(tmp_path, *own) for own in names)
+    old, recent, others, alike = (store_of(tmp_path, *own) for own in names)
     for store in (old, recent, others, alike):
         store.save(1, ARRAYS)
     then = time.time() - 25 * 3600
     for store in (old, others, alike):
         os.utime(store.folder / "key.json", (then, then))
-    PersonalStore(tmp_path, "d", "3").save(1, ARRAYS)
+    store_of(tmp_path, "d").save(1, ARRAYS)
     there = [store.folder.exists() for store in (old, recent, others, alike)]
     assert there == [False, True, True, True]  # the last two are other clients'
-    assert PersonalStore(None, "a", "3").folder.parent == cache_dir() / "personal"
+    assert store_of(None).folder.parent == cache_dir() / "personal"
