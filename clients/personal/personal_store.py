@@ -57,7 +57,9 @@ class PersonalStore:
         kept = self._disk().load(_file(server_round))
         return {name.removeprefix(PREFIX): array for name, array in kept.items()} or None
 
-    def save(self, server_round: int, arrays: Arrays, *, needed: int = 0) -> None:
+    def save(
+        self, server_round: int, arrays: Mapping[str, NDArray[Any]], *, needed: int = 0
+    ) -> None:
         """Keep some arrays, under their names, as those of a round.
 
         Those of the round `needed` stay, however old: the new ones may yet be refused.
