@@ -26,18 +26,9 @@ def note_unknown_metrics(patch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.fixture
-def unknown_metrics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of metrics that runs recorded without knowing them from their method."""
-    return note_unknown_metrics(monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> Callable[[str], Run]:
-    """A finished run of a method, which tests only read; run once in each process of tests.
-
-    No method takes a place that is left for metrics which clients name.
-    """
+    """A finished run of a method, which tests only read; run once in each process of tests."""
 
     @functools.cache
     def finished(method: str) -> Run:
@@ -45,7 +36,7 @@ def finished_run(tmp_path_factory) -> Callable[[str], Run]:
         with pytest.MonkeyPatch.context() as patch:
             unknown = note_unknown_metrics(patch)
             result = run(config, out=tmp_path_factory.mktemp(method), progress=False)
-        assert unknown == []
+        assert unknown == []  # no place is taken that is left for metrics which clients name
         return result
 
     return finished

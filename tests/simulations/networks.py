@@ -2,7 +2,7 @@
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def no_linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -21,3 +21,16 @@ def normalised(input_shape: tuple[int, ...], num_classes: int, *more: nn.Module)
 def dropout(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """A small classifier with BatchNorm and dropout."""
     return normalised(input_shape, num_classes, nn.Dropout(0.5))
+
+
+class Halved(nn.Module):
+    """Halves what it is given in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def halving(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A linear classifier that changes its inputs."""
+    width = math.prod(input_shape)
+    return nn.Sequential(Halved(), nn.Flatten(), nn.Linear(width, num_classes))

@@ -41,31 +41,23 @@ def test_run_again_resume_and_longer_and_damaged_results_are_said_in_one_line(tm
     folder = tmp_path / "a"
     said = fedntk("run", NTK_FL, "--out", folder, "--quiet", *settings())
     assert re.fullmatch(rf"\d+\.\d % after round 2: {folder}\n", said)
-    first = (folder / "model.safetensors").stat().st_mtime_ns
-    fedntk("run", "--resume", folder, "--quiet")
-    assert (folder / "model.safetensors").stat().st_mtime_ns == first
-    said = fedntk("run", "--resume", folder, "--quiet", "--set", "rounds=3")
-    assert "after round 3" in said
+    resume = "run", "--resume", folder, "--quiet"
+    assert "after round 3" in fedntk(*resume, "--set", "rounds=3")
     config = Config.load(NTK_FL, **{**SMALL, "rounds": 3})
-    straight = run(config, out=tmp_path / "b", progress=False).folder
-    assert read_runs(folder)[0].curve().tolist() == read_runs(straight)[0].curve().tolist()
-    assert bits(folder) == bits(straight)
+    assert bits(folder) == bits(run(config, out=tmp_path / "b", progress=False).folder)
 
     summary = folder / "summary.json"
     for text in ("{", "[]", '{"rounds": 3}'):
         summary.write_text(text)
-        for arguments in (["run", "--resume", folder, "--quiet"], ["report", folder]):
+        for arguments in (resume, ["report", folder]):
             assert "summary.json is damaged: " in fedntk(*arguments, fails=1)
     summary.unlink()  # as the message says
-    fedntk("run", "--resume", folder, "--quiet")
+    fedntk(*resume)
     assert len(read_runs(folder)) == 1
-    settings_file = folder / "config.toml"
-    whole = settings_file.read_text()
-    settings_file.write_text(whole[:-50])
-    assert "config.toml" in fedntk("run", "--resume", folder, "--quiet", fails=2)
-    settings_file.write_text(whole)
     (folder / "rounds.parquet").write_bytes(b"PAR1")
     assert "rounds.parquet is damaged: " in fedntk("report", folder, fails=1)
+    (folder / "config.toml").write_text("")
+    assert "config.toml" in fedntk(*resume, fails=2)
 
 
 def test_compare_and_report(tmp_path):
@@ -89,7 +81,6 @@ def test_compare_and_report(tmp_path):
         (["run", "a.toml", "--resume", "b"], "--resume FOLDER takes its settings and folder"),
         (["compare", str(NTK_FL), "--seeds", "a"], "--seeds: expected"),
         (["compare", *[str(NTK_FL)] * 2], "files of different names"),
-        (["report", "nowhere"], "no finished run in nowhere"),
         (["unlearn", "nowhere", "1"], "no finished run in nowhere: summary.json is missing"),
     ],
 )
@@ -101,7 +92,6 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, tmp_path, monkeyp
 
 def test_settings_are_listed():
     assert fedntk("settings").splitlines() == Config.describe()
-    assert fedntk("settings", "tct").splitlines() == Config.describe("tct")
     assert "did you mean 'tct'" in fedntk("settings", "tctt", fails=2)
     assert fedntk("settings", "local-training") == "local-training has no settings of its own\n"
 
@@ -126,27 +116,22 @@ def test_command_is_installed():
     assert command.load() is app
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
-READ_ONLY = OSError(errno.EROFS, "Read-only file system")
-
-
-@pytest.mark.parametrize(("error", "after"), [(READ_ONLY, 0), (FULL, 6)])
-def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, error, after):
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, after):
     """From the first file, or the results' on; later the run goes on."""
-    folder, written = tmp_path / "a", []
+    folder, written, opened = tmp_path / "a", [], Path.open
 
     def refusing(path: Path, *arguments: object, **options: object) -> object:
         if str(tmp_path) in str(path) and (arguments or ("r",))[0] in ("w", "wb", "a"):
             written.append(path)
             if len(written) > after:
-                raise error
+                raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, *arguments, **options)
 
-    opened = Path.open
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refusing)
         said = fedntk("run", "--quiet", "--out", folder, *settings(), fails=1)
-        assert error.strerror in said
+        assert "No space left on device" in said
     fedntk("run", "--quiet", "--out", folder, *settings())
     assert read_runs(folder)[0].summary["rounds"] == 2
     assert list(folder.rglob("*.partial")) == []

@@ -16,21 +16,19 @@ PAIR = {"wide": SMALL, "narrow": SMALL.replace(width=10)}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A comparison that was not interrupted: its folder and its table."""
+    """The table of a comparison that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, compare(PAIR, seeds=np.array([1, 0]), out=folder, progress=False)
+    return compare(PAIR, seeds=np.array([1, 0]), out=folder, progress=False)
 
 
-def test_table_of_all_rounds_and_folders_by_name_and_seed(whole, tmp_path):
-    folder, table = whole
-    accuracy = table[table.metric == "accuracy"]
+def test_table_of_all_rounds_by_name_and_seed(whole, tmp_path):
+    accuracy = whole[whole.metric == "accuracy"]
     assert list(zip(accuracy.run, accuracy.seed, accuracy["round"], strict=True)) == [
         (name, seed, number) for name in PAIR for seed in (1, 0) for number in range(3)
     ]
     single = run(PAIR["narrow"], seed=1, out=tmp_path, progress=False)
     own = accuracy[(accuracy.run == "narrow") & (accuracy.seed == 1)].value
     assert own.tolist() == single.curve().tolist()
-    assert (folder / "wide" / "seed-1" / "rounds.parquet").exists()
 
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, each_run, monkeypatch):
@@ -57,7 +55,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, eac
         *(("wide 1", "new"), ("wide 0", "new"), ("narrow 1", "new")),
         *(("narrow 1", "interrupted"), ("narrow 0", "new")),
     ]
-    own, other = (t[~t.metric.str.contains("seconds|memory")] for t in (table, whole[1]))
+    assert (tmp_path / "wide" / "seed-1" / "rounds.parquet").exists()
+    own, other = (t[~t.metric.str.contains("seconds|memory")] for t in (table, whole))
     assert own.equals(other)
 
 

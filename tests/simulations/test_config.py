@@ -22,11 +22,7 @@ DISTILLED = {"method": "fed-be", "fed-be.distill": True}
 HELD = DISTILLED | {"validation-examples": 50}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"learning-rat": 0.1}, "unknown key 'learning-rat'; did you mean 'learning-rate'"),
-    ({"rounds": "ten"}, "rounds: expected int, got 'ten'"),
     ({"tct": {"num-features": -1}}, "tct.num-features: expected at least 0, got -1"),
-    # what does not go together
-    ({"targets": "85"}, "targets: expected less than 1, got 85"),
     ({"num-clients": 10, "validation-clients": 2, "clients-per-round": 9},
      "at most the 8 clients that train, got 9"),
     ({"client-gpus": 0.5, "device": "cpu"}, "client-gpus = 0.5 does not go with device = cpu"),
@@ -44,7 +40,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "local-test-fraction: expected more than 0 with private-test"),
     ({"partition": "natural"}, "partition = natural needs natural-column"),
     ({"owners": 2}, "owners = 2 needs partition = natural, got dirichlet"),
-    # rules that simulations add to those of the methods
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
     (VALIDATION | {"evaluate-on": "validation"}, "set ntk-fl.selection = clients or lineari"),
@@ -67,7 +62,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (HELD | {"evaluate-on": "validation"}, "evaluate-on: expected test with fed-be.distill"),
     (HELD | {"projection": 20}, "projection: expected 0 with fed-be.distill"),
     ({"method": "fed-ensemble", "weights": "a.safetensors"}, "expected none with fed-ensemble"),
-    # where keys are now, and near ones
     ({"num-features": 5}, "unknown key 'num-features'; it is now tct.num-features"),
     ({"tct.num-feature": 5}, "unknown key 'tct.num-feature'; did you mean 'tct.num-features'?"),
     ({"tct": 5}, "tct: expected a table of settings, got int 5"),
@@ -93,16 +87,8 @@ def test_file_round_trip_and_overrides(tmp_path):
     assert changed == config.replace(rounds=4, **{"tct.num-features": 7})
     own = changed.settings_of("tct")
     assert (own.num_features, own.bias, changed.rounds) == (7, True, 4)
-
-
-def test_tables_belong_to_the_method_of_their_name():
-    config = Config(method="tct", tct={"num_features": 10}, scaffold={"option": "I"})
-    assert config.settings.num_features == 10
-    assert config.replace(method="scaffold").settings.option == "I"
-    assert config.replace(tct={"local_steps": 3}).settings.num_features == 10
-    assert hash(config) == hash(dataclasses.replace(config)) != hash(config.replace(rounds=1))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.settings.num_features = 3
+    assert changed.replace(method="tct").settings == own
+    assert hash(config) == hash(dataclasses.replace(config)) != hash(changed)
 
 
 def test_which_settings_have_an_effect():
@@ -127,37 +113,30 @@ def test_flowers_run_config_gives_the_configuration_back():
     assert Config.parse(Config.default_run_config() | sent) == config
 
 
-@pytest.mark.parametrize("lines", [0, 5, -1])
+@pytest.mark.parametrize("lines", [0, -1])
 def test_a_runs_configuration_that_is_cut_off_is_refused(tmp_path, lines):
     """Not read as defaults; cut at the end of a line, it is still TOML."""
-    Config(method="tct").save(tmp_path / "config.toml")
-    whole = (tmp_path / "config.toml").read_text().splitlines(keepends=True)
-    (tmp_path / "config.toml").write_text("".join(whole[:lines]))
-    Config.load(tmp_path / "config.toml")
+    path = tmp_path / "config.toml"
+    Config(method="tct").save(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    Config.load(path)
     with pytest.raises(ConfigError, match=r"config\.toml is cut off, or of an older version"):
         Config.of_run(tmp_path)
-    (tmp_path / "config.toml").write_text("a = ")
+    path.write_text("a = ")
     with pytest.raises(ConfigError, match="is no TOML"):
-        Config.load(tmp_path / "config.toml")
+        Config.load(path)
 
 
 def test_description_names_every_key():
     keys = [line.partition(" = ")[0] for line in Config.describe()]
     assert sorted([*keys, "plugged-in"]) == sorted(Config.default_run_config())
     described = "\n".join(Config.describe())
-    assert "partition = 'dirichlet' (iid, dirichlet, client-dirichlet" in described
     assert f"method = 'ntk-fl' ({', '.join(sorted(all_methods()))}): what to run" in described
     assert Config.describe("scaffold")[1].startswith("scaffold.option = 'II' (I, II): ")
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("rounds", "7", 7),
-        ("learning_rate", "2", 2.0),
-        ("ntk-fl.steps", "10,20", (10.0, 20.0)),
-        ("cp-ntk-fl.shuffle", "true", True),
-    ],
+    ("key", "text", "value"), [("learning_rate", "2", 2.0), ("ntk-fl.steps", "10,20", (10.0, 20.0))]
 )
 def test_text_becomes_a_value_of_the_keys_type(key, text, value):
     converted = Config.convert(key, text)

@@ -14,13 +14,12 @@ from fedntk.simulations.engine.meter import METER, meter
 
 def echo(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
-    if context.node_config["partition-id"] == 2:
+    partition = context.node_config["partition-id"]
+    if partition == 2:
         raise RuntimeError("broken client")
     state = context.state.setdefault("seen", MetricRecord({"times": 0}))
     state["times"] += 1
-    metrics = MetricRecord(
-        {"partition": context.node_config["partition-id"], "times": state["times"]}
-    )
+    metrics = MetricRecord({"partition": partition, "times": state["times"]})
     return Message(RecordDict({"metrics": metrics, **message.content}), reply_to=message)
 
 
@@ -43,16 +42,15 @@ def test_replies_answer_their_messages_and_a_broken_client_is_an_error():
     for times in (1, 2):
         sent = messages(nodes=(3, 1, 99, 4))
         replies = list(local.send_and_receive(sent))
-        assert [r.metadata.reply_to_message_id for r in replies] == [
-            m.metadata.message_id for m in sent
-        ]
+        asked, answered = [m.metadata for m in sent], [r.metadata for r in replies]
+        assert [m.reply_to_message_id for m in answered] == [m.message_id for m in asked]
         assert [r.error.reason if r.has_error() else r.content["metrics"] for r in replies] == [
             "RuntimeError: broken client",
             {"partition": 0, "times": times},
             "there is no node 99",
             {"partition": 3, "times": times},
         ]
-        assert [replies[i].metadata.src_node_id for i in (0, 1, 3)] == [3, 1, 4]
+        assert [answered[i].src_node_id for i in (0, 1, 3)] == [3, 1, 4]
     assert torch.get_num_threads() == 3
     torch.set_num_threads(threads)
     ids = list(local.push_messages(messages()))
@@ -90,22 +88,22 @@ def test_counted_bytes_are_flowers_own_sizes():
     assert message_bytes(Message(RecordDict(), 1, "train")) == 0
 
 
-def training_app() -> ClientApp:
+def metered(change: Any = lambda reply: reply) -> MeteredGrid:
+    """Return a grid of clients with a meter, which change their replies after it."""
     app = ClientApp(mods=[meter])
     for register in (app.train(), app.evaluate(), app.query(), app.query("partition")):
         register(echo)
-    return app
+    return MeteredGrid(LocalGrid(lambda *asked: change(app(*asked)), 4, {}))
 
 
 def test_meter_counts_training_and_evaluation_apart():
-    metered = MeteredGrid(LocalGrid(training_app(), 4, {}))
-    array = np.zeros(1000, dtype=np.float32)
+    counting, array = metered(), np.zeros(1000, dtype=np.float32)
     records = {"arrays": ArrayRecord({"w": Array(array)}), "config": ConfigRecord({"round": 1})}
     for kind in ("query.partition", "train", "evaluate"):
         sent = messages(RecordDict(records), kind=kind)
-        replies = list(metered.send_and_receive(sent))
+        replies = list(counting.send_and_receive(sent))
         assert not any(METER in reply.content for reply in replies if reply.has_content())
-        costs = metered.take()
+        costs = counting.take()
         down, up = sum(map(message_bytes, sent)), sum(map(message_bytes, replies))
         assert down > 3 * array.nbytes
         for prefix, own in (("", "train"), ("evaluation-", "evaluate")):
@@ -113,23 +111,21 @@ def test_meter_counts_training_and_evaluation_apart():
             assert counted == ((down, up) if kind == own else (0, 0))
         assert 0 < costs["seconds-clients"] <= costs["seconds-waiting"]
         assert costs["peak-memory-clients"] > 1
-    assert metered.take()["bytes-down"] == 0
+    assert counting.take()["bytes-down"] == 0
 
 
 def test_a_reply_counts_as_what_was_asked_for_whatever_it_calls_itself():
     """Bytes of training that go as those of a question would not be counted."""
 
-    def app(message: Message, context: Context) -> Message:
-        reply = training_app()(message, context)
+    def disguised(reply: Message) -> Message:
         reply.metadata.__dict__["_message_type"] = "query.partition"
         return reply
 
-    costs = []
-    for own in (training_app(), app):
-        metered = MeteredGrid(LocalGrid(own, 4, {}))
-        list(metered.send_and_receive(messages(nodes=(2,))))
-        costs.append(metered.take()["bytes-up"])
-    assert costs[0] == costs[1] > 0
+    counting = [metered(), metered(disguised)]
+    for each in counting:
+        each.send_and_receive(messages(nodes=(2,)))
+    plain, hidden = (each.take()["bytes-up"] for each in counting)
+    assert hidden == plain > 0
 
 
 @pytest.mark.parametrize(
@@ -142,8 +138,8 @@ def test_a_reply_counts_as_what_was_asked_for_whatever_it_calls_itself():
 )
 def test_a_false_meter_counts_nothing_and_ends_nothing(claim):
     claiming = grid(lambda message, _: Message(RecordDict({METER: claim}), reply_to=message))
-    metered = MeteredGrid(claiming)
-    (reply,) = metered.send_and_receive(messages(nodes=(1,)))
+    counting = MeteredGrid(claiming)
+    (reply,) = counting.send_and_receive(messages(nodes=(1,)))
     assert METER not in reply.content
-    costs = metered.take()
+    costs = counting.take()
     assert (costs["seconds-clients"], costs["peak-memory-clients"]) == (0, 0)

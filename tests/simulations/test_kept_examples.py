@@ -1,8 +1,5 @@
 """Kept examples are those that would be made anew, and no more than fit."""
 
-import textwrap
-from dataclasses import replace
-
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -40,10 +37,8 @@ def replies(config: Config, order: list[int], workers: int = 1) -> dict[tuple[st
     All evaluate at the end. Keys are kind, partition and how often it was asked before.
     """
     weights = ArrayRecord(dict(load_setup(config).network.state_dict()))
-    asked = {
-        "train": [(own, order[:i].count(own)) for i, own in enumerate(order)],
-        "evaluate": [(own, 0) for own in dict.fromkeys(order)],
-    }
+    training = [("train", own, order[:i].count(own)) for i, own in enumerate(order)]
+    evaluation = [("evaluate", own, 0) for own in sorted(set(order))]
     answers = {}
 
     def message(kind: str, own: int, n: int) -> Message:
@@ -51,33 +46,21 @@ def replies(config: Config, order: list[int], workers: int = 1) -> dict[tuple[st
         return Message(RecordDict({"arrays": weights, "config": told}), own + 1, kind)
 
     with LocalGrid(app, config.num_clients, config.run_config(), workers=workers) as grid:
-        for kind, keys in asked.items():
-            messages = [message(kind, *key) for key in keys]
+        for keys in (training, evaluation):
+            messages = [message(*key) for key in keys]
             for reply, key in zip(grid.send_and_receive(messages), keys, strict=True):
                 arrays = reply.content.array_records.get("arrays", {})
                 told = {k: v for k, v in reply.content["metrics"].items() if k != "seconds"}
-                answers[kind, *key] = repr([told, *(array.data for array in arrays.values())])
+                answers[key] = repr([told, *(array.data for array in arrays.values())])
     return answers
 
 
-IN_PLACE = """
-    from torch import nn
-    class Halved(nn.Module):
-        def forward(self, x):
-            return x.mul_(0.5)
-    def make(input_shape, num_classes):
-        return nn.Sequential(Halved(), nn.Flatten(), nn.Linear(64, num_classes))
-"""
-
-
-def test_kept_examples_make_the_bits_of_new_ones_in_any_order(tmp_path, monkeypatch):
+def test_kept_examples_make_the_bits_of_new_ones_in_any_order(monkeypatch):
     """Every partition is asked three times, in two orders, by one thread and by two.
 
     The network that halves what it is given would train on quarters the second time.
     """
-    (tmp_path / "halving_network.py").write_text(textwrap.dedent(IN_PLACE))
-    monkeypatch.syspath_prepend(tmp_path)
-    config = replace(CONFIG, model="halving_network:make")
+    config = CONFIG.replace(model="tests.simulations.networks:halving")
     order = [partition for _ in range(3) for partition in range(6)]
     other = np.random.default_rng(0).permutation(order).tolist()
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.report.results import read_run
 from fedntk.strategies import SeededFedAvg
 
+from .conftest import note_unknown_metrics
 from .outcomes import bits, grid_of, measured
 
 SMALL = Config(
@@ -19,14 +20,14 @@ SMALL = Config(
 )
 
 
-def naming(monkeypatch, fit, evaluate):
-    """Let all clients add metrics to their replies; the functions are given the round."""
-    for name, more in (("fit", fit), ("evaluate", evaluate)):
+def naming(monkeypatch, more):
+    """Let all clients add metrics to their replies; `more` is given the kind and the round."""
+    for name in ("fit", "evaluate"):
         own = getattr(SGDClient, name)
 
-        def changed(self, parameters, config, own=own, more=more):
+        def changed(self, parameters, config, own=own, name=name):
             *result, metrics = own(self, parameters, config)
-            return *result, more(int(config["server-round"])) | metrics
+            return *result, more(name, int(config["server-round"])) | metrics
 
         monkeypatch.setattr(SGDClient, name, changed)
 
@@ -34,61 +35,48 @@ def naming(monkeypatch, fit, evaluate):
 def test_any_name_of_a_metric_is_recorded_beside_what_the_server_measures(tmp_path, monkeypatch):
     """Except one that no file can hold."""
     plain = run(SMALL, out=tmp_path / "plain", progress=False)
-    names = [
-        *("value", "run", "seed", "round", "metric", "partition", "method", "index", "variable"),
-        *("level_0", "client-loss-mean", "accuracy-mean", "", "names", "best.w", "\U0001f600"),
-        "x" * LONGEST,
-    ]
-    in_fit = dict.fromkeys(
-        [*names, "accuracy", "loss", "seconds", "\ud800", "x" * (LONGEST + 1)], -7.0
-    )
-    naming(monkeypatch, lambda r: in_fit, lambda r: dict.fromkeys([*names, "a\udfff"], 8.0))
+    names = ["run", "round", "level_0", "client-loss-mean", "", "\U0001f600", "x" * LONGEST]
+    odd = {
+        "fit": ["accuracy", "loss", "seconds", "\ud800", "x" * (LONGEST + 1)],
+        "evaluate": ["a\udfff"],
+    }
+    naming(monkeypatch, lambda kind, _: dict.fromkeys(names + odd[kind], -7.0))
     result = run(SMALL, out=tmp_path / "named", progress=False)
     for name in names:
-        assert result.clients[result.clients.metric == name].value.tolist() == [8.0] * 9
+        assert result.clients[result.clients.metric == name].value.tolist() == [-7.0] * 9
     for metric in ("accuracy", "loss", "client-accuracy-mean", "client-loss-mean"):
         assert result.curve(metric).tolist() == plain.curve(metric).tolist()
     assert (result.curve("seconds") > 0).all()
-    rest = result.clients[~result.clients.metric.isin(names)].reset_index(drop=True)
-    assert rest.equals(plain.clients)
     unusual = {name for name in result.rounds.metric if name > "\u00ff" or name[:2] == "xx"}
     assert unusual == {"\U0001f600", "x" * LONGEST}
 
 
 def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch, caplog):
-    """500 a round from every client: 32 of them are recorded, and the log says so once each."""
+    """500 a round from every client: the first 32 are recorded, also of a run that goes on."""
 
-    def names(server_round):
-        return {f"name {server_round} {i}": float(i) for i in range(500)}
+    def names(_, server_round):
+        count = 24 if server_round < 3 else 500
+        return {f"name {server_round} {i}": float(i) for i in range(count)}
 
-    naming(monkeypatch, names, names)
+    naming(monkeypatch, names)
     with caplog.at_level(logging.WARNING, "flwr"):
-        result = run(SMALL, rounds=4, out=tmp_path, progress=False)
+        whole = run(SMALL, rounds=4, out=tmp_path / "whole", progress=False)
     said = [message for message in caplog.messages if "are left out" in message]
     assert len(said) == 3  # of training, of evaluation, and in the table of clients
-    for frame in (result.rounds, result.clients):
+    for frame in (whole.rounds, whole.clients):
         assert len({name for name in frame.metric if name.startswith("name")}) == OTHERS
-    network = (tmp_path / "model.safetensors").stat().st_size
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.safetensors")
-    assert checkpoint.stat().st_size < 2 * network + 40_000
-    assert (tmp_path / "rounds.jsonl").stat().st_size < 4 * 6_000
-
-
-def test_a_run_that_goes_on_records_the_same_names(tmp_path, monkeypatch):
-    def names(server_round):
-        return {f"name {(7 * server_round) % 5} {i}": float(i) for i in range(10)}
-
-    naming(monkeypatch, names, names)
-    whole = run(SMALL, rounds=6, out=tmp_path / "whole", progress=False)
-    for rounds in (2, 4, 6):
+    for rounds in (1, 3, 4):
         parts = run(SMALL, rounds=rounds, out=tmp_path / "parts", progress=False)
     assert parts.clients.equals(whole.clients)
     assert measured(parts).equals(measured(whole))
-    assert sum(m.startswith("name") for m in whole.rounds.metric.unique()) == OTHERS
+    network = (parts.folder / "model.safetensors").stat().st_size
+    (checkpoint,) = (parts.folder / "checkpoints").glob("*.safetensors")
+    assert checkpoint.stat().st_size < 2 * network + 40_000
+    assert (parts.folder / "rounds.jsonl").stat().st_size < 4 * 6_000
 
 
 def test_a_round_that_changes_nothing_is_told_in_a_run_that_goes_on(tmp_path, monkeypatch):
-    """Round 3, the first after the interruption; with a mean of the weights, too."""
+    """Round 3, the first after the interruption, with a mean of the weights."""
     aggregate = SeededFedAvg.aggregate_train
 
     def unchanged_in_3(self, server_round, replies):
@@ -102,19 +90,19 @@ def test_a_round_that_changes_nothing_is_told_in_a_run_that_goes_on(tmp_path, mo
     assert result.summary["rounds-unchanged"] == 1
 
 
-def test_all_that_a_private_run_reports_is_known(tmp_path, unknown_metrics):
-    """None of it takes a place that is left for what clients choose; others: test_resume."""
-    private = {"clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
-    own = {"selection": "linearised", **private}
+def test_all_that_a_private_run_reports_is_known(tmp_path, monkeypatch):
+    """None of it takes a place that is left for what clients choose; others: `finished_run`."""
+    unknown = note_unknown_metrics(monkeypatch)
+    own = {"selection": "linearised", "clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
     config = SMALL.replace(method="cp-ntk-fl", rounds=1, local_test_fraction=0.2, cp_ntk_fl=own)
     run(config, out=tmp_path, progress=False)
-    assert unknown_metrics == []
+    assert unknown == []
 
 
 def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path):
-    """On Ray half of all ids have 64 bits; a client goes by its own where it tells no partition.
+    """A client that tells no partition goes by its node's id, as on Ray half of all have 64 bits.
 
-    Or by a placeholder, where another one tells the same partition: clients 0 and 1.
+    Or by a placeholder, if another one tells the same partition: clients 0 and 1.
     """
 
     def answer(message, context):
@@ -140,11 +128,9 @@ def test_rounds_between_evaluations_change_what_is_measured_and_nothing_else(tmp
     every, some = (
         run(base, evaluate_every=n, out=tmp_path / str(n), progress=False) for n in (1, 2)
     )
-    for metric in ("accuracy", "loss", "client-accuracy", "client-loss-worst"):
-        first = 1 if "client" in metric else 0
-        assert list(every.curve(metric).index) == list(range(first, 6))
-        expected = every.curve(metric)[[number for number in (0, 2, 4, 5) if number >= first]]
-        assert some.curve(metric).equals(expected)
+    for metric, measured_in in (("accuracy", [0, 2, 4, 5]), ("client-loss-worst", [2, 4, 5])):
+        assert len(every.curve(metric)) == 6 - (metric != "accuracy")
+        assert some.curve(metric).equals(every.curve(metric)[measured_in])
     for metric in ("bytes-up", "train-loss", "model-updated"):
         assert some.curve(metric).tolist() == every.curve(metric).tolist()
     assert sorted(some.clients["round"].unique()) == [2, 4, 5]
