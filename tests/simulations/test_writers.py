@@ -45,6 +45,7 @@ def test_tensorboard(tmp_path, each_run):
 def test_mlflow(tmp_path, each_run, monkeypatch):
     """A run that goes on keeps its own there; one that is replaced gets another."""
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
     mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
     monkeypatch.chdir(tmp_path)
     with mlflow.start_run() as active:  # a user's own, which goes on
