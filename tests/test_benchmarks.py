@@ -74,26 +74,23 @@ def test_contenders_wait_for_their_turn_and_train(program, shared_data, tmp_path
     assert times["fedntk"]["seconds"] >= times["fedntk"]["in-round"] > 0
 
 
+KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
+FEATURES = {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"}
+SOLVE = {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200}
+SLOW = [
+    ("kernel", KERNEL | {"method": "torch.func"}),
+    ("entk_features", FEATURES),
+    ("tct", SOLVE),
+    ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
+    ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("kernel", {"network": "mlp-100", "method": "factored", "n": 8, "device": "cpu"}),
-        *(
-            pytest.param(program, options, marks=pytest.mark.slow)
-            for program, options in (
-                ("kernel", {"network": "mlp-100", "method": "torch.func", "n": 8, "device": "cpu"}),
-                (
-                    "entk_features",
-                    {"num_features": 50, "method": "subsample", "n": 4, "device": "cpu"},
-                ),
-                (
-                    "tct",
-                    {"part": "solve", "n": 9, "steps": [20], "loops": [20], "num_features": 200},
-                ),
-                ("tct", {"part": "features", "network": "simple-cnn", "n": 4, "times": 1}),
-                ("tct", {"part": "memory", "n": 9, "dtype": "float16", "keep": "features"}),
-            )
-        ),
+        ("kernel", KERNEL | {"method": "factored"}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 def test_measurement_runs_from_the_checkout_and_is_right(name, options):
@@ -162,11 +159,9 @@ def test_who_is_in_small_sums_is_found(bits, monkeypatch, program):
     for sums in ("one client", "sum of ten"):
         for key in ("auc", "auc-calibrated", "found-among-n-lowest", "others-ruled-out"):
             assert small[sums][key] == 1
-        assert large[sums]["auc"] < 1
-        assert large[sums]["others-ruled-out"] < 1
+        assert max(large[sums]["auc"], large[sums]["others-ruled-out"]) < 1
     assert small["class sums of the ten are the clients' own"]
-    own = np.arange(10)
-    leverage = program.Leverage(features.sums(0, own).matrix())(features.compared(z[0]))
+    leverage = program.Leverage(features.sums(0, np.arange(10)).matrix())(features.compared(z[0]))
     assert float(leverage[:10].max()) < 1 + 1e-6 < float(leverage[10:].min())  # conditioned as 1e9
     isolated = program.difference(features, 10)
     assert isolated["auc"] == 1
@@ -225,16 +220,14 @@ def test_exchanges_without_work_say_when_each_process_did_what(program):
     """Each kind of message is answered, and a process's stages follow each other."""
     exchanges = program("deployment_app/exchanges")
     grid = LocalGrid(exchanges.client, 2, {})
+    content = RecordDict({"arrays": ArrayRecord([np.ones(3)]), "config": ConfigRecord()})
     for kind in exchanges.KINDS:
-        content = RecordDict({"arrays": ArrayRecord([np.ones(3)]), "config": ConfigRecord()})
-        replies = grid.send_and_receive([Message(content, node, kind) for node in (1, 2)])
-        assert len(replies) == 2
-        for reply in replies:
-            said = reply.content["metrics"]
-            moments = [said[f"{stage}-time"] for stage in ("started", "loaded", "imported")]
+        (reply,) = grid.send_and_receive([Message(content, 1, kind)])
+        said = reply.content["metrics"]
+        for measure, stages in (("time", ["started", "loaded"]), ("cpu", ["loaded"])):
+            moments = [said[f"{stage}-{measure}"] for stage in (*stages, "imported", "answered")]
             assert moments == sorted(moments)
-            assert said["imported-time"] <= said["answered-time"]
-            assert 0 < said["loaded-cpu"] <= said["imported-cpu"] <= said["answered-cpu"]
+            assert moments[0] > 0
 
 
 def test_two_colluding_neighbours_learn_a_thirds_weights_and_one_does_not(program):

@@ -18,24 +18,25 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 QUICK = {
     "compare": {
         "SEEDS = [0, 1, 2]": "SEEDS = [0]",
-        '{"rounds": 10,': '{"rounds": 3, "train_examples": 300, "test_examples": 100, '
-        '"num_clients": 10, "clients_per_round": 5,',
+        '{"rounds": 10,': '{"rounds": 2, "train_examples": 100, "test_examples": 100, '
+        '"num_clients": 5, "clients_per_round": 5,',
         "1000 if": "100 if",
         '"bootstrap_rounds": 3 if': '"bootstrap_rounds": 1 if',
         "ALPHAS = [0.1, 1.0, 10.0]": "ALPHAS = [0.1]",
         '("NTK-FL", "CP-NTK-FL", "FedAvg", "TCT")': '("NTK-FL", "FedAvg")',
     },
     "cp_ntk_fl": {
-        "rounds=6,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
+        "rounds=6,": "rounds=1, num_clients=4, clients_per_round=2, train_examples=100,",
         "arange(0, len(some), 2)": "arange(0, len(some), 10)",
         "RATES, SIZES = (0.1, 0.3, 1.0), (10, 20, 40, 64)": "RATES, SIZES = (0.5,), (10,)",
-        "rounds=4,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
+        "rounds=4,": "rounds=1, num_clients=4, clients_per_round=2, train_examples=100,",
         "seeds=(0, 1, 2)": "seeds=(0,)",
-        "rounds=8,": "rounds=1, num_clients=10, clients_per_round=5, train_examples=300,",
+        "rounds=8,": "rounds=1, num_clients=4, clients_per_round=2, train_examples=100,",
         "means[[1, 2, 4, 8]]": "means[[1]]",
         "=20,\n": "=4,\n",
         "(0.01, 0.03, 0.1, 0.3, 1.0)": "(1.0,)",
         "rounds=3,": "rounds=1, train_examples=100, test_examples=100,",
+        '"steps": "1000"': '"steps": "10"',
     },
     "fed_ensemble": {
         "num_rounds=200": "num_rounds=10",
@@ -56,7 +57,7 @@ QUICK = {
     },
     "tct": {
         "    rounds=16,": "    rounds=16,\n    train_examples=100,\n    test_examples=100,",
-        "=10,\n": "=5,\n",
+        "=10,\n": "=2,\n",
         "    local_epochs=2,\n    batch_size": "    local_epochs=1,\n    batch_size",
         '"num_features": 1000,': '"num_features": 200,',
         "rounds=12):": "rounds=3):",

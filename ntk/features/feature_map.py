@@ -237,15 +237,12 @@ def with_fourier_features(
 def _drawn_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
     """Return a linear layer drawn as ``nn.Linear`` draws its own, from a seed, on the CPU."""
     # not by its own initialisation, which would advance torch's global generator
-    bias = old.bias is not None
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, size, num_outputs, bias=bias)
+    layer = nn.Linear(size, num_outputs, bias=old.bias is not None, device="meta")
     generator = torch.Generator().manual_seed(seed)
     bound = 1 / math.sqrt(size)
-    with torch.no_grad():
-        for new, parameter in ((layer.weight, old.weight), (layer.bias, old.bias)):
-            if parameter is not None:
-                new.uniform_(-bound, bound, generator=generator)
-                new.requires_grad_(parameter.requires_grad)
+    for name, parameter in old.named_parameters(recurse=False):
+        new = torch.empty(getattr(layer, name).shape).uniform_(-bound, bound, generator=generator)
+        setattr(layer, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
     return layer.to(old.weight)
 
 
