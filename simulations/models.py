@@ -21,6 +21,7 @@ from fedntk.ntk.first_weights import drawn_weights
 
 from .config.config import Config
 from .config.settings import ConfigError, nearest
+from .errors import first_line
 
 InputShape = tuple[int, ...]
 
@@ -220,14 +221,13 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's factory or network raises
-        lines = str(error).splitlines() or [""]
         raise ConfigError(
             f"model = {config.model}: fails for examples of shape {input_shape}: "
-            f"{type(error).__name__}: {lines[0]}"
+            f"{first_line(error)}"
         ) from error
     if config.init != "default":
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        arrays = {name: p.detach().numpy() for name, p in trained.items()}
+        trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
+        arrays = {name: p.numpy() for name, p in trained}
         generator = np.random.default_rng([config.seed, *b"first weights"])
         drawn = drawn_weights(arrays, config.init, generator)
         weights = {name: torch.from_numpy(array) for name, array in drawn.items()}
@@ -252,7 +252,7 @@ def build_model(config: Config, input_shape: InputShape, num_classes: int) -> nn
     except Exception as error:
         raise ConfigError(
             f"centre-inputs: model = {config.model} fails for inputs with a mean taken off, as one "
-            f"does that looks them up in a table: {type(error).__name__}: {error}"
+            f"does that looks them up in a table: {first_line(error)}"
         ) from error
     return CentredInputs(model, input_shape)
 

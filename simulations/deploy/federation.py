@@ -30,16 +30,8 @@ from .certificates import Certificates, make_certificates, make_node_key
 try:
     import tomli_w
 
-    from ..engine.processes import (
-        Process,
-        end,
-        flower_environment,
-        processes_with,
-        start,
-        start_on_free_port,
-        stop,
-        tool,
-    )
+    from ..engine import processes
+    from ..engine.processes import Process, tool
 except ModuleNotFoundError as error:
     raise with_extra_named(error) from error
 
@@ -95,7 +87,7 @@ class Submission:
             shown = len(lines) - 1
             time.sleep(0.0 if ended else 0.2)
         if superlink.poll() is not None:
-            stop(self.process)
+            processes.stop(self.process)
             raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
         status = federation.status(self.run_id)
         if status != "finished:completed":
@@ -153,9 +145,8 @@ class Federation:
         say: Say | None = None,
     ) -> None:
         if node_configs is None:
-            node_configs = [
-                {"partition-id": i, "num-partitions": num_supernodes} for i in range(num_supernodes)
-            ]
+            numbers = range(num_supernodes)
+            node_configs = [{"partition-id": i, "num-partitions": len(numbers)} for i in numbers]
         if len(node_configs) != num_supernodes or num_supernodes < 1:
             raise ValueError(
                 f"node_configs: expected one for each of at least one node, got "
@@ -189,18 +180,18 @@ class Federation:
         """End all processes that were started, and those that they have started."""
         self._say("# stopping all processes")
         with self._claim:
-            stop(*self._started)
+            processes.stop(*self._started)
             self._started = []
-            end(processes_with(MARK, str(self.folder)))  # what has no parent any more
+            processes.end_with(MARK, self.folder)  # what has no parent any more
 
     def _start(self) -> None:
-        end(processes_with(MARK, str(self.folder)))  # what a killed federation left
+        processes.end_with(MARK, self.folder)  # what a killed federation left
         self._say(f"# certificates and keys: {self.folder}")
         self.certificates: Certificates = make_certificates(self.folder / "tls")
         self.start_superlink()
         for i, config in enumerate(self.node_configs):
             home, log = f"node-{i}", self.folder / f"node-{i}" / "node.log"
-            key = self.folder / home / "node.key"
+            key = log.with_name("node.key")
             self._flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
             command = [
                 *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
@@ -221,7 +212,7 @@ class Federation:
 
     def environment(self, home: str) -> dict[str, str]:
         """Return the environment of the processes of one machine, `home` its folder's name."""
-        flower = flower_environment(self.folder / home / "flwr")
+        flower = processes.flower_environment(self.folder / home / "flwr")
         unproxied = [os.environ.get("NO_PROXY", ""), HOST, "localhost"]
         direct = {"NO_PROXY": ",".join(filter(None, unproxied))}
         return flower | direct | self._extra | {MARK: str(self.folder)}
@@ -264,7 +255,7 @@ class Federation:
         self, what: str, home: str, log: Path, command: Sequence[str], port: int | None = None
     ) -> tuple[Process, int]:
         (self.folder / home).mkdir(exist_ok=True)
-        process, port = start_on_free_port(
+        process, port = processes.start_on_free_port(
             lambda port: [*command, str(port)], self.environment(home), log, port=port
         )
         self._started.append(process)
@@ -284,7 +275,7 @@ class Federation:
             command += ["--run-config", _described(run_config)]
         log = self.folder / f"run-{self._submitted}.log"
         log.unlink(missing_ok=True)
-        process = start(command, self.environment("server"), log)
+        process = processes.start(command, self.environment("server"), log)
         self._started.append(process)
         self._show("the run", "server", process.args)
         return Submission(self, process, log)
@@ -328,9 +319,7 @@ def _described(settings: Settings) -> str:
     """Return settings as Flower's commands take them: JSON's literals are valid TOML."""
     if isinstance(settings, str):
         return settings
-    return " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()
-    )
+    return " ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in settings.items())
 
 
 def _as_typed(command: Sequence[str]) -> str:

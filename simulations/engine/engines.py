@@ -7,7 +7,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,7 @@ logger = getLogger("flwr")
 CLIENT_APP_RAISED_EXCEPTION, NODE_UNAVAILABLE = 2, 3  # of Flower's error codes
 SET_UP = ("query.partition", "query.keys")  # asked once of each node, and not counted
 OnAnswer = Callable[[str, int, int], None]
+UserConfig = dict[str, bool | float | int | str]
 _run_ids = itertools.count(1)
 
 
@@ -49,27 +50,19 @@ class LocalGrid(Grid):
         self,
         app: ClientApp,
         num_clients: int,
-        run_config: dict[str, bool | float | int | str],
+        run_config: UserConfig,
         *,
         workers: int = 1,
         on_answer: OnAnswer | None = None,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers: expected at least 1, got {workers}")
         become_server()
         self.app = app
         run_id = next(_run_ids)
         self._run = Run.create_empty(run_id=run_id)
-        self.contexts = {
-            partition + 1: Context(
-                run_id=run_id,
-                node_id=partition + 1,
-                node_config={"partition-id": partition, "num-partitions": num_clients},
-                state=RecordDict(),
-                run_config=dict(run_config),
-            )
-            for partition in range(num_clients)
-        }
+        self.contexts: dict[int, Context] = {}
+        for i in range(num_clients):
+            own: UserConfig = {"partition-id": i, "num-partitions": num_clients}
+            self.contexts[i + 1] = Context(run_id, i + 1, own, RecordDict(), dict(run_config))
         self._replies: dict[str, Message] = {}
         self._on_answer = on_answer
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
@@ -109,15 +102,13 @@ class LocalGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have each message answered at once; return the message ids."""
         messages = [stamp(message) for message in messages]
-        answered = 0
+        numbers = itertools.count(1)
 
         def answer(message: Message) -> Message:
-            nonlocal answered
             reply = self._answer(message)
-            with self._lock:
-                answered += 1
-                if self._on_answer is not None:
-                    self._on_answer(message.metadata.message_type, answered, len(messages))
+            if self._on_answer is not None:
+                with self._lock:
+                    self._on_answer(message.metadata.message_type, next(numbers), len(messages))
             return reply
 
         ids = [message.metadata.message_id for message in messages]
@@ -139,8 +130,9 @@ class LocalGrid(Grid):
         node = message.metadata.dst_node_id
         context = self.contexts.get(node)
         if context is None:
-            logger.log(WARNING, "there is no node %s", node)
-            return Message(Error(NODE_UNAVAILABLE, f"there is no node {node}"), reply_to=message)
+            reason = f"there is no node {node}"
+            logger.warning(reason)
+            return Message(Error(NODE_UNAVAILABLE, reason), reply_to=message)
         threads = torch.get_num_threads()
         try:
             reply = self.app(own_copy(message), context)
@@ -149,7 +141,7 @@ class LocalGrid(Grid):
             return reply
         except (Exception, SystemExit) as error:  # a client must not end the run
             partition = context.node_config.get("partition-id", node)
-            logger.log(WARNING, "client %s: %s", partition, traceback.format_exc())
+            logger.warning("client %s: %s", partition, traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         finally:
@@ -228,11 +220,9 @@ class MeteredGrid(Grid):
             if reply.has_content() and METER in reply.content:
                 record = reply.content.pop(METER)
                 values = record if isinstance(record, MetricRecord) else {}
-                claimed = (values.get("seconds"), values.get("peak-memory"))
-                # 0 for what cannot be
-                seconds, peak = (
-                    v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claimed
-                )
+                claims = (values.get("seconds"), values.get("peak-memory"))
+                # what cannot be counts nothing
+                seconds, peak = (v if isinstance(v, float) and 0 <= v < 1e12 else 0 for v in claims)
                 self._costs["seconds-clients"] += seconds
                 self._peak = max(self._peak, peak)
         self._count("up", replies, kinds)

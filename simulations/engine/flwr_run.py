@@ -10,17 +10,9 @@ import tomli_w
 
 from ..config.config import Config, nested
 from ..errors import RunFailed
+from . import processes
 from .checkpoints import OnRound
-from .processes import (
-    Process,
-    end,
-    flower_environment,
-    processes_with,
-    start,
-    start_on_free_port,
-    stop,
-    tool,
-)
+from .processes import Process, tool
 
 APP = Path(__file__).parents[1]
 
@@ -50,7 +42,7 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
             *(tool("flwr"), "run", str(APP), "fedntk", "--stream"),
             *("--run-config", str(settings), "--federation-config", federation),
         ]
-        process = start(command, environment, log)
+        process = processes.start(command, environment, log)
         shown, ended = 0, False
         try:
             while not ended:
@@ -58,22 +50,12 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
                 ended = process.poll() is not None or server.poll() is not None
                 shown = _show_rounds(folder / "rounds.jsonl", shown, on_round)
         finally:
-            stop(process)
+            processes.stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
         lines = log.read_text(encoding="utf-8").splitlines()
         said = [line.strip(" │") for line in lines if any(map(str.isalnum, line))]
         raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log}")
-
-
-def end_leftovers(folder: Path) -> None:
-    """End what an earlier run on Ray in this folder left at work, when it was killed itself.
-
-    All that such a run starts has ``flwr`` in the folder as Flower's home, in its environment.
-    """
-    home = folder / "flwr"
-    if home.exists():
-        end(processes_with("FLWR_HOME", str(home)))
 
 
 def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:
@@ -92,10 +74,10 @@ def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
     It yields the process, and the environment with which ``flwr run`` finds it.
     """
     home.mkdir(parents=True, exist_ok=True)
-    environment, log = flower_environment(home), home / "superlink.log"
+    environment, log = processes.flower_environment(home), home / "superlink.log"
     log.unlink(missing_ok=True)
     options = ("--insecure", "--simulation", "--host", "127.0.0.1", "--port")
-    process, port = start_on_free_port(
+    process, port = processes.start_on_free_port(
         lambda port: [tool("flower-superlink"), *options, str(port)], environment, log
     )
     try:
@@ -104,6 +86,5 @@ def superlink(home: Path) -> Iterator[tuple[Process, dict[str, str]]]:
         (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
         yield process, environment
     finally:
-        stop(process)
-        # Ray's workers, where what started them has just ended: nobody's children
-        end(processes_with("FLWR_HOME", str(home)))
+        processes.stop(process)
+        processes.end_with("FLWR_HOME", home)  # Ray's workers, which have no parent any more

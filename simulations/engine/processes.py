@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -102,27 +102,26 @@ def stop(*processes: Process, patience: float = PATIENCE) -> None:
         process.wait()
 
 
-def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Return the processes that were started with an environment variable of this value."""
+def processes_with(variable: str, folder: Path) -> list[psutil.Process]:
+    """Return the processes that have this folder in an environment variable."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            found += [process] * (process.environ().get(variable) == value)
+            found += [process] * (process.environ().get(variable) == str(folder))
     return found
 
 
-def end(processes: Iterable[psutil.Process]) -> None:
-    """End processes, and wait until they are gone."""
-    told = []
-    for process in processes:
+def end_with(variable: str, folder: Path) -> None:
+    """End the processes that have this folder in an environment variable; wait for their end."""
+    found = processes_with(variable, folder)
+    for process in found:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-            told.append(process)
-    _outlast(told)
+    _outlast(found)
 
 
 def _outlast(processes: list[psutil.Process], patience: float = PATIENCE) -> None:
-    """Wait until processes have ended; kill those that are there after `patience` s."""
+    """Wait until processes have ended; kill those that are left after `patience` s."""
     _, left = psutil.wait_procs(processes, timeout=patience)
     for survivor in left:
         with contextlib.suppress(psutil.NoSuchProcess):

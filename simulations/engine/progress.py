@@ -70,9 +70,8 @@ class Progress:
         self.round, self.value, self._last = number, record.get(self.headline), now
         if "replies-accepted" in record:
             rejected = int(record["replies-rejected"])
-            self.state = f"{record['replies-accepted']:.0f} clients" + (
-                f", {rejected} rejected" if rejected else ""
-            )
+            few = f", {rejected} rejected" if rejected else ""
+            self.state = f"{record['replies-accepted']:.0f} clients{few}"
         self._show()
 
     def end(self, state: str = "done") -> None:
@@ -80,11 +79,6 @@ class Progress:
         self._done += self.run_rounds - self.round
         self.state, self.ended = state, True
         self._show(now=True)
-
-    @property
-    def elapsed(self) -> str:
-        """Time since the start, as h:mm:ss."""
-        return str(timedelta(seconds=int(time.monotonic() - self._start)))
 
     @property
     def left(self) -> str:
@@ -101,7 +95,7 @@ class Progress:
             parts.insert(0, f"run {self.run}/{self.runs}")
         if self.value is not None:
             parts.append(f"{self.headline} {100 * self.value:.1f} %")
-        parts.append(self.elapsed)
+        parts.append(str(timedelta(seconds=int(time.monotonic() - self._start))))
         if self.left and self._done < self.rounds:
             parts.append(f"{self.left} left")
         return f"{self.name}: " + ", ".join(parts)

@@ -41,11 +41,11 @@ class AdmittedMetrics:
         self._reasons: set[str] = set()  # of rejected replies: names that servers give
         self._warned = False
 
-    def take(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    def take(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers among the metrics that are recorded."""
         scalars = {
             name: value
-            for name, value in ({} if metrics is None else metrics).items()
+            for name, value in metrics.items()
             if isinstance(value, int | float) and not self._refused(name)
         }
         for name in sorted(scalars):
@@ -162,8 +162,8 @@ class Recorder:
         if strategy.evaluates_in(server_round):
             loss, accuracy, more = self.evaluate(weights)
             evaluated = {**more, "accuracy": accuracy, "loss": loss}
-        record: Record = self._of_training.take(strategy.train_metrics.get(server_round))
-        by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round))
+        record: Record = self._of_training.take(strategy.train_metrics.get(server_round, {}))
+        by_clients = self._of_evaluation.take(strategy.evaluate_metrics.get(server_round, {}))
         record |= {f"client-{name}": value for name, value in by_clients.items()}
         record |= {**evaluated, "round": server_round}
         if server_round > 0:
@@ -203,9 +203,9 @@ def _among_clients(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     statistics: dict[str, float] = {}
     for name, worst in (("accuracy", min), ("loss", max)):
         if values := [float(own[name]) for own in metrics if name in own]:
-            whole = (float(np.mean(values)), worst(values), float(np.std(values)))
-            names = (f"client-{name}-{statistic}" for statistic in ("mean", "worst", "std"))
-            statistics |= zip(names, whole, strict=True)
+            statistics[f"client-{name}-mean"] = float(np.mean(values))
+            statistics[f"client-{name}-worst"] = worst(values)
+            statistics[f"client-{name}-std"] = float(np.std(values))
     return statistics
 
 

@@ -32,7 +32,8 @@ from ._flower import log_from
 from .checkpoints import Checkpoints, OnRound, Record
 from .client_app import app as client_application
 from .engines import LocalGrid
-from .flwr_run import end_leftovers, flwr_run
+from .flwr_run import flwr_run
+from .processes import end_with
 from .progress import Progress
 from .progress import progress as show_progress
 from .server_app import Prepared, prepare, serve
@@ -55,8 +56,8 @@ def run(
 ) -> Run:
     """Run a configuration and read its results back.
 
-    A run that is finished in its folder is not run again, and one that was interrupted goes on from
-    its newest checkpoint, with the same bits as if nothing had happened.
+    A finished run is not run again, and one that was interrupted goes on from its newest
+    checkpoint, with the same bits as if nothing had happened.
 
     Parameters
     ----------
@@ -84,8 +85,7 @@ def run(
     Raises
     ------
     ConfigError
-        If a setting cannot work, or the folder holds a run with other settings; nothing has been
-        run.
+        If a setting cannot work, or the folder holds a run with other settings. Nothing was run.
     RunFailed
         If the run ended early, with the reason. An exception of this process is its cause.
 
@@ -98,8 +98,8 @@ def run(
     [0, 1]
     """
     _check(engine, workers, writers)
-    config = settled(config, overrides)
-    prepared = _prepared(config, engine, again=again)
+    config = read_config(config, overrides)
+    prepared = _prepare(config, engine, again=again)
     try:
         with show_progress(config.rounds, enabled=progress) as shown:
             return _run(config, prepared, engine, workers, writers, shown, on_round, again=again)
@@ -148,7 +148,7 @@ def compare(
     Raises
     ------
     ConfigError
-        If a setting cannot work, or a folder holds a run with other settings; nothing has been run.
+        As in :func:`run`, before the first run.
     RunFailed
         If some runs failed, after all others have been run.
 
@@ -166,7 +166,7 @@ def compare(
     prepared = []
     for config in planned:
         with _named(config.name):
-            prepared.append(_prepared(config, engine, again=again))
+            prepared.append(_prepare(config, engine, again=again))
     failed, rounds = [], sum(config.rounds for config in planned)
     try:
         with show_progress(rounds, len(planned), enabled=progress) as shown:
@@ -202,7 +202,7 @@ def _check(engine: str, workers: int, writers: Sequence[str]) -> None:
     check_writers(writers)
 
 
-def _prepared(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
+def _prepare(config: Config, engine: Engine, *, again: bool) -> Prepared | None:
     """Make what a run needs, and so check it; None if the run is finished."""
     if engine == "ray":
         _check_resources(config)
@@ -211,7 +211,7 @@ def _prepared(config: Config, engine: Engine, *, again: bool) -> Prepared | None
 
 
 def _check_resources(config: Config) -> None:
-    """Refuse what would keep Ray waiting for ever, or clients from the device they are to use."""
+    """Refuse what would keep Ray waiting for ever, or a client from its device."""
     for key, asked, most in (
         ("client-cpus", config.client_cpus, os.cpu_count() or 1),
         ("client-gpus", config.client_gpus, torch.cuda.device_count()),
@@ -225,7 +225,7 @@ def _check_resources(config: Config) -> None:
         )
 
 
-def settled(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
+def read_config(config: Config | str | Path, overrides: Mapping[str, Any]) -> Config:
     """Return a configuration, or that of a file, with overrides."""
     if isinstance(config, Config):
         return config.replace(**overrides)
@@ -258,7 +258,7 @@ def _plan(
     planned = []
     for name, config in configs.items():
         with _named(name):
-            own = settled(config, overrides)
+            own = read_config(config, overrides)
         planned += [
             own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
             for seed in seeds
@@ -301,10 +301,10 @@ def _run(
 ) -> Run:
     folder = config.folder
     try:
-        # the folder is read while nobody else works there
-        # and the display and the results say what is not logged
+        # the display and the results say what is not logged
         with failing_as_run(), claimed(folder, "run"), log_from(WARNING):
-            end_leftovers(folder)
+            if (folder / "flwr").exists():  # what a killed run on Ray left at work
+                end_with("FLWR_HOME", folder / "flwr")
             state: State = "new" if again else run_state(config)
             before = _records_before(config, state)
             done = int(before[-1]["round"]) if before else -1

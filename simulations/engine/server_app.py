@@ -2,10 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from logging import getLogger
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,7 +109,14 @@ def _serve(
         "threads": f"{torch.get_num_threads()} on the server, {config.client_threads} in a client",
     }
     if checkpoint is not None:
-        _require_same(checkpoint.source, source, folder)
+        before = checkpoint.source
+        require_same("data set", before["data"], source["data"], folder)
+        require_same("split of the data set", before["split"], source["split"], folder)
+        for key in ("device", "threads"):
+            if before[key] != source[key]:
+                logger.warning(
+                    "%s: %s before, now %s: bits may differ", key, before[key], source[key]
+                )
     _await_nodes(grid, config)
     clear_run(folder, checkpoints=checkpoint is None)
     config.save(folder / "config.toml")
@@ -156,15 +161,6 @@ def _serve(
     if unchanged := summary["rounds-unchanged"]:
         logger.warning("%d rounds left the model as it was", unchanged)
     logger.info("results are in %s", folder)
-
-
-def _require_same(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
-    """Refuse to go on with other data; warn where the machine may make other bits."""
-    for key, name in (("data", "data set"), ("split", "split of the data set")):
-        require_same(name, before[key], now[key], folder)
-    for key in ("device", "threads"):
-        if before[key] != now[key]:
-            logger.warning("%s: %s before, %s now: bits may differ", key, before[key], now[key])
 
 
 def _await_nodes(grid: Grid, config: Config, patience: float = 30) -> None:

@@ -14,7 +14,7 @@ import platform
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from logging import WARNING, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,11 +117,8 @@ def clear_run(folder: Path, *, checkpoints: bool) -> None:
 def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     folder, headline = config.folder, config.chosen_method.headline
-    whose: dict[str, Any] = {
-        "run": config.name or config.method,
-        "method": config.method,
-        "seed": config.seed,
-    }
+    name = config.name or config.method
+    whose: dict[str, Any] = {"run": name, "method": config.method, "seed": config.seed}
     records = checkpoint.records
     rounds = [
         (int(record["round"]), metric, float(value))
@@ -132,18 +129,16 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     clients = [
         (int(own.metrics["round"]), *row) for own in checkpoint.rounds for row in own.clients
     ]
-    for name, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
-        table = pd.DataFrame(rows, columns=["round", *columns, "metric", "value"])
-        for position, (column, value) in enumerate(whose.items()):
-            table.insert(position, column, value)
-        kinds = {"metric": str, "value": float, **dict.fromkeys(["seed", "round", *columns], int)}
-        table.astype(kinds).to_parquet(folder / f"{name}.parquet", index=False)
-    described = {"round": checkpoint.round, "learned": checkpoint.learned}
-    save_tensors(folder / "model.safetensors", checkpoint.weights, described)
+    for file, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
+        kinds = {"run": str, "method": str, "seed": int, "round": int}
+        kinds |= dict.fromkeys(columns, int) | {"metric": str, "value": float}
+        table = pd.DataFrame([(*whose.values(), *row) for row in rows], columns=list(kinds))
+        table.astype(kinds).to_parquet(folder / f"{file}.parquet", index=False)
     best = checkpoint.best
-    if best is not None:
-        described = {"round": best.round, "learned": best.learned}
-        save_tensors(folder / "best.safetensors", best.weights, described)
+    for file, own in (("model", checkpoint), ("best", best)):
+        if own is not None:
+            described = {"round": own.round, "learned": own.learned}
+            save_tensors(folder / f"{file}.safetensors", own.weights, described)
     measured = next(record for record in reversed(records) if "accuracy" in record)
     return {
         "status": "finished",
@@ -203,13 +198,12 @@ def read_run(folder: str | Path) -> Run:
     if summary["status"] != "finished":
         raise RunFailed(summary["error"] if summary["status"] == "failed" else "interrupted")
     tables = []
-    for name in ("rounds.parquet", "clients.parquet"):
+    for path in (folder / "rounds.parquet", folder / "clients.parquet"):
         try:
-            tables.append(pd.read_parquet(folder / name))
+            tables.append(pd.read_parquet(path))
         except ValueError as error:  # as pyarrow calls a file that is none of its own
-            raise RunFailed(f"{folder / name} is damaged: {first_line(error)}") from error
-    rounds, clients = tables
-    return Run(folder, Config.of_run(folder), rounds, clients, summary)
+            raise RunFailed(f"{path} is damaged: {first_line(error)}") from error
+    return Run(folder, Config.of_run(folder), *tables, summary)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -269,9 +263,8 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     RunFailed
         A run that is named itself did not finish.
     """
-    given = [folders] if isinstance(folders, str | Path) else list(folders)
     runs: list[Run] = []
-    for folder in map(Path, given):
+    for folder in map(Path, [folders] if isinstance(folders, str | Path) else folders):
         if (folder / "summary.json").exists():
             runs.append(read_run(folder))
             continue
@@ -282,7 +275,7 @@ def read_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
             try:
                 runs.append(read_run(path))
             except (RunFailed, ConfigError, FileNotFoundError) as error:
-                logger.log(WARNING, "%s is left out: %s", path, error)
+                logger.warning("%s is left out: %s", path, error)
         if len(runs) == found:
             raise FileNotFoundError(f"no finished run in {folder}")
     return _with_names_apart(runs)
@@ -304,7 +297,7 @@ def _with_names_apart(runs: Sequence[Run]) -> list[Run]:
     for run in named:
         first = seen.setdefault((run.summary["run"], run.summary["seed"]), run)
         if first is not run:
-            logger.log(WARNING, "%s is left out: it is the run of %s", run.folder, first.folder)
+            logger.warning("%s is left out: it is the run of %s", run.folder, first.folder)
     return list(seen.values())
 
 

@@ -18,7 +18,7 @@ from fedntk.ntk.support.files import claimed
 from ..config.config import INCIDENTAL, Config
 from ..config.settings import ConfigError, Value
 from ..engine.progress import progress as show_progress
-from ..engine.runs import failing_as_run, settled
+from ..engine.runs import failing_as_run, read_config
 from ..engine.server_app import prepare
 from ..errors import RunFailed
 from ..report.report import write_tuning_report
@@ -120,7 +120,7 @@ def tune(
     >>> found.best.learning_rate
     0.3
     """
-    base = settled(config, overrides).replace(evaluate_on="validation", out="")
+    base = read_config(config, overrides).replace(evaluate_on="validation", out="")
     if bool(grid) == bool(random):
         raise ConfigError("expected the settings to search as grid or as random, and not as both")
     for name, value, known in (("sampler", sampler, Sampler), ("prune", prune, Pruner)):
