@@ -18,7 +18,7 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 QUICK = {
     "compare": {
         "SEEDS = [0, 1, 2]": "SEEDS = [0]",
-        '{"rounds": 10,': '{"rounds": 2, "train_examples": 100, "test_examples": 100, '
+        '{"rounds": 10,': '{"rounds": 3, "train_examples": 100, "test_examples": 100, '
         '"num_clients": 5, "clients_per_round": 5,',
         "1000 if": "100 if",
         '"bootstrap_rounds": 3 if': '"bootstrap_rounds": 1 if',
