@@ -203,7 +203,7 @@ def read_run(folder: str | Path) -> Run:
             tables.append(pd.read_parquet(path))
         except ValueError as error:  # as pyarrow calls a file that is none of its own
             raise RunFailed(f"{path} is damaged: {first_line(error)}") from error
-    return Run(folder, Config.of_run(folder), *tables, summary)
+    return Run(folder, Config.of_run(folder), tables[0], tables[1], summary)
 
 
 def read_records(folder: Path) -> list[Record]:
