@@ -10,9 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedntk.ntk import entk_features, evolve, jacobian, ridge_regression
+from fedntk.ntk import (
+    Jacobian,
+    entk_features,
+    evolve,
+    jacobian,
+    random_projection,
+    ridge_regression,
+)
 from fedntk.ntk.convex import Spectrum, looped_steps, residual_sum
 from fedntk.ntk.features import FeatureRows
 
@@ -24,10 +31,9 @@ STEPS = [0.0, 3.0, 30.0]
 Results = Mapping[str, Tensor]
 
 
-def network(name: str, dtype: torch.dtype, device: str) -> Results:
-    """All that is computed of one network: Jacobian, products, evolution, features."""
-    model, x = make(name)
-    model, x = copy.deepcopy(model).to(device, dtype), x.to(device, dtype)
+def products(name: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Jacobian of a network and products with it, and features, which come back to the CPU."""
+    model, x = _on(device, dtype, name)
     found: dict[str, Tensor] = {}
     for structure in ("factored", "dense"):
         jac = jacobian(model, x, structure=structure, chunk_size=4).to(device)
@@ -41,7 +47,19 @@ def network(name: str, dtype: torch.dtype, device: str) -> Results:
             f"full product, {structure}": jac.full_product(residual),
             f"mean product, {structure}": jac.mean_product(residual),
             f"squared norms, {structure}": jac.squared_norms(),
+            f"gram of two, {structure}": Jacobian.concatenate([jac, jac]).gram(jac),
         }
+    for method in ("subsample", "projection"):
+        options = {"method": method, "dtype": dtype, "chunk_size": 4}
+        found[f"features, {method}"] = entk_features(model, x, 8, 3, **options)
+    return found
+
+
+def network(name: str, dtype: torch.dtype, device: str) -> Results:
+    """All that is computed of one network: Jacobian, products, features, evolution."""
+    found = products(name, dtype, device)
+    model, x = _on(device, dtype, name)
+    jac = jacobian(model, x, structure="dense", chunk_size=4).to(device)
     f = model.eval()(x).detach()
     y = torch.eye(jac.num_outputs).to(f)[torch.arange(len(f)) % jac.num_outputs]
     rate = 3 * len(f) / float(jac.squared_norms().sum())  # some oscillations of plain descent
@@ -52,9 +70,6 @@ def network(name: str, dtype: torch.dtype, device: str) -> Results:
             )
             found[f"outputs, {loss}, {kernel}"] = flow.outputs
             found[f"residuals, {loss}, {kernel}"] = flow.residuals
-    for method in ("subsample", "projection"):
-        options = {"method": method, "dtype": dtype}
-        found[f"features, {method}"] = entk_features(model, x, 8, 3, **options)
     return found
 
 
@@ -76,6 +91,7 @@ def convex(_: str, dtype: torch.dtype, device: str) -> Results:
         "loop": last,
         "loop's residuals": total,
         "ridge": ridge_regression(kernel, labels, 0.1),
+        "projection": random_projection(rows[:], 4, seed=2**63 - 1),
     }
 
 
@@ -107,6 +123,11 @@ def report(device: str, names: Sequence[str] = ()) -> bool:
         line = f"{name:20}{len(found):3} results, at most {found[worst]:.1e} off: {worst}{mark}"
         print(line, flush=True)  # noqa: T201
     return good
+
+
+def _on(device: str, dtype: torch.dtype, name: str) -> tuple[nn.Module, Tensor]:
+    model, x = make(name)
+    return copy.deepcopy(model).to(device, dtype), x.to(device, dtype)
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
