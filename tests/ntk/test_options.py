@@ -56,24 +56,16 @@ def test_a_wrong_value_is_refused_by_name(values, message):
 
 
 def test_values_are_converted_to_their_types():
-    toy = Toy(rate=np.float32(2), count=np.int64(3), steps=range(3), given=self_made())
+    toy = Toy(rate=np.float32(2), count=np.int64(3), steps=range(3), given=object())
     assert (toy.rate, toy.count, toy.steps) == (2.0, 3, (0.0, 1.0, 2.0))
     assert [type(value) for value in (toy.rate, toy.count)] == [float, int]
-
-
-def self_made() -> object:
-    return object()
 
 
 def test_an_option_is_one_line_and_stands_wherever_options_do():
     assert list(inspect.signature(Larger).parameters) == [*Toy.options(), "extra"]
     assert Larger().count == 3
-    assert Larger(count=12).compared_options() == {
-        "rate": 0.5,
-        "count": 12,
-        "steps": [1.0, 2.0],
-        "kind": "big",
-    }
+    compared = {"rate": 0.5, "count": 12, "steps": [1.0, 2.0], "kind": "big"}
+    assert Larger(count=12).compared_options() == compared
     assert "extra : bool, default False\n    One line more." in (Larger.__doc__ or "")
     assert Toy.options()["kind"].describe() == "kind = 'big' (big, small): which"
 
@@ -121,9 +113,6 @@ def test_text_is_read_as_the_options_type(name, text, value):
     own = Larger.options()[name]
     assert own.from_text(text) == value
     assert own.from_text(str(own.plain(value))) == value
-
-
-def test_text_of_another_type_is_refused():
     with pytest.raises(ValueError, match="mine: expected int, got 'x'"):
         Toy.options()["count"].from_text("x", "mine")
 

@@ -1,20 +1,22 @@
 """TF32, and bfloat16 on CPUs, are off where kernels and solutions are formed, and only there."""
 
+import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedntk.ntk import entk_features, evolve, jacobian, random_projection
+from fedntk.ntk import evolve, jacobian, random_projection
 from fedntk.ntk.convex import looped_steps
 from fedntk.ntk.features import FeatureRows
 from fedntk.ntk.support.precision import full_float32
 
-from .arithmetic import normal
 from .cases import make
+from .on_device import products
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution", "convolution_backward"}
 
@@ -39,39 +41,26 @@ class Watched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, tuple[str, bool]]] = []
+        self.seen: set[tuple[str, bool]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_") in PRODUCTS:
-            self.seen.append((str(func), chosen()))
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_")
+        if name in PRODUCTS and args[0].dtype != torch.float64:
+            self.seen.add(chosen())
         return func(*args, **(kwargs or {}))
 
 
-MODEL, X = (part.float() for part in make("cnn"))
-JACOBIAN = jacobian(MODEL, X)
-F, Y = MODEL(X).detach(), torch.eye(3)[torch.arange(6) % 3]
-UPDATE = JACOBIAN.vjp(Y)
-ROWS = FeatureRows.of(normal(6, 4, seed=0).float().numpy())
+ROWS, X, Y = FeatureRows.of(np.ones((6, 4), np.float32)), torch.ones(6, 4), torch.ones(6, 2)
+W, F, TARGETS = torch.zeros(4, 2), torch.zeros(6, 3), torch.eye(3)[torch.arange(6) % 3]
 FLOW = {"learning_rate": 0.1, "steps": [5]}
 WORKS = {
-    "jacobian": lambda: jacobian(MODEL, X),
-    "dense jacobian": lambda: jacobian(MODEL, X, structure="dense"),
-    "gram": JACOBIAN.gram,
-    "vjp": lambda: JACOBIAN.vjp(Y),
-    "jvp": lambda: JACOBIAN.jvp(UPDATE),
-    "mean product": lambda: JACOBIAN.mean_product(Y),
-    "full product": lambda: JACOBIAN.full_product(Y),
-    "closed form": lambda: evolve(JACOBIAN, F, Y, loss="mse", **FLOW),
-    "solver": lambda: evolve(torch.eye(6), F, Y, loss="cross-entropy", **FLOW),
-    "features": lambda: entk_features(MODEL, X, 5, 0),
-    "projected features": lambda: entk_features(MODEL, X, 5, 0, method="projection"),
-    "projection": lambda: random_projection(X.flatten(1), 3, 0),
-    "rows": lambda: ROWS @ torch.ones(4, 2),
-    "transposed rows": lambda: ROWS.transposed_matmul(torch.ones(6, 2)),
+    "products and features": lambda: products("cnn", torch.float32, "cpu"),
+    "solver": lambda: evolve(torch.eye(6), F, TARGETS, loss="cross-entropy", **FLOW),
+    "projection": lambda: random_projection(X, 3, 0),
+    "rows": lambda: ROWS @ W,
+    "transposed rows": lambda: ROWS.transposed_matmul(Y),
     "gram of rows": ROWS.gram,
-    "steps": lambda: looped_steps(
-        X.flatten(1), torch.zeros(98, 3), Y, torch.zeros(98, 3), learning_rate=0.1, local_steps=2
-    ),
+    "steps": lambda: looped_steps(X, W, Y, W, learning_rate=0.1, local_steps=2),
 }
 
 
@@ -80,26 +69,24 @@ WORKS = {
 def test_products_are_formed_in_full_precision(name):
     with Watched() as watched:
         WORKS[name]()
-    assert watched.seen
-    assert {precision for _, precision in watched.seen} == {("highest", False)}
+    assert watched.seen == {("highest", False)}
     assert chosen() == ("high", True)
 
 
 def test_recurrent_layers_do_without_cudnn(monkeypatch):
     """Its backward pass refuses evaluation mode, in which Jacobians are taken."""
-    seen = []
+    seen = set()
     backward = torch.autograd.grad
 
     def grad(*arguments, **options):
-        seen.append(torch.backends.cudnn.enabled)
+        seen.add(torch.backends.cudnn.enabled)
         return backward(*arguments, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     for name, expected in (("lstm", False), ("mlp", True)):
         seen.clear()
         jacobian(*make(name))
-        assert seen
-        assert set(seen) == {expected}
+        assert seen == {expected}
     assert torch.backends.cudnn.enabled
 
 
@@ -131,17 +118,20 @@ def test_the_callers_choice_is_back_after_an_error_and_after_the_last_thread():
 @pytest.mark.parametrize("owner", ["", "cuda.matmul", "cudnn", "cudnn.conv"])
 def test_the_newer_switches_are_heeded(owner):
     """Each can be set at its own level, and those below inherit it."""
-    backend, switches = torch.backends, (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    for part in filter(None, owner.split(".")):
-        backend = getattr(backend, part)
+    backend = operator.attrgetter(f"backends.{owner}".rstrip("."))(torch)
+
+    def precisions() -> list[str]:
+        backends = torch.backends
+        return [each.fp32_precision for each in (backends.cuda.matmul, backends.cudnn.conv)]
+
     old, state = backend.fp32_precision, chosen()
     try:
         backend.fp32_precision = "tf32"
-        before = [switch.fp32_precision for switch in switches]
+        before = precisions()
         assert "tf32" in before
         with full_float32():
-            assert "tf32" not in [switch.fp32_precision for switch in switches]
-        assert [switch.fp32_precision for switch in switches] == before
+            assert "tf32" not in precisions()
+        assert precisions() == before
     finally:
         backend.fp32_precision = old
     assert chosen() == state

@@ -11,14 +11,6 @@ from fedntk.ntk import BadReply, Moments, Normaliser
 from ..arithmetic import normal
 
 
-def regrouped(z, cuts, order):
-    """Moments of z, cut into groups and joined in some order, each group in chunks of 4."""
-    groups = [part for part in torch.tensor_split(z, cuts) if len(part)]
-    parts = [Moments.join(Moments.of(chunk) for chunk in part.split(4)) for part in groups]
-    order.shuffle(parts)
-    return Moments.join(parts)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 40), max_size=8).map(sorted),
@@ -26,31 +18,24 @@ def regrouped(z, cuts, order):
     seed=st.integers(0, 2**16),
 )
 def test_joined_moments_are_those_of_the_pooled_data(cuts, order, seed):
-    """Order and grouping move them by 1e-12, where means are of the size of the spread."""
-    z = normal(40, 5, seed=seed) * torch.tensor([1, 1e-8, 1e8, 3, 0])
-    z += torch.tensor([0, 0, 0, 2, 7])
-    moments = regrouped(z, cuts, order)
-    assert moments.count == 40
-    z = z.numpy()
-    assert (np.abs(moments.mean - z.mean(0)) <= 1e-12 * (z.std(0) + np.abs(z.mean(0)))).all()
-    assert (np.abs(moments.sum_sq_dev - 40 * z.var(0)) <= 1e-12 * 40 * z.var(0) + 1e-27).all()
+    """Order and grouping move them by 1e-12, where means are of the size of the spread.
 
-
-@settings(max_examples=60, deadline=None)
-@given(
-    cuts=st.lists(st.integers(0, 40), max_size=8).map(sorted),
-    order=st.randoms(use_true_random=False),
-    seed=st.integers(0, 2**16),
-)
-def test_an_offset_of_a_million_deviations_costs_six_digits_and_no_more(cuts, order, seed):
-    """Means are right to 1e-16 of 1e6, so to 1e-10 of the spread, and squares to about twice that.
-
-    Sums of squares less squares of sums would lose twelve digits: an error of 1e-4.
+    For means of 1e6 deviations, means are right to 1e-16 of 1e6, so to 1e-10 of the spread, and
+    squares to about twice that. Sums of squares less squares of sums would lose twelve digits.
     """
-    z = normal(40, 3, seed=seed) + 1e6
-    moments = regrouped(z, cuts, order)
-    np.testing.assert_allclose(moments.mean, z.numpy().mean(0), rtol=1e-15)
-    np.testing.assert_allclose(moments.sum_sq_dev, 40 * z.numpy().var(0), rtol=5e-9)
+    z = normal(40, 6, seed=seed) * torch.tensor([1, 1e-8, 1e8, 3, 0, 1])
+    z += torch.tensor([0, 0, 0, 2, 7, 1e6])
+    groups = [part for part in torch.tensor_split(z, cuts) if len(part)]
+    parts = [Moments.join(Moments.of(chunk) for chunk in part.split(4)) for part in groups]
+    order.shuffle(parts)
+    moments = Moments.join(parts)
+    assert moments.count == 40
+    mean, sum_sq_dev = z.numpy().mean(0), 40 * z.numpy().var(0)
+    np.testing.assert_allclose(moments.mean[-1], mean[-1], rtol=1e-15)
+    np.testing.assert_allclose(moments.sum_sq_dev[-1], sum_sq_dev[-1], rtol=5e-9)
+    bound = 1e-12 * (z.numpy().std(0) + np.abs(mean))
+    assert (np.abs(moments.mean - mean) <= bound)[:-1].all()
+    assert (np.abs(moments.sum_sq_dev - sum_sq_dev) <= 1e-12 * sum_sq_dev + 1e-27)[:-1].all()
 
 
 def test_the_size_of_moments_is_the_root_of_the_examples_mean_squared_norm():
@@ -62,8 +47,7 @@ def test_the_size_of_moments_is_the_root_of_the_examples_mean_squared_norm():
 
 def clients():
     """float32 features of three clients that differ: heavy tails, scales from 1e-7 to 1e4."""
-    scales = torch.logspace(-7, 4, 12, dtype=torch.float64)
-    shift = normal(12, seed=0)
+    scales, shift = torch.logspace(-7, 4, 12, dtype=torch.float64), normal(12, seed=0)
     return [
         ((normal(n, 12, seed=n) ** 3 + k * shift) * scales).float()
         for k, n in enumerate((7, 30, 120))
@@ -72,24 +56,17 @@ def clients():
 
 def test_normalised_features_have_mean_0_and_variance_1_over_all_clients():
     """In float32: a mean within 1e-6, a variance within 1e-5; no client's own mean is 0."""
-    moments = Moments.join(Moments.of(z) for z in clients())
-    normalise = Normaliser.of(moments)
-    parts = [normalise(z) for z in clients()]
+    own, before = clients(), clients()
+    normalise = Normaliser.of(Moments.join(Moments.of(z) for z in own))
+    parts = [normalise(z) for z in own]
+    assert all(map(torch.equal, own, before))
     assert {part.dtype for part in parts} == {torch.float32}
     pooled = torch.cat(parts).double()
-    torch.testing.assert_close(pooled.mean(0), torch.zeros(12).double(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        pooled.var(0, correction=0), torch.ones(12).double(), rtol=0, atol=1e-5
-    )
+    variance = pooled.var(0, correction=0)
+    torch.testing.assert_close(pooled.mean(0), torch.zeros_like(variance), rtol=0, atol=1e-6)
+    torch.testing.assert_close(variance, torch.ones_like(variance), rtol=0, atol=1e-5)
     assert all(float(part.mean(0).abs().min()) > 1e-4 for part in parts)
-
-
-def test_normalising_leaves_what_it_is_given_as_it_was():
-    z = clients()[0]
-    before = z.clone()
-    Normaliser.of(Moments.of(z))(z)
-    assert torch.equal(z, before)
-    assert torch.equal(Normaliser.identity(12)(z), z)
+    assert torch.equal(Normaliser.identity(12)(before[0]), before[0])
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, 1e-30, 3e38])
@@ -120,28 +97,28 @@ def test_moments_travel_as_they_are():
     assert np.array_equal(received.sum_sq_dev, sent.sum_sq_dev)
 
 
+def at_5(value):
+    return lambda a: np.where(np.arange(12) == 5, value, a)
+
+
 @pytest.mark.parametrize("name", ["mean", "sum-sq-dev"])
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (lambda a: a[:-1], "shape"),
-        (lambda a: a[None], "shape"),
         (lambda a: a[0], "shape"),
         (lambda a: a.astype(np.float32), "dtype"),
-        (lambda a: a.astype(np.int64), "dtype"),
         (lambda a: a.astype(">f8"), "dtype"),
-        (lambda a: np.where(np.arange(12) == 5, np.nan, a), "non-finite"),
-        (lambda a: np.where(np.arange(12) == 5, np.inf, a), "non-finite"),
-        (lambda a: np.where(np.arange(12) == 5, -np.inf, a), "non-finite"),
-        (lambda a: np.where(np.arange(12) == 5, 1e300, a), "range"),
-        (lambda a: np.where(np.arange(12) == 5, -1e300, a), "range"),
+        (at_5(np.nan), "non-finite"),
+        (at_5(np.inf), "non-finite"),
+        (at_5(1e300), "range"),
+        (at_5(-1e300), "range"),
     ],
 )
 def test_damaged_moments_are_refused_with_the_reason(name, damage, reason):
     arrays = Moments.of(clients()[1]).to_arrays()
-    arrays[name] = damage(arrays[name])
     with pytest.raises(BadReply) as refused:
-        Moments.from_arrays(arrays, 30, 12)
+        Moments.from_arrays(arrays | {name: damage(arrays[name])}, 30, 12)
     assert refused.value.reason == reason
 
 
@@ -151,14 +128,15 @@ def test_other_damage_is_refused_and_the_limits_are_taken():
     for arrays in ({}, {"mean": sent["mean"]}, sent | {"more": sent["mean"]}):
         with pytest.raises(BadReply, match=r"^arrays: expected mean, sum-sq-dev, got"):
             Moments.from_arrays(arrays, 30, 12)
-    below = {"sum-sq-dev": sent["sum-sq-dev"] - 2 * sent["sum-sq-dev"].max()}
-    with pytest.raises(BadReply, match="sum_sq_dev: expected 0"):
-        Moments.from_arrays(sent | below, 30, 12)
     largest = np.full(12, np.finfo(np.float32).max, np.float64)
     moments = Moments.from_arrays({"mean": -largest, "sum-sq-dev": 30 * largest**2}, 30, 12)
     normaliser = Normaliser.of(Moments.join([moments, moments]))
     assert np.isfinite(normaliser.mean).all()
     assert (normaliser.inv_std > 0).all()
-    for more in ({"mean": 1.01 * largest}, {"sum-sq-dev": 31 * largest**2}):
+    for more in (
+        {"mean": 1.01 * largest},
+        {"sum-sq-dev": 31 * largest**2},
+        {"sum-sq-dev": at_5(-1e-9)(sent["sum-sq-dev"])},
+    ):
         with pytest.raises(BadReply, match=r"(mean|sum_sq_dev): expected .* \.\.\. "):
             Moments.from_arrays(sent | more, 30, 12)

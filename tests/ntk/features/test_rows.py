@@ -21,84 +21,65 @@ def array(dtype=np.float32):
     return normal(N, P, seed=0).numpy().astype(dtype)
 
 
-def whole(z, bias):
-    """The matrix in float64, as numpy sees the array."""
-    z = torch.from_numpy(z.astype(np.float64))
-    return torch.cat([z, torch.ones(N, 1).double()], 1) if bias else z
+def computed(z, bias=False):
+    """Rows of a matrix that are computed, and a list of what is asked of them."""
+    asked = []
 
+    def read(start, stop):
+        asked.append((start, stop))
+        return torch.from_numpy(z[start:stop]).float()
 
-def stored(z, how, tmp_path, bias):
-    """FeatureRows of an array in memory, in a file, or of a function."""
-    if how == "computed":
-        return FeatureRows(lambda a, b: torch.from_numpy(z[a:b]).float(), z.shape, bias=bias)
-    if how == "file":
-        z.tofile(tmp_path / "z.bin")
-        z = np.memmap(tmp_path / "z.bin", z.dtype, "c", shape=z.shape)
-    return FeatureRows.of(z, bias=bias, device="cpu")
+    return FeatureRows(read, z.shape, bias=bias), asked
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("how", ["array", "file", "computed"])
+@pytest.mark.parametrize("of", [FeatureRows.of, lambda z, bias: computed(z, bias)[0]])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_those_of_the_whole_matrix(dtype, how, bias, tmp_path, monkeypatch):
+def test_products_are_those_of_the_whole_matrix(dtype, of, bias, monkeypatch):
     """Whatever the chunks. Z as stored is exact; float32 sums of 23 products: 1e-5."""
     z = array(dtype)
-    dense = whole(z, bias)
-    rows = stored(z, how, tmp_path, bias)
+    dense = torch.from_numpy(np.pad(z, ((0, 0), (0, int(bias))), constant_values=1)).double()
+    rows = of(z, bias=bias)
     assert rows.shape == tuple(dense.shape)
     w, a = normal(dense.shape[1], 3, seed=1).float(), normal(N, 4, seed=2).float()
     for size in SIZES:
         monkeypatch.setattr(module, "CHUNK_BYTES", size)
         monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size)
-        close = {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(rows @ w, (dense @ w.double()).float(), **close)
-        product = rows.transposed_matmul(a)
-        torch.testing.assert_close(product, (dense.T @ a.double()).float(), **close)
-        gram = rows.gram()
-        torch.testing.assert_close(gram, (dense @ dense.T).float(), **close)
-        assert torch.equal(gram.tril(-1), gram.triu(1).T)
+        found = [rows @ w, rows.transposed_matmul(a), rows.gram()]
+        expected = [dense @ w.double(), dense.T @ a.double(), dense @ dense.T]
+        for own, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, exact.float(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[2].tril(-1), found[2].triu(1).T)
     assert z.tobytes() == array(dtype).tobytes()  # what is stored stays
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_formed_in_the_dtype_of_the_other_factor(dtype):
     """float64 coefficients: 1e-13 from numpy's float64, although rows are chunks of float16."""
-    z = array(dtype)
-    rows, a, w = FeatureRows.of(z), normal(N, 2, seed=1), normal(P, 2, seed=2)
-    torch.testing.assert_close(rows.transposed_matmul(a), whole(z, False).T @ a, rtol=0, atol=1e-13)
-    torch.testing.assert_close(rows @ w, whole(z, False) @ w, rtol=0, atol=1e-13)
-
-
-def test_rows_are_handed_out_in_order_each_once():
-    rows = FeatureRows.of(array(), bias=True)
-    chunks = list(rows.chunks(4 * 8 * 5))  # five rows of eight
-    assert [(r.start, r.stop) for r, _ in chunks] == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
-    joined = torch.cat([z for _, z in chunks])
-    assert torch.equal(joined, rows[:])
-    assert torch.equal(joined[:, -1], torch.ones(N))
-    assert torch.equal(rows[4:6], joined[4:6])
-
-
-def counted(asked, bias=False):
-    """Rows that note what is asked of them."""
-    z = torch.from_numpy(array())
-
-    def read(start, stop):
-        asked.append((start, stop))
-        return z[start:stop]
-
-    return FeatureRows(read, (N, P), bias=bias)
+    z, a, w = array(dtype), normal(N, 2, seed=1), normal(P, 2, seed=2)
+    rows, dense = FeatureRows.of(z), torch.from_numpy(z).double()
+    torch.testing.assert_close(rows.transposed_matmul(a), dense.T @ a, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rows @ w, dense @ w, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 23, 1000])
-def test_no_more_is_read_at_a_time_than_is_allowed_and_no_row_twice(size, monkeypatch):
+def test_rows_are_read_in_order_each_once_and_no_more_at_a_time_than_allowed(size, monkeypatch):
     """With the bias a row has 8 numbers, 32 bytes."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 32 * size + 31)
-    for use in (lambda r: r @ torch.zeros(8, 2), lambda r: r.transposed_matmul(torch.zeros(N, 2))):
-        asked = []
-        use(counted(asked, bias=True))
+    for use in (
+        lambda r: r @ torch.zeros(8, 2),
+        lambda r: r.transposed_matmul(torch.zeros(N, 2)),
+        lambda r: list(r.chunks(32 * size)),
+    ):
+        rows, asked = computed(array(), bias=True)
+        use(rows)
         assert max(stop - start for start, stop in asked) == min(size, N)
         assert [i for start, stop in asked for i in range(start, stop)] == list(range(N))
+    chunks = list(rows.chunks(32 * size))
+    assert [(r.start, r.stop) for r, _ in chunks] == asked[-len(chunks) :]
+    joined = torch.cat([chunk for _, chunk in chunks])
+    assert torch.equal(joined, torch.cat([torch.from_numpy(array()), torch.ones(N, 1)], 1))
+    assert torch.equal(rows[4:6], joined[4:6])
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 12, 23, 1000])
@@ -106,8 +87,8 @@ def test_gram_reads_each_pair_of_blocks_once(size, monkeypatch):
     """Two blocks of at most `size` rows are held; with b blocks there are b (b + 1) / 2 reads."""
     monkeypatch.setattr(module, "BLOCK_BYTES", 2 * size * 4 * P)
     monkeypatch.setattr(module.math, "isqrt", lambda _: N)
-    asked = []
-    counted(asked).gram()
+    rows, asked = computed(array())
+    rows.gram()
     blocks = -(-N // size)
     assert len(asked) == blocks * (blocks + 1) // 2
     assert max(stop - start for start, stop in asked) == min(size, N)
@@ -119,33 +100,32 @@ def test_narrow_features_do_not_make_a_second_kernel(monkeypatch):
     Products of 256 bytes are those of 8 rows.
     """
     monkeypatch.setattr(module, "BLOCK_BYTES", 256)
-    z, asked = normal(N, 1, seed=0).float(), []
-
-    def read(start, stop):
-        asked.append(stop - start)
-        return z[start:stop]
-
-    gram = FeatureRows(read, (N, 1)).gram().double()  # one product, rounded once
+    z = normal(N, 1, seed=0).float()
+    rows, asked = computed(z.numpy())
+    gram = rows.gram().double()  # one product, rounded once
     torch.testing.assert_close(gram, z.double() @ z.double().T, rtol=2**-23, atol=0)
-    assert max(asked) == 8
+    assert max(stop - start for start, stop in asked) == 8
 
 
 def test_a_kernel_that_does_not_fit_is_refused_before_anything_is_read(monkeypatch):
     """100,000 examples: 40 GB, and blocks; the figure is in the message."""
 
+    def memory(size):
+        monkeypatch.setattr(ntk_memory, "available_memory", lambda device: size)
+
     def read(start, stop):
         raise AssertionError("read")
 
-    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 40 * 10**9)
+    memory(40 * 10**9)
     with pytest.raises(
         NotEnoughMemory, match=r"the kernel of 100000 examples needs 41\.\d GB.*fewer examples"
     ):
         FeatureRows(read, (100_000, 100_000)).gram()
-    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * (23**2 + 23 * 37) - 1)
+    needed = 4 * (23**2 + 23 * 37)  # the kernel, a block's products and two blocks of rows, no more
+    memory(needed - 1)
     with pytest.raises(NotEnoughMemory, match="the kernel of 23 examples"):
         FeatureRows(read, (23, 7)).gram()
-    # the kernel, a block's products and two blocks of rows, no more
-    monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 4 * (23**2 + 23 * 37))
+    memory(needed)
     assert FeatureRows.of(array()).gram().shape == (23, 23)
 
 
