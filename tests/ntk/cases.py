@@ -19,49 +19,48 @@ class TiedWeights(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-class CalledTwice(nn.Module):
-    """One layer called twice."""
+class LayerAndHead(nn.Module):
+    """A linear layer, used in some way, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.layer, self.head = nn.Linear(width, hidden), nn.Linear(hidden, 3)
+
+
+class CalledTwice(LayerAndHead):
+    """One layer called twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(torch.tanh(self.layer(x))))
 
 
-class FunctionalUse(nn.Module):
+class FunctionalUse(LayerAndHead):
     """A layer's weight read by a second operation besides the layer's call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(x)) + x @ self.layer.weight)
 
 
-class Sequence(nn.Module):
+class Sequence(LayerAndHead):
     """Linear layers over positions of a sequence, then pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(x)).mean(1))
 
 
-class FoldedPositions(nn.Module):
+class FoldedPositions(LayerAndHead):
     """Positions folded into the batch for one layer, so that it has more rows than examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.layer(x.reshape(-1, 4))).view(len(x), -1, 6)
         return self.head(hidden.mean(1))
+
+
+class Shuffled(LayerAndHead):
+    """A layer that sees the examples in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x.flip(0))).flip(0))
 
 
 class Tokens(nn.Module):
@@ -159,49 +158,34 @@ class ConvTwice(nn.Module):
         return self.head(h.flatten(1)) + self.idle(x).mean() * 0
 
 
-class Shuffled(nn.Module):
-    """A layer that sees the examples in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(x.flip(0))).flip(0))
+def _with_head(features: int, *layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 3))
 
 
 def _narrow_maps() -> nn.Module:
     """Convolutions with few places and many channels, which are kept in factors."""
-    return nn.Sequential(
+    return _with_head(
+        20,
         nn.Conv2d(8, 12, 3, stride=2, padding=1, padding_mode="circular", groups=2),
         nn.ReLU(),
         nn.Conv2d(12, 16, (1, 3), padding="same", dilation=(1, 2), bias=False),
         nn.ReLU(),
         nn.Conv2d(16, 20, 2),
-        nn.Flatten(),
-        nn.Linear(20, 3),
     )
 
 
-def _frozen_convolution() -> nn.Module:
-    first, second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 7)
-    first.weight.requires_grad_(requires_grad=False)
-    second.bias.requires_grad_(requires_grad=False)
-    return nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(4, 3))
-
-
-def _frozen_layer() -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
-    model[2].requires_grad_(requires_grad=False)
-    model[0].bias.requires_grad_(requires_grad=False)
-    model[4].weight.requires_grad_(requires_grad=False)
+def _frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        model.get_parameter(name).requires_grad_(requires_grad=False)
     return model
 
 
+def _three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
 def _batch_norm() -> nn.Module:
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-    )
+    model = _with_head(64, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model(torch.randn(8, 2, 6, 6))  # running statistics other than 0 and 1
     return model
 
@@ -218,53 +202,42 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (5,),
     ),
     "single-output": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)), (5,)),
-    "frozen-layer": (_frozen_layer, (5,)),
+    "frozen-layer": (
+        lambda: _frozen(_three_layers(), "2.weight", "2.bias", "0.bias", "4.weight"),
+        (5,),
+    ),
     "tied-weights": (TiedWeights, (5,)),
-    "called-twice": (CalledTwice, (5,)),
-    "functional-use": (FunctionalUse, (5,)),
-    "sequence": (Sequence, (6, 4)),
+    "called-twice": (lambda: CalledTwice(5, 5), (5,)),
+    "functional-use": (lambda: FunctionalUse(5, 5), (5,)),
+    "sequence": (lambda: Sequence(4, 6), (6, 4)),
     "own-parameters": (Own, (5,)),
-    "folded-positions": (FoldedPositions, (6, 4)),
+    "folded-positions": (lambda: FoldedPositions(4, 6), (6, 4)),
     "tokens": (Tokens, (5,)),
     "tokens-first": (TokensFirst, (7,)),
     "lstm": (Recurrent, (6, 4)),
     "unrolled": (Unrolled, (3, 4)),
     "attention": (Attention, (5, 4)),
     "conv-twice": (ConvTwice, (2, 4, 4)),
-    "shuffled": (Shuffled, (5,)),
+    "shuffled": (lambda: Shuffled(5, 6), (5,)),
     "narrow-maps": (_narrow_maps, (8, 4, 4)),
-    "frozen-convolution": (_frozen_convolution, (3, 7)),
-    "conv-1d": (
-        lambda: nn.Sequential(
-            nn.Conv1d(6, 10, 4, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+    "frozen-convolution": (
+        lambda: _frozen(
+            _with_head(4, nn.Conv1d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 4, 7)),
+            "0.weight",
+            "2.bias",
         ),
-        (6, 6),
+        (3, 7),
     ),
-    "conv-3d": (
-        lambda: nn.Sequential(nn.Conv3d(4, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
-        (4, 2, 3, 2),
-    ),
-    "depthwise": (
-        lambda: nn.Sequential(
-            nn.Conv2d(4, 8, 3, groups=4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
-        ),
-        (4, 3, 3),
-    ),
+    "conv-1d": (lambda: _with_head(20, nn.Conv1d(6, 10, 4, stride=2), nn.Tanh()), (6, 6)),
+    "conv-3d": (lambda: _with_head(12, nn.Conv3d(4, 6, 2), nn.Tanh()), (4, 2, 3, 2)),
+    "depthwise": (lambda: _with_head(8, nn.Conv2d(4, 8, 3, groups=4), nn.ReLU()), (4, 3, 3)),
     "cnn": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, groups=2, dilation=2),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(4, 3),
-        ),
+        lambda: _with_head(4, nn.Conv2d(2, 4, 3, groups=2, dilation=2), nn.ReLU(), nn.MaxPool2d(2)),
         (2, 7, 7),
     ),
     "batch-norm": (_batch_norm, (2, 6, 6)),
     "group-norm": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-        ),
+        lambda: _with_head(64, nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()),
         (2, 6, 6),
     ),
     "layer-norm": (
@@ -272,12 +245,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (5,),
     ),
     "batch-statistics": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3),
-            nn.BatchNorm2d(4, track_running_stats=False),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64, 3),
+        lambda: _with_head(
+            64, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()
         ),
         (2, 6, 6),
     ),

@@ -6,12 +6,6 @@ import torch
 from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior, offset_of
 
 
-def test_equal_shares_change_nothing():
-    for repeats in (1, 7):
-        offset = log_class_prior(torch.eye(4, dtype=torch.float64).repeat(repeats, 1))
-        torch.testing.assert_close(offset, torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-15)
-
-
 def test_it_is_the_logarithm_of_the_smoothed_shares():
     targets = torch.eye(3)[[0, 0, 0, 1]]
     shares = torch.tensor([(3 + 1 / 3) / 5, (1 + 1 / 3) / 5, (1 / 3) / 5])
@@ -48,7 +42,3 @@ def test_outputs_that_fit_the_shares_are_level_without_the_offset():
     log_p = torch.log_softmax(outputs + log_class_prior(targets), 0)
     (gradient,) = torch.autograd.grad(-(targets * log_p).sum(1).mean(), outputs)
     assert float(gradient.abs().max()) < 1e-4
-    (plain,) = torch.autograd.grad(
-        -(targets * torch.log_softmax(outputs, 0)).sum(1).mean(), outputs
-    )
-    assert float(plain.abs().max()) > 0.3

@@ -1,7 +1,5 @@
 """A predictor has the scores of what was learned, and the loss and accuracy of clients."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -55,7 +53,9 @@ def test_tct_has_the_loss_of_its_convex_problem(loss):
     assert model.evaluate(X, Y).loss == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda: NetworkPredictor(network()), tct])
+@pytest.mark.parametrize(
+    "make", [lambda: NetworkPredictor(network(), loss="mse"), lambda: tct("cross-entropy")]
+)
 def test_a_predictor_is_a_module_whose_state_holds_it(make, tmp_path):
     one, other = make(), make()
     with torch.no_grad():
@@ -69,14 +69,7 @@ def test_a_predictor_is_a_module_whose_state_holds_it(make, tmp_path):
     one.save(tmp_path)
     loaded = type(one).load(tmp_path, network())
     assert torch.equal(loaded.predict(X), one.predict(X))
-    assert loaded.evaluate(X, Y) == one.evaluate(X, Y)
-
-
-def test_the_loss_is_saved_with_it(tmp_path):
-    NetworkPredictor(network(), loss="mse").save(tmp_path)
-    tct("cross-entropy").save(tmp_path)
-    assert NetworkPredictor.load(tmp_path, network()).loss == "mse"
-    assert TCTModel.load(tmp_path, network()).loss == "cross-entropy"
+    assert (loaded.loss, loaded.evaluate(X, Y)) == (one.loss, one.evaluate(X, Y))
 
 
 def test_a_predictor_keeps_its_own_network():
@@ -92,18 +85,12 @@ def test_a_predictor_keeps_its_own_network():
     assert not before.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "no network that can be read"),
-        (lambda path: path.write_bytes(b""), "no network that can be read"),
-        (lambda path: path.unlink(), None),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused(tmp_path, damage, message):
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_damaged_file_is_refused(tmp_path, size):
     NetworkPredictor(network()).save(tmp_path)
-    damage(tmp_path / "network.safetensors")
-    with pytest.raises(ValueError if message else FileNotFoundError, match=message):
+    path = tmp_path / "network.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="no network that can be read"):
         NetworkPredictor.load(tmp_path, network())
 
 
@@ -115,4 +102,4 @@ def test_another_network_and_no_examples_are_refused(tmp_path):
         with pytest.raises(ValueError, match="at least one example and as many labels"):
             NetworkPredictor(network()).evaluate(x, y)
     with pytest.raises(ValueError, match="loss: expected one of"):
-        NetworkPredictor(copy.deepcopy(network()), loss="l1")
+        NetworkPredictor(network(), loss="l1")

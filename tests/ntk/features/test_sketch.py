@@ -9,12 +9,7 @@ from fedntk.ntk import FeatureMap, entk_features, jacobian
 from fedntk.ntk.features import sketch
 
 from ..cases import CASES, make
-
-
-def gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """(n, P) of the first logit, in float64."""
-    whole = jacobian(model, x, outputs=[0]).dense()
-    return torch.cat([tensor.flatten(1) for tensor in whole.values()], 1).double()
+from .test_tangent import gradients
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -99,12 +94,12 @@ def test_the_whole_gradient_is_never_formed_of_a_linear_layer(monkeypatch):
 def test_a_feature_map_gives_as_many_numbers_as_are_asked_for(kind):
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     for p in (5, 200):  # of 49 coordinates, or of 8 inputs of the last layer
-        chosen = FeatureMap(kind, num_features=p)
-        assert chosen.width(network) == p
-        z = chosen.extractor(network)(torch.ones(2, 4))
+        assert FeatureMap(kind, num_features=p).width(network) == p
+        z, again, other = (
+            FeatureMap(kind, p, seed).extractor(network)(torch.ones(2, 4)) for seed in (0, 0, 1)
+        )
         assert z.shape == (2, p)
-        assert torch.equal(z, chosen.extractor(network)(torch.ones(2, 4)))
-        other = FeatureMap(kind, p, seed=1).extractor(network)(torch.ones(2, 4))
+        assert torch.equal(z, again)
         assert not torch.equal(z, other)
     with pytest.raises(ValueError, match=f"num_features: expected at least 1 for {kind}"):
         FeatureMap(kind, num_features=0)
