@@ -49,9 +49,8 @@ def in_order(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 X, Y = in_order(
     torch.randn(11, 5, generator=torch.Generator().manual_seed(1)), torch.arange(11) % 3
 )
-Z = MAP.extractor(network())(X)
-NORMALISER = Normaliser.of(Moments.of(Z))
-TARGETS = torch.eye(3, dtype=torch.float64)[Y] - 1 / 3
+OTHERS = in_order(X + 0.5, Y)
+NORMALISER = Normaliser.of(Moments.of(MAP.extractor(network())(X)))
 
 
 def client(cache: Path, *, data: Any = (X, Y), **options: Any) -> TCTClient:
@@ -121,53 +120,69 @@ SOLVERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("loss", "bias"), [("mse", False), ("cross-entropy", True)])
 @pytest.mark.parametrize("way", sorted(SOLVERS))
-def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss):
-    """In float64 over two rounds, the second corrected by what the first left behind.
+@pytest.mark.parametrize("changed", [False, True])
+def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed, caplog):
+    """In float64 over two rounds, the second on other examples if these have changed.
 
     A step of float32 rounds some 20 products to 6e-8 each, and 60 steps add up: 1e-4; float16 keeps
     features to 5e-4, and normalising divides by spreads under their size: 5e-3.
     """
     records, tolerance = message(width=20 + bias), 5e-3 if way == "half precision" else 1e-4
-    exact = exact_rounds(records, bias=bias, loss=loss)
+    sets = [(X, Y), OTHERS if changed else (X, Y)]
+    exact = exact_rounds(records, sets, bias=bias, loss=loss)
     for number, task in enumerate((linear_task(bias=bias, loss=loss), LAST), 4):
-        who = client(tmp_path, **SOLVERS[way])  # made anew for each message
-        own = dataclasses.replace(task, bias=bias, loss=loss)
-        ((found,), _, _) = step(who, own, records, number)
         expected, residuals = exact[number - 4]
+        who = client(tmp_path, data=sets[number - 4], **SOLVERS[way])
+        own = dataclasses.replace(task, bias=bias, loss=loss)
+        with caplog.at_level(WARNING, "flwr"):
+            ((found,), _, metrics) = step(who, own, records, number)
         assert relative(found, expected) < tolerance
         kept = np.load(folder(who) / f"state-{number:06}.npz")["coefficients"]
         assert relative(kept, residuals) < tolerance
         records = {"linear": {"tct.linear": found}}
+    assert metrics["examples-changed"] == changed
+    assert ("client-0-7: 0 of its 11 examples are the same as before" in caplog.text) == changed
 
 
-def exact_rounds(records: Records, *, bias: bool, loss: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+def exact_rounds(
+    records: Records, sets: list[tuple[torch.Tensor, torch.Tensor]], *, bias: bool, loss: Any
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Algorithm 1's two rounds, step by step in float64: models, and mean residuals over n.
 
     c_k = -Z^T A_k, the mean gradient of M steps; h_k = c_k - c is added to minus the gradient.
     """
-    z = MAP.extractor(network().double())(X.double()).double()
-    mean, inv_std = map(torch.from_numpy, records["normaliser"].values())
-    z = (z - mean) * inv_std
-    z = torch.cat([z, torch.ones(11, 1)], 1) if bias else z
     theta = torch.from_numpy(records["linear"]["tct.linear"]).double()
-    control = torch.from_numpy(records["control"]["tct.control"]).double()
-    targets = TARGETS if loss == "mse" else TARGETS + 1 / 3
-    options = {"learning_rate": 0.05, "local_steps": 30, "loss": loss}
-    first, total = looped_steps(z, theta, targets, -control, **options)
-    own, mean = -z.T @ total / (11 * 30), (theta - first) / (30 * 0.05)
-    second, more = looped_steps(z, first, targets, own - mean, **options)
-    return [(w.numpy(), sums.numpy() / (11 * 30)) for w, sums in ((first, total), (second, more))]
+    correction = -torch.from_numpy(records["control"]["tct.control"]).double()
+    found = []
+    for x, y in sets:
+        z = exact_features(x, bias=bias)
+        targets = one_hot(y, 3).double() - (loss == "mse") / 3
+        options = {"learning_rate": 0.05, "local_steps": 30, "loss": loss}
+        after, total = looped_steps(z, theta, targets, correction, **options)
+        found.append((after.numpy(), total.numpy() / (11 * 30)))
+        correction = -z.T @ total / (11 * 30) - (theta - after) / (30 * 0.05)
+        theta = after
+    return found
 
 
-def test_evaluation_is_of_the_linear_model_on_the_test_examples(tmp_path):
-    x_test, y_test = X.flip(0)[:6] + 0.3, Y.flip(0)[:6]
-    who, records = client(tmp_path, x_test=x_test, y_test=y_test), message()
-    loss, count, metrics = who.evaluate(NamedArrays(records), linear_task().to_config())
-    z = NORMALISER(MAP.extractor(network())(x_test)).double().numpy()
-    scores = z @ records["linear"]["tct.linear"]
-    expected = ((scores - np.eye(3)[y_test] + 1 / 3) ** 2).sum(1).mean() / 2
-    assert (count, loss) == (6, pytest.approx(float(expected), rel=1e-5))
-    assert metrics["accuracy"] == pytest.approx((scores.argmax(1) == y_test.numpy()).mean())
+def exact_features(x: torch.Tensor, *, bias: bool = False) -> torch.Tensor:
+    z = MAP.extractor(network().double())(x.double()).double()
+    z = (z - torch.from_numpy(NORMALISER.mean)) * torch.from_numpy(NORMALISER.inv_std)
+    return torch.cat([z, torch.ones(len(z), 1)], 1) if bias else z
+
+
+def test_evaluation_is_of_the_linear_model_and_leaves_what_training_keeps(tmp_path):
+    records = message()
+    step(client(tmp_path), linear_task(), records)
+    before = {p: p.read_bytes() for p in folder(client(tmp_path)).iterdir()}
+    for x, y in ((X.flip(0)[:6] + 0.3, Y.flip(0)[:6]), (X - 1, Y)):
+        who = client(tmp_path, x_test=x, y_test=y)
+        loss, count, metrics = who.evaluate(NamedArrays(records), linear_task().to_config())
+        scores = exact_features(x).numpy() @ records["linear"]["tct.linear"]
+        expected = ((scores - np.eye(3)[y] + 1 / 3) ** 2).sum(1).mean() / 2
+        assert (count, loss) == (len(y), pytest.approx(float(expected), rel=1e-5))
+        assert metrics["accuracy"] == pytest.approx((scores.argmax(1) == y.numpy()).mean())
+    assert {p: p.read_bytes() for p in before} == before
 
 
 def test_what_is_kept_and_how_large_it_is(tmp_path, monkeypatch):
@@ -216,42 +231,6 @@ def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, ke
     assert results[:3] == results[3:]
 
 
-@pytest.mark.parametrize("options", [{}, {"local_solver": "loop"}, {"keep": "nothing"}])
-def test_examples_that_changed_are_said_and_the_correction_stays(tmp_path, caplog, options):
-    """Eq. (3) in float64 on the new examples, with c_k from the old ones."""
-    records = message()
-    step(client(tmp_path, **options), linear_task(), records)
-    kept = np.load(folder(client(tmp_path)) / "state-000004.npz")["coefficients"]
-    x, y = in_order(X + 0.5, Y)
-    old, new = (NORMALISER(MAP.extractor(network())(own)).double() for own in (X, x))
-    changed = client(tmp_path, data=(X + 0.5, Y), **options)
-    with caplog.at_level(WARNING, "flwr"):
-        ((result,), _, metrics) = step(changed, linear_task(state_round=4), records, 5)
-    assert metrics["examples-changed"] == 1
-    assert "client-0-7: 0 of its 11 examples are the same as before" in caplog.text
-    theta, control = (
-        torch.from_numpy(records[k][f"tct.{k}"]).double() for k in ("linear", "control")
-    )
-    own, targets = -old.T @ torch.from_numpy(kept), torch.from_numpy(np.eye(3)[y] - 1 / 3)
-    steps = {"learning_rate": 0.05, "local_steps": 30}
-    expected, total = looped_steps(new, theta, targets, own - control, **steps)  # type: ignore[arg-type]
-    assert relative(result, expected.numpy()) < 1e-5
-    kept = np.load(folder(changed) / "state-000005.npz")["coefficients"]
-    assert relative(kept, (total / (11 * 30)).numpy()) < 1e-5
-
-
-def test_an_evaluation_on_other_examples_leaves_what_training_keeps(tmp_path):
-    step(client(tmp_path), linear_task(), message())
-    before = {p: p.read_bytes() for p in folder(client(tmp_path)).iterdir()}
-    for i, data in enumerate(((X + 1, Y), (X - 1, Y))):
-        found, alone = (
-            client(cache, data=data).evaluate(NamedArrays(message()), linear_task().to_config())
-            for cache in (tmp_path, tmp_path / str(i))
-        )
-        assert found == alone
-    assert {p: p.read_bytes() for p in before} == before
-
-
 def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_path):
     def begin(run: str, who: str) -> Path:
         task = dataclasses.replace(MOMENTS, run_key=run)
@@ -259,15 +238,13 @@ def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_
         client(tmp_path).fit(NamedArrays(message("network")), config)
         return client(tmp_path).folder(task, config)
 
-    stale, used, others = begin("a", "7"), begin("b/../b", "7"), begin("a", "17")
-    empty = tmp_path / "run-d-client-7"  # of a run that ended in stage 1
-    empty.mkdir()
+    kept = [begin("a", "7"), begin("b/../b", "7"), begin("a", "17")]
+    assert {path.parent for path in kept} == {tmp_path}
     old = time.time() - 25 * 3600
-    for path in (stale / "key.json", others / "key.json", empty):
-        os.utime(path, (old, old))
-    assert {path.parent for path in (stale, used, others)} == {tmp_path}
+    for path in (kept[0], kept[2]):
+        os.utime(path / "key.json", (old, old))
     begin("c", "7")
-    assert [path.exists() for path in (stale, used, others, empty)] == [False, True, True, False]
+    assert [path.exists() for path in kept] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -104,30 +104,25 @@ def descent(partitions: int, steps: int) -> Tensor:
     return w
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_each_round_of_all_clients_is_algorithm_1(clients, normalise):
-    """The moments take round 1."""
-
-    def compare(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if (number := server_round - normalise) > 0:
-            expected = scaffold([range(6)] * number, normalise=normalise)
-            assert distance(arrays[LINEAR].numpy(), expected) < 1e-5
-        return MetricRecord({})
-
-    after = start(make(normalise=normalise), Grid(clients), rounds=4, evaluate_fn=compare)
-    assert normalise or (after["tct.scale"] == 1).all()
+ALL = [range(6)] * 3
 
 
-@pytest.mark.parametrize(("optimizer", "number"), [("scaffold", 1), ("gd", 6), ("fedavg", 6)])
-def test_limits_are_gradient_descent_and_federated_averaging(clients, optimizer, number):
-    """With one client h = c_1 - c = 0, and 3 rounds of 20 steps are 60; gd has one a round."""
-    if optimizer == "fedavg":
-        expected = scaffold([range(6)] * 3, corrected=False)
-    else:
-        expected = descent(number, 60 if number == 1 else 3)
-    strategy = make(number, min_train_nodes=1, optimizer=optimizer)
-    after = start(strategy, Grid(clients, num_clients=number), rounds=4)
-    assert distance(after[LINEAR], expected) < 1e-5
+@pytest.mark.parametrize(
+    ("number", "options", "expected"),
+    [
+        (6, {}, lambda: scaffold(ALL)),
+        (6, {"normalise": False}, lambda: scaffold(ALL, normalise=False)),
+        (6, {"optimizer": "fedavg"}, lambda: scaffold(ALL, corrected=False)),
+        (6, {"optimizer": "gd"}, lambda: descent(6, 3)),
+        (1, {}, lambda: descent(1, 60)),  # h = c_1 - c = 0
+    ],
+)
+def test_rounds_of_all_clients_are_algorithm_1_and_its_limits(clients, number, options, expected):
+    strategy = make(number, min_train_nodes=1, **options)
+    grid = Grid(clients, num_clients=number)
+    after = start(strategy, grid, rounds=3 + strategy.normalise)
+    assert distance(after[LINEAR], expected()) < 1e-5
+    assert strategy.normalise or (after["tct.scale"] == 1).all()
 
 
 def test_with_some_clients_a_round_it_is_scaffold_and_c_travels(clients):
@@ -303,7 +298,7 @@ def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients,
     strategy, beyond = make(learning_rate=2.1 / worst), make(learning_rate=1e3, local_steps=500)
     with caplog.at_level(WARNING, "flwr"):
         after = start(strategy, Grid(clients), rounds=3)
-        stays = start(beyond, Grid(clients), rounds=2)
+    stays = start(beyond, Grid(clients), rounds=2)
     assert strategy.train_metrics[2]["rate-times-lambda"] == pytest.approx(2.1, rel=1e-4)
     assert "its steps diverge" in caplog.text
     assert distance(after[LINEAR], scaffold([range(6)] * 2, eta=2.1 / worst)) < 1e-3
