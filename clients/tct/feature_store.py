@@ -41,24 +41,10 @@ def shrink(cache: Path) -> None:
 class FeatureStore(DiskStore):
     """A folder with one client's network, features, kernel and state in stage 2.
 
-    Parameters
-    ----------
-    folder : Path
-        The client's own: it is emptied when another key comes. A damaged file counts as missing.
-    key : str
-        Names all that what is kept depends on, except the normaliser.
-    model : nn.Module
-        Its weights are overwritten by the network's.
-    feature_map : FeatureMap
-        Makes features of examples.
-    dtype : {"float32", "float16"}
-        In which features are kept; in float32 if one is too large for float16, as happens with
-        examples that were not used to fit the normaliser, where a feature hardly varies among those
-        that were.
-    keep : {"features", "nothing"}
-        Whether features are kept.
-    chunk_size : int, optional
-        Examples differentiated at a time.
+    It is emptied when another `key` comes, which names all that its content depends on except the
+    normaliser. The model's weights are overwritten by the network's. Features too large for float16
+    are kept in float32, as happens with examples that were not used to fit the normaliser, where a
+    feature hardly varies among those that were.
     """
 
     def __init__(
@@ -114,14 +100,11 @@ class FeatureStore(DiskStore):
     # ----------------------------------------------------------------- examples
 
     def examples(self, name: str) -> NDArray[np.uint64] | None:
-        """Return the digests (n, 2) of the examples from which all in a set was computed, if any.
-
-        `name` is ``"train"`` or ``"test"``.
-        """
+        """Return the digests (n, 2) of the examples of a set, ``"train"`` or ``"test"``, if any."""
         return self.load(f"examples-{name}").get("digests")
 
     def has(self, name: str, digests: NDArray[np.uint64]) -> bool:
-        """Whether all in a set was computed from these examples."""
+        """Whether a set's content was computed from these examples."""
         kept = self.examples(name)
         return kept is not None and np.array_equal(kept, digests)
 

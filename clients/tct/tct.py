@@ -173,13 +173,17 @@ class TCTClient(SGDClient):
             result[2]["examples-changed"] = int(changed)
         return result
 
-    def folder(self, task: ConvexTask, config: Mapping[str, Any]) -> Path:
-        """Return the folder of what this client keeps in a run.
+    def folder(self, task: ConvexTask, config: Mapping[str, Any], ending: str = "") -> Path:
+        """Return the folder of what this client keeps in a run; with a new one stale ones go.
 
         Its name has the client's id in the federation, or its seed if the message does not come
         through :func:`~fedntk.clients.client_app`.
         """
-        return client_folder(self._cache, task.run_key, self._name(config))
+        folder = client_folder(self._cache, task.run_key, self._name(config) + ending)
+        if not folder.exists():
+            remove_stale(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _name(self, config: Mapping[str, Any]) -> str:
         return str(config.get(CLIENT_ID, "-".join(map(str, self.seed))))
@@ -222,9 +226,7 @@ class TCTClient(SGDClient):
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
         task.feature_map.extractor(self.model)(self._projected(self.inputs[:1], config))
         n, width = len(self.inputs), task.feature_map.width(self.model)
-        folder = self.folder(task, config)
-        remove_stale(folder)
-        folder.mkdir(parents=True, exist_ok=True)  # or say now that it cannot be
+        self.folder(task, config)  # an error now if it cannot be made
         if task.solve == "statistics":
             sums = SplitStatistics if task.validation_share else FeatureStatistics
             sums.require_memory(width)
@@ -240,11 +242,8 @@ class TCTClient(SGDClient):
 
     def _store(self, task: ConvexTask, records: Records, config: Mapping[str, Any]) -> FeatureStore:
         """Return what this client keeps, with what came now."""
-        folder = self.folder(task, config)
-        if not folder.exists():
-            remove_stale(folder)
         store = FeatureStore(
-            folder,
+            self.folder(task, config),
             f"{task.network_key} {task.bias}",
             self.model,
             task.feature_map,
@@ -279,14 +278,8 @@ class TCTClient(SGDClient):
         return {"masked": self._secure_sum(task, work.config).masked(message, words, about)}
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
-        folder = client_folder(self._cache, task.run_key, f"{self._name(config)}-secure")
-        keys = self.parcel_keys
-        if keys is None:
-            keys = ParcelKeys(kept_key(folder))
-        if not folder.exists():
-            remove_stale(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-        return SecureSum(folder, keys)
+        folder = self.folder(task, config, "-secure")
+        return SecureSum(folder, self.parcel_keys or ParcelKeys(kept_key(folder)))
 
     def _linear(self, work: "_Work") -> Fit:
         """Take M corrected steps from the received model (algorithm 1)."""

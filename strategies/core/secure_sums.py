@@ -76,20 +76,10 @@ class Ask(Protocol):
 class SecureSums:
     """The server's part in a secure sum.
 
-    Clients that drop out after they gave shares do not keep the sum closed, as long as a share of
-    the clients go on to the end; what they had masked is left out. Each message must tell
-    :attr:`step`, and hold the arrays of :meth:`record_for`.
-
-    Parameters
-    ----------
-    strategy : BaseStrategy
-        Screens replies, and says how many are enough.
-    ask : Ask
-        Makes an exchange.
-    threshold : float
-        Share of the clients with public keys that is needed to open the sum.
-    vouching : VouchesForKeys, optional
-        Vouches for the public keys.
+    Clients that drop out after they gave shares do not keep the sum closed if the `threshold`, a
+    share of the clients with public keys, go on to the end; what they had masked is left out. The
+    `strategy` screens replies and says how many are enough; its :class:`Ask` makes an exchange.
+    Each message must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
     """
 
     step: SumStep  # the exchange at work

@@ -21,27 +21,13 @@ from ..core.saved_state import pack, unpack
 
 
 class ControlVariate(Declared):
-    """The server's c, and the round from which each client's c_k counts.
+    """The server's c, and the round from which each client's c_k counts."""
 
-    Attributes
-    ----------
-    value : float32, shape (p, C)
-        c; empty while it is zero.
-    total : float
-        n by which c was divided.
-    rounds : dict of int to int
-        Client -> round from which its c_k counts; other clients have c_k = 0.
-    examples : dict of int to int
-        Client -> number of examples that it reported first.
-    full_round : int
-        The last round, if all clients took part in it.
-    """
-
-    value: NDArray[Any] = state(lambda: np.zeros((0, 0), np.float32))
-    total: float = state(float)
-    rounds: dict[int, int] = state(dict)
-    examples: dict[int, int] = state(dict)
-    full_round: int = state(lambda: -1)
+    value: NDArray[Any] = state(lambda: np.zeros((0, 0), np.float32))  # c (p, C); empty: zero
+    total: float = state(float)  # n by which c was divided
+    rounds: dict[int, int] = state(dict)  # client -> round from which its c_k counts; others: 0
+    examples: dict[int, int] = state(dict)  # client -> number of examples that it reported first
+    full_round: int = state(lambda: -1)  # the last round, if all clients took part in it
 
     def source(self, client: int, server_round: int) -> Literal["zero", "last", "sent"]:
         """Return how a client gets to know c: see :class:`fedntk.ntk.payloads.MessageTask`.
@@ -68,19 +54,10 @@ class ControlVariate(Declared):
     ) -> None:
         """Take the changes of the clients' c_k into c.
 
-        Parameters
-        ----------
-        server_round : int
-            The current round.
-        theta, mean : float32, shape (p, C)
-            The model before and after the round.
-        clients : dict of int to (int, ndarray)
-            Client id -> number of examples and returned model, of those that took part.
-        everyone : set of int
-            Ids of all clients present; clients that left count as well. A client that never took
-            part has c_k = 0 and counts with the others' mean number of examples.
-        span : float
-            M eta.
+        `theta` and `mean` (p, C) are the model before and after the round, `span` is M eta. Each
+        of the `clients` that took part has a number of examples and a returned model. All of
+        `everyone` present, and clients that left, count in c; one that never took part has c_k = 0
+        and counts with the others' mean number of examples.
         """
         self.know({client: count for client, (count, _) in clients.items()})
         everyone = everyone | self.rounds.keys()

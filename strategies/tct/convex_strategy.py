@@ -44,14 +44,6 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
     ----------
     width, shape : int, tuple of int
         Number of features p, and the shape (p, C) of the linear model, with the bias if any.
-    linear_rounds : int
-        Rounds so far that changed the linear model.
-    class_weights : ndarray of float64, shape (C,)
-        Weights of the classes' examples in sums; empty before the counts came.
-    summed : tuple of int
-        Clients whose kept sums make up the linear model, in the order in which they add up.
-    run_key : str
-        Names the run for the clients' folders; drawn at random when it begins.
     """
 
     network: nn.Module = argument("the clients' architecture; its weights do not matter")
@@ -110,10 +102,10 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         default="cpu",
     )
 
-    linear_rounds: int = state(int)
-    run_key: str = state(lambda: secrets.token_hex(8))
-    class_weights: NDArray[Any] = state(lambda: np.ones(0))
-    summed: tuple[int, ...] = state(tuple)
+    linear_rounds: int = state(int)  # rounds so far that changed the linear model
+    run_key: str = state(lambda: secrets.token_hex(8))  # names the run for the clients' folders
+    class_weights: NDArray[Any] = state(lambda: np.ones(0))  # (C,), float64; empty before counts
+    summed: tuple[int, ...] = state(tuple)  # clients whose kept sums make up the linear model
     control: ControlVariate = state(ControlVariate)
     sent: SentParts = state(SentParts)
 
@@ -204,16 +196,9 @@ class ConvexStrategy(ConvexOptions, ResendingStrategy):
         config: ConfigRecord,
         **task: Any,
     ) -> RecordDict:
-        """Return a task of stage 2 and some parts of the arrays, each a record of its name.
+        """Return a :class:`~fedntk.ntk.payloads.MessageTask` and some parts of the arrays.
 
-        Parameters
-        ----------
-        step, **task
-            Fields of :class:`~fedntk.ntk.payloads.MessageTask`.
-        parts : iterable of str
-            Of ``"network"``, ``"normaliser"`` and ``"linear"``.
-        arrays, config
-            As in ``content_for``.
+        Each part, ``"network"``, ``"normaliser"`` or ``"linear"``, is a record of that name.
         """
         key = self.network_key(arrays)
         asked = MessageTask(step=step, network_key=key, run_key=self.run_key, **task)

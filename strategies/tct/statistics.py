@@ -206,7 +206,7 @@ class PooledStatistics(Phase):
         return normaliser, NormalEquations.of(sums, normaliser, bias=tct.bias)
 
     def _ridge_of_held_out(self, sums: SplitStatistics) -> float:
-        """Choose the ridge of the other examples, from which the normaliser is as well."""
+        """Choose the ridge on held-out examples; the normaliser is from the others as well."""
         if not (sums.fitting.num_examples and sums.held_out.num_examples):
             raise ValueError(
                 f"validation_share: {sums.held_out.num_examples} examples are held out and "

@@ -80,14 +80,6 @@ class TCT(ConvexStrategy):
     client that says again and again that its c_k is lost has all corrections start again; and false
     sums can leave ``solve="statistics"`` without a solution, round after round.
 
-    Attributes
-    ----------
-    phases : list of Phase
-        What is done in a run, in order: bootstrap, convexify, convex-rounds, server-solve,
-        class-counts, pooled-statistics or secure-statistics.
-    phases_done : int
-        How many of these are over.
-
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
@@ -102,12 +94,12 @@ class TCT(ConvexStrategy):
     averages = False
     combined_by: ClassVar = {"rate-times-lambda": max}
 
-    phases_done: int = state(int)
+    phases_done: int = state(int)  # how many of the phases are over
     inner: InnerStrategy | None = state(lambda: None, reset=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.phases: list[Phase] = []
+        self.phases: list[Phase] = []  # of a run, in order
         if self.bootstrap is None:
             self.bootstrap_rounds = 0
         else:  # it must not wait for more nodes than it is shown
@@ -164,19 +156,16 @@ class TCT(ConvexStrategy):
         Parameters
         ----------
         clients : sequence of int
-            Their ids: partitions, if nodes report them. None: the same model again.
+            Ids: partitions, if nodes report them. With no id it is the same model again.
         arrays : ArrayRecord
-            That :meth:`start` returned, of this object or of one whose state this one has loaded.
+            Result of :meth:`start`, of this object or of one whose state this one has loaded.
         """
         if self.pooled is None:
             raise ValueError(f"without: goes with solve = statistics, got solve = {self.solve}")
         return _with(arrays, self.pooled.without(clients, arrays))
 
     def forget_kept(self, clients: Sequence[int]) -> None:
-        """Remove kept sums of some clients from the disk.
-
-        :meth:`without` must leave out these clients from then on.
-        """
+        """Remove kept sums of some clients, which :meth:`without` must leave out from then on."""
         if self.kept_sums is not None:
             for client in clients:
                 self.kept_sums.remove(self.run_key, client)
