@@ -60,12 +60,6 @@ assert learned("clipped-median", clipped_median={"max_norm": 0.01}) != learned("
 """
 
 
-def test_the_page_lists_the_files_that_it_writes():
-    tree = re.search(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
-    listed = {line.strip() for line in tree.splitlines() if not line.endswith("/")}
-    assert listed == {Path(name).name for name in FILES} | {"__init__.py"}
-
-
 def test_the_commands_of_the_page_work_and_one_client_without_clipping_is_fedavg(package):
     """Each in its turn but the first, whose work the fixture does: it takes an index."""
     install, *others = COMMANDS

@@ -44,7 +44,7 @@ def load_finished(folder: Path) -> tuple[Setup, Checkpoint]:
 def make_strategy(setup: Setup) -> BaseStrategy:
     """Make the strategy that the configuration names."""
     config = setup.config
-    method: Method[Any] = config.chosen_method
+    method: Method = config.chosen_method
     training = config.num_clients - config.validation_clients
     # clients that evaluate only where the others, which train, are the ones to be measured
     silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
@@ -145,7 +145,7 @@ def load_predictor(
     if client is None:
         arrays, described = load_tensors(folder / f"{which}.safetensors")
         config = Config.of_run(folder, weights="")
-        method: Method[Any] = config.chosen_method
+        method: Method = config.chosen_method
         return method.predictor(load_setup(config), arrays, described["learned"])
     if which != "model":
         raise ConfigError(f"which: clients have only their last models, got {which!r}")

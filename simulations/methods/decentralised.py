@@ -78,7 +78,7 @@ class GraphSettings(Settings, frozen=True, eq=True):
         return graph
 
 
-class DecentralisedMethod(Method[Any]):
+class DecentralisedMethod(Method):
     """A method whose clients have neighbours, and weights of their own."""
 
     own_settings = GraphSettings

@@ -17,7 +17,7 @@ class FedBESettings(Settings, frozen=True, eq=True):
     )
 
 
-class _FedBE(Method[Any]):
+class _FedBE(Method):
     name = "fed-be"
     strategy_class = FedBE
     parts = (Distillation,)

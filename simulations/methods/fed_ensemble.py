@@ -32,7 +32,7 @@ class FedEnsembleSettings(Settings, frozen=True, eq=True):
     )
 
 
-class _FedEnsemble(Method[Any]):
+class _FedEnsemble(Method):
     name = "fed-ensemble"
     strategy_class = FedEnsemble
     own_settings = FedEnsembleSettings
@@ -45,9 +45,9 @@ class _FedEnsemble(Method[Any]):
         "mutual-information",
     )
 
-    def inner(self, config: Config) -> Method[Any]:
+    def inner(self, config: Config) -> Method:
         """Return the method of each model."""
-        inner: Method[Any] = all_methods()[self.own(config).inner]
+        inner: Method = all_methods()[self.own(config).inner]
         return inner
 
     def check(self, config: Config, settings: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from ..data.partitions import Split
 if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
-S = TypeVar("S", bound=Settings)
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -118,7 +117,7 @@ class Setup:
         return name
 
 
-class Method(Generic[S]):
+class Method:
     """All that the simulations know of one method.
 
     An object of it is a row of :mod:`fedntk.simulations.methods.table`: name, strategy and further
@@ -133,7 +132,7 @@ class Method(Generic[S]):
     """
 
     name: ClassVar[str]
-    settings: type[S]
+    settings: type[Settings]
     strategy_class: ClassVar[type[BaseStrategy]]
     parts: ClassVar[tuple[type[Declared], ...]] = ()  # from which the strategy is made, as well
     # settings that the classes lack, or have with another default or meaning
@@ -153,19 +152,14 @@ class Method(Generic[S]):
         vars(self).update(zip(("name", "strategy_class"), row, strict=False), **more)
         if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", self.name):
             raise ValueError(f"name: expected words in kebab-case, got {self.name!r}")
-        if not hasattr(self, "settings"):
-            self.settings = self._made_settings()
-        if self.settings.table != self.name:
-            raise ValueError(
-                f"settings: expected table = {self.name!r}, got {self.settings.table!r}"
-            )
+        self.settings = self._make_settings()
 
     @cached_property
     def client_class(self) -> Any:
         """Class of its clients: the one that the strategy names, unless a subclass has another."""
         return getattr(fedntk.clients, self.strategy_class.client)
 
-    def _made_settings(self) -> Any:
+    def _make_settings(self) -> Any:
         """Make the class of the method's settings from the options of its classes."""
         common = {
             **Config.options(),
@@ -190,7 +184,7 @@ class Method(Generic[S]):
         kinds = (self.strategy_class, *self.parts, self.client_class)
         return [kind for kind in kinds if issubclass(kind, Declared)]
 
-    def _given(self, kind: type[Declared], config: Config, settings: S) -> dict[str, Any]:
+    def _given(self, kind: type[Declared], config: Config, settings: Any) -> dict[str, Any]:
         """Return the options of a class that the settings say."""
         given = self.arguments(config, settings) if kind is self.strategy_class else {}
         for name, declared in kind.options().items():
@@ -215,7 +209,7 @@ class Method(Generic[S]):
         given = self._given(kind, setup.config, self.own(setup.config))
         return kind(**{**shared, **given, **options})
 
-    def check(self, config: Config, settings: S) -> None:
+    def check(self, config: Config, settings: Any) -> None:
         """Refuse settings that do not go together, with a ConfigError."""
         for kind in self._declared():
             try:
@@ -228,7 +222,7 @@ class Method(Generic[S]):
                 f"so monitor = {config.monitor} would stop every run; set monitor = {self.headline}"
             )
 
-    def arguments(self, config: Config, settings: S) -> dict[str, Any]:
+    def arguments(self, config: Config, settings: Any) -> dict[str, Any]:
         """Return arguments of the strategy that the settings say, and its rules speak of."""
         return {}
 
@@ -242,9 +236,9 @@ class Method(Generic[S]):
         pattern = rf"(?<![\w.-])({'|'.join(long)})(?![\w-])"
         return re.sub(pattern, lambda found: keys[found[1]], message)
 
-    def own(self, config: Config) -> S:
+    def own(self, config: Config) -> Any:
         """Return the method's settings in a configuration."""
-        return cast(S, config.settings_of(self.name))
+        return config.settings_of(self.name)
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy; `options` are what strategies of all methods take."""

@@ -25,7 +25,7 @@ class EvolvingSettings(Settings, frozen=True, eq=True):
     )  # fmt: skip
 
 
-class EvolvingMethod(Method[Any]):
+class EvolvingMethod(Method):
     """What NTK-FL and CP-NTK-FL share."""
 
     own_settings = EvolvingSettings

@@ -25,7 +25,7 @@ from .method import Method
 
 # of methods whose models are the clients' own: they are judged by the clients' evaluations
 PERSONAL: dict[str, Any] = {"baseline": True, "headline": "client-accuracy-mean"}
-METHODS: tuple[Method[Any], ...] = (
+METHODS: tuple[Method, ...] = (
     Method("afl", AFL, baseline=True),
     Method("fed-ncm", FedNCM, baseline=True),
     Method("fed3r", Fed3R, baseline=True),

@@ -43,7 +43,7 @@ class TCTSettings(Settings, frozen=True, eq=True):
             )
 
 
-class _TCT(Method[Any]):
+class _TCT(Method):
     name = "tct"
     strategy_class = TCT
     own_settings = TCTSettings

@@ -9,12 +9,11 @@ from matplotlib.figure import Figure
 from fedntk.ntk.support.files import whole
 from fedntk.strategies import BaseStrategy, WeightedFedAvg
 
-from ..config.settings import Settings
 from ..report.figures import similarity_heat_map
 from .method import Method
 
 
-class _WeightedFedAvg(Method[Settings]):
+class _WeightedFedAvg(Method):
     name = "weighted-fedavg"
     strategy_class = WeightedFedAvg
     headline = "client-accuracy-mean"
