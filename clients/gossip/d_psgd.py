@@ -4,13 +4,12 @@ Source: Lian et al., *Can Decentralized Algorithms Outperform Centralized Algori
 for Decentralized Parallel Stochastic Gradient Descent*, NeurIPS 2017, algorithm 1.
 """
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
+
+from fedntk.ntk.payloads.gossip_options import ALL
 
 from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Arrays, Message
-from .sealed_parcels import ALL
 
 
 class DPSGDClient(GossipClient):
@@ -25,11 +24,7 @@ class DPSGDClient(GossipClient):
 
     strategy = "DPSGD"
 
-    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step."""
-        return {"weights": self.send_weights, "step": self._step}
-
-    def _step(self, message: Message) -> Answer:
+    def step_step(self, message: Message) -> Answer:
         """Average the x_j, add what training moved x_i by, and send the new weights."""
         own, lost = self.current(message.config)
         others = self.weights_heard(message, own)

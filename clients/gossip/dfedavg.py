@@ -4,13 +4,10 @@ Source: Sun, Li and Wang, *Decentralized Federated Averaging*, IEEE Transactions
 and Machine Intelligence 45, 2023 (arXiv 2104.11375).
 """
 
-from collections.abc import Callable, Mapping
-
-from fedntk.ntk.payloads.gossip_options import DFedAvgOptions
+from fedntk.ntk.payloads.gossip_options import ALL, DFedAvgOptions
 
 from .gossip import GossipClient
 from .relay import HEARD, RESTARTED, Answer, Message
-from .sealed_parcels import ALL
 
 AVERAGED = "holds-an-average"  # beside metrics within a round: whether a neighbour has a part
 
@@ -25,11 +22,7 @@ class DFedAvgClient(GossipClient):
     strategy = "DFedAvg"
     told = DFedAvgOptions
 
-    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step."""
-        return {"train": self._train_and_send, "average": self._average}
-
-    def _train_and_send(self, message: Message) -> Answer:
+    def step_train(self, message: Message) -> Answer:
         """Train from x_i, and send z_i to the neighbours."""
         own, lost = self.current(message.config)
         trained, metrics = self.train_from(own, message)
@@ -40,7 +33,7 @@ class DFedAvgClient(GossipClient):
         sent = {} if lost and message.neighbours else {ALL: self.parcel(trained)}
         return sent, metrics
 
-    def _average(self, message: Message) -> Answer:
+    def step_average(self, message: Message) -> Answer:
         """Average what was trained, or averaged in the step before, with the neighbours'."""
         own, metrics = self.weights_within(message), self.metrics_within(message)
         averaged = metrics.pop(AVERAGED)

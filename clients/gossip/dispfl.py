@@ -5,7 +5,7 @@ Decentralized Sparse Training*, ICML 2022, and its authors' program; the strateg
 theirs from this package's reading.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from fedntk.ntk.averages import masked_mean
-from fedntk.ntk.payloads.gossip_options import DisPFLOptions
-from fedntk.ntk.support.arrays import require_array
+from fedntk.ntk.payloads.gossip_options import ALL, DisPFLOptions
+from fedntk.ntk.support.arrays import require_array, take_arrays
 
 from ..core.randomness import round_seed
 from ..core.sgd_steps import Adjust, Gradients, gradients_of
 from ..personal.personal_store import ROUND
 from .dispfl_masks import Masks, first_masks, search
 from .gossip import GossipClient
-from .relay import COUNT, HEARD, RESTARTED, Answer, Arrays, Message, WeightsParcel, require_names
-from .sealed_parcels import ALL
+from .relay import COUNT, HEARD, RESTARTED, Answer, Arrays, Message, WeightsParcel, round_of
 
 MASKS = "sparse-masks"  # name of an array beside the weights
 SENT, NEXT = "sent ", "next "  # before names beside kept weights: of their mask, and the next one
@@ -54,7 +53,7 @@ class SparseWeights(NamedTuple):
 
         Arrays in `masked` must have as many numbers as their masks say.
         """
-        require_names(arrays, {*expected, COUNT, MASKS})
+        take_arrays(arrays, *expected, COUNT, MASKS)
         sizes = [expected[name].size for name in masked]
         length = -(-sum(sizes) // 8)
         require_array(MASKS, arrays[MASKS], shape=(length,), dtype=np.uint8)
@@ -82,17 +81,13 @@ class DisPFLClient(GossipClient):
     strategy = "DisPFL"
     told = DisPFLOptions
 
-    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step."""
-        return {"weights": self._send_sparse, "step": self._step}
-
-    def _send_sparse(self, message: Message) -> Answer:
+    def step_weights(self, message: Message) -> Answer:
         """Send the weights and the mask that they have."""
         own, _, lost = self._state(message)
         sent = {} if lost and message.neighbours else {ALL: own.to_arrays()}
         return sent, {RESTARTED: int(lost)}
 
-    def _step(self, message: Message) -> Answer:
+    def step_step(self, message: Message) -> Answer:
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         own, mask, lost = self._state(message)
         parse = partial(SparseWeights.from_arrays, masked=list(mask))
@@ -147,7 +142,7 @@ class DisPFLClient(GossipClient):
 
     def _search(self, trained: Arrays, masks: Masks, message: Message) -> Masks:
         """Return the next masks: by the weights, and by the gradients of one batch at them."""
-        config, share = message.config, message.options.pruned_share(message.server_round)
+        config, share = message.config, message.options.pruned_share(round_of(message.config))
         if not share:
             return masks
         self.load_weights(trained)

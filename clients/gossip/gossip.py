@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from logging import WARNING, getLogger
+from logging import getLogger
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from fedntk.ntk.payloads.gossip_options import GossipOptions, mixing_row
 
 from ..core.sgd_steps import Adjust
 from ..sgd import SGDClient
-from .relay import Arrays, Message, RelayClient, WeightsParcel
+from .relay import Arrays, Message, RelayClient, WeightsParcel, round_of
 
 logger = getLogger("flwr")
 
@@ -23,7 +23,6 @@ class GossipClient(RelayClient, SGDClient):
     begins at zero in each round.
     """
 
-    replies = "parcels"
     config_keys = RelayClient.config_keys | {"lr", "degrees"}
     told = GossipOptions
 
@@ -46,13 +45,13 @@ class GossipClient(RelayClient, SGDClient):
         """
         config, options = dict(message.config), message.options
         x, targets = self.training_examples(config)
-        factor = options.learning_rate_factor ** (message.server_round - 1)
+        factor = options.learning_rate_factor ** (round_of(config) - 1)
         config["lr"] = config.get("lr", self.learning_rate) * factor
         self.load_weights(weights)
         loss = self.descend(list(weights.values()), x, targets, config, adjust)
         trained = self.model_weights()
         if not all(np.isfinite(array).all() for array in trained.values()):
-            logger.log(WARNING, "local training diverged: the weights stay as they were")
+            logger.warning("local training diverged: the weights stay as they were")
             trained = dict(weights)
         return trained, {"train-loss": loss} if math.isfinite(loss) else {}
 

@@ -8,7 +8,6 @@ layer holds the inputs exactly, and their labels: see :class:`~fedntk.clients.NT
 pass through the relay's hands, which can read them unless parcels are sealed.
 """
 
-from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -23,13 +22,22 @@ from fedntk.ntk.evolution import Candidates, lowest_loss, mean_losses
 from fedntk.ntk.jacobian.differentiate import Plans
 from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import JacobianParcel, MemoryBudget, screen_losses, screen_uploads
-from fedntk.ntk.payloads.gossip_options import NTKDFLOptions, mixing_row
-from fedntk.ntk.support.arrays import require_array
+from fedntk.ntk.payloads.gossip_options import ALL, TO, NTKDFLOptions, mixing_row
+from fedntk.ntk.support.arrays import require_array, take_arrays
 
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
-from .relay import HEARD, RESTARTED, Answer, Arrays, Message, RelayClient, WeightsParcel
-from .sealed_parcels import ALL, TO
+from .relay import (
+    COUNT,
+    HEARD,
+    RESTARTED,
+    Answer,
+    Arrays,
+    Message,
+    RelayClient,
+    WeightsParcel,
+    round_of,
+)
 
 HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
 LOSS, T = "train-loss", "t"  # metrics
@@ -40,24 +48,23 @@ class EvolvedParcel(NamedTuple):
     """What a hub sends its cluster's members."""
 
     new: WeightsParcel
-    t: float  # that it chose
-    heard: int  # neighbours
+    t: float  # the hub's choice
+    heard: int  # its neighbours
 
     def to_arrays(self) -> Arrays:
         """Wire format: that of the weights, with ``metric-t`` and ``metric-neighbours-heard``."""
-        metrics = {T: np.array(self.t), HEARD: np.array(self.heard, np.int64)}
-        return {**self.new.to_arrays(), **{BESIDE + n: array for n, array in metrics.items()}}
+        metrics = {BESIDE + T: np.array(self.t), BESIDE + HEARD: np.array(self.heard, np.int64)}
+        return self.new.to_arrays() | metrics
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, expected: Arrays, most: int) -> "EvolvedParcel":
         """Check what :meth:`to_arrays` made; raise BadReply."""
-        t, heard = (arrays.get(BESIDE + name) for name in (T, HEARD))
-        if t is None or heard is None:
-            raise BadReply("arrays", f"expected {T!r} and {HEARD!r}, got {sorted(arrays)[:5]}")
+        weights = (*expected, COUNT)
+        *_, t, heard = take_arrays(arrays, *weights, BESIDE + T, BESIDE + HEARD)
         require_array(T, t, shape=(), dtype=np.float64, low=0)
         require_array(HEARD, heard, shape=(), dtype=np.int64, low=0, high=2**31)
-        rest = {name: a for name, a in arrays.items() if not name.startswith(BESIDE)}
-        return cls(WeightsParcel.from_arrays(rest, expected, most), float(t), int(heard))
+        new = WeightsParcel.from_arrays({n: arrays[n] for n in weights}, expected, most)
+        return cls(new, float(t), int(heard))
 
 
 class NTKDFLClient(RelayClient):
@@ -77,19 +84,16 @@ class NTKDFLClient(RelayClient):
     )
     _plans: Plans = state(dict)
 
-    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step."""
-        return {
-            "weights": lambda own: self.send_weights(own, though_lost=not own.options.average),
-            "average": self._average,
-            "jacobians": self._send_jacobians,
-            "evolve": self._evolve,
-            "adopt": self._adopt,
-        }
-
     # ------------------------------------------------------------------ steps
 
-    def _average(self, message: Message) -> Answer:
+    def step_weights(self, message: Message) -> Answer:
+        """Send the weights; without averages also those of a client that lost its own."""
+        if message.options.average:
+            return super().step_weights(message)
+        own, lost = self.current(message.config)
+        return {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
+
+    def step_average(self, message: Message) -> Answer:
         """Average with the neighbours' weights, and send the average (algorithm 2)."""
         if message.config.get(HUB) is False:
             return {}, {}
@@ -103,7 +107,7 @@ class NTKDFLClient(RelayClient):
         self.keep_before(average, message.config)
         return {ALL: self.parcel(average)}, {RESTARTED: int(lost)}
 
-    def _send_jacobians(self, message: Message) -> Answer:
+    def step_jacobians(self, message: Message) -> Answer:
         """Send each neighbour the rows of the own examples at its weights (algorithm 3)."""
         own, _ = self.current(message.config)
         options, config = message.options, message.config
@@ -126,7 +130,7 @@ class NTKDFLClient(RelayClient):
             outgoing[f"{TO}{sender}"] = sent.to_arrays(sparsity=options.sparsity, bits=options.bits)
         return outgoing, {}
 
-    def _evolve(self, message: Message) -> Answer:
+    def step_evolve(self, message: Message) -> Answer:
         """Evolve from the average, choose t, and send the new weights (algorithm 4)."""
         if message.config.get(HUB) is False:
             return {}, {}
@@ -134,7 +138,7 @@ class NTKDFLClient(RelayClient):
         own, others = self._all_rows(average, message)
         whole = JacobianUpload.concatenate([own.upload, *(each.upload for _, each in others)])
         offset = log_class_prior(whole.targets) if options.class_prior else torch.zeros(())
-        flow = options.flow_in(message.server_round)
+        flow = options.flow_in(round_of(message.config))
         candidates = Candidates.of(
             average,
             whole.jacobian.to(self.device),
@@ -153,18 +157,16 @@ class NTKDFLClient(RelayClient):
             RESTARTED: int(self.current(message.config)[1]),
         }
         new = WeightsParcel(weights, len(self._training))
-        is_last, has_hubs = message.batch == options.batches - 1, HUB in message.config
-        if is_last and not has_hubs:
+        is_last = message.batch == options.batches - 1
+        if is_last and HUB not in message.config:
             self.keep(weights, message.config)
-        else:
-            self.keep_within(message.config, "weights", weights)
-            self.keep_within(message.config, "metrics", metrics)
-        if is_last and has_hubs:
-            evolved = EvolvedParcel(new, float(metrics[T]), len(others))
-            return {ALL: evolved.to_arrays()}, metrics
-        return {ALL: new.to_arrays()}, metrics
+            return {ALL: new.to_arrays()}, metrics
+        self.keep_within(message.config, "weights", weights)
+        self.keep_within(message.config, "metrics", metrics)
+        sent = EvolvedParcel(new, float(metrics[T]), len(others)) if is_last else new
+        return {ALL: sent.to_arrays()}, metrics
 
-    def _adopt(self, message: Message) -> Answer:
+    def step_adopt(self, message: Message) -> Answer:
         """Take the weights that the cluster's hub has found, and send them (appendix E.2)."""
         noted, (expected, lost) = self.metrics_within(message), self.current(message.config)
         if LOSS not in noted:

@@ -6,9 +6,8 @@ logged and counted.
 """
 
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,19 +16,18 @@ from numpy.typing import NDArray
 from fedntk.ntk import BadReply, Predictor
 from fedntk.ntk.first_weights import drawn_weights
 from fedntk.ntk.options import argument, state
-from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_sizes
-from fedntk.ntk.payloads.gossip_options import RelayOptions
-from fedntk.ntk.support.arrays import require_array
+from fedntk.ntk.payloads import OUTLIER_FACTOR, screen_changes
+from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, RelayOptions
+from fedntk.ntk.support.arrays import require_array, take_arrays
 from fedntk.trust import ParcelKeys
 
-from ..core.adapter import OF_A_CLIENT
 from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Evaluation, Fit, Scalar, set_weights
 from ..personal.personal_store import ROUND, RUN, PersonalStore
-from .sealed_parcels import ALL, OF_SEALING, SealedParcels, kept_key
+from .sealed_parcels import OF_SEALING, SealedParcels, kept_key
 
-FROM = OF_A_CLIENT  # begins the names of records
+STEP = "step_"  # begins the names of methods
 OF_RELAYS = OF_SEALING | {
     RUN, ROUND, "step", "batch", "neighbours", "outlier-factor", "max-examples", "keep-both",
 }  # fmt: skip
@@ -59,14 +57,15 @@ class WeightsParcel(NamedTuple):
         cls, arrays: Mapping[str, NDArray[Any]], expected: Arrays, max_examples: int
     ) -> "WeightsParcel":
         """Check what :meth:`to_arrays` made against a network's arrays; raise BadReply."""
-        require_names(arrays, {*expected, COUNT})
+        *given, count = take_arrays(arrays, *expected, COUNT)
+        weights = dict(zip(expected, given, strict=True))
         for name, own in expected.items():
             low = 0.0 if name.endswith("running_var") else None
             require_array(
-                name, arrays[name], shape=own.shape, dtype=own.dtype, limit=LARGEST, low=low
+                name, weights[name], shape=own.shape, dtype=own.dtype, limit=LARGEST, low=low
             )
-        require_array(COUNT, arrays[COUNT], shape=(), dtype=np.int64, low=1, high=max_examples)
-        return cls({name: arrays[name] for name in expected}, int(arrays[COUNT]))
+        require_array(COUNT, count, shape=(), dtype=np.int64, low=1, high=max_examples)
+        return cls(weights, int(count))
 
 
 class Message(NamedTuple):
@@ -75,11 +74,6 @@ class Message(NamedTuple):
     config: Mapping[str, Any]
     parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
     options: Any  # the strategy's, of the class `told`
-
-    @property
-    def server_round(self) -> int:
-        """Number of the round."""
-        return round_of(self.config)
 
     @property
     def batch(self) -> int:
@@ -105,8 +99,9 @@ class Message(NamedTuple):
 class RelayClient(ModelClient):
     """A client that has weights of its own, and neighbours.
 
-    One that finds its weights missing begins with the first ones again, and reports
-    ``"restarted"``.
+    Its methods ``step_<name>`` answer the steps of its strategy. They return receivers
+    (``"to-<j>"``, or ``"to-neighbours"``) with arrays, and metrics. A client that finds its weights
+    missing begins with the first ones again, and reports ``"restarted"``.
     """
 
     replies = "parcels"
@@ -126,13 +121,6 @@ class RelayClient(ModelClient):
     )
     _rejected: int = state(int)  # parcels of the message that could not be used
 
-    @abstractmethod
-    def steps(self) -> Mapping[str, Callable[[Message], Answer]]:
-        """Return what the client does in each step that it knows, by the step's name.
-
-        It returns receivers (``"to-<j>"``, or ``"to-neighbours"``) with arrays, and metrics.
-        """
-
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Take the step that the message names; see the method's client for what it sends."""
         parcels = {
@@ -142,20 +130,20 @@ class RelayClient(ModelClient):
         }
         unreadable = getattr(parameters, "unreadable", {})
         for name, reason in unreadable.items():
-            logger.log(WARNING, "dropped what came %s: it cannot be read: %s", name, reason)
+            logger.warning("dropped what came %s: it cannot be read: %s", name, reason)
         self._rejected = len(unreadable)
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self.open(parcels, sealing.open))
         message = Message(config, parcels, self.told.from_config(config))
-        steps, step = self.steps(), config.get("step", "")
-        if step not in steps:
-            raise ValueError(f"step: expected one of {', '.join(steps)}, got {step!r}")
+        known = [name.removeprefix(STEP) for name in dir(self) if name.startswith(STEP)]
+        if (step := config.get("step")) not in known:
+            raise ValueError(f"step: expected one of {', '.join(known)}, got {step!r}")
         self._take_first(parameters, config)
-        outgoing, found = steps[str(step)](message)
+        outgoing, found = getattr(self, f"{STEP}{step}")(message)
         if sealing is not None:
             outgoing = sealing.seal(outgoing)
-        metrics = {**found, "parcels-rejected": self._rejected}  # always, as means need all
+        metrics = {**found, REFUSED: self._rejected}  # always, as means need all
         return NamedArrays(outgoing), len(self._training), metrics
 
     def report(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
@@ -227,7 +215,7 @@ class RelayClient(ModelClient):
                 f"{self.store(config).folder}: the first weights of this run are lost; the "
                 "strategy sends them again"
             )
-        logger.log(WARNING, "a client lost its weights, and begins with the first ones again")
+        logger.warning("a client lost its weights, and begins with the first ones again")
         first = self._kept_weights(0, config) or self._drawn(self.model_weights(), config)
         return first, True
 
@@ -295,10 +283,10 @@ class RelayClient(ModelClient):
         """Return weights as they go to neighbours."""
         return WeightsParcel(weights, len(self._training)).to_arrays()
 
-    def send_weights(self, message: Message, *, though_lost: bool = False) -> Answer:
+    def step_weights(self, message: Message) -> Answer:
         """Send the client's weights to all neighbours; one that lost them has nothing to say."""
         own, lost = self.current(message.config)
-        silent = lost and not though_lost and message.neighbours
+        silent = lost and message.neighbours
         return {} if silent else {ALL: self.parcel(own)}, {RESTARTED: int(lost)}
 
     def open(
@@ -317,10 +305,10 @@ class RelayClient(ModelClient):
         self, message: Message, own: Arrays, parse: Callable[..., Any] = WeightsParcel.from_arrays
     ) -> list[tuple[int, Any]]:
         """Return the neighbours' weights, without those of a norm out of all proportion."""
-        most = message.max_examples
+        most, zero = message.max_examples, {name: np.zeros_like(a) for name, a in own.items()}
         heard = self.open(message.parcels, lambda _, arrays: parse(arrays, own, most))
-        norms = [norm_of(own), *(norm_of(parcel.weights) for _, parcel in heard)]
-        return self.screen(heard, screen_sizes(norms, message.outlier_factor))
+        weights = [own, *(parcel.weights for _, parcel in heard)]
+        return self.screen(heard, screen_changes(zero, weights, message.outlier_factor))
 
     def screen(
         self, heard: Sequence[tuple[int, T]], verdicts: Sequence[BadReply | None]
@@ -334,21 +322,9 @@ class RelayClient(ModelClient):
     def refuse(self, sender: int, reason: Exception) -> None:
         """Count what a neighbour sent as refused, and log why."""
         self._rejected += 1
-        logger.log(WARNING, "dropped what neighbour %d sent: %s", sender, reason)
+        logger.warning("dropped what neighbour %d sent: %s", sender, reason)
 
 
 def round_of(config: Mapping[str, Any]) -> int:
     """Return the number of a message's round."""
     return int(config.get("server-round", 0))
-
-
-def require_names(arrays: Mapping[str, Any], expected: set[str]) -> None:
-    """Raise BadReply unless a parcel has the arrays of these names."""
-    if odd := sorted(arrays.keys() ^ expected):
-        raise BadReply("arrays", f"names differ from the network's in {odd[:5]}")
-
-
-def norm_of(weights: Mapping[str, NDArray[Any]]) -> float:
-    """Return the Euclidean norm of all arrays of floating point, in float64."""
-    flat = [np.asarray(a, np.float64).ravel() for a in weights.values() if a.dtype.kind == "f"]
-    return float(np.sqrt(sum(float(own @ own) for own in flat)))

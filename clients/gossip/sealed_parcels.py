@@ -9,6 +9,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
+from fedntk.ntk.payloads.gossip_options import ALL, TO
 from fedntk.trust import (
     ParcelKeys,
     SealError,
@@ -26,7 +27,6 @@ OF_SEALING = frozenset(
     f"parcel-{name}"
     for name in ("run", "exchange", "sender", "own-key", "receivers", "keys", "vouchers")
 )
-TO, ALL = "to-", "to-neighbours"  # start of a record's name, or all of it
 logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 

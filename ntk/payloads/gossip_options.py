@@ -15,16 +15,8 @@ from ..evolution.gradient_flow import GradientFlow
 from ..options import Declared, shared
 from .compression import UNQUANTISED, check_compression
 
-__all__ = [
-    "DFedAvgOptions",
-    "DisPFLOptions",
-    "GossipOptions",
-    "MixingMatrix",
-    "NTKDFLOptions",
-    "RelayOptions",
-    "mixing_row",
-]
-
+TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records with parcels
+REFUSED = "parcels-rejected"  # a metric: what a client got and could not use
 MixingMatrix = Literal["examples", "equal", "metropolis"]
 _FLOW = FlowOptions.options()
 

@@ -29,10 +29,10 @@ from torch import nn
 from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import Agreement
-from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
+from fedntk.ntk.payloads.gossip_options import FROM, NTKDFLOptions
 
 from ..core.averaging import named_arrays
-from .relay import FROM, RelayStrategy, Step
+from .relay import RelayStrategy, Step
 from .topology import mixing_matrix
 
 

@@ -21,7 +21,7 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.averages import equal_mean
 from fedntk.ntk.options import argument, option, state
 from fedntk.ntk.payloads import screen_changes
-from fedntk.ntk.payloads.gossip_options import RelayOptions
+from fedntk.ntk.payloads.gossip_options import ALL, FROM, REFUSED, TO, RelayOptions
 
 from ..core.averaging import cast_like, named_arrays
 from ..core.exchange import Pairs, logger
@@ -31,9 +31,7 @@ from ..core.replies import Reply, checked_weights
 from ..core.trust_protocols import VouchesForKeys, public_key_in
 from .topology import Topology, spectral_gap
 
-TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records
 FIRST = "first-weights"  # the part of what a client is sent that it keeps
-REFUSED = "parcels-rejected"  # a metric: what clients got and could not use
 MODEL = "evaluate.model"  # a message that asks for a client's model
 Parcels = dict[int, dict[int, ArrayRecord]]  # receiver -> sender -> what was sent
 Arrays = dict[str, NDArray[Any]]

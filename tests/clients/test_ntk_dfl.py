@@ -113,7 +113,7 @@ def test_weights_of_a_hub_are_adopted_unless_they_cannot_be_used(tmp_path):
     [
         ("adopt", "the client has no Jacobian in this round"),
         ("evolve", "the weights of this round are lost"),
-        ("dance", "step: expected one of weights, average, jacobians"),
+        ("dance", "step: expected one of adopt, average, evolve"),
     ],
 )
 def test_a_step_that_is_unknown_or_comes_without_those_before_is_an_error(step, reason, tmp_path):

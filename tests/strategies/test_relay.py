@@ -16,8 +16,9 @@ import fedntk.clients
 import fedntk.strategies
 from fedntk.clients import cache_dir
 from fedntk.clients.personal import personal_store
+from fedntk.ntk.payloads.gossip_options import REFUSED
 from fedntk.strategies import DFedAvg, NoUsableReply, RelayStrategy, Topology
-from fedntk.strategies.gossip.relay import REFUSED, deviation, parcels_refused
+from fedntk.strategies.gossip.relay import deviation, parcels_refused
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
 from .federation import (
