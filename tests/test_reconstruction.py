@@ -103,8 +103,7 @@ def test_linear_estimate_is_the_mean_of_a_gaussian_given_what_is_known(attack):
     mean, values = samples.mean(0), rows @ normal(12)
     precision = torch.linalg.inv(samples.T.cov() + 1e-3 * torch.eye(12))
     oracle = torch.linalg.solve(
-        precision + rows.T @ rows / attack.NOISE,
-        precision @ mean + rows.T @ values / attack.NOISE,
+        precision + rows.T @ rows / attack.NOISE, precision @ mean + rows.T @ values / attack.NOISE
     )
     found = attack.linear_estimate(attack.Prior.of(samples), rows, values)
     assert torch.allclose(found, oracle, rtol=0, atol=1e-8 * float(oracle.norm()))

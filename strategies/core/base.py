@@ -381,10 +381,7 @@ class BaseStrategy(Sampling):
         return self.screened(pairs, rejected, screen_accuracies), rejected
 
     def round_metrics(
-        self,
-        replies: Sequence[Reply],
-        rejected: Counter[str],
-        aggregate: Aggregate | None = None,
+        self, replies: Sequence[Reply], rejected: Counter[str], aggregate: Aggregate | None = None
     ) -> MetricRecord:
         """Aggregate the accepted replies' metrics, and count the replies.
 

@@ -15,11 +15,7 @@ from .array_archive import ArrayArchive, checksum
 __all__ = ["RunCheckpoints"]
 
 logger = getLogger("flwr")
-HISTORIES = (
-    "train_metrics_clientapp",
-    "evaluate_metrics_clientapp",
-    "evaluate_metrics_serverapp",
-)
+HISTORIES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
 class RunCheckpoints:

@@ -212,11 +212,7 @@ class Exchanges(Declared, FedAvg):
         return self._grid.send_and_receive(messages, timeout=timeout)
 
     def exchange(
-        self,
-        nodes: Sequence[int],
-        stage: str,
-        arrays: ArrayRecord,
-        parse: Callable[[Reply], T],
+        self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, parse: Callable[[Reply], T]
     ) -> tuple[Pairs[T], Counter[str]]:
         """Make one more exchange within a round; parameters as above, result as :meth:`accepted`.
 

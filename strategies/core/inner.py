@@ -92,10 +92,7 @@ class InnerStrategy:
         return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
 
     def aggregate(
-        self,
-        server_round: int,
-        replies: Iterable[Message],
-        expected: Mapping[str, NDArray[Any]],
+        self, server_round: int, replies: Iterable[Message], expected: Mapping[str, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]] | None, MetricRecord]:
         """Return the new network, if there is one, and metrics; `expected` is what was sent."""
         pairs, rejected = self.owner.accepted(
