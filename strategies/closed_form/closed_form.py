@@ -100,7 +100,7 @@ class ClosedFormStrategy(FeatureStrategy):
             return []
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
-        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+        return self.messages(nodes, MessageType.TRAIN, arrays, config)
 
     # ------------------------------------------------------------- aggregation
 

@@ -21,8 +21,6 @@ from safetensors.numpy import save
 
 from fedntk.ntk.support.files import PARTIAL, DamagedFile, whole
 
-__all__ = ["ArrayArchive", "OldFormat", "checksum", "load_tensors", "save_tensors", "under"]
-
 logger = getLogger("flwr")
 FORMAT = 4
 KEPT = 2  # versions
@@ -136,7 +134,7 @@ class ArrayArchive:
 def checksum(array: NDArray[Any]) -> str:
     """SHA-256 of an array's dtype, shape and numbers."""
     digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-    digest.update(array.data)
+    digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
@@ -187,12 +185,7 @@ def save_tensors(
 def load_tensors(path: Path) -> tuple[Arrays, dict[str, Any]]:
     """Read what :func:`save_tensors` wrote: the arrays in their order, and the content.
 
-    Raises
-    ------
-    DamagedFile
-        If the file is not as it was written.
-    FileNotFoundError
-        If there is none.
+    Raises DamagedFile if the file is not as it was written, FileNotFoundError if there is none.
     """
     described = _read_described(path)
     return _read_arrays(path, described["checksums"]), described["content"]

@@ -17,8 +17,6 @@ from fedntk.ntk.averages import moving_mean
 from .array_archive import under
 from .averaging import cast_like, named_arrays
 
-__all__ = ["AveragedModel"]
-
 NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 
 

@@ -4,7 +4,7 @@ Flower's FedAvg lends its options and two helpers. :mod:`.exchange` sends and ch
 :mod:`.sampling` draws clients, :mod:`.rounds` is the loop.
 """
 
-import functools
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,8 +35,6 @@ from .replies import Reply, accuracy_of, kinds_of, largest_group, screen_accurac
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
-
-__all__ = ["BaseStrategy"]
 
 AVERAGED = "averaged"
 
@@ -209,40 +207,39 @@ class BaseStrategy(Sampling):
 
         Raises
         ------
-        ValueError
-            If the checkpoint is of other settings, another `train_config` or another network.
         BlockingIOError
             If another process is at work with the checkpoint.
-        OSError
-            If the first checkpoint cannot be written.
         NoUsableReply
             At the end, if in none of the rounds a reply to a training message could be used; before
             the first round, if too few clients tell what `centre_inputs` needs.
-        RuntimeError
-            At the end, if a strategy within this one failed and no round changed the model.
         """
         warn_of_spinning(torch.get_num_threads())
         del options
-        own: dict[str, Any] = {
-            "timeout": timeout,
-            "train_config": ConfigRecord() if train_config is None else train_config,
-            "evaluate_config": ConfigRecord() if evaluate_config is None else evaluate_config,
-            "evaluate_fn": evaluate_fn,
-            "should_stop": should_stop,
-        }
         self._timeout = timeout
-        run = functools.partial(run_rounds, self, grid, initial_arrays, num_rounds)
-        if checkpoint is None:
-            return run(None, **own)
-        folder = Path(checkpoint)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
-        network = self.network_of(initial_arrays)
-        checkpoints = RunCheckpoints(folder, network, train_config or {})
-        with claimed(folder, "checkpoint"):
-            return run(checkpoints, **own)
+        train_config = ConfigRecord() if train_config is None else train_config
+        with contextlib.ExitStack() as stack:
+            checkpoints = None
+            if checkpoint is not None:
+                folder = Path(checkpoint)
+                if folder.exists() and not folder.is_dir():
+                    raise ValueError(f"checkpoint: expected a folder, got the file {folder}")
+                stack.enter_context(claimed(folder, "checkpoint"))
+                network = self.network_of(initial_arrays)
+                checkpoints = RunCheckpoints(folder, network, train_config)
+            return run_rounds(
+                self,
+                grid,
+                initial_arrays,
+                num_rounds,
+                checkpoints,
+                timeout=timeout,
+                train_config=train_config,
+                evaluate_config=evaluate_config or ConfigRecord(),
+                evaluate_fn=evaluate_fn,
+                should_stop=should_stop,
+            )
 
-    def centred(self, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
+    def centre(self, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
         """Ask for the mean of the inputs, unless it is there or not to be taken off."""
         if self.centre_inputs and self.fraction_train and not self._centred:
             arrays = centred_by_clients(arrays, self, grid)
@@ -254,11 +251,6 @@ class BaseStrategy(Sampling):
         if self.averaged is None or not self.averaged.count:
             return arrays
         return self.averaged.mean
-
-    def keep_mean(self, arrays: ArrayRecord) -> None:
-        """Add a round's new arrays to the mean over rounds, if there is one."""
-        if self.averaged is not None:
-            self.averaged.add(arrays)
 
     @property
     def learned(self) -> str:
@@ -303,7 +295,7 @@ class BaseStrategy(Sampling):
             grid, server_round, "train", self.fraction_train, minimum, self.held_out
         )
         self.prepare_round(server_round, nodes, grid)
-        return self.messages(server_round, nodes, MessageType.TRAIN, arrays, config)
+        return self.messages(nodes, MessageType.TRAIN, arrays, config)
 
     def prepare_round(self, server_round: int, nodes: list[int], grid: Grid) -> None:
         """Do what a round needs between the choice of its nodes and their messages."""
@@ -318,25 +310,18 @@ class BaseStrategy(Sampling):
         nodes = self.sample(
             grid, server_round, "evaluate", fraction, minimum, self.evaluate_without
         )
-        return self.messages(server_round, nodes, MessageType.EVALUATE, arrays, config)
+        return self.messages(nodes, MessageType.EVALUATE, arrays, config)
 
     def evaluates_in(self, server_round: int) -> bool:
         """Whether clients evaluate in a round."""
         return server_round % self.evaluate_every == 0 or server_round == self._last_round
 
     def work_within(self, owner: "BaseStrategy", *, everyone: bool) -> None:
-        """Share the clients of another strategy, which samples them.
+        """Share the clients of another strategy, which samples them, and shows all or some of them.
 
         Then :meth:`sample` returns all nodes of the grid that the owner shows. Clients held out,
         sealed seeds and the names of records and weights are the owner's. ValueError if the method
-        cannot work so.
-
-        Parameters
-        ----------
-        owner : BaseStrategy
-            The other strategy.
-        everyone : bool
-            Whether it shows all clients that it samples, and not some of them.
+        cannot work so, such as one that must ask `everyone` at once.
         """
         del everyone
         if self.averaged is not None:

@@ -22,8 +22,6 @@ from fedntk.ntk.support.arrays import require_array
 from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
 from .sampling import Sampling
 
-__all__ = ["centred_by_clients"]
-
 logger = logging.getLogger("flwr")
 STAGE = "query.input_sums"
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many

@@ -1,18 +1,15 @@
 """Checkpoints of a strategy's run, for any deployment: what ``start(checkpoint=...)`` writes."""
 
-import hashlib
 from collections.abc import Mapping
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from .array_archive import ArrayArchive, checksum
-
-__all__ = ["RunCheckpoints"]
+from .averaging import differing, named_arrays
 
 logger = getLogger("flwr")
 HISTORIES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
@@ -30,7 +27,7 @@ class RunCheckpoints:
         self._archive = ArrayArchive(folder)
         self._network, self._train_config = network, dict(train_config)
         self._saved = -1
-        self._first_weights = _digest(network)
+        self._first_weights = [checksum(array) for array in named_arrays(network).values()]
 
     def restored(self, strategy: Any, num_rounds: int) -> Result:
         """Return the result of the newest whole checkpoint, and load its state; else an empty one.
@@ -68,10 +65,7 @@ class RunCheckpoints:
         return result
 
     def _require_same(self, found: Mapping[str, Any], saved: ArrayRecord) -> None:
-        own = (self._network, saved)
-        now, then = ({name: tuple(a.shape) for name, a in arrays.items()} for arrays in own)
-        if now != then:
-            odd = [name for name in {**then, **now} if now.get(name) != then.get(name)]
+        if odd := differing(saved, self._network):
             raise ValueError(
                 f"checkpoint: {self.folder} holds a run of another network, which differs in "
                 f"{odd[:5]}; start with that network, or choose another folder"
@@ -102,7 +96,7 @@ class RunCheckpoints:
         state = {
             "train-config": self._train_config,
             "first-weights": self._first_weights,
-            "arrays": {name: array.numpy() for name, array in arrays.items()},
+            "arrays": named_arrays(arrays),
             "strategy": strategy,
             "result": {
                 history: {str(k): dict(v) for k, v in getattr(result, history).items()}
@@ -117,9 +111,3 @@ class RunCheckpoints:
             logger.log(WARNING, "no checkpoint of round %d: %s", server_round, error)
             return
         self._saved = server_round
-
-
-def _digest(network: ArrayRecord) -> str:
-    return hashlib.sha256(
-        "".join(checksum(np.ascontiguousarray(a.numpy())) for a in network.values()).encode()
-    ).hexdigest()

@@ -22,8 +22,6 @@ from .registry import ClientRegistry, Exchange, SentParts
 from .replies import Reply, is_like
 from .trust_protocols import SealedSeeds, SealsSeeds
 
-__all__ = ["Exchanges", "Pairs"]
-
 logger = getLogger("flwr")
 T = TypeVar("T")
 Pairs = list[tuple[Reply, T]]
@@ -151,15 +149,10 @@ class Exchanges(Declared, FedAvg):
         return RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
 
     def messages(
-        self,
-        server_round: int,
-        nodes: Sequence[int],
-        stage: str,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
+        self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> list[Message]:
         """Make a message for each node; the replies of this stage will have to answer these."""
-        self.prepare_config(config, server_round)
+        self.prepare_config(config, self.server_round)
         self._configs[stage] = config
         contents = [
             self.content_for(self.registry.client(node), stage, arrays, config) for node in nodes
@@ -220,7 +213,7 @@ class Exchanges(Declared, FedAvg):
         seconds: prefer one a round.
         """
         config = self._configs.get(stage, ConfigRecord())
-        messages = self.messages(self.server_round, nodes, stage, arrays, config)
+        messages = self.messages(nodes, stage, arrays, config)
         asked_again = stage in (MessageType.TRAIN, MessageType.EVALUATE)
         timeout = (self._owner or self)._timeout if asked_again else self.query_timeout
         return self.accepted(self._sent(messages, timeout), parse, stage)
@@ -320,12 +313,13 @@ class Exchanges(Declared, FedAvg):
         reported = _reported_partitions(first.values())
         self._claimants = set(reported)
         if silent := [node for node in first if node not in reported]:  # such as a user's own reply
-            reported |= dict.fromkeys(silent) | self._ask_partitions(silent)
+            reported |= self._ask_partitions(silent)
         if reported:
             self.registry.add(reported)
 
     def _ask_partitions(self, nodes: Sequence[int]) -> dict[int, int | None]:
-        return _reported_partitions(self._ask(nodes, "query.partition"))
+        """Return the partition that each node reports, None if it reports none."""
+        return dict.fromkeys(nodes) | _reported_partitions(self._ask(nodes, "query.partition"))
 
     def _remaining(self, pairs: Pairs[T], dropped: Collection[int]) -> Pairs[T]:
         """Sort replies by client, after the dropped nodes' claims to a partition are given up.

@@ -13,8 +13,6 @@ from fedntk.ntk.payloads import Prototypes
 
 from .base import BaseStrategy
 
-__all__ = ["FeatureStrategy"]
-
 
 class FeatureStrategy(BaseStrategy):
     """Tells clients where features are taken.

@@ -28,8 +28,6 @@ from .base import BaseStrategy
 from .exchange import logger
 from .replies import Reply, checked_weights, kinds_of
 
-__all__ = ["CheckedStrategy", "GridSubset", "InnerStrategy"]
-
 
 class InnerStrategy:
     """A strategy at work within its owner, which samples the nodes and checks the replies.
@@ -70,14 +68,10 @@ class InnerStrategy:
         return int(getattr(self.strategy, "min_available_nodes", 0))
 
     def messages(
-        self,
-        server_round: int,
-        network: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-        nodes: list[int],
+        self, network: ArrayRecord, config: ConfigRecord, grid: Grid, nodes: list[int]
     ) -> list[Message]:
         """Return the strategy's instructions to some or all of the nodes."""
+        server_round = self.owner.server_round
         if len(nodes) < self.waits_for:
             raise ValueError(
                 f"{self.argument}: it waits for min_available_nodes = {self.waits_for}, and "
@@ -92,8 +86,8 @@ class InnerStrategy:
         return self.owner.addressed(asked, [m.content for m in own], MessageType.TRAIN)
 
     def aggregate(
-        self, server_round: int, replies: Iterable[Message], expected: Mapping[str, NDArray[Any]]
-    ) -> tuple[dict[str, NDArray[Any]] | None, MetricRecord]:
+        self, replies: Iterable[Message], expected: Mapping[str, NDArray[Any]]
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Return the new network, if there is one, and metrics; `expected` is what was sent."""
         pairs, rejected = self.owner.accepted(
             replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
@@ -107,7 +101,7 @@ class InnerStrategy:
         names = {n for n, _ in frozenset.intersection(*(kinds_of(r.metrics) for r, _ in pairs))}
         clean = [self._cleaned(reply, names) for reply, _ in pairs]
         try:
-            found, own = self.strategy.aggregate_train(server_round, clean)
+            found, own = self.strategy.aggregate_train(self.owner.server_round, clean)
         except Exception as error:  # another's code must not end the run
             name = type(self.strategy).__name__
             logger.log(WARNING, "%s failed (%r): the model stays as it was", name, error)
@@ -115,10 +109,7 @@ class InnerStrategy:
             return None, metrics
         extra = {name: value for name, value in (own or {}).items() if name not in names}
         metrics = MetricRecord({**extra, **metrics})
-        if found is None:
-            return None, metrics
-        arrays = cast_like({name: array.numpy() for name, array in found.items()}, expected)
-        return {name: array.numpy() for name, array in arrays.items()}, metrics
+        return None if found is None else cast_like(named_arrays(found), expected), metrics
 
     def _cleaned(self, reply: Reply, names: set[str]) -> Message:
         """Return a reply that holds its arrays, its number of examples and metrics all have."""
@@ -145,15 +136,15 @@ class InnerStrategy:
         if (own := getattr(self.strategy, "state_dict", None)) is not None:
             state: dict[str, Any] = own()
             return state
-        kept = {name: value for name, value in vars(self.strategy).items() if _holds_arrays(value)}
+        kept: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
-        for name, value in kept.items():
-            items = enumerate(value) if isinstance(value, list) else value.items()
-            arrays |= {
-                f"{name}.{key}": a.numpy() if isinstance(a, Array) else np.asarray(a)
-                for key, a in items
-            }
-        return {"kept": {name: type(value).__name__ for name, value in kept.items()}, **arrays}
+        for name, value in vars(self.strategy).items():
+            if _holds_arrays(value):
+                kept[name] = type(value).__name__
+                items = dict(enumerate(value)) if isinstance(value, list) else value
+                found = named_arrays(items)
+                arrays |= {f"{name}.{key}": np.asarray(array) for key, array in found.items()}
+        return {"kept": kept, **arrays}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the strategy back what :meth:`state_dict` returned."""
@@ -219,28 +210,20 @@ class CheckedStrategy(BaseStrategy):
         return super().begin(initial_arrays, num_rounds, done)
 
     def messages(
-        self,
-        server_round: int,
-        nodes: Sequence[int],
-        stage: str,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
+        self, nodes: Sequence[int], stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> list[Message]:
         """Have the strategy instruct the nodes that were sampled for training."""
         if stage != MessageType.TRAIN or self._grid is None:
-            return super().messages(server_round, nodes, stage, arrays, config)
-        return self.inner.messages(server_round, arrays, config, self._grid, list(nodes))
+            return super().messages(nodes, stage, arrays, config)
+        return self.inner.messages(arrays, config, self._grid, list(nodes))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Have the strategy aggregate the replies that can be used."""
-        model = named_arrays(self.global_arrays)
-        arrays, metrics = self.inner.aggregate(server_round, replies, model)
+        found, metrics = self.inner.aggregate(replies, named_arrays(self.global_arrays))
         self.train_metrics[server_round] = metrics
-        if arrays is None:
-            return None, metrics
-        return ArrayRecord({name: Array(array) for name, array in arrays.items()}), metrics
+        return found, metrics
 
 
 class GridSubset:

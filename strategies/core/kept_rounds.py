@@ -9,8 +9,6 @@ from fedntk.ntk.options import state
 
 from .base import BaseStrategy
 
-__all__ = ["KeepingStrategy"]
-
 RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
 
 

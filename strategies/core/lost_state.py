@@ -14,8 +14,6 @@ from .base import BaseStrategy
 from .exchange import Pairs, logger
 from .replies import Reply, accuracy_of, screen_accuracies
 
-__all__ = ["Answers", "Lost", "ResendingStrategy"]
-
 T = TypeVar("T")
 
 

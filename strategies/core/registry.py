@@ -7,8 +7,6 @@ from flwr.app import Message, Metadata
 
 from fedntk.ntk import BadReply
 
-__all__ = ["ClientRegistry", "Exchange", "SentParts"]
-
 
 class ClientRegistry:
     """The clients of a run.

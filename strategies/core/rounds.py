@@ -12,8 +12,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from .checkpoint import RunCheckpoints
 from .replies import NoUsableReply
 
-__all__ = ["EvaluateFn", "ShouldStop", "run_rounds"]
-
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 logger = getLogger("flwr")
@@ -45,7 +43,7 @@ def run_rounds(
     arrays = strategy.begin(result.arrays or arrays, num_rounds, done)
     if strategy.averaged is not None and strategy.averaged.count:
         arrays, result.arrays = strategy.averaged.newest, strategy.averaged.mean
-    arrays = strategy.centred(arrays, grid)
+    arrays = strategy.centre(arrays, grid)
     started = time.monotonic()
 
     def is_last(number: int) -> bool:
@@ -65,7 +63,8 @@ def run_rounds(
         found, metrics = strategy.aggregate_train(number, replies)
         if found is not None:
             arrays = found
-            strategy.keep_mean(arrays)
+            if strategy.averaged is not None:
+                strategy.averaged.add(arrays)
             result.arrays = strategy.judged(arrays)
         if metrics is not None:
             logger.info("\t└──> Aggregated MetricRecord: %s", metrics)

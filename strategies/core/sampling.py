@@ -15,8 +15,6 @@ from fedntk.ntk.options import option
 
 from .exchange import Exchanges, logger
 
-__all__ = ["Sampling"]
-
 
 class Sampling(Exchanges):
     """A strategy that samples its nodes by the partitions that they report."""
@@ -73,7 +71,7 @@ class Sampling(Exchanges):
             if everyone and sent_alike and self._is_first_sample:
                 self.registry.expect(new)
             else:
-                self.registry.add(dict.fromkeys(new) | self._ask_partitions(new))
+                self.registry.add(self._ask_partitions(new))
         self.registry.set_present(nodes)
         candidates = sorted(
             (self.registry.client(node), node)

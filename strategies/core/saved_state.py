@@ -9,8 +9,6 @@ import torch
 
 from .array_archive import under
 
-__all__ = ["pack", "unpack"]
-
 
 def pack(name: str, value: Any) -> dict[str, Any]:
     """Return one field's value as arrays and what JSON holds, by name.

@@ -14,8 +14,6 @@ from flwr.app import Message
 from fedntk.ntk import UploadLimits
 from fedntk.trust import Shuffled, check_public_key
 
-__all__ = ["SealedSeeds", "SealsSeeds", "Shuffles", "VouchesForKeys", "public_key_in"]
-
 LONGEST = 1000  # bytes of a value that is relayed to the key server
 logger = getLogger("flwr")
 

@@ -61,7 +61,7 @@ class Phase(ABC):
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Make the round's messages to some nodes."""
         tct = self.tct
-        return tct.messages(tct.server_round, nodes, MessageType.TRAIN, tct.global_arrays, config)
+        return tct.messages(nodes, MessageType.TRAIN, tct.global_arrays, config)
 
     def content_for(self, client: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """Return the task, and those parts that the client has not been sent."""
@@ -123,12 +123,13 @@ class BootstrapRounds(Phase):
         task = MessageTask(step=self.step, run_key=self.tct.run_key)
         own = ConfigRecord({**config, **task.to_config()})
         network = self.tct.network_of(self.tct.global_arrays)
-        return self.bootstrap.messages(self.tct.server_round, network, own, grid, nodes)
+        return self.bootstrap.messages(network, own, grid, nodes)
 
     def aggregate(self, replies: Iterable[Message]) -> Result:
         """Have the other strategy aggregate what passed the checks."""
         expected = named_arrays(self.tct.network_of(self.tct.global_arrays))
-        return self.bootstrap.aggregate(self.tct.server_round, replies, expected)
+        found, metrics = self.bootstrap.aggregate(replies, expected)
+        return None if found is None else named_arrays(found), metrics
 
     def is_over(self, *, updated: bool) -> bool:
         """After T_1 rounds, whatever they did."""
