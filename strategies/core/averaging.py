@@ -7,8 +7,6 @@ import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-__all__ = ["cast_like", "differing", "named_arrays"]
-
 
 def named_arrays(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Name -> array of a record, or of what is a dictionary already."""

@@ -13,20 +13,6 @@ from fedntk.ntk import BadReply
 from fedntk.ntk.payloads import from_npy, screen_sizes
 from fedntk.ntk.support.arrays import require_array, take_arrays
 
-__all__ = [
-    "NoUsableReply",
-    "Reply",
-    "accuracy_of",
-    "checked_weights",
-    "is_like",
-    "kinds_of",
-    "largest_group",
-    "read_arrays",
-    "require_like",
-    "screen_accuracies",
-    "screen_own_sizes",
-]
-
 T = TypeVar("T")
 KNOWN_METRICS = ("train-loss", "loss", "accuracy")
 MOST_METRICS = 64  # of a reply; others are left out
