@@ -133,17 +133,17 @@ class InnerStrategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return its own ``state_dict()``, else attributes that hold arrays: moments."""
-        if (own := getattr(self.strategy, "state_dict", None)) is not None:
-            state: dict[str, Any] = own()
+        if (saved := getattr(self.strategy, "state_dict", None)) is not None:
+            state: dict[str, Any] = saved()
             return state
         kept: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         for name, value in vars(self.strategy).items():
             if _holds_arrays(value):
                 kept[name] = type(value).__name__
-                items = dict(enumerate(value)) if isinstance(value, list) else value
-                found = named_arrays(items)
-                arrays |= {f"{name}.{key}": np.asarray(array) for key, array in found.items()}
+                found: Any = dict(enumerate(value)) if isinstance(value, list) else value
+                own = named_arrays(found)
+                arrays |= {f"{name}.{key}": np.asarray(array) for key, array in own.items()}
         return {"kept": kept, **arrays}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
