@@ -9,12 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedntk.ntk.convex import RIDGES
-from fedntk.simulations import Config
-from fedntk.simulations import run as simulate
-from fedntk.simulations.engine.engines import LocalGrid
 from fedntk.simulations.models import MLP, SimpleCNN, resnet18
 
 from .conftest import ROOT
@@ -53,25 +48,6 @@ def test_networks_are_those_of_the_simulations(network, ours, program):
     assert model(x).shape == (2, 10)
     if not network.startswith("resnet"):
         assert sizes(program("stock_app/stock").network(network)) == sizes(ours())
-
-
-@pytest.mark.slow
-def test_contenders_wait_for_their_turn_and_train(program, shared_data, tmp_path):
-    """A bare loop and fedntk; both have the same clients' examples."""
-    engine = program("engine")
-    base = {"examples": str(tmp_path), "data-dir": str(shared_data)}
-    engine.prepare(base)
-    x, y, clients = engine.examples(str(tmp_path))
-    assert (len(x), len(y), clients.shape) == (60_000, 60_000, (100, 600))
-    case = {"network": "mlp-100", "workers": 1, "rounds": 2, **base}
-    contenders = [engine.Contender(n, sys.executable, case, tmp_path) for n in ("bare", "fedntk")]
-    try:
-        (times,) = engine.in_turns(contenders, 1)
-    finally:
-        for contender in contenders:
-            contender.end()
-    assert times["bare"]["seconds"] > 0
-    assert times["fedntk"]["seconds"] >= times["fedntk"]["in-round"] > 0
 
 
 KERNEL = {"network": "mlp-100", "n": 8, "device": "cpu"}
@@ -125,23 +101,6 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
     assert (case["seeds"], case["accuracy in %"]) == ([0, 1], 55.0)
 
 
-@pytest.mark.slow
-def test_exchanges_of_closed_forms_are_measured(monkeypatch, program, tmp_path):
-    """On another split the same accuracy, from the same network; the ridge is one of the grid's."""
-    sums, closed = map(program, ("tct_statistics", "closed_form"))
-    monkeypatch.setitem(sums.PARTITIONS, "digits", {**sums.PARTITIONS["#C=2"], **SMALL})
-    options = argparse.Namespace(
-        out=tmp_path, data_dir="", rounds=1, rate=0.1, data="digits", bootstrap="digits"
-    )
-    rows = [
-        closed.exchanged(options, "trained", 0, method, split)
-        for method in ("AFL", "Fed3R", "TCT, last-layer")
-        for split in (closed.SPLITS if method == "AFL" else ["one class a client"])
-    ]
-    assert rows[0]["accuracy"] == rows[1]["accuracy"] > rows[0]["network's own accuracy"]
-    assert {row["ridge"] for row in rows[2:]} <= {*RIDGES}
-
-
 @pytest.mark.parametrize("bits", [32, pytest.param(8, marks=pytest.mark.slow)])
 def test_who_is_in_small_sums_is_found(bits, monkeypatch, program):
     """10 Gaussian examples of 60 in 30 features, and two clients' 20: no other is in their span.
@@ -177,16 +136,6 @@ def test_images_that_are_linear_in_their_features_are_rebuilt(program):
     torch.testing.assert_close(found, true.double(), rtol=0, atol=1e-4)
 
 
-def test_the_metrics_that_benchmarks_of_ntk_dfl_keep_are_measured(program, tmp_path):
-    one, table = map(program, ("ntk_dfl", "ntk_dfl_fmnist"))
-    config = Config(
-        method="ntk-dfl", num_clients=4, clients_per_round=4, clients_per_evaluation=0, rounds=1,
-        learning_rate=0.1, ntk_dfl={"degree": 2, "steps": "5"},
-    )  # fmt: skip
-    measured = set(simulate(config, out=tmp_path, progress=False).rounds.metric)
-    assert {*one.CURVES.values(), *table.KEPT} <= measured
-
-
 @pytest.mark.parametrize("once", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_round_of_ntk_dfl_sends_what_its_formula_says(once, shared_data, program):
     """Metered bytes against those of the arrays: headers and names come on top, 1 % at this size.
@@ -214,20 +163,6 @@ def test_exponents_of_the_measurement_are_those_of_each_part(monkeypatch, progra
         rows = program.measured("groups", distribution, method, examples=5)
         assert [row["exponent"] for row in rows] == pytest.approx([one * f for f in factors])
         assert all(0 <= row["test-error"] <= 1 for row in rows)
-
-
-def test_exchanges_without_work_say_when_each_process_did_what(program):
-    """Each kind of message is answered, and a process's stages follow each other."""
-    exchanges = program("deployment_app/exchanges")
-    grid = LocalGrid(exchanges.client, 2, {})
-    content = RecordDict({"arrays": ArrayRecord([np.ones(3)]), "config": ConfigRecord()})
-    for kind in exchanges.KINDS:
-        (reply,) = grid.send_and_receive([Message(content, 1, kind)])
-        said = reply.content["metrics"]
-        for measure, stages in (("time", ["started", "loaded"]), ("cpu", ["loaded"])):
-            moments = [said[f"{stage}-{measure}"] for stage in (*stages, "imported", "answered")]
-            assert moments == sorted(moments)
-            assert moments[0] > 0
 
 
 def test_two_colluding_neighbours_learn_a_thirds_weights_and_one_does_not(program):

@@ -76,10 +76,6 @@ QUICK = {
 }
 
 
-def test_every_notebook_has_a_quick_form():
-    assert QUICK.keys() == NOTEBOOKS.keys()
-
-
 @pytest.fixture(scope="module")
 def shared():
     """A loop and a kernel for all quick forms: what they import takes longer than most run."""

@@ -66,10 +66,13 @@ class Submission:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     @property
-    def run_id(self) -> int | None:
-        """Flower's number of the run; None before it is accepted."""
-        found = re.search(r"started run (\d+)", self.text)
-        return int(found[1]) if found else None
+    def status(self) -> str:
+        """What Flower says of the run, such as ``finished:completed``; or ``refused``."""
+        number = re.search(r"started run (\d+)", self.text)
+        if number is None:
+            return "refused"
+        answer = self.federation.flwr("ls", "--run-id", number[1], CONNECTION, "--format", "json")
+        return str(json.loads(answer)["runs"][0]["status"])
 
     def wait(self, on_line: Say | None = None) -> None:
         """Wait until the run has ended; `on_line` is given each line of its log.
@@ -89,8 +92,7 @@ class Submission:
         if superlink.poll() is not None:
             processes.stop(self.process)
             raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
-        status = federation.status(self.run_id)
-        if status != "finished:completed":
+        if (status := self.status) != "finished:completed":
             said = [line.strip() for line in self.text.splitlines() if line.strip()]
             raise RunFailed(f"the run ended as {status} ({' '.join(said[-1:])}); see {self.log}")
 
@@ -192,7 +194,7 @@ class Federation:
         for i, config in enumerate(self.node_configs):
             home, log = f"node-{i}", self.folder / f"node-{i}" / "node.log"
             key = log.with_name("node.key")
-            self._flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
+            self.flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
             command = [
                 *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
                 *("--root-certificates", str(self.certificates.authority)),
@@ -289,14 +291,7 @@ class Federation:
         submission.wait(on_line)
         return submission.text
 
-    def status(self, run_id: int | None) -> str:
-        """Return what Flower says of a run, such as ``finished:completed``."""
-        if run_id is None:
-            return "refused"
-        answer = self._flwr("ls", "--run-id", str(run_id), CONNECTION, "--format", "json")
-        return str(json.loads(answer)["runs"][0]["status"])
-
-    def _flwr(self, *arguments: str) -> str:
+    def flwr(self, *arguments: str) -> str:
         """Run one of Flower's commands, and return what it says."""
         command = [tool("flwr"), *arguments]
         if arguments[0] != "ls":

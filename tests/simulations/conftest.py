@@ -12,32 +12,21 @@ from fedntk.simulations.engine.recorder import AdmittedMetrics
 from .settings import SETTINGS, SMALL
 
 
-def note_unknown_metrics(patch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which runs add each metric that their method does not name."""
-    names: list[str] = []
-    pool = AdmittedMetrics._pool
-
-    def noted(self: AdmittedMetrics, name: str) -> set[str]:
-        if name not in self._known:
-            names.append(name)
-        return pool(self, name)
-
-    patch.setattr(AdmittedMetrics, "_pool", noted)
-    return names
-
-
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> Callable[[str], Run]:
     """A finished run of a method, which tests only read; run once in each process of tests."""
+    pool = AdmittedMetrics._pool
+
+    def known(self: AdmittedMetrics, name: str) -> set[str]:
+        assert name in self._known, f"{name} takes a place that is left for clients' metrics"
+        return pool(self, name)
 
     @functools.cache
     def finished(method: str) -> Run:
         config = SMALL.replace(method=method, **SETTINGS[method])
         with pytest.MonkeyPatch.context() as patch:
-            unknown = note_unknown_metrics(patch)
-            result = run(config, out=tmp_path_factory.mktemp(method), progress=False)
-        assert unknown == []  # no place is taken that is left for metrics which clients name
-        return result
+            patch.setattr(AdmittedMetrics, "_pool", known)
+            return run(config, out=tmp_path_factory.mktemp(method), progress=False)
 
     return finished
 

@@ -67,12 +67,12 @@ def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
         config_module._keys.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "method",
-    sorted(name for name, method in own_methods().items() if method.headline.startswith("client")),
-)
+OWN_MODELS = sorted(n for n, own in own_methods().items() if own.headline.startswith("client"))
+
+
+@pytest.mark.parametrize("method", OWN_MODELS)
 def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
-    """Where clients have models of their own: of a finished run, by another process's strategy."""
+    """Of a finished run, by another process's strategy."""
     config = Config(
         method=method, num_clients=4, clients_per_round=4, clients_per_evaluation=4, rounds=2,
         learning_rate=0.1, out=str(tmp_path), local_test_fraction=0.3,
@@ -82,8 +82,7 @@ def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
     newest = result.clients[result.clients["round"] == 2]
     reported = newest[newest.metric == "accuracy"].set_index("partition")["value"]
     assert set(reported.index) == set(range(4))
-    setup = load_setup(result.config)
-    first = load_predictor(result.folder)
+    setup, first = load_setup(result.config), load_predictor(result.folder)
     for client in range(4):
         x, y = setup.examples(client).test
         own = load_predictor(result.folder, client=client).evaluate(x, y)
@@ -91,22 +90,17 @@ def test_the_model_of_a_client_is_what_the_client_evaluated(tmp_path, method):
         assert own.loss != first.evaluate(x, y).loss
 
 
-def test_who_was_mixed_from_whom_is_written_of_each_round_in_which_anyone_was(
-    tmp_path, monkeypatch
-):
-    """All clients fail in round 2, which leaves the models as they were."""
+def test_who_was_mixed_from_whom_is_written_of_each_round_with_replies(tmp_path, monkeypatch):
     fit = WeightedFedAvgClient.fit
 
-    def failing(self, parameters, config):
+    def failing_in_2(self, parameters, config):
         if config["server-round"] == 2:
             raise RuntimeError("out of memory")
         return fit(self, parameters, config)
 
-    monkeypatch.setattr(WeightedFedAvgClient, "fit", failing)
-    result = run(
-        Config(method="weighted-fedavg", num_clients=4, clients_per_round=3, rounds=3),
-        out=tmp_path, progress=False,
-    )  # fmt: skip
+    monkeypatch.setattr(WeightedFedAvgClient, "fit", failing_in_2)
+    config = Config(method="weighted-fedavg", num_clients=4, clients_per_round=3, rounds=3)
+    result = run(config, out=tmp_path, progress=False)
     files = sorted((result.folder / "details").iterdir())
     assert [path.name for path in files] == ["similarity-000001.npz", "similarity-000003.npz"]
     with np.load(files[1]) as saved:
@@ -114,8 +108,8 @@ def test_who_was_mixed_from_whom_is_written_of_each_round_in_which_anyone_was(
         assert saved["weights"].sum(1) == pytest.approx(np.ones(3))
 
 
-@pytest.mark.parametrize("method", ["local-training", "fed-proto"])
-def test_patience_by_a_model_that_never_changes_is_refused(method):
-    with pytest.raises(ConfigError, match=f"with {method} the server's model never changes, so "):
-        Config(method=method, patience=3)
-    assert Config(method=method, patience=3, monitor="client-accuracy-mean").patience == 3
+def test_patience_by_a_model_that_never_changes_is_refused():
+    own = {"method": "local-training", "patience": 3}
+    with pytest.raises(ConfigError, match="local-training the server's model never changes, so "):
+        Config(**own)
+    assert Config(**own, monitor="client-accuracy-mean").patience == 3

@@ -12,7 +12,6 @@ from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.report.results import read_run
 from fedntk.strategies import SeededFedAvg
 
-from .conftest import note_unknown_metrics
 from .outcomes import bits, grid_of, measured
 
 SMALL = Config(
@@ -88,15 +87,6 @@ def test_a_round_that_changes_nothing_is_told_in_a_run_that_goes_on(tmp_path, mo
         result = run(SMALL, rounds=rounds, average_decay=0.5, out=tmp_path, progress=False)
     assert result.curve("model-updated").tolist()[-4:] == [1, 1, 0, 1]
     assert result.summary["rounds-unchanged"] == 1
-
-
-def test_all_that_a_private_run_reports_is_known(tmp_path, monkeypatch):
-    """None of it takes a place that is left for what clients choose; others: `finished_run`."""
-    unknown = note_unknown_metrics(monkeypatch)
-    own = {"selection": "linearised", "clip": 1.0, "noise_multiplier": 1.0, "label_noise": 0.1}
-    config = SMALL.replace(method="cp-ntk-fl", rounds=1, local_test_fraction=0.2, cp_ntk_fl=own)
-    run(config, out=tmp_path, progress=False)
-    assert unknown == []
 
 
 def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path):

@@ -11,25 +11,24 @@ SMALL = Config(
 )  # fmt: skip
 
 
-def in_two_parts(folder, each_run, writer):
+def in_two_parts(folder, writer):
     """Three rounds, interrupted after the first."""
 
-    def stop(config, record):
+    def stop(record):
         if record["round"] == 1:
             raise KeyboardInterrupt
 
-    each_run(report=stop)
+    options = {"out": folder, "progress": False, "writers": [writer]}
     with pytest.raises(KeyboardInterrupt):
-        run(SMALL, out=folder, progress=False, writers=[writer])
-    each_run()
-    return run(SMALL, out=folder, progress=False, writers=[writer])
+        run(SMALL, **options, on_round=stop)
+    return run(SMALL, **options)
 
 
-def test_tensorboard(tmp_path, each_run):
+def test_tensorboard(tmp_path):
     """A finished run is written again when it is asked for."""
     name = "tensorboard.backend.event_processing.event_accumulator"
     reader = pytest.importorskip(name).EventAccumulator
-    result = in_two_parts(tmp_path, each_run, "tensorboard")
+    result = in_two_parts(tmp_path, "tensorboard")
     for _ in range(2):
         events = reader(str(tmp_path / "tensorboard"))
         events.Reload()
@@ -42,14 +41,14 @@ def test_tensorboard(tmp_path, each_run):
         run(SMALL, out=tmp_path, progress=False, writers=["tensorboard"])
 
 
-def test_mlflow(tmp_path, each_run, monkeypatch):
+def test_mlflow(tmp_path, monkeypatch):
     """A run that goes on keeps its own there; one that is replaced gets another."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
     mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
     monkeypatch.chdir(tmp_path)
     with mlflow.start_run() as active:  # a user's own, which goes on
-        result = in_two_parts(tmp_path / "run", each_run, "mlflow")
+        result = in_two_parts(tmp_path / "run", "mlflow")
         assert mlflow.active_run().info.run_id == active.info.run_id
     options = {"out": tmp_path / "run", "progress": False, "writers": ["mlflow"]}
     run(SMALL, **options, again=True, width=6, rounds=1)
