@@ -61,7 +61,7 @@ assert learned("clipped-median", clipped_median={"max_norm": 0.01}) != learned("
 
 
 def test_the_commands_of_the_page_work_and_one_client_without_clipping_is_fedavg(package):
-    """Each in its turn but the first, whose work the fixture does: it takes an index."""
+    """Each in its turn. The fixture does the work of the first, which takes an index."""
     install, *others = COMMANDS
     assert install == "pip install --editable ."
     paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]

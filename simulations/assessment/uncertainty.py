@@ -48,7 +48,7 @@ class ConformalSets:
     calibrated_on: str  # which examples
     num_calibration: int  # how many
     threshold: float  # the largest score in a set
-    test_coverage: float  # share of the test examples whose set holds their class
+    test_coverage: float  # share of the test examples with their class in the set
     # the range of test_coverage in 95 % of all draws of calibration and test examples, if all are
     # exchangeable and no two scores the same
     expected_low: float
@@ -207,7 +207,7 @@ class Assessment:
             "## Accuracy of what is not rejected",
             "Accuracy (%) of the other test examples when so many of them are rejected, the most "
             "uncertain first.",
-            markdown(self._rejected()),
+            markdown(self._rejection_table()),
         ]
         if (sets := self.sets) is not None:
             low, high = 100 * sets.expected_low, 100 * sets.expected_high
@@ -227,7 +227,7 @@ class Assessment:
             ]
         return [*paragraphs, "\n".join(f"![{name}]({name}.png)" for name in pictures)]
 
-    def _rejected(self) -> pd.DataFrame:
+    def _rejection_table(self) -> pd.DataFrame:
         rows = []
         for measure, own in self._own_rejection().groupby("measure", sort=False):
             at = own.set_index((100 * own.rejected).round().astype(int)).accuracy
@@ -250,7 +250,7 @@ def assess(
     Parameters
     ----------
     run : Run, or path of its folder
-        A run of any method whose model has the loss cross-entropy: one network, or an ensemble.
+        A run of any method with the loss cross-entropy: one network, or an ensemble.
     unfamiliar : str, optional
         Another data set with examples of the same shape, by a name that the setting ``dataset``
         takes. The model should be uncertain of its test set, which is standardised by the run's
@@ -289,7 +289,7 @@ def assess(
             "are no probabilities; run it with cross-entropy, by the setting loss or by the "
             "method's own"
         )
-    held_out = None if coverage is None else _held_out(config, which, calibrate_on)
+    held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
     x, labels = (part[: config.test_examples or None] for part in load_data(config).test())
 
@@ -315,7 +315,7 @@ def assess(
     if held_out is not None and coverage is not None:
         held = _together(predict(held_out.x)[whole_name]).exp()
         p = _together(models[whole_name]).exp()
-        sets, sizes = _conformal(held, held_out, p, labels, coverage, score, config.seed)
+        sets, sizes = _make_sets(held, held_out, p, labels, coverage, score, config.seed)
         examples[whole_name]["set_size"] = sizes
     return Assessment(
         run=run,
@@ -394,7 +394,7 @@ class _HeldOut(NamedTuple):
     note: str  # what else the run used them for
 
 
-def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
+def _load_held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     """Return the examples that a run held out, by default those of whole clients."""
     counts = {"clients": config.validation_clients, "examples": config.validation_examples}
     if on and on not in counts:
@@ -419,7 +419,7 @@ def _held_out(config: Config, which: str, on: str | None) -> _HeldOut:
     return _HeldOut(*load_data(config).train(indices), described, note if chosen else "")
 
 
-def _conformal(
+def _make_sets(
     held: Tensor,
     held_out: _HeldOut,
     p: Tensor,

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .parts import Domain, Part, joined, select_balanced
+from .parts import Domain, Part, join_domains, select_balanced
 
 Pixels = NDArray[np.uint8]
 SIDE = 28
 
 
-def inverted(x: Pixels) -> Pixels:
+def invert(x: Pixels) -> Pixels:
     """Turn white on black into black on white: 255 - x."""
     return 255 - x
 
 
-def rotated(x: Pixels) -> Pixels:
+def rotate(x: Pixels) -> Pixels:
     """Turn by 90 degrees, counter-clockwise: 180 degrees would turn a 6 into a 9."""
     return np.ascontiguousarray(np.rot90(x, axes=(-2, -1)))
 
 
-def blurred(x: Pixels) -> Pixels:
+def blur(x: Pixels) -> Pixels:
     """Blur by binomial weights of 17 pixels in each direction: a deviation of 2 pixels.
 
     In whole numbers, so that it is the same everywhere; black beyond the border.
@@ -41,7 +41,7 @@ def blurred(x: Pixels) -> Pixels:
     return result
 
 
-def enlarged(x: NDArray[Any]) -> Pixels:
+def enlarge(x: NDArray[Any]) -> Pixels:
     """Enlarge pictures (n, 1, 8, 8) of 0 ... 16 to (n, 1, 28, 28) of 0 ... 255, bilinear."""
     from PIL import Image
 
@@ -54,9 +54,9 @@ def enlarged(x: NDArray[Any]) -> Pixels:
 # no two domains have the same picture of MNIST
 _OF_MNIST: dict[str, Callable[[Pixels], Pixels]] = {
     "mnist": lambda x: x,
-    "inverted": inverted,
-    "rotated": rotated,
-    "blurred": blurred,
+    "inverted": invert,
+    "rotated": rotate,
+    "blurred": blur,
 }
 DOMAINS = (*_OF_MNIST, "enlarged")
 
@@ -72,7 +72,7 @@ def digit_domains(
     """
     given = dict(zip(("train", "test"), (num_examples, num_test_examples), strict=True))
 
-    def changed(source: Domain, name: str, change: Callable[[Any], Pixels], block: int) -> Domain:
+    def make(source: Domain, name: str, change: Callable[[Any], Pixels], block: int) -> Domain:
         parts = []
         for own, smallest, (part, count) in zip(source, digits, given.items(), strict=True):
             number = count or 10 * int(np.bincount(smallest.y, minlength=10).min())
@@ -80,9 +80,9 @@ def digit_domains(
             parts.append(Part(change(own.x[chosen]), own.y[chosen]))
         return Domain(*parts)
 
-    return joined(
+    return join_domains(
         [
-            *(changed(mnist, "MNIST", own, i) for i, own in enumerate(_OF_MNIST.values())),
-            changed(digits, "scikit-learn's set of digits", enlarged, 0),
+            *(make(mnist, "MNIST", own, i) for i, own in enumerate(_OF_MNIST.values())),
+            make(digits, "scikit-learn's set of digits", enlarge, 0),
         ]
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config.settings import ConfigError
 from .hugging_face import HuggingFaceSet, existing_folder, pictures
-from .parts import Domain, Part, joined, select_balanced
+from .parts import Domain, Part, join_domains, select_balanced
 
 SIDE = 28  # pixels to which all pictures are resized, as by Li et al.
 
@@ -45,7 +45,7 @@ def digits_five(folder: str, num_examples: int = 0, num_test_examples: int = 0) 
                 f"dataset = digits-five: {name} is on no hub that we know of; set "
                 f"dataset = digits-five:<folder>, with its Parquet files in <folder>/{name}"
             )
-    return joined(
+    return join_domains(
         Domain(
             _part(source, name, "train", num_examples),
             _part(source, name, "test", num_test_examples),
@@ -60,10 +60,10 @@ def _part(source: HuggingFaceSet, name: str, part: str, count: int) -> Part:
     if count:
         own = select_balanced(y, count, part, name)
         split, y = split.select(own), y[own]
-    return Part(pictures(split, source.image_column(split), _resized), y)
+    return Part(pictures(split, source.image_column(split), _resize), y)
 
 
-def _resized(picture: Any) -> Any:
+def _resize(picture: Any) -> Any:
     from PIL import Image
 
     return picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)

@@ -108,7 +108,7 @@ class Data:
 
     def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
         """Return other examples of this kind, checked, as :meth:`train` does."""
-        part = _checked(x, y)
+        part = _check_own(x, y)
         self._require_kind(part.x, part.y)
         return self._tensors(part.x, part.y)
 
@@ -118,7 +118,7 @@ class Data:
         return torch.from_numpy(standardised), torch.from_numpy(np.ascontiguousarray(y))
 
 
-def _checked(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
+def _check_own(x: NDArray[Any], y: NDArray[Any], what: str = "") -> Part:
     """Return a user's examples with labels in int64, if they are finite and whole numbers."""
     if not np.issubdtype(x.dtype, np.number) or np.iscomplexobj(x) or x.ndim < 2:
         raise ConfigError(f"{what}expected numbers of shape (n, ...), got {x.dtype} of {x.shape}")
@@ -238,7 +238,7 @@ def _digits(_: Path) -> Loaded:
 
 
 def _torchvision(class_name: str, folder: str, data_dir: Path) -> Loaded:
-    root = _unpacked(data_dir, folder) if folder else data_dir
+    root = _unpack(data_dir, folder) if folder else data_dir
     raw = root / folder / "raw"
     if folder and all((raw / name).is_file() for name in IDX_FILES):
         x_train, y_train, x_test, y_test = (_idx(raw / name) for name in IDX_FILES)
@@ -270,7 +270,7 @@ def _idx(path: Path) -> NDArray[np.uint8]:
     return raw[start:].reshape(raw[4:start].view(">u4").tolist())
 
 
-def _unpacked(data_dir: Path, folder: str) -> Path:
+def _unpack(data_dir: Path, folder: str) -> Path:
     """Root that holds ``folder/raw`` unpacked: `data_dir`, or a cache if it has gzip files."""
     packed = sorted((data_dir / folder / "raw").glob("*ubyte.gz"))
     if all(path.with_suffix("").exists() for path in packed):
@@ -288,8 +288,8 @@ def _unpacked(data_dir: Path, folder: str) -> Path:
 def _npz(path: Path) -> Loaded:
     """Arrays x_train, y_train, x_test and y_test of a user's own file."""
     x, y, x_test, y_test = _arrays("dataset", path, "x_train", "y_train", "x_test", "y_test")
-    train = _checked(x, y, f"dataset: train set in {path}: ")
-    test = _checked(x_test, y_test, f"dataset: test set in {path}: ")
+    train = _check_own(x, y, f"dataset: train set in {path}: ")
+    test = _check_own(x_test, y_test, f"dataset: test set in {path}: ")
     num_classes = 1 + max(int(part.y.max(initial=-1)) for part in (train, test))
     if num_classes > train.y.size:
         raise ConfigError(

@@ -81,7 +81,7 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
             f"examples, got {settings.num_clients}"
         )
     try:
-        clients = _partitioned(settings, rest, data)
+        clients = _partition(settings, rest, data)
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
@@ -94,7 +94,7 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     return _with_tests(Split(clients, validation), settings, data)
 
 
-def _partitioned(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
+def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indices, ...]:
     labels = data.y_train[rest]
     if settings.partition == "client-dirichlet":
         return tuple(rest[own] for own in client_dirichlet(settings, labels))
@@ -103,7 +103,7 @@ def _partitioned(settings: SplitSettings, rest: Indices, data: Data) -> tuple[In
         warnings.simplefilter("ignore")
         from datasets import Dataset  # slow to import, and needed only for a split that is new
 
-        partitioner = _partitioner(settings)
+        partitioner = _make_partitioner(settings)
         columns: dict[str, Any] = {"index": rest, "label": labels}
         num_parts = settings.num_clients
         if settings.partition == "natural" and data.natural_ids is not None:
@@ -161,7 +161,7 @@ def _draw_owners(settings: SplitSettings, ids: NDArray[Any]) -> NDArray[np.bool_
     return np.isin(ids, generator.choice(everyone, settings.owners, replace=False))
 
 
-def _partitioner(settings: SplitSettings) -> "Partitioner":
+def _make_partitioner(settings: SplitSettings) -> "Partitioner":
     from flwr_datasets import partitioner as flower
 
     number, by, seed = settings.num_clients, "label", settings.seed

@@ -24,7 +24,7 @@ class Domain(NamedTuple):
     test: Part
 
 
-def joined(domains: Iterable[Domain]) -> Domain:
+def join_domains(domains: Iterable[Domain]) -> Domain:
     """Put domains together, one after the other; they own their examples, by their numbers."""
     sides = []
     for parts in zip(*domains, strict=True):

@@ -22,7 +22,7 @@ class DatasetSettings(Settings, frozen=True, eq=True):
     )
     image_column: str = setting("", "of a Hugging Face set; its first image column by default")
     label_column: str = setting("label", "of a Hugging Face set")
-    natural_column: str = setting("", "of a Hugging Face set: whose example it is")
+    natural_column: str = setting("", "of a Hugging Face set: the owner of each example")
     examples_per_domain: int = setting(
         0,
         "training examples of each domain of digit-domains or digits-five, as many of each class; "
@@ -49,8 +49,8 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
     )
     owners: int = setting(
         0,
-        "of partition = natural: owners drawn from all, whose training examples are used, such as "
-        "some of FEMNIST's writers; 0: all",
+        "of partition = natural: number of owners, such as FEMNIST's writers, that are drawn; the "
+        "others' training examples are not used; 0: all",
         at_least=0,
     )
     alpha: float = setting(0.1, "concentration of the Dirichlet partitions", above=0)

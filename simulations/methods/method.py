@@ -83,7 +83,7 @@ class Setup:
 
     @cached_property
     def without_examples_to_evaluate(self) -> frozenset[int]:
-        """Clients that never evaluate: with private-test, those whose part is empty.
+        """Clients that never evaluate: with private-test, those without a part.
 
         Otherwise a client without test examples evaluates on its training examples.
         """
@@ -105,7 +105,7 @@ class Setup:
 
     @cached_property
     def device(self) -> str:
-        """Where networks run; ``auto`` is a GPU where there is one."""
+        """Where networks run; ``auto`` is a GPU if there is one."""
         name = self.config.device
         if name == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
@@ -274,14 +274,14 @@ class Method:
         return False
 
     def seeded_protection(self, config: Config) -> list[str]:
-        """Name the settings whose keys or noise the app derives from the run's seed.
+        """Name the settings with keys or noise that the app derives from the run's seed.
 
         They protect nothing: clients with examples of their own refuse them.
         """
         return ["projection"] if config.projection else []
 
     def measured(self, setup: Setup, strategy: BaseStrategy) -> Mapping[str, float]:
-        """Measure what else the server can of a round's models, where it evaluates."""
+        """Return further metrics of a round's models, when the server evaluates."""
         return {}
 
     def after_round(self, strategy: BaseStrategy, server_round: int, folder: Path) -> None:

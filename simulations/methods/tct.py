@@ -72,8 +72,8 @@ class _TCT(Method):
         key = settings.key(name)
         if not config.validation_examples or config.projection:
             raise ConfigError(
-                f"{key} needs validation-examples, and no projection, whose seed the server does "
-                f"not have; got {config.validation_examples} and {config.projection}"
+                f"{key} needs validation-examples, and no projection, as the server lacks its "
+                f"seed; got {config.validation_examples} and {config.projection}"
             )
         if config.evaluate_on == "validation":
             raise ConfigError(

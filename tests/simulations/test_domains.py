@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedntk.simulations import Config, ConfigError
-from fedntk.simulations.data.digit_domains import DOMAINS, blurred, enlarged, inverted, rotated
+from fedntk.simulations.data.digit_domains import DOMAINS, blur, enlarge, invert, rotate
 from fedntk.simulations.data.digits_five import DIGIT_SETS
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.data.partitions import load_split
@@ -36,21 +36,21 @@ def test_pictures_are_inverted_turned_and_blurred():
     column i; a pixel is spread binomially, with a deviation of two pixels."""
     x = np.random.default_rng(0).integers(0, 256, (3, 1, 28, 28), dtype=np.uint8)
     i, j = np.meshgrid(range(28), range(28), indexing="ij")
-    np.testing.assert_array_equal(rotated(x)[:, :, 27 - j, i], x[:, :, i, j])
-    np.testing.assert_array_equal(inverted(x), 255 - x.astype(int))
+    np.testing.assert_array_equal(rotate(x)[:, :, 27 - j, i], x[:, :, i, j])
+    np.testing.assert_array_equal(invert(x), 255 - x.astype(int))
     point = np.zeros((1, 1, 28, 28), np.uint8)
     point[0, 0, 14, 12] = 255
     weights = np.array([math.comb(16, k) for k in range(17)]) / 2**16
     exact = np.zeros((28, 28))
     exact[6:23, 4:21] = 255 * np.outer(weights, weights)
-    assert np.abs(blurred(point)[0, 0] - exact).max() <= 0.5
+    assert np.abs(blur(point)[0, 0] - exact).max() <= 0.5
 
 
 def test_enlarged_digits_are_the_small_ones_up_to_resampling():
     """Means over what came from one pixel are near it: correlated, and of the same brightness."""
     small = load_digits().images[:50, None].astype(np.float32)
     box = Image.Resampling.BOX
-    again = np.stack([Image.fromarray(own).resize((8, 8), box) for (own,) in enlarged(small)])
+    again = np.stack([Image.fromarray(own).resize((8, 8), box) for (own,) in enlarge(small)])
     assert np.corrcoef(again.ravel(), small.ravel())[0, 1] > 0.97
     assert again.mean() == pytest.approx(small.mean() * 255 / 16, rel=0.02)
 
@@ -69,7 +69,7 @@ def test_domains_are_of_one_size_balanced_and_share_no_picture(config):
         x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
         all_x, all_y = getattr(original, f"x_{part}"), getattr(original, f"y_{part}")
         assert np.bincount(10 * ids + y).tolist() == [each] * 50
-        for number, change in enumerate((lambda x: x, inverted, rotated, blurred)):
+        for number, change in enumerate((lambda x: x, invert, rotate, blur)):
             for k in range(10):
                 source = all_x[all_y == k][number * each : (number + 1) * each]
                 np.testing.assert_array_equal(x[(ids == number) & (y == k)], change(source))

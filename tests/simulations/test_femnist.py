@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "classes"), [("femnist", 62), ("femnist-digits", 10)])
 def test_every_tenth_example_of_each_writer_is_for_testing(folder, name, classes):
-    """Of the digits, that of its digits."""
+    """If only digits are taken, of each writer's digits."""
     data = load_data(Config(dataset=f"{name}:{folder}"))
     assert data.num_classes == classes
     for writer in WRITERS:

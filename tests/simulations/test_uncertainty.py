@@ -63,7 +63,7 @@ def test_calibration_is_a_loop_in_float64():
 
 
 def test_rejection_of_ties_is_the_mean_over_their_orders():
-    """All orders of six examples, of which three are equally uncertain."""
+    """All orders of six examples; three are equally uncertain."""
     doubt = np.array([0.1, 0.5, 0.5, 0.5, 0.7, 0.9])
     correct = np.array([True, False, True, True, True, False])
     orders = [o for o in itertools.permutations(range(6)) if (np.diff(doubt[list(o)]) >= 0).all()]
@@ -177,7 +177,7 @@ def test_sets_are_calibrated_on_what_was_held_out(finished, on, score):
 
 @pytest.mark.parametrize("method", each_of(own_methods()))
 def test_every_method_whose_loss_is_cross_entropy_is_assessed(method, finished_run):
-    """One whose model is of another loss is refused."""
+    """Another loss is refused."""
     finished = finished_run(method)
     if load_predictor(finished.folder).loss == "mse":
         with pytest.raises(ConfigError, match="loss is cross-entropy, got mse"):
