@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import WARNING
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MessageType
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -32,8 +32,8 @@ from fedntk.trust.secure_sum import (
     exchange_of,
 )
 
-from .base import BaseStrategy
 from .exchange import Pairs, logger
+from .lost_state import ResendingStrategy
 from .replies import Reply
 from .trust_protocols import VouchesForKeys
 
@@ -64,36 +64,24 @@ class _Shared(NamedTuple):
     parcels: NDArray[np.uint8]  # a row for each client of the roster
 
 
-class Ask(Protocol):
-    """One more exchange with some nodes, such as a strategy's ``exchange`` of one stage."""
-
-    def __call__(
-        self, nodes: Sequence[int], parse: Callable[[Reply], T]
-    ) -> tuple[Pairs[T], Counter[str]]:
-        """Return what was parsed, sorted by client, and why replies were rejected."""
-
-
 class SecureSums:
     """The server's part in a secure sum.
 
     Clients that drop out after they gave shares do not keep the sum closed if the `threshold`, a
     share of the clients with public keys, go on to the end; what they had masked is left out. The
-    `strategy` screens replies and says how many are enough; its :class:`Ask` makes an exchange.
-    Each message must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
+    strategy's messages must tell :attr:`step`, and hold the arrays of :meth:`record_for`.
     """
 
     step: SumStep  # the exchange at work
 
     def __init__(
         self,
-        strategy: BaseStrategy,
-        ask: Ask,
+        strategy: ResendingStrategy,
         *,
         threshold: float,
         vouching: VouchesForKeys | None = None,
     ) -> None:
-        self._strategy, self._ask = strategy, ask
-        self._threshold, self._vouching = threshold, vouching
+        self._strategy, self._threshold, self._vouching = strategy, threshold, vouching
         self.begin()
 
     def begin(self) -> None:
@@ -135,21 +123,16 @@ class SecureSums:
     ) -> tuple[T | None, list[Reply]]:
         """Go through the other exchanges and read the sum of the words that came.
 
+        Returns None if the sum stays closed, and the replies of the clients in the sum.
+
         Parameters
         ----------
-        pairs : list of (Reply, PublicPart)
-            Replies to the first exchange.
-        rejected : Counter
-            Reason -> rejected replies; those of all exchanges are added.
+        pairs, rejected
+            Replies to the first exchange; the rejected ones of all exchanges are added.
         format_for : callable
             Number of examples of all clients -> format of their words.
         read : callable
             Sum, its number of examples -> the result; ValueError if it cannot be.
-
-        Returns
-        -------
-        tuple of object and list of Reply
-            None if the sum stays closed; the replies of the clients in the sum.
         """
         last: list[Reply] = []
         try:
@@ -199,9 +182,10 @@ class SecureSums:
         self, replies: Iterable[Reply], parse: Callable[[Reply], T], rejected: Counter[str]
     ) -> Pairs[T]:
         """Make one more exchange with the clients of some replies."""
-        pairs, failed = self._ask([reply.node for reply in replies], parse)
-        rejected += failed
-        return pairs
+        nodes = [reply.node for reply in replies]
+        found = self._strategy.asked_again(nodes, parse, MessageType.TRAIN)
+        rejected += found.rejected
+        return found.pairs
 
     def _roster(self, known: Mapping[int, PublicPart]) -> tuple[Roster, Records]:
         """Return who takes part, and the arrays that say so."""

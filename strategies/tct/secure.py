@@ -1,22 +1,17 @@
 """TCT's sums over features under secure aggregation: the server sees only the total."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedntk.ntk.payloads import FeatureStatistics, packed_size, sums_digest, word_dtype
 
-from ..core.exchange import Pairs
-from ..core.replies import Reply
 from ..core.secure_sums import SecureSums, WordFormat
 from .convex_strategy import ConvexStrategy
 from .statistics import PooledStatistics, Sums
 
 EVERYONE = -1  # in the place of a client's id
-T = TypeVar("T")
 
 
 class SecureStatistics(PooledStatistics):
@@ -27,9 +22,7 @@ class SecureStatistics(PooledStatistics):
 
     def __init__(self, tct: ConvexStrategy) -> None:
         super().__init__(tct)
-        self.secure = SecureSums(
-            tct, self._ask, threshold=tct.secure_threshold, vouching=tct.vouching
-        )
+        self.secure = SecureSums(tct, threshold=tct.secure_threshold, vouching=tct.vouching)
 
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Ask all clients for their public keys."""
@@ -66,14 +59,7 @@ class SecureStatistics(PooledStatistics):
             format_for,
             lambda words, n: FeatureStatistics.from_words(words, n, width, num_classes, fixed),
         )
+        for reply in last:
+            tct.sent.mark(reply.client, *self.needs)
         sums = {} if total is None else {EVERYONE: total}
         return sums, tct.round_metrics(last, found.rejected)
-
-    def _ask(
-        self, nodes: Sequence[int], parse: Callable[[Reply], T]
-    ) -> tuple[Pairs[T], Counter[str]]:
-        masked = self.secure.step == self.step
-        found = self.tct.asked_again(nodes, parse, MessageType.TRAIN)
-        for reply, _ in found.pairs if masked else ():
-            self.tct.sent.mark(reply.client, *self.needs)
-        return found.pairs, found.rejected
