@@ -197,10 +197,10 @@ def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
     for k, masker in enumerate(maskers):
         masker.receive(keys[k], {j: parcels[j][k] for j in range(clients) if j != k})
     start = time.perf_counter()
-    total = maskers[0].masked(words)
+    total = maskers[0].mask(words)
     found = {f"s of a client for masks, {clients} clients": round(time.perf_counter() - start, 3)}
     for masker in maskers[1:-1]:
-        total += masker.masked(words)
+        total += masker.mask(words)
     arrived = range(clients - 1)
     tags = {k: maskers[k].confirm(keys[k], arrived) for k in arrived}
     shares = {
@@ -208,7 +208,7 @@ def masked(words: np.ndarray, *, clients: int = 10) -> dict[str, Any]:
     }
     start = time.perf_counter()
     server = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
-    opened = server.opened(total, arrived, shares)
+    opened = server.unmask(total, arrived, shares)
     found["s of the server to open the sum of 9, 1 dropped out"] = round(
         time.perf_counter() - start, 3
     )

@@ -150,14 +150,14 @@ class Masker:
     >>> parcels = [masker.parcels(key) for masker, key in zip(maskers, keys)]
     >>> for k, masker in enumerate(maskers):
     ...     masker.receive(keys[k], {j: parcels[j][k] for j in range(4) if j != k})
-    >>> words = [masker.masked(np.array([10, -k]).astype(np.uint32))
+    >>> words = [masker.mask(np.array([10, -k]).astype(np.uint32))
     ...          for k, masker in enumerate(maskers)]
     >>> total = MaskedSum(roster, {k: masker.promise for k, masker in enumerate(maskers)})
     >>> left = [0, 1, 2]
     >>> tags = [maskers[k].confirm(keys[k], left) for k in left]
     >>> given = {k: maskers[k].reveal(keys[k], {j: tags[j][k] for j in left if j != k})
     ...          for k in left}
-    >>> total.opened(words[0] + words[1] + words[2], left, given).view(np.int32)
+    >>> total.unmask(words[0] + words[1] + words[2], left, given).view(np.int32)
     array([30, -3], dtype=int32)
     """
 
@@ -201,7 +201,7 @@ class Masker:
         return parcels
 
     def receive(self, private_key: X25519PrivateKey, parcels: Mapping[int, bytes]) -> None:
-        """Open the other clients' parcels; :meth:`masked` adds masks with their senders."""
+        """Open the other clients' parcels; :meth:`mask` adds masks with their senders."""
         if len(parcels) + 1 < self.roster.threshold:
             raise SealError(
                 f"{len(parcels) + 1} clients are left, fewer than the {self.roster.threshold} who "
@@ -220,7 +220,7 @@ class Masker:
                 raise SealError(f"client {sender}: expected {PARCEL_BYTES} bytes of shares")
             self.received[sender] = content
 
-    def masked(self, words: Words, about: bytes = b"") -> Words:
+    def mask(self, words: Words, about: bytes = b"") -> Words:
         """Return the client's words with its masks, modulo 2^32 or 2^64.
 
         `words` are uint32 or uint64 of shape (m,), negative numbers modulo the same; `about` is
@@ -317,9 +317,9 @@ class MaskedSum:
 
     roster: Roster
     promises: Mapping[int, Promise]  # of the clients with parcels that were handed on
-    about: bytes = b""  # subject of the words, as in Masker.masked
+    about: bytes = b""  # subject of the words, as in Masker.mask
 
-    def opened(
+    def unmask(
         self, total: Words, arrived: Iterable[int], revealed: Mapping[int, Mapping[int, bytes]]
     ) -> Words:
         """Return the sum without masks; SealError if too few clients gave right shares.

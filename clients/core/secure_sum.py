@@ -76,7 +76,7 @@ class SecureSum:
                 "parcels": _as_rows([parcels.get(k, bytes(PARCEL_BYTES)) for k in clients]),
             }
 
-    def masked(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
+    def mask(self, parcels: Arrays, words: NDArray[Any], about: bytes) -> NDArray[Any]:
         """Return words (m,), uint32 or uint64, with masks shared with the senders of `parcels`.
 
         `about` is the subject of the words; the sum opens only if all clients have the same.
@@ -89,9 +89,9 @@ class SecureSum:
             came.pop(masker.client, None)
             masker.receive(self._keys.private_key, came)
             self._save(masker)
-            return masker.masked(words, about)
+            return masker.mask(words, about)
 
-    def confirmed(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
+    def confirm(self, arrived: Arrays) -> dict[str, NDArray[np.uint8]]:
         """Return tags for the roster's clients (K, 16): they show what this one was told."""
         with claimed(self._folder, "sum"):
             masker = self._load(arrived)
@@ -100,7 +100,7 @@ class SecureSum:
         none = bytes(TAG_BYTES)
         return {"tags": _as_rows([tags.get(client, none) for client in masker.roster.clients])}
 
-    def revealed(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
+    def reveal(self, confirmed: Arrays) -> dict[str, NDArray[Any]]:
         """Return this client's shares (m, 16), and which clients' secrets they share (m,); once."""
         with claimed(self._folder, "sum"):
             masker = self._load(confirmed)

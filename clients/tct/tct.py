@@ -267,7 +267,7 @@ class TCTClient(SGDClient):
         own, found = self._secure_sum(task, config), getattr(parameters, "records", {})
         if task.step == "public-key":
             return own.public_key()
-        answers = {"shares": own.shares, "confirm": own.confirmed, "reveal": own.revealed}
+        answers = {"shares": own.shares, "confirm": own.confirm, "reveal": own.reveal}
         return answers[task.step](found["secure-sum"])
 
     def _masked(self, work: "_Work") -> Arrays:
@@ -275,7 +275,7 @@ class TCTClient(SGDClient):
         words = work.sums().to_words(f"u{int(message['word-bytes'])}")
         key = ConvexTask.key_of(task.feature_map, work.store.network)
         about = sums_digest(key, work.fixed_point, words.dtype)
-        return {"masked": self._secure_sum(task, work.config).masked(message, words, about)}
+        return {"masked": self._secure_sum(task, work.config).mask(message, words, about)}
 
     def _secure_sum(self, task: ConvexTask, config: Mapping[str, Any]) -> SecureSum:
         folder = self.folder(task, config, "-secure")

@@ -114,7 +114,7 @@ class SecureSums:
         except (SealError, NotEnrolled, ConnectionError) as error:
             raise BadReply("public-key", str(error)) from None
 
-    def opened(
+    def complete(
         self,
         pairs: Pairs[PublicPart],
         rejected: Counter[str],
@@ -169,7 +169,7 @@ class SecureSums:
             for _, own_words in masked[1:]:
                 total += own_words
             given = {reply.client: own for reply, own in revealed}
-            total = MaskedSum(roster, promises, words.about).opened(total, arrived, given)
+            total = MaskedSum(roster, promises, words.about).unmask(total, arrived, given)
             return read(total, sum(counts[client] for client in arrived)), last
         except ValueError as error:  # SealError, BadReply, vouchers of several lengths
             logger.log(WARNING, "no secure sum (%s): the model stays as it was", error)

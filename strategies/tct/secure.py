@@ -53,7 +53,7 @@ class SecureStatistics(PooledStatistics):
             return WordFormat(size, dtype, sums_digest(key, fixed, dtype))
 
         found = tct.answers(replies, self.secure.public_part, MessageType.TRAIN)
-        total, last = self.secure.opened(
+        total, last = self.secure.complete(
             found.pairs,
             found.rejected,
             format_for,

@@ -52,20 +52,20 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
     with pytest.raises(SealError, match="drew another nonce"):
         clients[0].shares({**told, "threshold": np.array(4)})  # at the same time
     for k, client in enumerate(clients):
-        client.masked(parcels(told, shared, k), WORDS, b"")
-    tags = [client.confirmed(named(told))["tags"] for client in clients]
+        client.mask(parcels(told, shared, k), WORDS, b"")
+    tags = [client.confirm(named(told))["tags"] for client in clients]
     for k, client in enumerate(clients):
         message = {**named(told), "tags": np.stack([own[k] for own in tags])}
-        client.revealed(message)
+        client.reveal(message)
         with pytest.raises(SealError, match="has given its shares before"):
-            client.revealed(message)
+            client.reveal(message)
     with pytest.raises(SealError, match="drew another nonce"):
         clients[1].shares(told)
     again = roster(clients)
     for client in clients:
         client.shares(again)
     with pytest.raises(SealError, match="what client 0 sent does not open"):
-        clients[1].masked(parcels(again, shared, 1), WORDS, b"")  # with the old parcels
+        clients[1].mask(parcels(again, shared, 1), WORDS, b"")  # with the old parcels
 
 
 def test_one_message_at_a_time_is_worked_on(clients, tmp_path):
@@ -74,10 +74,10 @@ def test_one_message_at_a_time_is_worked_on(clients, tmp_path):
     shared = [client.shares(told) for client in clients]
     with claimed(tmp_path / "0", "sum"):
         with pytest.raises(BlockingIOError):
-            clients[0].masked(parcels(told, shared, 0), WORDS, b"")
+            clients[0].mask(parcels(told, shared, 0), WORDS, b"")
         with pytest.raises(BlockingIOError):
             clients[0].shares(told)
-    assert clients[0].masked(parcels(told, shared, 0), WORDS, b"").shape == WORDS.shape
+    assert clients[0].mask(parcels(told, shared, 0), WORDS, b"").shape == WORDS.shape
 
 
 def test_secrets_of_sums_that_were_not_ended_go_with_the_next(clients, tmp_path):

@@ -61,7 +61,7 @@ def given(
 
 
 def masked(maskers: dict[int, Masker], arrived: Sequence[int], dtype: Any = np.uint32):
-    words = [maskers[k].masked(numbers(k).astype(dtype)) for k in arrived]
+    words = [maskers[k].mask(numbers(k).astype(dtype)) for k in arrived]
     return np.sum(words, axis=0, dtype=dtype)
 
 
@@ -69,7 +69,7 @@ def opened(
     maskers: dict[int, Masker], arrived: Sequence[int], revealing: Sequence[int], dtype: Any = "u4"
 ) -> np.ndarray:
     words = masked(maskers, arrived, dtype)
-    return server_of(maskers).opened(words, arrived, given(maskers, arrived, revealing))
+    return server_of(maskers).unmask(words, arrived, given(maskers, arrived, revealing))
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
@@ -91,13 +91,13 @@ def test_masks_of_pairs_are_known_only_to_the_pair_and_uniform():
     found, zeros = [], np.zeros(100_000, np.uint32)
     for _ in range(2):
         masker = agreed()[5]
-        words = masker.masked(zeros)
+        words = masker.mask(zeros)
         assert not zeros.any()  # the client's own are as they were
         masker.roster.add_own_mask(words, masker.own, -1)
         found.append(words)
     assert (found[0] == 0).mean() < 1e-3
     assert (found[0] == found[1]).mean() < 1e-3
-    for words in (found[0], agreed()[5].masked(zeros)):
+    for words in (found[0], agreed()[5].mask(zeros)):
         shares = words.astype(np.float64) / 2**32
         assert abs(shares.mean() - 1 / 2) < 4 * (1 / 12 / 100_000) ** 0.5
         assert abs(shares.var() - 1 / 12) < 4 * (1 / 180 / 100_000) ** 0.5
@@ -106,19 +106,19 @@ def test_masks_of_pairs_are_known_only_to_the_pair_and_uniform():
 def test_the_masks_of_a_subset_or_about_different_things_do_not_cancel():
     maskers = agreed()
     shares = given(maskers, IDS, IDS)
-    words = {k: masker.masked(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
+    words = {k: masker.mask(numbers(k).astype(np.uint32)) for k, masker in maskers.items()}
     server = server_of(maskers)
 
     def share_opened(server: MaskedSum, some: Sequence[int]) -> float:
         total = np.sum([words[k] for k in some], axis=0, dtype=np.uint32)
-        return (server.opened(total, IDS, shares) == total_of(some)).mean()  # with all shares
+        return (server.unmask(total, IDS, shares) == total_of(some)).mean()  # with all shares
 
     assert share_opened(server, IDS) == 1
     for some in ([2], [2, 3], [2, 3, 5, 8]):
         assert share_opened(server, some) == 0
         # as if the others' words had not arrived
-        refused("not of what it promised", server.opened, words[2], some, shares)
-    words[5] = maskers[5].masked(numbers(5).astype(np.uint32), b"network 2")
+        refused("not of what it promised", server.unmask, words[2], some, shares)
+    words[5] = maskers[5].mask(numbers(5).astype(np.uint32), b"network 2")
     for about in (b"network 2", b""):
         assert share_opened(replace(server, about=about), IDS) == 0
 
@@ -192,11 +192,11 @@ def test_one_wrong_share_more_than_needed_does_no_harm_and_too_many_are_named(mo
     monkeypatch.setattr(
         Shamir, "combine", lambda some, ssss: tried.append(1) or combine(some, ssss=ssss)
     )
-    np.testing.assert_array_equal(server.opened(total, arrived, shares), total_of(arrived))
+    np.testing.assert_array_equal(server.unmask(total, arrived, shares), total_of(arrived))
     assert len(tried) == len(IDS) + 2  # then it is known whose shares are right
     shares[5] = dict.fromkeys(IDS, bytes(16))
     named = r"one of \[2, 3, 5, 8\], does not follow the protocol"
-    refused(named, server.opened, total, arrived, shares)
+    refused(named, server.unmask, total, arrived, shares)
 
 
 def test_parcels_open_for_their_receiver_only_in_their_sum():
