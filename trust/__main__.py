@@ -2,10 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvicorn
@@ -26,7 +24,19 @@ from .shuffling_server import ShufflingServer
 
 HEAD_TIMEOUT = 20.0  # seconds
 
+
+class _ErrorsInOneLine(typer.core.TyperGroup):
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Say what is wrong without a traceback, and exit with 2."""
+        try:
+            return super().invoke(ctx)
+        except (SealError, OSError) as error:
+            typer.echo(f"fedntk.trust: {error}", err=True)
+            sys.exit(2)
+
+
 app = typer.Typer(
+    cls=_ErrorsInOneLine,
     help="The trusted third parties of CP-NTK-FL: keys, a key server, a shuffling server.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -35,8 +45,7 @@ app = typer.Typer(
 )
 
 NewFile = Annotated[
-    Path,
-    typer.Argument(help="Only its owner can read it; an existing file is not replaced."),
+    Path, typer.Argument(help="Only its owner can read it; an existing file is not replaced.")
 ]
 BodyTimeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds for a request's body; then it is refused.")
@@ -50,10 +59,9 @@ CertificateKey = Annotated[Path | None, typer.Option(help="Private key of the ce
 @app.command("new-key")
 def new_key_command(file: NewFile) -> None:
     """Make a private key, for a client or a shuffling server, and print its public key."""
-    with _errors_in_one_line():
-        key = new_key()
-        save_key(key, file)
-        typer.echo(public_bytes(key).hex())
+    key = new_key()
+    save_key(key, file)
+    typer.echo(public_bytes(key).hex())
 
 
 @app.command("new-key-server")
@@ -62,8 +70,7 @@ def new_key_server_command(file: NewFile) -> None:
 
     If the file is lost, the seeds of past runs are lost.
     """
-    with _errors_in_one_line():
-        typer.echo(new_secret(file).hex())
+    typer.echo(new_secret(file).hex())
 
 
 @app.command("key-server")
@@ -71,8 +78,7 @@ def key_server_command(
     *,
     secret: Annotated[Path, typer.Option(help="Made by new-key-server.")],
     enrolled: Annotated[
-        Path,
-        typer.Option(help="Public keys of the clients, one a line; may change at any time."),
+        Path, typer.Option(help="Public keys of the clients, one a line; may change at any time.")
     ],
     body_timeout: BodyTimeout = SMALL_BODY_TIMEOUT,
     host: Host = "127.0.0.1",
@@ -81,10 +87,9 @@ def key_server_command(
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Print the verification key, and give enrolled clients the projection's seed, sealed."""
-    with _errors_in_one_line():
-        master, signing_key = load_secret(secret)
-        server = KeyServer(master, read_enrolled(enrolled), signing_key)
-        service = key_server_app(server, enrolled, body_timeout=body_timeout)
+    master, signing_key = load_secret(secret)
+    server = KeyServer(master, read_enrolled(enrolled), signing_key)
+    service = key_server_app(server, enrolled, body_timeout=body_timeout)
     typer.echo(server.verify_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -106,9 +111,8 @@ def shuffling_server_command(
     ssl_keyfile: CertificateKey = None,
 ) -> None:
     """Print the public key, and permute the rows of uploads that clients sealed with it."""
-    with _errors_in_one_line():
-        server = ShufflingServer(load_key(secret), min_clients=min_clients)
-        service = shuffling_server_app(server, body_limit=body_limit, body_timeout=body_timeout)
+    server = ShufflingServer(load_key(secret), min_clients=min_clients)
+    service = shuffling_server_app(server, body_limit=body_limit, body_timeout=body_timeout)
     typer.echo(server.public_key.hex())
     _serve(service, host, port, ssl_certfile, ssl_keyfile)
 
@@ -147,16 +151,6 @@ def _serve(
         http=_OneRequest,
         ws="none",
     )
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong without a traceback, and exit with 2."""
-    try:
-        yield
-    except (SealError, OSError) as error:
-        typer.echo(f"fedntk.trust: {error}", err=True)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

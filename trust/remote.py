@@ -31,8 +31,7 @@ class _Remote:
         self, url: str, *, timeout: float | None = None, verify: bool | str | Path = True
     ) -> None:
         self.url = url.rstrip("/")
-        if timeout is not None:
-            self.timeout = timeout
+        self.timeout = self.timeout if timeout is None else timeout
         self._verify = (
             verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
         )

@@ -26,8 +26,8 @@ class SealError(ValueError):
 def seal(plaintext: bytes, public_key: bytes, info: bytes) -> bytes:
     """Encrypt less than 2 GiB for the owner of a public key, 32 raw bytes.
 
-    `info` is the purpose: the bytes open only with the same. An ephemeral public key and a tag make
-    them 48 more than the plaintext, and different each time.
+    `info` is the purpose: the bytes open only with the same. They are 48 more than the plaintext,
+    for an ephemeral public key and a tag, and different each time.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def unseal(sealed: bytes, private_key: X25519PrivateKey, info: bytes) -> bytes:
 
 
 def require_bytes(name: str, value: bytes, size: int) -> None:
-    """Raise SealError unless there are so many bytes."""
+    """Raise SealError for another number of bytes than `size`."""
     if len(value) != size:
         raise SealError(f"{name}: expected {size} bytes, got {len(value)}")
 
@@ -107,7 +107,7 @@ def load_key(path: str | Path) -> X25519PrivateKey:
 
 
 def write_secret(path: str | Path, data: bytes) -> None:
-    """Write a new file of mode 0600; raise SealError if it exists: a lost key cannot be remade."""
+    """Write a new file of mode 0600; SealError if it exists, as a lost key cannot be made again."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

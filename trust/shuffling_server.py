@@ -137,18 +137,18 @@ class ShufflingServer:
                 message = f"round {server_round} of {run!r} was given out before, once for all"
                 return Shuffled(None, {}, 0, message)
             uploads, rejected = self._accept(sealed, num_examples, info, limits)
-            if len(uploads) < self.min_clients:
+            if (count := len(uploads)) < self.min_clients:
                 message = (
                     f"nothing was shuffled: expected the good uploads of {self.min_clients} "
-                    f"clients or more, got {len(uploads)}; sample more clients a round"
+                    f"clients or more, got {count}; sample more clients a round"
                 )
-                return Shuffled(None, rejected, len(uploads), message)
+                return Shuffled(None, rejected, count, message)
             pooled = JacobianUpload.concatenate(list(uploads.values()))
             order = list(range(len(pooled.outputs)))
             secrets.SystemRandom().shuffle(order)
             rows = pooled.rows(torch.tensor(order))
             self._given_out.add(info)
-            return Shuffled(rows, rejected, len(uploads))
+            return Shuffled(rows, rejected, count)
 
     def _accept(
         self,
@@ -158,8 +158,7 @@ class ShufflingServer:
         limits: UploadLimits,
     ) -> tuple[dict[int, JacobianUpload], dict[int, BadReply]]:
         """Open the uploads; return the good ones, and why others were dropped, by index."""
-        uploads: dict[int, JacobianUpload] = {}
-        rejected: dict[int, BadReply] = {}
+        uploads, rejected = dict[int, JacobianUpload](), dict[int, BadReply]()
         budget, seen = MemoryBudget(), set[bytes]()
         for i, data in enumerate(sealed):
             try:

@@ -5,13 +5,12 @@ Learning*, ICML 2022, section 4.2 and figure 2. :mod:`fedntk.trust` has both ser
 process and over HTTP.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from logging import WARNING, getLogger
 from typing import Protocol
 
 from flwr.app import Message
 
-from fedntk.ntk import UploadLimits
 from fedntk.trust import Shuffled, check_public_key
 
 LONGEST = 1000  # bytes of a value that is relayed to the key server
@@ -35,16 +34,9 @@ class VouchesForKeys(Protocol):
 class Shuffles(Protocol):
     """A shuffling server: :class:`fedntk.trust.ShufflingServer`, or a remote one."""
 
-    def shuffle(
-        self,
-        sealed: Sequence[bytes],
-        *,
-        limits: UploadLimits,
-        run: str,
-        server_round: int,
-        num_examples: Sequence[int] | None = None,
-    ) -> Shuffled:
-        """Open the uploads of a round and return all their rows, permuted."""
+    @property
+    def shuffle(self) -> Callable[..., Shuffled]:
+        """See :meth:`fedntk.trust.ShufflingServer.shuffle`."""
 
 
 class SealedSeeds:
