@@ -13,9 +13,6 @@ import os
 import re
 import shutil
 import time
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Collection, Iterator
 from logging import INFO, getLogger
 from pathlib import Path
@@ -40,19 +37,7 @@ __all__ = [
 logger = getLogger("flwr")
 STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
 
-# what numpy raises for a file that is not what it wrote
-DAMAGED = (
-    OSError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-    KeyError,
-    SyntaxError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-# what the system says where the file may be as good as it was
+# what the system says of a file that may be as good as it was
 TRANSIENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -68,7 +53,7 @@ def client_folder(cache: Path, run: str, client: object) -> Path:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what a client kept in other runs, and nobody has used for a day; `folder` stays."""
+    """Remove a client's folders of other runs that nobody has used for a day."""
     client = folder.name.partition("-client-")[2]
     for other in folder.parent.glob(f"run-*-client-{client}/"):
         with contextlib.suppress(FileNotFoundError):
@@ -80,7 +65,7 @@ def remove_stale(folder: Path) -> None:
 
 
 def data_digest(*tensors: Tensor) -> str:
-    """Return a checksum of tensors: two clients with one have the same examples."""
+    """Return a checksum of tensors: clients with the same one have the same examples."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -109,7 +94,7 @@ class DiskStore:
     key : object
         What all that is kept depends on; JSON holds it.
     cure : str
-        What to do where the disk is too small, for the error.
+        What to do if the disk is too small, for the error.
     """
 
     def __init__(self, folder: Path, key: object, *, cure: str = "") -> None:
@@ -147,7 +132,7 @@ class DiskStore:
     ) -> Iterator[NDArray[Any]]:
         """Make one large array to be filled, which is kept once it is.
 
-        NotEnoughMemory, which says `what` it is, if the disk is too small for it.
+        NotEnoughMemory, which names the array by `what`, if the disk is too small.
         """
         needed = math.prod(shape) * np.dtype(dtype).itemsize
         require_disk(needed, what or f"{name} of shape {shape}", self.folder, cure=self._cure)
@@ -157,11 +142,11 @@ class DiskStore:
             stored.flush()
 
     def names(self, pattern: str = "*") -> list[str]:
-        """Names of what is kept, sorted, that match a pattern of the shell's."""
+        """Return the sorted names of what is kept that match a pattern of the shell's."""
         return sorted(p.stem for p in self.folder.glob(pattern) if p.suffix in (".npz", ".npy"))
 
     def remove(self, *, all_but: Collection[str] = (), pattern: str = "*") -> None:
-        """Remove what is kept, and matches a pattern, but for some names."""
+        """Remove what matches a pattern, except some names."""
         for path in self.folder.glob(pattern):
             if path.name != "key.json" and path.stem not in all_but:
                 path.unlink()
@@ -169,12 +154,12 @@ class DiskStore:
 
 @contextlib.contextmanager
 def _damaged_removed(path: Path) -> Iterator[None]:
-    """Go on after a file that is missing or cannot be read; remove it, unless that may pass."""
+    """Go on after a file that is missing or damaged, and remove it; raise what may pass."""
     try:
         yield
     except FileNotFoundError:
         pass
-    except DAMAGED as error:
-        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS:
+    except Exception as error:  # numpy has errors of nine kinds for a file that it did not write
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in TRANSIENT_ERRORS:
             raise
         path.unlink()
