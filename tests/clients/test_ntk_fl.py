@@ -1,7 +1,5 @@
 """NTKFLClient sends what section 4.1 says, in both forms."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ def network(seed: int = 1) -> nn.Module:
 
 @pytest.mark.parametrize("structure", ["factored", "dense"])
 def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure):
-    """And its update that of float64, up to rounding in sums of 27 terms of 3 products: 1e-5."""
     sent = network()
     client = NTKFLClient(network(2), X, Y, structure=structure)
     arrays, count, metrics = client.fit(get_weights(sent), {})
@@ -32,16 +29,10 @@ def test_upload_is_jacobian_outputs_and_labels_at_the_received_weights(structure
     with torch.no_grad():
         assert torch.equal(upload.outputs, sent(X))
     assert ('"linear"' in upload.jacobian.layout) == (structure == "factored")
-    expected = jacobian(sent, X).dense()
-    for name, tensor in upload.jacobian.dense().items():
-        assert torch.equal(tensor, expected[name])
+    found, expected = upload.jacobian.dense(), jacobian(sent, X).dense()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert metrics["train-loss"] == loss_value(upload.outputs, upload.targets, "cross-entropy")
-    residual = upload.targets - upload.outputs
-    update = upload.jacobian.vjp(residual)
-    exact = jacobian(copy.deepcopy(sent).double(), X.double()).vjp(residual.double())
-    assert update.keys() == exact.keys()
-    for name, tensor in update.items():
-        torch.testing.assert_close(tensor.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
 def test_query_returns_the_true_loss_of_each_candidate():

@@ -49,18 +49,6 @@ def test_it_trains_the_whole_network_and_sends_the_shared_part(tmp_path: Path):
     assert list(client(tmp_path).fit(message, config(1))[1:]) == told
 
 
-def test_its_own_arrays_are_those_of_the_round_that_the_message_names(tmp_path: Path):
-    """Rounds 1 and 2 are kept. A message that names round 1 goes on from that one."""
-    sent, kept = first(tmp_path)
-    client(tmp_path).fit(NamedArrays({"arrays": sent}), config(2, kept=1))
-    for number, given in ((1, kept), (2, client(tmp_path).kept(config(3, kept=2)))):
-        own = client(tmp_path / f"{number}")
-        whole = NamedArrays({"arrays": sent, "personal": given})
-        expected, _, _ = own.fit(whole, config(3))
-        found, _, _ = client(tmp_path).fit(NamedArrays({"arrays": sent}), config(3, kept=number))
-        assert bits(found.records["arrays"]) == bits(expected.records["arrays"])
-
-
 def test_evaluation_and_predictor_are_of_its_own_network(tmp_path: Path):
     """Float32 sums of 8 products: 1e-6."""
     sent, kept = first(tmp_path)
@@ -88,16 +76,6 @@ def test_one_whose_arrays_are_lost_says_so_and_sends_nothing(tmp_path: Path):
     assert own.evaluate(message, config(2, kept=1)) == (0.0, len(X), lost)
     with pytest.raises(ValueError, match="what was kept there is lost"):
         own.predictor(message, config(2, kept=1))
-
-
-def test_with_nothing_personal_nothing_is_written_and_with_all_no_array_is_sent(tmp_path: Path):
-    result, _, _ = client(tmp_path).fit(NamedArrays({"arrays": WEIGHTS}), config(1))
-    assert list(result.records["arrays"]) == list(WEIGHTS)
-    assert list(tmp_path.iterdir()) == []
-    message = NamedArrays({"arrays": {}, "personal": WEIGHTS})
-    result, _, _ = client(tmp_path).fit(message, config(1))
-    assert result.records == {"arrays": {}}
-    assert list(client(tmp_path).kept(config(2, kept=1))) == list(WEIGHTS)
 
 
 def test_arrays_without_names_or_with_others_are_refused(tmp_path: Path):

@@ -95,11 +95,11 @@ def send_head(client: socket.socket, path: str) -> bytes:
     return received(client, len(CONTINUE))
 
 
-def trickle(client: socket.socket) -> None:
+def trickle(client: socket.socket) -> bytes:
     """Send a byte now and then until the server answers, or closes the connection."""
     for _ in range(500):
         if select([client], [], [], 0.02)[0]:
-            return
+            return received(client)
         client.sendall(b"x")
     raise TimeoutError("the server goes on reading")
 
@@ -229,10 +229,7 @@ INFINITY = float("inf")
 HOSTILE = {
     "cut off and deep": frame([DEEP]),
     "max_examples": head({"max_examples": INFINITY}),
-    "sparsity": head({"sparsity": 10**400}),
     "shape": head({"parameters": {"weight": [INFINITY]}}),
-    "round is none": head(server_round=float("nan")),
-    "num-examples of many": head(num_examples=[1] * 20_000),
     "run in half a character": head(run="\ud800"),
     "another name in many lines": head(**{"\n" * 30_000: 1}),
     "uploads, named": head(sealed=[""]),
@@ -258,21 +255,11 @@ def test_a_hostile_body_is_refused_in_one_line_without_a_traceback(servers, log,
     assert "Traceback" not in log.text
 
 
-def test_client_that_breaks_off_is_one_line_of_the_log(servers, log):
-    with thread(*servers.commands["/shuffle"]) as port, connect(port) as client:
-        assert send_head(client, "/shuffle") == CONTINUE
-        client.sendall(b"half")
-    lines = [record for record in log.records if record.name == "uvicorn.error"]
-    assert [line.getMessage() for line in lines].count("a request to /shuffle broke off") == 1
-    assert not [line for line in lines if line.exc_info or line.levelname != "INFO"]
-
-
 @pytest.mark.parametrize("path", ["/sealed-seed", "/shuffle"])
 def test_request_without_an_end_is_ended(servers, path):
     with thread(*servers.commands[path], "--body-timeout", 0.2) as port, connect(port) as client:
         assert send_head(client, path) == CONTINUE
-        trickle(client)
-        head, _, body = received(client).partition(b"\r\n\r\n")
+        head, _, body = trickle(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["message"].startswith("expected the whole request within 0.2 s, got ")
 
@@ -287,8 +274,7 @@ def test_connection_with_an_endless_or_a_long_head_is_closed(servers, monkeypatc
         long.sendall(b"POST /shuffle HTTP/1.1\r\nName: " + b"x" * 100_000)
         assert received(long).startswith(b"HTTP/1.1 400 ")
         endless.sendall(b"POST /shuffle HTTP/1.1\r\nName: ")
-        trickle(endless)
-        assert received(endless) == b""
+        assert trickle(endless) == b""
 
 
 def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
@@ -316,18 +302,20 @@ def test_line_without_a_key_is_named(tmp_path):
     assert read_enrolled(path) == [b"\xab" * 32, b"\xcd" * 32]
 
 
-def test_commands_print_public_keys_and_replace_nothing(tmp_path):
-    key, secret = tmp_path / "key.pem", tmp_path / "secret"
-    assert command("new-key", key) == (0, public_bytes(load_key(key)).hex())
-    code, verify_key = command("new-key-server", secret)
-    master, signing_key = load_secret(secret)
-    assert (code, verify_key) == (0, KeyServer(master, [], signing_key).verify_key.hex())
-    for name, path in (("new-key", key), ("new-key-server", secret)):
-        content = path.read_bytes()
-        code, output = command(name, path)
-        assert code == 2
-        assert "exists and is not replaced" in output
-        assert path.read_bytes() == content
+@pytest.mark.parametrize("name", ["new-key", "new-key-server"])
+def test_commands_print_public_keys_and_replace_nothing(tmp_path, name):
+    path = tmp_path / "secret"
+    code, printed = command(name, path)
+    if name == "new-key":
+        public = public_bytes(load_key(path))
+    else:
+        public = KeyServer(load_secret(path)[0], [], load_secret(path)[1]).verify_key
+    assert (code, printed) == (0, public.hex())
+    content = path.read_bytes()
+    code, output = command(name, path)
+    assert code == 2
+    assert "exists and is not replaced" in output
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
