@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 import uvicorn
 from fastapi import FastAPI
@@ -26,7 +27,7 @@ HEAD_TIMEOUT = 20.0  # seconds
 
 
 class _ErrorsInOneLine(typer.core.TyperGroup):
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         """Say what is wrong without a traceback, and exit with 2."""
         try:
             return super().invoke(ctx)

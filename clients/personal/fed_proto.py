@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedntk.ntk import FeatureMap, Predictor, PrototypePredictor
+from fedntk.ntk.features import record_input
 from fedntk.ntk.options import option
 from fedntk.ntk.payloads import GLOBAL_PROTOTYPES, Prototypes
 
@@ -52,10 +53,6 @@ class FedProtoClient(PersonalisedClient):
         default="prototype",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._pull: _Pull | None = None  # while it trains
-
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
         prototypes, feature_map = self._received(parameters), FeatureMap.from_config(config)
@@ -66,14 +63,10 @@ class FedProtoClient(PersonalisedClient):
                 f"of the last layer, got {prototypes.means.shape}; give the strategy the client's "
                 "network"
             )
-        if self.pull and prototypes.present.any():
-            self._pull = _Pull(head, prototypes, self.pull)
-        try:
-            result, num_examples, metrics = super().fit(parameters, config)
-        finally:
-            if self._pull is not None:
-                self._pull.detach()
-            self._pull = None
+        self._head, self._pulls = head, bool(self.pull and prototypes.present.any())
+        self._means = torch.from_numpy(prototypes.means.copy()).to(head.weight)
+        self._present = torch.from_numpy(prototypes.present).to(head.weight)
+        result, num_examples, metrics = super().fit(parameters, config)
         if not isinstance(result, NamedArrays):  # what it kept is lost
             return result, num_examples, metrics
         x, targets = self.training_examples(config)
@@ -117,33 +110,11 @@ class FedProtoClient(PersonalisedClient):
         return there and self.predict == "prototype"
 
     def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:
-        if self._pull is None:
+        if not self._pulls:
             return super()._batch_loss(x, targets, batch)
-        self._pull.features.clear()
-        loss = super()._batch_loss(x, targets, batch)
+        with record_input(self._head, len(batch)) as seen:
+            loss = super()._batch_loss(x, targets, batch)
         own = targets.index_select(0, batch)
-        return loss + self._pull.loss(own if own.ndim == 1 else own.argmax(1))
-
-
-class _Pull:
-    """What is added to a batch's loss, by the features that the last layer was given."""
-
-    def __init__(self, head: nn.Linear, prototypes: Prototypes, strength: float) -> None:
-        self.strength, self.features = strength, list[Tensor]()
-        self._means = torch.from_numpy(prototypes.means.copy()).to(head.weight)
-        self._present = torch.from_numpy(prototypes.present).to(head.weight)
-        hook = head.register_forward_pre_hook(lambda _, inputs: self.features.append(inputs[0]))
-        self.detach = hook.remove
-
-    def loss(self, labels: Tensor) -> Tensor:
-        """Return the pull at a batch's features."""
-        labels = labels.to(self._means.device)
-        expected = (len(labels), self._means.shape[1])
-        if [tuple(seen.shape) for seen in self.features] != [expected]:
-            raise ValueError(
-                f"head: expected one input of shape {expected}, got "
-                f"{[tuple(seen.shape) for seen in self.features]}"
-            )
-        (features,) = self.features
-        distances = (features - self._means[labels]).square().mean(1)
-        return self.strength * (self._present[labels] * distances).mean()
+        labels = (own if own.ndim == 1 else own.argmax(1)).to(self._means.device)
+        distances = (seen[0] - self._means[labels]).square().mean(1)
+        return loss + self.pull * (self._present[labels] * distances).mean()

@@ -1,7 +1,7 @@
 """Features of examples: their map, rows on disk, normaliser, projections."""
 
 from .centred_inputs import CENTRE, INPUT_SUMS
-from .feature_map import FeatureKind
+from .feature_map import FeatureKind, record_input
 from .fixed_point import FixedPoint
 from .projection import low_frequencies, rotated_low_frequencies
 from .rows import FeatureRows
@@ -13,5 +13,6 @@ __all__ = [
     "FeatureRows",
     "FixedPoint",
     "low_frequencies",
+    "record_input",
     "rotated_low_frequencies",
 ]

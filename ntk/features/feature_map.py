@@ -11,9 +11,10 @@ no gradient, so the network gets a last layer of one output: that gives ResNet-1
 coordinates of appendix B.7.
 """
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -178,25 +179,16 @@ class FeatureMap:
             )
         network = copy.deepcopy(network)
         _, head = self.last_layer(network)
-        width, device = head.in_features, head.weight.device
+        device = head.weight.device
         cosines: nn.Module = nn.Identity()
         if self.kind == "fourier":
-            cosines = FourierFeatures(width, self.num_features, self.seed).to(device)
+            cosines = FourierFeatures(head.in_features, self.num_features, self.seed)
+            cosines.to(device)
 
         def features(x: Tensor) -> tuple[Tensor, Tensor]:
-            seen: list[Tensor] = []
-            hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-            try:
-                with torch.no_grad():
-                    outputs = network.eval()(x.to(device)).cpu()
-            finally:
-                hook.remove()
-            if [tuple(tensor.shape) for tensor in seen] != [(len(x), width)]:
-                raise ValueError(
-                    f"head: expected one input of shape ({len(x)}, {width}), got "
-                    f"{[tuple(tensor.shape) for tensor in seen]}"
-                )
             with torch.no_grad():
+                with record_input(head, len(x)) as seen:
+                    outputs = network.eval()(x.to(device)).cpu()
                 found = cosines(seen[0])
             return found.to("cpu", torch.float32, copy=True), outputs  # it may be x itself
 
@@ -210,6 +202,20 @@ class FeatureMap:
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_config` returned."""
         return cls(**{name: config[key] for name, key in KEYS.items()})
+
+
+@contextlib.contextmanager
+def record_input(head: nn.Linear, num_examples: int) -> Iterator[list[Tensor]]:
+    """Yield a list that a forward pass fills with the layer's one input, (`num_examples`, p)."""
+    seen: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+    expected, shapes = (num_examples, head.in_features), [tuple(own.shape) for own in seen]
+    if shapes != [expected]:
+        raise ValueError(f"head: expected one input of shape {expected}, got {shapes}")
 
 
 def with_fourier_features(
