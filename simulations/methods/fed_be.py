@@ -28,18 +28,12 @@ class _FedBE(Method):
 
     def check(self, config: Config, settings: Any) -> None:
         super().check(config, settings)
-        if not settings.distill:
+        if not (key := self.validates(config)):
             return
-        key = settings.key("distill")
         if config.validation_examples < 2:
             raise ConfigError(
                 f"validation-examples: expected at least 2 for the server to distil on, got "
                 f"{config.validation_examples}; set it, or {key} = false"
-            )
-        if config.evaluate_on == "validation":
-            raise ConfigError(
-                f"evaluate-on: expected test with {key}, which trains on the validation-examples, "
-                f"got validation; set evaluate-on = test, or {key} = false"
             )
         if config.loss != "cross-entropy":
             raise ConfigError(
@@ -52,8 +46,8 @@ class _FedBE(Method):
                 f"of the clients' examples, got {config.projection}; set {key} = false"
             )
 
-    def validates(self, config: Config) -> bool:
-        return bool(self.own(config).distill)
+    def validates(self, config: Config) -> str:
+        return "fed-be.distill" if self.own(config).distill else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         if self.own(setup.config).distill:

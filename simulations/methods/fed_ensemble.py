@@ -103,7 +103,7 @@ class _FedEnsemble(Method):
         own = self.own(setup.config)
         self.inner(setup.config).require_resources(setup, models * own.num_models)
 
-    def validates(self, config: Config) -> bool:
+    def validates(self, config: Config) -> str:
         return self.inner(config).validates(config)
 
     def seeded_protection(self, config: Config) -> list[str]:

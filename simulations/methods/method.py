@@ -216,6 +216,11 @@ class Method:
                 kind.check_together(self._given(kind, config, settings))
             except ValueError as error:
                 raise ConfigError(self._in_keys(str(error))) from None
+        if config.evaluate_on == "validation" and (key := self.validates(config)):
+            raise ConfigError(
+                f"{key} uses the examples that evaluate-on = validation measures with; set "
+                f"evaluate-on = test, or change {key}"
+            )
         if config.patience and not (self.learns_on_server or config.monitor.startswith("client-")):
             raise ConfigError(
                 f"patience = {config.patience}: with {self.name} the server's model never changes, "
@@ -269,9 +274,12 @@ class Method:
     def require_resources(self, setup: Setup, models: int = 1) -> None:
         """Raise NotEnoughMemory if this machine lacks memory or disk for so many models."""
 
-    def validates(self, config: Config) -> bool:
-        """Say whether a run chooses part of its model by examples that are held out."""
-        return False
+    def validates(self, config: Config) -> str:
+        """Return the key of a setting by which held-out examples choose part of the model.
+
+        It is empty if none does.
+        """
+        return ""
 
     def seeded_protection(self, config: Config) -> list[str]:
         """Name the settings with keys or noise that the app derives from the run's seed.

@@ -42,26 +42,19 @@ class EvolvingMethod(Method):
     )
 
     def check(self, config: Config, settings: Any) -> None:
-        """Refuse a choice by examples that are not there, or that are to judge the choice."""
+        """Refuse a choice by examples that are missing."""
         super().check(config, settings)
-        if settings.selection != "validation":
-            return
-        key = settings.key("selection")
-        if bool(config.validation_examples) == bool(config.validation_clients):
+        examples, clients = config.validation_examples, config.validation_clients
+        if (key := self.validates(config)) and bool(examples) == bool(clients):
             raise ConfigError(
                 f"{key} = validation goes with one of validation-examples (kept on the server) and "
-                f"validation-clients (held out), got {config.validation_examples} and "
-                f"{config.validation_clients}"
-            )
-        if config.evaluate_on == "validation":
-            raise ConfigError(
-                f"{key} = validation trains on the examples that evaluate-on = validation measures "
-                f"with; set {key} = clients or linearised"
+                f"validation-clients (held out), got {examples} and {clients}"
             )
 
-    def validates(self, config: Config) -> bool:
-        """Say whether t is chosen by held-out examples."""
-        return bool(self.own(config).selection == "validation")
+    def validates(self, config: Config) -> str:
+        """Return the key of `selection` if held-out examples choose t."""
+        own = self.own(config)
+        return str(own.key("selection")) if own.selection == "validation" else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         """Make the strategy, with the automatic rate and the examples that choose t."""

@@ -17,7 +17,7 @@ from fedntk.strategies import TCT, BaseStrategy, SeededFedAvg
 from fedntk.trust.secure_sum import FEWEST
 
 from ..config.config import Config
-from ..config.settings import ConfigError, Settings, setting
+from ..config.settings import ConfigError, Settings, key_of, setting
 from .method import Arrays, Method, Setup
 
 
@@ -67,22 +67,16 @@ class _TCT(Method):
                 "which losses would tell of; set clients-per-evaluation = 0, or "
                 f"local-test-fraction; got {config.clients_per_evaluation} and 0"
             )
-        if not (name := TCT.validated(settings)):
-            return
-        key = settings.key(name)
-        if not config.validation_examples or config.projection:
+        key = self.validates(config)
+        if key and (not config.validation_examples or config.projection):
             raise ConfigError(
                 f"{key} needs validation-examples, and no projection, as the server lacks its "
                 f"seed; got {config.validation_examples} and {config.projection}"
             )
-        if config.evaluate_on == "validation":
-            raise ConfigError(
-                f"{key} uses the examples that evaluate-on = validation measures with; set "
-                "evaluate-on = test, or tct.auto-ridge = false and tct.bits = 32"
-            )
 
-    def validates(self, config: Config) -> bool:
-        return bool(TCT.validated(self.own(config)))
+    def validates(self, config: Config) -> str:
+        name = TCT.validated(self.own(config))
+        return f"tct.{key_of(name)}" if name else ""
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         own = self.own(setup.config)

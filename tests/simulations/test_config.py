@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"owners": 2}, "owners = 2 needs partition = natural, got dirichlet"),
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),
-    (VALIDATION | {"evaluate-on": "validation"}, "set ntk-fl.selection = clients or lineari"),
+    (VALIDATION | {"evaluate-on": "validation"}, "evaluate-on = test, or change ntk-fl.sel"),
     (DP | {"cp-ntk-fl.selection": "validation", "validation-clients": 2},
      "use linearised, or validation with"),
     (DP | {"clients-per-evaluation": 5}, "set local-test-fraction, or clients-per-evaluation"),
@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # an ensemble that the server distils, and one of which all models begin otherwise
     (DISTILLED, "validation-examples: expected at least 2 for the server to distil on, got 0"),
     (HELD | {"loss": "mse"}, "loss: expected cross-entropy with fed-be.distill"),
-    (HELD | {"evaluate-on": "validation"}, "evaluate-on: expected test with fed-be.distill"),
+    (HELD | {"evaluate-on": "validation"}, "fed-be.distill uses the examples that evaluate-on"),
     (HELD | {"projection": 20}, "projection: expected 0 with fed-be.distill"),
     ({"method": "fed-ensemble", "weights": "a.safetensors"}, "expected none with fed-ensemble"),
     ({"num-features": 5}, "unknown key 'num-features'; it is now tct.num-features"),
