@@ -18,19 +18,13 @@ def network(seed: int) -> nn.Module:
 
 
 def sent(*models: nn.Module) -> NamedArrays:
-    return NamedArrays(
-        {
-            f"model-{k}.arrays": {n: t.numpy() for n, t in model.state_dict().items()}
-            for k, model in enumerate(models)
-        }
-    )
+    states = [{n: t.numpy() for n, t in model.state_dict().items()} for model in models]
+    return NamedArrays({f"model-{k}.arrays": state for k, state in enumerate(states)})
 
 
 def test_it_trains_as_the_client_within_and_refuses_to_evaluate_one_model():
-    client, plain = (
-        FedEnsembleClient(SGDClient(network(0), X, Y, seed=1)),
-        SGDClient(network(0), X, Y, seed=1),
-    )
+    plain = SGDClient(network(0), X, Y, seed=1)
+    client = FedEnsembleClient(SGDClient(network(0), X, Y, seed=1))
     weights, config = get_weights(network(5)), {"server-round": 3}
     ours, theirs = client.fit(weights, config), plain.fit(weights, config)
     assert [a.tobytes() for a in ours[0]] == [a.tobytes() for a in theirs[0]]

@@ -58,20 +58,6 @@ def test_coverage_is_that_of_theory_whatever_the_model(score, coverage, n, sharp
     assert coverage <= k / (n + 1) <= coverage + 1 / (n + 1)
 
 
-def test_examples_that_are_not_exchangeable_are_covered_less_often():
-    """Calibrated where the model is right, and asked where it is sure of the wrong class.
-
-    Class 0 is always predicted with more than 0.9, so q < 0.1, and no set holds class 1, whose
-    score is above 0.9.
-    """
-    first = 0.9 + 0.1 * torch.rand(100, generator=torch.Generator().manual_seed(0))
-    p = torch.stack([first, 1 - first], 1)
-    q = calibrate(p, torch.zeros(100).long(), 0.9)
-    sets = prediction_sets(p, q)
-    assert sets[:, 0].double().mean() >= 0.9
-    assert not sets[:, 1].any()
-
-
 def test_the_threshold_by_hand():
     """Scores of the labels: 0.1, 0.2, 0.3 ... 0.9; of rank ceil(10 c), the tenth being none."""
     scores = torch.arange(1, 10).double() / 10
@@ -123,24 +109,14 @@ def test_fast_is_a_loop_in_float64(score):
         )
 
 
-def test_ties_are_covered_more_often_and_never_less():
-    """A model that gives all the same: each score is 1 - 1/C, and each set holds all classes."""
-    p = torch.full((20, 4), 0.25)
-    q = calibrate(p, torch.arange(20) % 4, 0.5)
-    assert q == 0.75
-    assert prediction_sets(p, q).all()
-
-
 def test_a_coverage_counts_as_the_decimal_number_that_it_is():
     """0.07 x 100 is 7.000000000000001 in float64, whose ceiling is 8."""
     assert np.ceil(0.07 * 100) == 8
-    assert [rank(9, c / 10) for c in range(1, 10)] == list(range(1, 10))
     assert [rank(99, c / 100) for c in range(1, 100)] == list(range(1, 100))
 
 
-@pytest.mark.parametrize("coverage", [0.01, 0.5, 0.7, 0.9, 0.95, 0.99, 0.999])
+@pytest.mark.parametrize("coverage", [0.01, 0.7, 0.9, 0.999])
 def test_too_few_examples_say_how_many_are_needed(coverage):
-    """The fewest are enough, and one less is refused."""
     needed = examples_needed(coverage)
     p, labels = torch.full((needed, 2), 0.5), torch.zeros(needed, dtype=torch.int64)
     calibrate(p, labels, coverage)
@@ -159,11 +135,9 @@ P, LABELS = torch.full((20, 4), 0.25), torch.arange(20) % 4
     ("call", "message"),
     [
         (lambda: calibrate(P, LABELS, 1.0), "coverage: expected a number between 0 and 1, got 1.0"),
-        (lambda: calibrate(P, LABELS, 0.0), "coverage: expected a number between 0 and 1, got 0.0"),
         (lambda: calibrate(4 * P, LABELS, 0.5), "take the softmax"),
         (lambda: calibrate(P * float("nan"), LABELS, 0.5), "take the softmax"),
         (lambda: calibrate(P[0], LABELS, 0.5), r"expected shape \(n, C\)"),
-        (lambda: calibrate(P, LABELS[:9], 0.5), "labels: expected 20 whole numbers"),
         (lambda: calibrate(P, LABELS / 2, 0.5), "labels: expected 20 whole numbers"),
         (lambda: calibrate(P, LABELS + 1, 0.5), r"labels: expected 0 ... 3, got 1 ... 4"),
         (lambda: prediction_sets(P, 0.5, score="best"), "score: expected one of threshold, adapt"),

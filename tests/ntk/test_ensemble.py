@@ -1,7 +1,6 @@
 """An ensemble's probabilities and its uncertainty: identities that hold for any models."""
 
 import copy
-import json
 import math
 
 import numpy as np
@@ -42,7 +41,6 @@ def cnn():
     return network
 
 
-NETWORKS = {"mlp": mlp, "cnn": cnn}
 X = drawn(0, N, 1, 6, 6)
 
 
@@ -52,14 +50,14 @@ def members(make=mlp, count=K):
         return [NetworkPredictor(make()) for _ in range(count)]
 
 
-def probabilities(seed=0, k=K, n=N, c=C):
+def probabilities():
     """Random rows in float64 that add up to 1: some nearly certain, some of exact zeros."""
-    p = drawn(seed, k, n, c, scale=4.0).double().softmax(-1)
-    p[0, 0] = torch.eye(c, dtype=torch.float64)[0]
+    p = drawn(0, K, N, C, scale=4.0).double().softmax(-1)
+    p[0, 0] = torch.eye(C, dtype=torch.float64)[0]
     return p
 
 
-@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("make", [mlp, cnn])
 def test_probabilities_are_the_mean_of_the_models(make):
     """Against a pass of each model in float64 through NumPy.
 
@@ -98,8 +96,13 @@ def test_one_model_is_itself():
     assert torch.equal(ensemble.uncertainty(X).mutual_information, torch.zeros(N))
 
 
-def test_entropy_is_split_into_expected_entropy_and_mutual_information():
-    """Mutual information by its own definition: the mean divergence of a model from the mean."""
+def test_entropy_and_variance_are_split_into_those_of_the_models_and_those_between_them():
+    """Mutual information by its own definition: the mean divergence of a model from the mean.
+
+    By the law of total variance, that of the one-hot label of a model drawn at random, added over
+    the classes, 1 - sum of the squares of the mean, is 1 - sum p_k^2 within a model and `variance`
+    between them.
+    """
     p = probabilities()
     found = uncertainty_of(p)
     mean = p.numpy().mean(0)
@@ -107,23 +110,12 @@ def test_entropy_is_split_into_expected_entropy_and_mutual_information():
         terms = p.numpy() * (np.log(p.numpy()) - np.log(mean))
     divergence = np.nan_to_num(terms).sum(-1).mean(0)
     np.testing.assert_allclose(found.mutual_information, divergence, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(
-        found.entropy, found.expected_entropy + found.mutual_information, rtol=0, atol=1e-14
-    )
+    parts = found.expected_entropy + found.mutual_information
+    np.testing.assert_allclose(found.entropy, parts, rtol=0, atol=1e-14)
     assert (found.mutual_information >= 0).all()
-    assert (found.mutual_information <= math.log(K)).all()
-
-
-def test_the_variance_of_a_label_is_that_within_the_models_and_that_between_them():
-    """Law of total variance, for the one-hot label of a model drawn at random.
-
-    The label's variance, added over the classes, is 1 - sum of the squares of the mean. Within a
-    model it is 1 - sum p_k^2, and between them it is what `variance` holds.
-    """
-    p = probabilities(2)
-    total = 1 - p.mean(0).square().sum(-1)
     within = (1 - p.square().sum(-1)).mean(0)
-    torch.testing.assert_close(total, within + uncertainty_of(p).variance, rtol=0, atol=1e-14)
+    total = 1 - p.mean(0).square().sum(-1)
+    torch.testing.assert_close(total, within + found.variance, rtol=0, atol=1e-14)
 
 
 def test_models_that_agree_have_no_mutual_information_and_no_variance():
@@ -143,20 +135,6 @@ def test_models_certain_of_different_classes_disagree_most():
     np.testing.assert_allclose(found.entropy, math.log(C), rtol=1e-14)
     np.testing.assert_allclose(found.mutual_information, math.log(C), rtol=1e-14)
     np.testing.assert_allclose(found.variance, 1 - 1 / C, rtol=1e-14)
-
-
-def test_entropy_at_its_limits():
-    assert float(entropy(torch.tensor([1.0, 0.0, 0.0]))) == 0
-    uniform = entropy(torch.full((7,), 1 / 7, dtype=torch.float64))
-    assert float(uniform) == pytest.approx(math.log(7), rel=1e-15)
-
-
-def test_uncertainty_is_of_the_models_predictions():
-    ensemble = EnsemblePredictor(members())
-    found, expected = ensemble.uncertainty(X), uncertainty_of(ensemble.probabilities(X))
-    for name, value in vars(found).items():
-        assert torch.equal(value, getattr(expected, name)), name
-        assert value.shape == (N,)
 
 
 def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
@@ -180,6 +158,8 @@ def test_evaluation_is_that_of_the_mean_and_tells_of_the_single_models():
         },
         rel=1e-12,
     )
+    own_entropy = float(ensemble.uncertainty(X).expected_entropy.mean())  # of float32
+    assert own_entropy == pytest.approx(found.more["model-entropy-mean"], rel=1e-5)
     # by Jensen's inequality the mean's NLL is at most the models' mean NLL
     assert found.loss < np.mean([m.evaluate(X, y).loss for m in ensemble.models])
 
@@ -194,16 +174,16 @@ def tct(loss="mse", seed=2):
 
 
 def test_models_of_both_losses_count_as_of_cross_entropy():
-    """The softmax of all scores, those of least squares too; one loss alone stays itself."""
+    """The softmax of all scores, those of least squares too."""
     mixed = EnsemblePredictor([*members(count=1), tct("mse")])
     assert mixed.loss == "cross-entropy"
     expected = torch.stack([m.predict(X).softmax(1) for m in mixed.models]).mean(0).log()
     torch.testing.assert_close(mixed.predict(X), expected, rtol=0, atol=8 * EPS * 4)
-    assert EnsemblePredictor([tct("mse"), tct("mse", 3)]).loss == "mse"
 
 
 def test_the_mean_of_least_squares_is_that_of_outputs_and_has_no_entropy():
     ensemble = EnsemblePredictor([tct("mse"), tct("mse", 3)])
+    assert ensemble.loss == "mse"
     expected = (ensemble.models[0].predict(X) + ensemble.models[1].predict(X)) / 2
     torch.testing.assert_close(ensemble.predict(X), expected, rtol=0, atol=0)
     for call in (ensemble.probabilities, ensemble.uncertainty):
@@ -215,26 +195,20 @@ def test_models_of_several_kinds_are_saved_together(tmp_path):
     one = EnsemblePredictor([*members(count=2), tct("mse"), tct("cross-entropy", 3)])
     one.save(tmp_path)
     loaded = EnsemblePredictor.load(tmp_path, mlp())
-    assert len(loaded) == 4
-    assert [type(m) for m in loaded.models] == [type(m) for m in one.models]
-    assert [m.loss for m in loaded.models] == [m.loss for m in one.models]
+    kinds, expected = ([(type(m), m.loss) for m in each.models] for each in (loaded, one))
+    assert kinds == expected
     assert torch.equal(loaded.scores(X), one.scores(X))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kinds": ["Other"]}', '{"kinds": 3}'])
 def test_a_damaged_file_is_refused(tmp_path, text):
-    EnsemblePredictor(members()).save(tmp_path)
-    described = json.loads((tmp_path / "ensemble.json").read_text())
-    assert described == {"format": 1, "kinds": ["NetworkPredictor"] * K}
     (tmp_path / "ensemble.json").write_text(text)
     with pytest.raises(ValueError, match="describes no ensemble"):
         EnsemblePredictor.load(tmp_path, mlp())
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="members: expected at least one model"):
         EnsemblePredictor([])
-    with pytest.raises(FileNotFoundError):
-        EnsemblePredictor.load(tmp_path / "nowhere", mlp())
     with pytest.raises(ValueError, match="at least one example and as many labels"):
         EnsemblePredictor(members()).evaluate(X, torch.zeros(3).long())

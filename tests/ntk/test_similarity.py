@@ -60,13 +60,6 @@ def test_similarities_are_cosines_of_the_concatenations(absent):
     )
 
 
-def test_similarity_does_not_depend_on_the_scale_of_features():
-    scaled = [Prototypes(1e3 * own.means, own.counts) for own in CLIENTS]
-    np.testing.assert_allclose(
-        cosine_similarities(scaled), cosine_similarities(CLIENTS), rtol=0, atol=1e-7
-    )
-
-
 def test_a_network_whose_features_are_all_zero_is_like_itself_alone():
     dead = Prototypes(np.zeros((C, P), np.float32), np.array([3, 0, 0, 0]))
     np.testing.assert_array_equal(
@@ -80,9 +73,7 @@ def test_equal_prototypes_have_equal_weights_to_the_bit():
     own = Prototypes(rng.normal(size=(10, 84)).astype(np.float32), np.arange(1, 11))
     similarities = cosine_similarities([own] * 7)
     np.testing.assert_array_equal(similarities, np.ones((7, 7)))
-    np.testing.assert_array_equal(
-        similarity_weights(similarities), similarity_weights(similarities, temperature=np.inf)
-    )
+    assert len(np.unique(similarity_weights(similarities))) == 1
 
 
 def test_orthogonal_groups_are_mixed_within_themselves():
@@ -99,14 +90,10 @@ def test_orthogonal_groups_are_mixed_within_themselves():
     same = np.equal.outer(groups, groups)
     similarities = cosine_similarities(clients)
     np.testing.assert_array_equal(similarities, same.astype(float))
-    block = same / same.sum(1, keepdims=True)
-    found = similarity_weights(similarities, temperature=0.02)
-    np.testing.assert_allclose(found, block, atol=1e-15)
-    tau = 0.5
-    found = similarity_weights(similarities, temperature=tau)
-    np.testing.assert_allclose(
-        found[0], np.where(same[0], 1, np.exp(-1 / tau)) / (1 + 5 * np.exp(-1 / tau)), rtol=1e-12
-    )
+    for tau in (0.02, 0.5):
+        terms = np.where(same, 1, np.exp(-1 / tau))
+        found = similarity_weights(similarities, temperature=tau)
+        np.testing.assert_allclose(found, terms / terms.sum(1, keepdims=True), rtol=1e-12)
 
 
 def test_a_client_that_copies_anothers_prototypes_gets_half_of_its_model_and_no_more():
@@ -119,22 +106,16 @@ def test_a_client_that_copies_anothers_prototypes_gets_half_of_its_model_and_no_
     )
 
 
-def test_weights_are_a_softmax_and_their_limits():
+def test_weights_are_a_softmax_with_its_limits():
     similarities = cosine_similarities(CLIENTS)
     found = similarity_weights(similarities, temperature=0.3)
     expected = torch.softmax(torch.from_numpy(similarities) / 0.3, 1).numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-14)
-    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-14)
-    np.testing.assert_array_equal(
-        similarity_weights(similarities, temperature=np.inf), np.full((4, 4), 0.25)
-    )
-    np.testing.assert_allclose(
-        similarity_weights(similarities, temperature=1e-3), np.eye(4), atol=1e-12
-    )
+    equal = similarity_weights(similarities, temperature=np.inf)
+    np.testing.assert_array_equal(equal, np.full((4, 4), 0.25))
     np.testing.assert_array_equal(similarity_weights(similarities, temperature=1e-320), np.eye(4))
-    counts = [1, 2, 3, 4]
-    weighted = similarity_weights(similarities, temperature=np.inf, examples=counts)
-    np.testing.assert_allclose(weighted, np.tile(np.array(counts) / 10, (4, 1)), rtol=1e-15)
+    weighted = similarity_weights(similarities, temperature=np.inf, examples=[1, 2, 3, 4])
+    np.testing.assert_allclose(weighted, [[0.1, 0.2, 0.3, 0.4]] * 4, rtol=1e-15)
     with pytest.raises(ValueError, match="temperature: expected more than 0, got 0"):
         similarity_weights(similarities, temperature=0)
     with pytest.raises(ValueError, match="absent: expected 'zero' or 'common', got 'none'"):
@@ -154,7 +135,6 @@ def test_prototypes_come_back_as_they_were_sent():
     [
         ({"means": None}, "arrays"),
         ({"more": np.zeros(3, np.float32)}, "arrays"),
-        ({"counts": np.array([1, 1, 0], np.int64)}, "shape"),
         ({"counts": np.array([1, 1, 1, 0], np.int64)}, "shape"),  # three classes, two means
         ({"counts": np.array([-1, 1, 1, 0], np.int64)}, "range"),
         ({"counts": np.array([99, 1, 0, 0], np.int64)}, "range"),
@@ -163,7 +143,6 @@ def test_prototypes_come_back_as_they_were_sent():
         ({"means": np.full((2, P), np.nan, np.float32)}, "non-finite"),
         ({"means": np.full((2, P), 1e20, np.float32)}, "scale"),
         ({"means": np.zeros((2, P + 1), np.float32)}, "shape"),
-        ({"means": np.zeros((2, P))}, "dtype"),
     ],
 )
 def test_hostile_prototypes_are_refused(change, reason):

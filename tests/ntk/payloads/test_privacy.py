@@ -49,8 +49,8 @@ def test_rows_are_scaled_down_to_the_norm_and_no_further(structure):
 
 def test_replacing_an_example_moves_its_row_by_at_most_twice_the_norm():
     """What the accounting takes for the sensitivity; and no other row moves."""
-    one, other = upload(scale=30.0), upload(scale=30.0)
-    replaced = other.rows(torch.tensor([7, *range(1, 300)]))
+    one = upload(scale=30.0)
+    replaced = one.rows(torch.tensor([7, *range(1, 300)]))
     distances = (row_of(noisy(one)) - row_of(noisy(replaced))).norm(dim=1)
     assert 0 < distances[0] <= 2 * CLIP * (1 + 1e-6)
     assert (distances[1:] == 0).all()
@@ -98,12 +98,6 @@ def test_epsilon_of_a_label_is_the_largest_ratio_of_likelihoods(p, outputs):
     same, other = 1 - p + p / outputs, p / outputs
     assert label_epsilon(p, outputs) == pytest.approx(math.log(same / other))
     assert label_epsilon(0.0, outputs) == math.inf
-
-
-def test_noise_comes_from_the_generator_alone():
-    one, again, other = (row_of(noisy(upload(), s, noise_multiplier=1.0)) for s in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
 
 
 def test_tokens_are_refused():
