@@ -54,12 +54,11 @@ Arrays = dict[str, NDArray[Any]]
 class SCAFFOLD(BaseStrategy):
     """SCAFFOLD (Karimireddy et al. 2020). Clients are :class:`~fedntk.clients.SCAFFOLDClient`.
 
-    The controls c_i of all clients are kept here, and clients are stateless: messages have a record
-    ``corrections`` with c - c_i, and replies a record ``controls`` with c_i+, of the model's
-    floating-point arrays. So a reply that is lost or dropped leaves its client's control as it was.
-    This costs a model's memory for each client heard of, and twice the bytes of FedAvg in both
-    directions, as in the paper. A node that reports no partition goes by its node id, and is a new
-    client when it registers anew.
+    Clients are stateless: messages have a record ``corrections`` with c - c_i, and replies a record
+    ``controls`` with c_i+, of the model's floating-point arrays. So a reply that is lost or dropped
+    leaves its client's control as it was. This costs a model's memory for each client heard of, and
+    twice the bytes of FedAvg in both directions, as in the paper. A node that reports no partition
+    goes by its node id, and is a new client when it registers anew.
 
     Arrays for which all clients send controls of zero are not trained, such as BatchNorm's
     statistics, and are averaged as in FedAvg whatever eta_g; so are integers.
@@ -91,7 +90,7 @@ class SCAFFOLD(BaseStrategy):
     _control: NDArray[np.float64] = state(lambda: np.zeros(0), saved=False)  # c of the round
 
     def control(self) -> NDArray[np.float64]:
-        """Return c (P,): clients not heard of count with 0. It is empty before the first reply."""
+        """Return c (P,), empty before the first reply; clients not heard of count with 0."""
         clients = self.registry.clients(without=self.held_out, departed=True)
         clients |= self.controls.keys()
         total = sum(self.examples.values())
@@ -112,15 +111,14 @@ class SCAFFOLD(BaseStrategy):
         content = super().content_for(client, stage, arrays, config)
         if stage == MessageType.TRAIN:
             floating = _floating(named_arrays(arrays))
-            sizes = [array.size for array in floating.values()]
-            control = self._control if self.controls else np.zeros(sum(sizes))
-            if len(control) != sum(sizes):
+            ends = np.cumsum([array.size for array in floating.values()])
+            control = self._control if self.controls else np.zeros(ends[-1])
+            if len(control) != ends[-1]:
                 raise ValueError(
-                    f"the model has {sum(sizes)} numbers, the controls of {len(control)} are of "
+                    f"the model has {ends[-1]} numbers, the controls of {len(control)} are of "
                     "another; start from the weights that belong to the state"
                 )
-            correction = control - self.controls.get(client, 0.0)
-            parts = np.split(correction, np.cumsum(sizes)[:-1])
+            parts = np.split(control - self.controls.get(client, 0.0), ends[:-1])
             shaped = zip(floating.items(), parts, strict=True)
             content[CORRECTIONS] = ArrayRecord(
                 {n: Array(part.reshape(a.shape).astype(a.dtype)) for (n, a), part in shaped}

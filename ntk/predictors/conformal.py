@@ -67,14 +67,14 @@ def conformal_scores(
     Parameters
     ----------
     probabilities : Tensor, shape (n, C)
-        Probabilities of the classes; each row adds up to 1.
+        Rows that add up to 1.
     score : {"threshold", "adaptive"}
         ``"threshold"``: 1 - p_y, with the smallest sets on average. ``"adaptive"``: the probability
         of all classes that are more probable than y (the first of equal ones), and `draws` times
         p_y; the coverage differs less from one kind of example to another.
     draws : Tensor, shape (n,), optional
-        Uniform draws from 0 ... 1 for the adaptive score, one an example. By default all are 1, and
-        a model that is nearly certain of an example may then give an empty set.
+        Uniform draws from 0 ... 1 for the adaptive score. By default all are 1, and a model that is
+        nearly certain of an example may then give an empty set.
     """
     p = _checked(probabilities)
     if score not in get_args(Score):
@@ -105,16 +105,8 @@ def calibrate(
 ) -> float:
     """Return the threshold q of the sets' scores: see the module for what it guarantees.
 
-    Parameters
-    ----------
-    probabilities : Tensor, shape (n, C)
-        Probabilities of examples that were not used in training.
-    labels : Tensor of integers, shape (n,)
-        Their classes.
-    coverage : float
-        1 - alpha, between 0 and 1.
-    score, draws
-        As in :func:`conformal_scores`.
+    Probabilities (n, C) are of examples with labels (n,) that were not used in training. The
+    coverage is 1 - alpha, between 0 and 1; `score` and `draws` are as in :func:`conformal_scores`.
 
     Examples
     --------

@@ -72,7 +72,7 @@ class Predictor(nn.Module, ABC):
 
 
 class NetworkPredictor(Predictor):
-    """A network as it stands, copied: x (n, ...) -> (n, C). MSE is against one-hot targets.
+    """A copy of a network: x (n, ...) -> (n, C). MSE is against one-hot targets.
 
     Examples
     --------
@@ -107,8 +107,7 @@ class NetworkPredictor(Predictor):
     ) -> Self:
         """Make the predictor from a network's arrays, by the names of its state dict.
 
-        `network` has the architecture that was trained, and is copied; other arrays are ignored.
-        `options` are `loss` and `device`.
+        `network` is copied; other arrays are ignored. `options` are `loss` and `device`.
         """
         predictor = cls(network, **options)
         load_arrays(predictor.network, arrays)

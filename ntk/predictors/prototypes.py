@@ -5,15 +5,13 @@ Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous
 """
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..features.feature_map import FeatureMap
-from ..losses import loss_value
 from ..payloads.prototypes import Prototypes
 from .network import BATCH_SIZE, NetworkPredictor, reading_model, write_model
 
@@ -73,16 +71,10 @@ class PrototypePredictor(NetworkPredictor):
             scores[-1][:, present] = own
         return torch.cat(scores)
 
-    def loss_of(self, outputs: Tensor, targets: Tensor) -> float:  # noqa: D102
-        return loss_value(outputs, targets, "cross-entropy")
-
     def save(self, folder: str | Path) -> None:
         """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
         super().save(folder)
-        own: dict[str, NDArray[Any]] = {
-            "means": self.prototypes.means,
-            "counts": self.prototypes.counts,
-        }
+        own = {"means": self.prototypes.means, "counts": self.prototypes.counts}
         write_model(Path(folder) / self.PROTOTYPES, own, {"head": self.feature_map.head})
 
     @classmethod

@@ -264,7 +264,8 @@ class BaseStrategy(Sampling):
 
         The network has the clients' architecture; it is copied, its weights do not matter.
         """
-        return NetworkPredictor.from_arrays(network, named_arrays(arrays))
+        loss = self.agreement().loss or "cross-entropy"
+        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=loss)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Return the arrays that a run begins with; methods that learn more than a network add it.

@@ -13,6 +13,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from logging import WARNING
 from typing import Any, cast, get_args
@@ -60,13 +61,7 @@ class FedEnsemble(BaseStrategy):
 
     What is learned travels, and is returned, as :class:`~fedntk.ntk.payloads.EnsembleArrays`:
     ``EnsembleArrays.from_arrays(result.arrays).models`` are the K models' own arrays.
-
-    Attributes
-    ----------
-    members : tuple of BaseStrategy
-        The strategy of each model.
-    strata : Strata
-        Which client belongs to which stratum.
+    ``members`` are the strategies of the models, ``strata`` says which client is in which stratum.
 
     Examples
     --------
@@ -120,7 +115,13 @@ class FedEnsemble(BaseStrategy):
         made = [self.inner() for _ in range(self.num_models)]
         if len({id(strategy) for strategy in made}) < self.num_models:
             raise ValueError("inner: expected a new strategy at each call, got the same one twice")
-        self.members = tuple(self._member(strategy) for strategy in made)
+        if any(isinstance(strategy, FedEnsemble) for strategy in made):
+            raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
+        limits = {"max_examples": self.max_examples, "outlier_factor": self.outlier_factor}
+        self.members = tuple(
+            own if isinstance(own, BaseStrategy) else CheckedStrategy(own, name="inner", **limits)
+            for own in made
+        )
         if self.averaged is not None and not self.members[0].averages:
             raise ValueError(
                 f"average_decay: expected 0 with models by {type(self.members[0]).__name__}, whose "
@@ -152,18 +153,6 @@ class FedEnsemble(BaseStrategy):
             member.work_within(self, everyone=self.num_models == 1)
             member.train_metrics_aggr_fn = partial(self._collect, member.train_metrics_aggr_fn)
 
-    def _member(self, strategy: Strategy) -> BaseStrategy:
-        if isinstance(strategy, FedEnsemble):
-            raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
-        if isinstance(strategy, BaseStrategy):
-            return strategy
-        return CheckedStrategy(
-            strategy,
-            name="inner",
-            max_examples=self.max_examples,
-            outlier_factor=self.outlier_factor,
-        )
-
     def _collect(self, aggregate: Aggregate, contents: list[RecordDict], key: str) -> MetricRecord:
         """Keep the metrics of a member's clients, and aggregate them as it does."""
         self._reported += contents
@@ -180,7 +169,7 @@ class FedEnsemble(BaseStrategy):
         return ",".join(member.learned for member in self.members)
 
     def agreement(self) -> Agreement:
-        """Name what clients that evaluate the ensemble must agree with."""
+        """Return what clients that evaluate the ensemble must agree with."""
         inner = self.members[0].agreement()
         return Agreement("FedEnsemble", self.client, inner.replies, inner.loss, inner.projected)
 
@@ -194,7 +183,7 @@ class FedEnsemble(BaseStrategy):
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> EnsemblePredictor:
-        """Make the predictor of the ensemble: the mean of the models' predictions."""
+        """Make the predictor of the mean of the models' predictions."""
         models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
         options = () if network is None else (network,)
         return EnsemblePredictor(
@@ -252,7 +241,7 @@ class FedEnsemble(BaseStrategy):
         return messages
 
     def _assigned(self, grid: Grid, server_round: int) -> dict[int, int]:
-        """Node -> model of a sample of the clients, in the order of the clients."""
+        """Return node -> model of a sample of the clients, if a model can visit all strata."""
         candidates, size = self._candidates(
             grid,
             MessageType.TRAIN,
@@ -262,18 +251,8 @@ class FedEnsemble(BaseStrategy):
             sent_alike=self.strata.count == 1,
         )
         node_of = dict(candidates)
-        self._require_clients(len(node_of), size, server_round)
-        age, r = divmod(server_round - 1, self.num_models)
-        self.strata.update(node_of, server_round, new_age=r == 0)
-        order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
-        generator = np.random.default_rng([self.seed, server_round, *MessageType.TRAIN.encode()])
-        chosen = self.strata.sample(size, generator)
-        return {node_of[client]: int(order[self.strata.of[client], r]) for client in chosen}
-
-    def _require_clients(self, num_clients: int, size: int, server_round: int) -> None:
-        """Refuse a run in which a model could not visit all strata."""
         for what, count, cure in (
-            ("clients", num_clients, "wait for more with min_available_nodes"),
+            ("clients", len(node_of), "wait for more with min_available_nodes"),
             ("clients sampled a round", size, "sample more with min_train_nodes"),
         ):
             if count < self.strata.count:
@@ -281,6 +260,12 @@ class FedEnsemble(BaseStrategy):
                 if server_round == 1:
                     raise ValueError(f"{message}: expected at least one each; {cure}, or lower it")
                 logger.log(WARNING, "%s: some strata are left out", message)
+        age, r = divmod(server_round - 1, self.num_models)
+        self.strata.update(node_of, server_round, new_age=r == 0)
+        order = permutations(self.strata.count, self.num_models, self.schedule, self.seed, age)
+        generator = np.random.default_rng([self.seed, server_round, *MessageType.TRAIN.encode()])
+        chosen = self.strata.sample(size, generator)
+        return {node_of[client]: int(order[self.strata.of[client], r]) for client in chosen}
 
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
@@ -410,7 +395,6 @@ def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:
     if not reply.has_content() or len(reply.content.array_records) != 1:
         return None
     (record,) = reply.content.array_records.values()
-    try:
+    with suppress(BadReply):
         return change_size(model, checked_weights(read_arrays(record), model))
-    except BadReply:
-        return None
+    return None

@@ -48,25 +48,13 @@ def standard_deviation(
 
 
 def gaussian_model(
-    mean: Arrays,
-    deviation: Arrays,
-    models: Sequence[Arrays],
-    generator: np.random.Generator,
+    mean: Arrays, deviation: Arrays, models: Sequence[Arrays], generator: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
-    """Draw a model from N(mean, diag(deviation^2)).
+    """Draw a model from N(mean, diag(deviation^2)), in float64, given the clients' models.
 
     Whole numbers, such as BatchNorm's counters, are the mean's. A running variance is at least the
     smallest of the clients': it stays a variance, and no layer divides by next to nothing. Numbers
     that would leave their dtype's range stay at its end.
-
-    Parameters
-    ----------
-    mean : dict of str to ndarray
-        Weights in the dtypes of the model; numbers of floating point are drawn in float64.
-    deviation : dict of str to ndarray
-        Result of :func:`standard_deviation`.
-    models : sequence of dict of str to ndarray
-        Clients' weights w_i.
     """
     drawn: dict[str, NDArray[Any]] = {}
     for name, centre in mean.items():
@@ -96,16 +84,11 @@ def dirichlet_shares(
 
 
 def mean_probabilities(
-    network: nn.Module,
-    models: Iterable[Arrays],
-    x: Tensor,
-    *,
-    device: torch.device | str = "cpu",
+    network: nn.Module, models: Iterable[Arrays], x: Tensor, *, device: str = "cpu"
 ) -> Tensor:
     """Return the mean of the models' probabilities of examples (n, ...): Bayesian model averaging.
 
-    One model at a time is held, in evaluation mode, in a copy of the network. The result (n, C) is
-    float64, on the CPU.
+    A copy of the network holds one model at a time. The result (n, C) is float64, on the CPU.
     """
     predictor = NetworkPredictor(network, device=device)
     total, count = torch.zeros(()), 0

@@ -19,19 +19,15 @@ exchange.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from numpy.typing import NDArray
-from torch import nn
 
-from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.options import option, state
 from fedntk.ntk.payloads import Agreement
 from fedntk.ntk.payloads.gossip_options import FROM, NTKDFLOptions
 
-from ..core.averaging import named_arrays
 from .relay import RelayStrategy, Step
 from .topology import mixing_matrix
 
@@ -67,12 +63,6 @@ class NTKDFL(NTKDFLOptions, RelayStrategy):
     def agreement(self) -> Agreement:
         """Add the loss."""
         return replace(super().agreement(), loss=self.loss)
-
-    def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
-    ) -> Predictor:
-        """Make the predictor of the mean model, with the loss that evolves."""
-        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=self.loss)
 
     def plan(self, *, first: bool) -> Sequence[Step]:
         """Return the exchanges: weights where none are there yet, averages, then each batch's."""

@@ -20,12 +20,7 @@ ORDERS = [1 + x / 10 for x in range(1, 100)] + [*range(11, 64), 128, 256, 512, 1
 
 
 def epsilon_after(
-    uploads: int,
-    *,
-    noise_multiplier: float,
-    label_noise: float,
-    num_outputs: int,
-    delta: float,
+    uploads: int, *, noise_multiplier: float, label_noise: float, num_outputs: int, delta: float
 ) -> float:
     """Epsilon at `delta` of an example whose client has sent so many uploads.
 
@@ -33,12 +28,7 @@ def epsilon_after(
     given for what is sampled or shuffled, so it holds whatever the server knows of both. The noise
     is that of :func:`fedntk.ntk.privatise`; replacing an example moves a row by up to twice the
     norm that sigma is measured by. Without `label_noise` labels are public, and epsilon is only of
-    the rows. C is `num_outputs`.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        Without Opacus: ``pip install 'fedntk[privacy]'``.
+    the rows. C is `num_outputs`. This takes Opacus: ``pip install 'fedntk[privacy]'``.
 
     Examples
     --------

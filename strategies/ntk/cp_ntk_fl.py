@@ -17,12 +17,7 @@ from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import (
-    UNQUANTISED,
-    MemoryBudget,
-    check_compression,
-    check_privacy,
-)
+from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_compression, check_privacy
 
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
@@ -117,17 +112,17 @@ class CPNTKFL(NTKFL):
             )
 
     def work_within(self, owner: BaseStrategy, *, everyone: bool) -> None:
-        """Refuse to, with noise: epsilon counts the uploads of one model, not of several."""
+        """Refuse noise."""
         if self.noise_multiplier:
             raise ValueError(
-                "noise_multiplier: epsilon is reckoned for the uploads of one model, so expected 0 "
+                "noise_multiplier: epsilon counts the uploads of one model, so expected 0 "
                 f"within a {type(owner).__name__}, got {self.noise_multiplier:g}"
             )
         super().work_within(owner, everyone=everyone)
 
     @property
     def uploads_asked(self) -> Counter[int]:
-        """How many uploads each partition was asked for; under -1, nodes of unknown partitions."""
+        """Number of uploads that each partition was asked for; -1: nodes of unknown partitions."""
         asked = Counter(self._asked_before)
         for node, count in self._asked.items():
             partition = self.registry.partitions[node]
@@ -139,7 +134,7 @@ class CPNTKFL(NTKFL):
         return {**super().settings(), "shuffled": self.shuffling_server is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Count uploads by partition: nodes have other ids after a restart."""
+        """Add uploads by partition: nodes have other ids after a restart."""
         return {**super().state_dict(), **pack("_asked_before", self.uploads_asked)}
 
     def configure_train(
@@ -158,14 +153,11 @@ class CPNTKFL(NTKFL):
         arrays, metrics = super().aggregate_train(server_round, replies)
         if self.noise_multiplier and self._num_outputs and metrics is not None:
             name = "epsilon" if self.label_noise else "epsilon-without-labels"
-            metrics[name] = self._epsilon(self._most_uploads, self._num_outputs)
+            asked = self.uploads_asked
+            # a node of an unknown partition may have been another before
+            most = self.rounds_asked if asked[-1] else max(asked.values(), default=0)
+            metrics[name] = self._epsilon(most, self._num_outputs)
         return arrays, metrics
-
-    @property
-    def _most_uploads(self) -> int:
-        """Of one client, at most: a node of an unknown partition may have been another before."""
-        asked = self.uploads_asked
-        return self.rounds_asked if asked[-1] else max(asked.values(), default=0)
 
     def _epsilon(self, uploads: int, num_outputs: int) -> float:
         return epsilon_after(
@@ -179,7 +171,7 @@ class CPNTKFL(NTKFL):
     def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
         """Have the shuffling server, if there is one, check, pool and permute the rows.
 
-        Nothing that comes back from it is taken on trust.
+        Its answer is checked like any other.
         """
         if self.shuffling_server is None:
             return super().gather(server_round, replies)

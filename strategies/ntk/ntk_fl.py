@@ -28,9 +28,8 @@ from flwr.app import (
     RecordDict,
 )
 from numpy.typing import NDArray
-from torch import nn
 
-from fedntk.ntk import BadReply, JacobianUpload, NetworkPredictor, Predictor, require_memory
+from fedntk.ntk import BadReply, JacobianUpload, require_memory
 from fedntk.ntk.class_prior import OUTPUT_OFFSET, log_class_prior
 from fedntk.ntk.evolution import (
     AUTO_STEPS,
@@ -164,12 +163,6 @@ class NTKFL(FlowOptions, BaseStrategy):
         """Add the loss."""
         return replace(super().agreement(), loss=self.loss)
 
-    def predictor(
-        self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
-    ) -> Predictor:
-        """Make the predictor of the newest arrays, with the loss that evolves."""
-        return NetworkPredictor.from_arrays(network, named_arrays(arrays), loss=self.loss)
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -213,13 +206,9 @@ class NTKFL(FlowOptions, BaseStrategy):
         return None, metrics
 
     def gather(self, server_round: int, replies: Iterable[Message]) -> Gathered:
-        """Check the replies whole and drop those that cannot be used (step 2).
+        """Return the clients whose rows are used, uploads with these, and refusals (step 2).
 
-        Returns
-        -------
-        tuple of list of Reply, list of JacobianUpload, Counter
-            The clients whose rows are used; uploads that hold these rows, in an order that does
-            not depend on the replies'; how many replies were rejected for which reason.
+        The order of the uploads does not depend on that of the replies.
         """
         pairs, rejected = self.accepted(replies, self.parser(), MessageType.TRAIN)
         pairs = self.screened(pairs, rejected, screen_uploads)
@@ -236,7 +225,7 @@ class NTKFL(FlowOptions, BaseStrategy):
         return parse
 
     def candidates(self, uploads: Sequence[JacobianUpload], metrics: MetricRecord) -> Candidates:
-        """Weights w^(k,t) for each t, and the losses of f^(k,t) (step 3)."""
+        """Return weights w^(k,t) for each t, and the losses of f^(k,t) (step 3)."""
         require_memory(
             2 * sum(upload.jacobian.nbytes for upload in uploads),
             f"the global Jacobian of {len(uploads)} clients",
@@ -283,7 +272,7 @@ class NTKFL(FlowOptions, BaseStrategy):
     def candidate_losses(
         self, candidates: Candidates, clients: Sequence[Reply], metrics: MetricRecord
     ) -> Sequence[float]:
-        """Loss that eq. (11a) compares, for each candidate, by the chosen rule (step 4)."""
+        """Return each candidate's loss, by the rule that is chosen for eq. (11a) (step 4)."""
         if self.selection == "linearised":
             return candidates.linearised_losses
         if self.validation_loss is not None:

@@ -37,7 +37,7 @@ PROTOTYPES = "prototypes"  # record of a reply
 
 
 class Mixing(NamedTuple):
-    """Who was mixed from whom in a round."""
+    """The weights by which a round's models were mixed."""
 
     clients: tuple[int, ...]  # ids of the K clients, in order
     similarities: NDArray[np.float64]  # cosines of their prototypes: (K, K)
@@ -46,8 +46,6 @@ class Mixing(NamedTuple):
 
 
 class _Upload(NamedTuple):
-    """What came from one client."""
-
     client: int
     weights: dict[str, NDArray[Any]]
     prototypes: Prototypes
@@ -57,16 +55,11 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
     """Similarity-weighted FedAvg (Huang et al. 2024, section 6.2).
 
     Clients are :class:`~fedntk.clients.WeightedFedAvgClient`. Each trains a model of its own, which
-    the server mixes from those of the clients like it. What a client is sent: with
-    ``over="round"`` the W_k of the last round it took part in; with ``over="all"`` a mixture that
-    is formed when it is asked, from what all clients last sent. A client of which nothing is known
-    is sent the global model: the mean of the round's models weighted by examples, as in FedAvg.
-    That is what the Result holds, too; :meth:`model_of` returns a client's own.
-
-    Attributes
-    ----------
-    mixing : Mixing or None
-        Of the newest round that changed the models.
+    the server mixes from those of the clients like it. With ``over="round"`` a client is sent the
+    W_k of its last round; with ``over="all"`` a mixture of what all clients last sent, formed when
+    the client is asked. A new client is sent the global model, which the Result holds: the mean of
+    the round's models weighted by examples, as in FedAvg. :meth:`model_of` returns a client's own,
+    ``mixing`` the weights of the newest round that changed the models.
 
     Examples
     --------
@@ -177,25 +170,22 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
 
     def merged(self, pairs: Pairs[Any]) -> Mapping[str, NDArray[Any]]:
         """Mix a model for each client, and return the mean of what came."""
-        clients = [reply.client for reply, _ in pairs]
         for reply, own in pairs:
             self._means[reply.client] = own.prototypes.means
             self._counts[reply.client] = own.prototypes.counts
             self._examples[reply.client] = reply.num_examples
+        clients = [reply.client for reply, _ in pairs]
+        sent = [own.weights for _, own in pairs]
+        everyone = sorted(self._means) if self.over == "all" else clients
+        similarities, weights = self._compared(everyone, everyone)
         if self.over == "all":
             self._mixed = ClientModels(self._mixed.budget)
-            for reply, own in pairs:
-                self._models[reply.client] = own.weights
-            clients = sorted(self._means)
-            similarities, weights = self._compared(clients, clients)
+            self._models.update(zip(clients, sent, strict=True))
         else:
-            similarities, weights = self._compared(clients, clients)
-            sums = mixtures(weights, [own.weights for _, own in pairs])
-            for client, model in zip(clients, sums, strict=True):
-                self._models[client] = model
             self._means, self._counts = {}, {}
-        self.mixing = Mixing(tuple(clients), similarities, weights, self.server_round)
-        others = ~np.eye(len(clients), dtype=bool)
+            self._models.update(zip(clients, mixtures(weights, sent), strict=True))
+        self.mixing = Mixing(tuple(everyone), similarities, weights, self.server_round)
+        others = ~np.eye(len(everyone), dtype=bool)
         entropy = -(weights * np.log(np.maximum(weights, 1e-300))).sum(1)
         metrics = self.train_metrics[self.server_round]
         metrics["similarity-mean"] = float(similarities[others].mean()) if others.any() else 1.0
