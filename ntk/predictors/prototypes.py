@@ -74,8 +74,9 @@ class PrototypePredictor(NetworkPredictor):
     def save(self, folder: str | Path) -> None:
         """Write the network as :class:`NetworkPredictor` does, and ``prototypes.safetensors``."""
         super().save(folder)
-        own = {"means": self.prototypes.means, "counts": self.prototypes.counts}
-        write_model(Path(folder) / self.PROTOTYPES, own, {"head": self.feature_map.head})
+        means, counts = self.prototypes.means, self.prototypes.counts
+        path, described = Path(folder) / self.PROTOTYPES, {"head": self.feature_map.head}
+        write_model(path, {"means": means, "counts": counts}, described)
 
     @classmethod
     def load(cls, folder: str | Path, network: nn.Module) -> Self:  # noqa: D102

@@ -117,7 +117,7 @@ class FedEnsemble(BaseStrategy):
             raise ValueError("inner: expected a new strategy at each call, got the same one twice")
         if any(isinstance(strategy, FedEnsemble) for strategy in made):
             raise ValueError("inner: expected a strategy of one model, got a FedEnsemble")
-        limits = {"max_examples": self.max_examples, "outlier_factor": self.outlier_factor}
+        limits: Any = {"max_examples": self.max_examples, "outlier_factor": self.outlier_factor}
         self.members = tuple(
             own if isinstance(own, BaseStrategy) else CheckedStrategy(own, name="inner", **limits)
             for own in made
