@@ -30,10 +30,9 @@ from ..support.memory import available_memory, require_memory
 from ..support.precision import full_float32
 from .flow_options import FlowOptions, Kernel, KernelDtype
 from .learning_rate import largest_eigenvalue
-from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep
+from .solver import NOT_FINITE, OnStep, RungeKuttaChebyshev, SolverStep, State
 
 SOLVER_ARRAYS = 24  # of the outputs' size in float64, that the solver holds at a time
-State = tuple[Tensor, Tensor]  # f and R, in float64
 # (f(0) in float64, increasing times, the time passed before) -> f and R at the times, with R(0) = 0
 _Follow = Callable[[Tensor, Sequence[float], float], list[State]]
 
@@ -188,7 +187,8 @@ def evolve(
     """Evolve the outputs of a linearised network under gradient flow.
 
     MSE with the mean kernel is solved in closed form in the kernel's eigenbasis, in float64. In all
-    other cases the differential equation is stiff, and :mod:`.solver` integrates it.
+    other cases the differential equation is stiff, and :mod:`.solver` integrates it. Results have
+    the dtype of `outputs`.
 
     Parameters
     ----------
@@ -200,11 +200,6 @@ def evolve(
         One-hot targets Y.
     loss, learning_rate, steps, kernel, residuals, kernel_dtype, tolerance, memory_budget
         See :class:`GradientFlow`.
-
-    Returns
-    -------
-    Evolution
-        In the dtype of `outputs`.
 
     Raises
     ------

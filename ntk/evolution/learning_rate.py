@@ -19,13 +19,11 @@ AUTO_STEPS = (10, 30, 100, 300, 1000, 3000, 10_000)  # in times of the kernel's 
 MOST_PRODUCTS = 100
 
 
-def largest_eigenvalue(
-    product: Callable[[Tensor], Tensor], example: Tensor, *, tolerance: float = 1e-4
-) -> float:
+def largest_eigenvalue(product: Callable[[Tensor], Tensor], example: Tensor) -> float:
     """Largest eigenvalue of a positive semi-definite operator, by power iteration from below.
 
     `product` is the operator's product with a tensor like `example` (shape, dtype, device). The
-    iteration stops once the estimate grows by less than `tolerance` in a product, or after 100.
+    iteration stops once the estimate grows by less than 1e-4 in a product, or after 100.
     """
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example)
@@ -35,6 +33,6 @@ def largest_eigenvalue(
         before, value = value, float(vector.norm())
         if not torch.isfinite(vector).all():
             raise ValueError("the kernel is not finite; look for NaN in the inputs")
-        if value <= before * (1 + tolerance):
+        if value <= before * (1 + 1e-4):
             break
     return value

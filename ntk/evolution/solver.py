@@ -121,7 +121,9 @@ class RungeKuttaChebyshev:
             yield 0.0, lambda _: (now.outputs, now.integral)
             return
         self._follow_radius(now.outputs, iterations=30)
-        self._expected = self.products + _products_for(end * self._radius)
+        # the stages of a step grow with the root of its stiffness, which falls as the examples are
+        # learned; power and factor are from trials
+        self._expected = self.products + round(60 * math.sqrt(math.sqrt(end * self._radius)))
         self._tell(time, end)
         step, grown = self._first_step(now, end), 1.0
         while time < end:
@@ -241,15 +243,6 @@ def _dense(start: float, step: float, now: _Point, new: _Point) -> Callable[[flo
 def _stages_for(stiffness: float) -> int:
     """Stages s so that 0.65 (s^2 - 1) is at least `stiffness`, step times spectral radius."""
     return max(2, 1 + math.floor(math.sqrt(1 + 1.54 * stiffness)))
-
-
-def _products_for(stiffness: float) -> int:
-    """Estimate the products of a whole flow, from its stiffness at the start.
-
-    The stages of a step grow with the root of its stiffness, which falls as the examples are
-    learned; power and factor are from trials.
-    """
-    return round(60 * math.sqrt(math.sqrt(stiffness)))
 
 
 class _Stage(NamedTuple):

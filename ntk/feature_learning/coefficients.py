@@ -93,13 +93,13 @@ def decompose(weights: Tensor, initial: Tensor, examples: TwoPatchExamples) -> C
     return Coefficients(signal * second_layer(change)[:, None], by_client)
 
 
-def mixing_matrix(groups: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return the shares (K, K) of averages over the clients of one group, with equal weight.
+def mixing_matrix(groups: Tensor) -> Tensor:
+    """Return the shares (K, K), float64, of averages over each group's clients with equal weight.
 
     Groups (K,) that are all the same give FedAvg, all different local training, those of the
     signals the weighted FedAvg of appendix C.4.
     """
-    same = (groups[:, None] == groups).to(dtype)
+    same = (groups[:, None] == groups).double()
     return same / same.sum(1, keepdim=True)
 
 

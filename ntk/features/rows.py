@@ -47,9 +47,9 @@ class FeatureRows:
 
         return cls(read, (array.shape[0], array.shape[1]), device=device, bias=bias)
 
-    def chunks(self, most: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows' positions, the rows), at most `most` bytes of float32 at a time."""
-        for rows in self._slices((most or CHUNK_BYTES) // (4 * self.shape[1])):
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows' positions, the rows), at most 128 MiB of float32 at a time."""
+        for rows in self._slices(CHUNK_BYTES // (4 * self.shape[1])):
             yield rows, self[rows]
 
     def _slices(self, size: int) -> list[slice]:

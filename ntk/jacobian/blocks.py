@@ -79,12 +79,11 @@ class Block(ABC):
         """Parameter name -> tensor of shape (n, C, *parameter shape)."""
 
     @abstractmethod
-    def columns(self, name: str, indices: Tensor) -> Tensor:
-        """Columns of a parameter's flattened coordinates `indices`, shape (n, C, k)."""
-
     def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:
-        """Write :meth:`columns` into a tensor of any strides, floating dtype and device."""
-        out.copy_(self.columns(name, indices))
+        """Write columns of a parameter's flattened coordinates `indices` into `out` (n, C, k).
+
+        It may have any strides, floating dtype and device.
+        """
 
     @abstractmethod
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
@@ -140,10 +139,10 @@ class DenseBlock(Block):
     def dense(self) -> dict[str, Tensor]:  # noqa: D102
         return {self.name: self.values}
 
-    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
         n, outputs = self.values.shape[:2]
         flat = self.values.reshape(n * outputs, -1)
-        return flat.index_select(1, indices).view(n, outputs, -1)
+        out.copy_(flat.index_select(1, indices).view(n, outputs, -1))
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         return [(-1, *parameters[self.name])]

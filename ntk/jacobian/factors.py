@@ -176,10 +176,8 @@ class FactoredBlock(Block):
             yield self.gradients.sum(2).flatten(1)
 
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        parts = [
-            self.rows(rows)._weighted_sums(residual[rows])
-            for rows in self._chunks(self._patch_size)
-        ]
+        chunks = self._chunks(self._patch_size)
+        parts = [self.rows(rows)._weighted_sums(residual[rows]) for rows in chunks]
         weight = sum((w for w, _ in parts[1:]), parts[0][0])
         update = {self.weight: self.shaped(weight)}
         if self.bias is not None:
@@ -251,13 +249,12 @@ class FactoredBlock(Block):
                 torch.bmm(g[:, output].transpose(1, 2), a, out=part[:, output])
         return weights
 
-    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
         if name == self.bias:
-            return self.gradients.sum(2)[:, :, indices]
-        chunks = self._chunks(self._patch_size + self.dense_size)
-        return torch.cat(
-            [self.rows(rows).dense()[name].flatten(2)[:, :, indices] for rows in chunks]
-        )
+            out.copy_(self.gradients.sum(2)[:, :, indices])
+            return
+        for rows in self._chunks(self._patch_size + self.dense_size):
+            out[rows] = self.rows(rows).dense()[name].flatten(2)[:, :, indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,18 +263,16 @@ class LinearBlock(FactoredBlock):
 
     kind = "linear"
 
-    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
-        if name == self.bias or self.positions > 1:
-            return super().columns(name, indices)
-        out = self.gradients.new_empty(*self.gradients.shape[:2], len(indices))
-        self.write_columns(name, indices, out)
-        return out
-
     def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
-        if name == self.bias or self.positions > 1 or out.device != self.gradients.device:
+        if name == self.bias or self.positions > 1:
             super().write_columns(name, indices, out)
             return
         n, outputs, _, width = self.gradients.shape
+        if out.device != self.gradients.device:
+            here = self.gradients.new_empty(n, outputs, len(indices))
+            self.write_columns(name, indices, here)
+            out.copy_(here)
+            return
         inputs, gradients = self.inputs.reshape(n, -1), self.gradients.reshape(n * outputs, width)
         size = max(1, AT_WORK // (n * outputs))
         for chosen, part in zip(indices.split(size), out.split(size, 2), strict=True):
@@ -345,8 +340,9 @@ class ConvBlock(FactoredBlock):
     def _pulled_back(self, weighted: Tensor) -> Tensor:
         shape = (weighted.shape[2], self.channels_per_group, *self.kernel_size)
         differentiate = WEIGHT_GRADIENTS[len(self.kernel_size)]
-        inputs, outputs = self.inputs.movedim(-1, 1), self._by_place(weighted)
-        return self.flat(differentiate(inputs, shape, outputs, **self._options))
+        by_place = weighted.unflatten(1, self._places(self.inputs.shape[1:-1])).movedim(-1, 1)
+        inputs = self.inputs.movedim(-1, 1)
+        return self.flat(differentiate(inputs, shape, by_place, **self._options))
 
     def _pushed_forward(self, weight: Tensor) -> Tensor:
         convolve = CONVOLUTIONS[len(self.kernel_size)]
@@ -358,23 +354,17 @@ class ConvBlock(FactoredBlock):
         axes = zip(sizes, self.kernel_size, self.stride, self.dilation, strict=True)
         return [max(0, (size - (k - 1) * d - 1) // s + 1) for size, k, s, d in axes]
 
-    def _by_place(self, weighted: Tensor) -> Tensor:
-        """View (n, S, d_out) as what the layer puts out: (n, d_out, *places)."""
-        by_place: Tensor = weighted.unflatten(1, self._places(self.inputs.shape[1:-1]))
-        return by_place.movedim(-1, 1)
-
-    def columns(self, name: str, indices: Tensor) -> Tensor:  # noqa: D102
+    def write_columns(self, name: str, indices: Tensor, out: Tensor) -> None:  # noqa: D102
         if name == self.bias:
-            return super().columns(name, indices)
+            super().write_columns(name, indices, out)
+            return
         places = math.prod(self.kernel_size)  # channels are the last of d_in, here and not there
         row, rest = indices // self.width_in, indices % self.width_in
         moved = rest // places + self.channels_per_group * (rest % places) + self.width_in * row
-        parts = []
         for rows in self._chunks(self._patch_size + self.dense_size):
             weights = self.rows(rows)._dense_weights()
             flat = weights.view(weights.shape[0] * weights.shape[1], -1)
-            parts.append(flat.index_select(1, moved).view(*weights.shape[:2], -1))
-        return torch.cat(parts)
+            out[rows] = flat.index_select(1, moved).view(*weights.shape[:2], -1)
 
     def expected_shapes(self, parameters: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:  # noqa: D102
         width_out, per_group, *kernel_size = parameters[self.weight]

@@ -121,18 +121,13 @@ class Jacobian:
     @full_float32()
     def vjp(self, residual: Tensor) -> dict[str, Tensor]:
         """``J^T R`` of R (n, C): each parameter's update in eq. (9b)."""
-        update: dict[str, Tensor] = {}
-        for block in self.blocks:
-            update |= block.vjp(residual)
-        return update
+        return {name: t for block in self.blocks for name, t in block.vjp(residual).items()}
 
     @full_float32()
     def jvp(self, update: Mapping[str, Tensor]) -> Tensor:
         """Linearised change (n, C) of the outputs by an update of all parameters held: eq. (4)."""
-        change = self.blocks[0].jvp(update)
-        for block in self.blocks[1:]:
-            change = change + block.jvp(update)
-        return change
+        first, *others = self.blocks
+        return sum((block.jvp(update) for block in others), first.jvp(update))
 
     def squared_norms(self) -> Tensor:
         """Squared Frobenius norm of each example's Jacobian, float64, shape (n,)."""
@@ -141,10 +136,7 @@ class Jacobian:
     @full_float32()
     def dense(self) -> dict[str, Tensor]:
         """Parameter name -> tensor of shape (n, C, *parameter shape): the paper's tensor."""
-        tensors: dict[str, Tensor] = {}
-        for block in self.blocks:
-            tensors |= block.dense()
-        return tensors
+        return {name: t for block in self.blocks for name, t in block.dense().items()}
 
     def to_dense(self) -> "Jacobian":
         """Return the same Jacobian with every block dense: the paper's literal tensor."""

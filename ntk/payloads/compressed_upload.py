@@ -18,8 +18,6 @@ from .jacobian_format import jacobian_of, jacobian_to_arrays, own_arrays
 from .jacobian_upload import JacobianUpload
 from .limits import UploadLimits, require_labels
 
-__all__ = ["DECODING_BYTES", "CompressedUpload"]
-
 DECODING_BYTES = 40  # for each number that was sent, while they are unpacked
 
 

@@ -189,7 +189,10 @@ class Encoded:
             numbers: Floats = np.frombuffer(self._data.tobytes(), self.dtype)
         else:
             levels = _unpack(self._data, self.count, self.bits).reshape(self.groups, -1)
-            numbers = _values(levels, self.bits, self._ranges).astype(self.dtype).reshape(-1)
+            low, space = _spaces(self._ranges, self.bits)
+            magnitudes = low + (levels >> np.uint64(1)).astype(np.float64) * space
+            signed = np.where(levels & np.uint64(1), -magnitudes, magnitudes)
+            numbers = signed.astype(self.dtype).reshape(-1)
         flat = np.zeros(self.size, self.dtype)
         flat[chosen] = numbers
         return flat.reshape(self.shape)
@@ -232,13 +235,6 @@ def _quantised(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], NDArray[
     steps = np.rint((magnitudes - low) / np.where(space > 0, space, np.inf))
     levels = np.clip(steps, 0, _steps(bits)).astype(np.uint64)
     return levels << np.uint64(1) | np.signbit(numbers), ranges
-
-
-def _values(levels: NDArray[np.uint64], bits: int, ranges: NDArray[np.float32]) -> Floats:
-    low, space = _spaces(ranges, bits)
-    magnitudes = low + (levels >> np.uint64(1)).astype(np.float64) * space
-    numbers: Floats = np.where(levels & np.uint64(1), -magnitudes, magnitudes)
-    return numbers
 
 
 def _spaces(ranges: NDArray[np.float32], bits: int) -> tuple[Floats, Floats]:

@@ -20,8 +20,6 @@ from ..jacobian.factors import ConvBlock, EmbeddingBlock, LinearBlock
 from ..jacobian.operator import Jacobian
 from ..support.arrays import require_array
 
-__all__ = ["jacobian_from_arrays", "jacobian_of", "jacobian_to_arrays", "own_arrays"]
-
 MAX_LAYOUT_BYTES = 1_000_000
 LARGEST = 1e12  # of a Jacobian's numbers: products of its factors must stay within float32
 LARGEST_STRIDE = 2**16

@@ -16,8 +16,6 @@ from ..jacobian.operator import Jacobian
 from ..support.arrays import require_array
 from .jacobian_format import jacobian_from_arrays, jacobian_to_arrays
 
-__all__ = ["JacobianUpload"]
-
 
 @dataclass(frozen=True, eq=False)
 class JacobianUpload:
@@ -73,12 +71,8 @@ class JacobianUpload:
 
     def rows(self, indices: Tensor) -> "JacobianUpload":
         """Return rows of Jacobian, outputs and targets together, in the order of `indices`."""
-        blocks = self.jacobian.blocks
-        return JacobianUpload(
-            Jacobian(tuple(b.with_arrays([a[indices] for a in b.arrays]) for b in blocks)),
-            self.outputs[indices],
-            self.targets[indices],
-        )
+        jacobian = self.jacobian.mapped(lambda array: array[indices])
+        return JacobianUpload(jacobian, self.outputs[indices], self.targets[indices])
 
     def canonical(self) -> "JacobianUpload":
         """Sort the rows by their bytes, so that their order on arrival does not matter."""

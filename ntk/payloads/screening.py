@@ -19,15 +19,6 @@ from ..errors import BadReply, NotEnoughMemory
 from ..support.memory import require_memory
 from .jacobian_upload import JacobianUpload
 
-__all__ = [
-    "MemoryBudget",
-    "change_size",
-    "screen_changes",
-    "screen_losses",
-    "screen_sizes",
-    "screen_uploads",
-]
-
 OUTLIER_FACTOR = 100.0  # times the median client's
 COPIES = 3  # of a round's rows: as they came, stacked, and in another order
 
@@ -78,19 +69,19 @@ def screen_changes(
 
 def change_size(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> float:
     """Euclidean norm of the change, over all floating-point arrays of `before`."""
-    floating = {name: a for name, a in before.items() if a.dtype.kind == "f"}
-    return math.sqrt(sum(_squared_distance(after[name], a) for name, a in floating.items()))
+    total = 0.0
+    for name, array in before.items():
+        if array.dtype.kind == "f":
+            dtype = np.result_type(after[name].dtype, np.float32)
+            change = np.subtract(after[name], array, dtype=dtype).ravel()
+            total += float(np.dot(change, change))
+    return math.sqrt(total)
 
 
 def screen_sizes(sizes: Sequence[float], factor: float = OUTLIER_FACTOR) -> list[BadReply | None]:
     """Compare clients by one size each, at least 0."""
     limit = _limit(sizes, factor)
     return [_too_large("scale", factor) if size > limit else None for size in sizes]
-
-
-def _squared_distance(a: NDArray[Any], b: NDArray[Any]) -> float:
-    change = np.subtract(a, b, dtype=np.result_type(a.dtype, np.float32)).ravel()
-    return float(np.dot(change, change))
 
 
 def screen_losses(

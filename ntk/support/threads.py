@@ -14,17 +14,11 @@ from logging import getLogger
 logger = getLogger("flwr")
 # variables of OpenMP, GNU, LLVM and Intel that say how threads wait
 OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# at import: OpenMP has read its settings already, and none says how to wait
-TOO_LATE = "torch" in sys.modules and not any(name in os.environ for name in OWN_SETTINGS)
-
-
-def wait_passively() -> None:
-    """Set ``OMP_WAIT_POLICY=PASSIVE`` for this process and those it starts.
-
-    OpenMP reads it when torch loads it: call this before. A user's own settings win.
-    """
-    if not any(name in os.environ for name in OWN_SETTINGS):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+_SET = any(name in os.environ for name in OWN_SETTINGS)
+# OpenMP reads its settings when torch loads it: too late if they do not say how to wait
+TOO_LATE = "torch" in sys.modules and not _SET
+if not _SET:  # for this process and those it starts
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 @functools.cache
@@ -41,6 +35,3 @@ def _cores() -> int:
     """Cores that this process may use, as OpenMP counts them."""
     own = getattr(os, "sched_getaffinity", None)
     return len(own(0)) if own else os.cpu_count() or 1
-
-
-wait_passively()
