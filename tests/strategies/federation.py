@@ -1,6 +1,5 @@
 """A small federation on the local grid, with replies that can be reordered or damaged."""
 
-import copy
 import functools
 import io
 import itertools
@@ -258,11 +257,8 @@ def with_metrics(**values: Any) -> Change:
 
 def from_node(reply: Message, node: int) -> Message:
     """Return the reply as if another node had sent it."""
-    forged = copy.copy(reply)
-    forged.__dict__.update(reply.__dict__)
-    forged.__dict__["_metadata"] = copy.copy(reply.metadata)
-    forged.metadata.__dict__["_src_node_id"] = node
-    return forged
+    reply.metadata.__dict__["_src_node_id"] = node
+    return reply
 
 
 def failed(reply: Message) -> Message:

@@ -2,7 +2,7 @@
 
 from logging import INFO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,6 @@ from .federation import (
     asked_first,
     bits,
     damaged,
-    examples,
     failed,
     lost,
     network,
@@ -44,20 +43,14 @@ KINDS = sorted(DAMAGED_REPLIES)
 ALL_FAIL = dict.fromkeys(range(6), failed)
 
 
-class Run(NamedTuple):
-    strategy: SeededFedAvg
-    grid: Grid
-    weights: dict[str, bytes]
-
-
 def run(
     rounds: int = 1, options: dict[str, Any] = ALL, *, ask: bool = False, **of_grid: Any
-) -> Run:
-    """Run FedAvg; with `ask` all clients have told their partitions before."""
+) -> tuple[dict[str, bytes], SeededFedAvg, Grid]:
+    """Weights by FedAvg, and how; with `ask` all clients have told their partitions before."""
     strategy, grid = SeededFedAvg(**options), Grid(CLIENTS, **of_grid)
     if ask:
         asked_first(strategy, grid)
-    return Run(strategy, grid, bits(start(strategy, grid, rounds)))
+    return bits(start(strategy, grid, rounds)), strategy, grid
 
 
 # ------------------------------------------------------------------------- replies
@@ -67,16 +60,16 @@ def test_damaged_replies_are_dropped_and_counted_under_their_reasons(caplog):
     """The contract has damaged arrays."""
     weights = run_damaged(SeededFedAvg(**ALL), CLIENTS, KINDS)
     silent = dict.fromkeys(range(1, len(KINDS) + 1), lost)
-    assert weights == run(changes=silent, num_clients=len(KINDS) + 2).weights
+    assert weights == run(changes=silent, num_clients=len(KINDS) + 2)[0]
     assert "dropped the reply of node" in caplog.text
 
 
 def test_odd_replies_with_good_arrays_are_used():
     clients, odd = len(ODD) + 1, dict(enumerate(ODD.values(), 1))
-    found = run(ask=True, changes=odd, num_clients=clients)
-    assert found.grid.damaged == len(ODD)
-    assert np.isfinite(found.strategy.train_metrics[1]["train-loss"])
-    assert found.weights == run(num_clients=clients).weights
+    weights, strategy, grid = run(ask=True, changes=odd, num_clients=clients)
+    assert grid.damaged == len(ODD)
+    assert np.isfinite(strategy.train_metrics[1]["train-loss"])
+    assert weights == run(num_clients=clients)[0]
 
 
 def test_no_answer_about_a_partition_ends_the_run():
@@ -85,7 +78,7 @@ def test_no_answer_about_a_partition_ends_the_run():
     changes = {k: DAMAGED_REPLIES[kind][0] for k, kind in enumerate(kinds, 1)}
     ids = range(100, 102 + len(kinds))
     own: Any = {"num_clients": len(ids), "changed_kind": "query.partition"}
-    strategy = run(ask=True, changes=changes, node_ids=ids, **own).strategy
+    strategy = run(ask=True, changes=changes, node_ids=ids, **own)[1]
     assert strategy.train_metrics[1]["replies-accepted"] == len(ids)
     known = dict(enumerate(map(strategy.registry.client, ids)))
     assert all(client in (k, ids[k]) for k, client in known.items())
@@ -122,6 +115,7 @@ def test_accuracies_that_cannot_be_are_refused(accuracies, refused):
 
 
 NAMES = {f"name-{i:04}": 1.0 for i in range(2000)}
+MANY = {"a": [0.5] * 9_000, "c": [0.5] * 999}
 
 
 @pytest.mark.parametrize(
@@ -130,17 +124,15 @@ NAMES = {f"name-{i:04}": 1.0 for i in range(2000)}
         # 63 are kept beside the known one, and no name of more than 64 letters
         (NAMES | {"x" * 65: 1.0}, dict(list(NAMES.items())[:63])),
         # of 19,000 numbers 10,000 are, the loss among them, and no list in part
-        (
-            {"a": [0.5] * 9_000, "b": [0.5] * 9_000, "c": [0.5] * 999, "d": [0.5]},
-            {"a": [0.5] * 9_000, "c": [0.5] * 999},
-        ),
+        (MANY | {"b": [0.5] * 9_000, "d": [0.5]}, MANY),
         # the server's own counts
         ({"replies_accepted": 99.0, "replies_x": 1, "rejected_error": 2, "rejected_x": 3.0}, {}),
     ],
 )
 def test_clients_metrics_are_limited(added, kept):
-    found, plain = run(changes=dict.fromkeys(range(6), with_metrics(**added))), run()
-    assert found.strategy.train_metrics[1] == {**plain.strategy.train_metrics[1], **kept}
+    changes = dict.fromkeys(range(6), with_metrics(**added))
+    (_, found, _), (_, plain, _) = run(changes=changes), run()
+    assert found.train_metrics[1] == {**plain.train_metrics[1], **kept}
 
 
 # ---------------------------------------------------------------- nodes and sampling
@@ -155,17 +147,15 @@ def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_no
         (by_completed | {"seed": 3}, {"node_ids": IDS, "order": 1}),
         (by_completed, {"node_ids": IDS, "order": 1}),
     ):
-        strategy, grid, weights = run(2, ALL | options, **of_grid)
+        weights, _, grid = run(2, ALL | options, **of_grid)
         found.append((weights, sorted(grid.trained[:3]), sorted(grid.trained[3:])))
         assert [len(set(clients)) for clients in found[-1][1:]] == [3, 3]
-        total = sum(len(examples(p)[1]) for p in grid.trained[:3])
-        assert strategy.train_metrics[1]["num-examples"] == total
     assert found[0] == found[1] != found[2]
 
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
     claims: Any = {"changes": {3: with_metrics(partition_id=0)}, "changed_kind": "query.partition"}
-    grid = run(options=ALL | {"held_out": [0], "min_train_nodes": 1}, **claims).grid
+    _, _, grid = run(options=ALL | {"held_out": [0], "min_train_nodes": 1}, **claims)
     assert sorted(grid.trained) == [1, 2, 4, 5]
 
 
@@ -178,13 +168,13 @@ def test_a_partition_that_cannot_be_is_none(claimed, kind):
     """
     claims = {3: with_metrics(partition_id=0), 5: with_metrics(partition_id=claimed)}
     ask, options = kind == "query.partition", {"min_evaluate_nodes": 6}
-    strategy = run(options=options, ask=ask, changes=claims, changed_kind=kind).strategy
+    _, strategy, _ = run(options=options, ask=ask, changes=claims, changed_kind=kind)
     last = 5 if kind == "train" and claimed != -1 else 6  # or its id
     assert strategy.registry.clients() == {0, 1, 2, -5, 4, last}
     assert sorted(strategy.client_evaluations) == [-5, 0, 1, 2, 4, last]
 
 
-ASKED = ("query.partition", 6)
+ASKED, SILENT = ("query.partition", 6), with_metrics(partition_id=None)
 
 
 @pytest.mark.parametrize(
@@ -196,26 +186,14 @@ ASKED = ("query.partition", 6)
         # those that failed are asked before the second round
         ({}, {2: failed, 4: lost}, [("train", 6), ("query.partition", 2), ("train", 6)]),
         # whoever leaves it out, as a user's own function may, is asked at once
-        (
-            {},
-            {2: with_metrics(partition_id=None)},
-            [("train", 6), ("query.partition", 1), ("train", 6)],
-        ),
+        ({}, {2: SILENT}, [("train", 6), ("query.partition", 1), ("train", 6)]),
     ],
 )
-def test_partitions_are_asked_for_once_if_they_do_not_come_with_replies(
-    options, changes, exchanges
-):
-    found = run(2, ALL | {"min_train_nodes": 1} | options, changes=changes, node_ids=IDS)
-    assert found.grid.exchanges == exchanges
-    assert found.strategy.registry.clients(departed=True) == {0, 1, 2, 3, 4, 5}
-
-
-def test_nodes_without_a_partition_say_so_with_their_first_replies():
-    changes = dict.fromkeys(range(6), with_metrics(partition_id=-1))
-    strategy, grid, _ = run(2, node_ids=IDS, changes=changes)
-    assert grid.exchanges == [("train", 6), ("train", 6)]
-    assert strategy.registry.clients() == set(IDS)
+def test_partitions_that_come_with_no_reply_are_asked_for_once(options, changes, exchanges):
+    options = ALL | {"min_train_nodes": 1} | options
+    _, strategy, grid = run(2, options, changes=changes, node_ids=IDS)
+    assert grid.exchanges == exchanges
+    assert strategy.registry.clients(departed=True) == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -225,10 +203,10 @@ def test_a_refused_reply_claims_no_partition(damage):
     """Node 3 claims node 6's partition in a reply that is refused: both keep their own places."""
     claim = with_metrics(partition_id=5)
     changes: dict[int, Change] = {2: lambda reply: damage(claim(reply))}
-    strategy, _, weights = run(options={"min_evaluate_nodes": 6}, changes=changes)
+    weights, strategy, _ = run(options={"min_evaluate_nodes": 6}, changes=changes)
     assert strategy.train_metrics[1]["replies-accepted"] == 5
     assert strategy.registry.clients() == {0, 1, 2, 3, 4, 5}
-    assert weights == run(changes={2: lost}).weights
+    assert weights == run(changes={2: lost})[0]
 
 
 def test_an_exchange_within_a_round_is_checked_as_any_other():
@@ -242,10 +220,10 @@ def test_an_exchange_within_a_round_is_checked_as_any_other():
         return float(reply.metrics["loss"])
 
     changes: dict[int, Change] = {1: lambda reply: [reply, reply], 2: failed}
-    strategy, _, _ = run(changes=changes, changed_kind="evaluate", order=2)
-    found = strategy.exchange([1, 2, 3, 4, 5, 6], "evaluate", strategy.global_arrays, parse)
-    assert [reply.client for reply, _ in found[0]] == [0, 1, 3]
-    assert found[1] == {"duplicate": 1, "error": 1, "odd": 1, "malformed": 1}
+    _, strategy, _ = run(changes=changes, changed_kind="evaluate", order=2)
+    pairs, rejected = strategy.exchange(range(1, 7), "evaluate", strategy.global_arrays, parse)
+    assert [reply.client for reply, _ in pairs] == [0, 1, 3]
+    assert rejected == {"duplicate": 1, "error": 1, "odd": 1, "malformed": 1}
 
 
 # ------------------------------------------------------------------- rounds and state
@@ -265,9 +243,9 @@ def test_a_run_that_is_stopped_is_the_shorter_run():
 
     first, second = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
     result = stopped(first, 2, ArrayRecord(dict(network().state_dict())))
-    assert bits(arrays_of(result.arrays)) == run(2).weights
+    assert bits(arrays_of(result.arrays)) == run(2)[0]
     second.load_state_dict(first.state_dict())
-    assert bits(arrays_of(stopped(second, 4, result.arrays).arrays)) == run(4).weights
+    assert bits(arrays_of(stopped(second, 4, result.arrays).arrays)) == run(4)[0]
     assert seen == [(0, 1), (1, 2), (2, 3), (2, 1), (3, 2), (4, 3)]  # the rounds' own numbers
 
 
