@@ -25,7 +25,6 @@ from fedntk.ntk.options import option, state
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 
-from .array_archive import under
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
 from .centred_inputs import centred_by_clients
@@ -35,8 +34,6 @@ from .replies import Reply, accuracy_of, kinds_of, largest_group, screen_accurac
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
-
-AVERAGED = "averaged"
 
 
 class BaseStrategy(Sampling):
@@ -96,11 +93,13 @@ class BaseStrategy(Sampling):
     train_metrics: dict[int, MetricRecord] = state(dict, saved=False)
     evaluate_metrics: dict[int, MetricRecord] = state(dict, saved=False)
     client_evaluations: dict[int, dict[str, Any]] = state(dict, saved=False)
+    averaged: AveragedModel | None = state(lambda: None, reset=False)
     _centred: bool = state(bool)  # whether the weights that belong to the state have their mean
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.averaged = AveragedModel(self.average_decay) if self.average_decay else None
+        if self.average_decay:
+            self.averaged = AveragedModel(self.average_decay)
         self.rounds_loaded = 0  # of a state, until a run goes on from it
         self._last_round = 0
 
@@ -139,7 +138,7 @@ class BaseStrategy(Sampling):
         saved: dict[str, Any] = {"settings": self.settings(), "server-round": self.server_round}
         for name in self.states():
             saved |= pack(name, getattr(self, name))
-        return saved | ({} if self.averaged is None else pack(AVERAGED, self.averaged))
+        return saved
 
     def settings(self) -> dict[str, Any]:
         """Return what a run's outcome depends on besides data and weights, as JSON holds it.
@@ -167,8 +166,6 @@ class BaseStrategy(Sampling):
         for name, kind in self.states().items():
             setattr(self, name, unpack(name, kind, getattr(self, name), state))
         self.server_round = self.rounds_loaded = int(state["server-round"])
-        if self.averaged is not None:
-            self.averaged.load_state_dict(under(f"{AVERAGED}.", state))
 
     # -------------------------------------------------------------------- runs
 

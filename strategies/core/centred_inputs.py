@@ -4,7 +4,6 @@ Each client sends the sum of its inputs, projected where there is a projection, 
 the server sees both. The mean becomes an array of the model, which all clients are then sent.
 """
 
-import logging
 from collections.abc import Sequence
 from logging import INFO
 from typing import Any
@@ -19,10 +18,10 @@ from fedntk.ntk.features import CENTRE, INPUT_SUMS
 from fedntk.ntk.payloads import screen_sizes
 from fedntk.ntk.support.arrays import require_array
 
+from .exchange import logger
 from .replies import LARGEST_WEIGHT, NoUsableReply, Reply
 from .sampling import Sampling
 
-logger = logging.getLogger("flwr")
 STAGE = "query.input_sums"
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 

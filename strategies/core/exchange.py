@@ -97,8 +97,8 @@ class Exchanges(Declared, FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        flowers = {name: getattr(self, name) for name in _FLOWERS}
-        FedAvg.__init__(self, **flowers)
+        flowers = FedAvg.__init__.__annotations__.keys() - {"return"}
+        FedAvg.__init__(self, **{name: getattr(self, name) for name in flowers})
         self.registry = ClientRegistry()
         self.sent = SentParts()
         self.global_arrays = ArrayRecord()
@@ -354,6 +354,3 @@ def _reported_partitions(replies: Iterable[Message]) -> dict[int, int | None]:
         if isinstance(partition, int) and -1 <= partition < 2**63:  # below 0: placeholders
             reported[reply.metadata.src_node_id] = None if partition == -1 else partition
     return reported
-
-
-_FLOWERS = FedAvg.__init__.__annotations__.keys() - {"return"}
