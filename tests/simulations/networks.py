@@ -34,3 +34,9 @@ def halving(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """A linear classifier that changes its inputs."""
     width = math.prod(input_shape)
     return nn.Sequential(Halved(), nn.Flatten(), nn.Linear(width, num_classes))
+
+
+def three_classes(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A classifier after a frozen layer, with three outputs whatever is asked."""
+    frozen = nn.Linear(*input_shape, 4).requires_grad_(requires_grad=False)
+    return nn.Sequential(frozen, nn.Linear(4, 3))

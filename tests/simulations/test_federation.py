@@ -43,6 +43,7 @@ APP = Path(__file__).parent / "hospital_app"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 QUICK = ONE_THREAD | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 PATIENCE = 300.0  # s, for what takes seconds where nothing else is at work
+UV = [sys.executable, "-m", "uv"]
 ROUNDS = {"ntk-fl": 1, "scaffold": 2, "tct": 4, "cp-ntk-fl": 1}
 
 
@@ -313,24 +314,27 @@ with superlink(Path(home)) as (_, environment):
 """
 
 
+def done(*command: Any, **options: Any) -> str:
+    """Run a command that must succeed, and return what it says."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Python of an environment with fedntk from a wheel; what it needs is this environment's."""
     folder = tmp_path_factory.mktemp("installed")
-    uv = [sys.executable, "-m", "uv"]
-    quiet = {"check": True, "capture_output": True, "cwd": folder}
-    subprocess.run([*uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT], **quiet)
-    (wheel,) = (folder / "dist").glob("fedntk-*.whl")
-    subprocess.run([*uv, "venv", "--python", sys.executable, folder / "venv"], **quiet)
     python = folder / "venv" / "bin" / "python"
+    done(*UV, "build", "--wheel", "--out-dir", folder / "dist", ROOT, cwd=folder)
+    (wheel,) = (folder / "dist").glob("fedntk-*.whl")
+    done(*UV, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
     flower = f"flwr=={importlib.metadata.version('flwr')}"  # for commands of its own
-    install = [*uv, "pip", "install", "--no-deps", "--python", python, wheel, flower]
-    subprocess.run(install, **quiet)
+    done(*UV, "pip", "install", "--no-deps", "--python", python, wheel, flower, cwd=folder)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-    where = [python, "-c", "import fedntk.simulations; print(fedntk.simulations.__file__)"]
-    found = subprocess.run(where, **quiet).stdout.decode().strip()
-    assert Path(found).is_relative_to(packages)
+    where = "import fedntk.simulations; print(fedntk.simulations.__file__)"
+    assert Path(done(python, "-c", where, cwd=folder).strip()).is_relative_to(packages)
     return python
 
 
@@ -339,9 +343,8 @@ def bundle(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the Flower app as it comes out of a bundle that `flwr build` makes of the wheel."""
     folder = tmp_path_factory.mktemp("bundle")
     (app,) = (installed.parents[1] / "lib").glob("python*/site-packages/fedntk/simulations")
-    build = [installed.parent / "flwr", "build", "--app", app]
-    done = subprocess.run(build, check=True, capture_output=True, text=True, cwd=folder)
-    assert "missing" not in done.stdout  # of the properties that it recommends
+    said = done(installed.parent / "flwr", "build", "--app", app, cwd=folder)
+    assert "missing" not in said  # of the properties that it recommends
     (file,) = folder.glob("*.fab")
     assert file.stat().st_size < 10_000_000
     with zipfile.ZipFile(file) as packed:
@@ -375,13 +378,9 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     deploy += ["3", "--folder", tmp_path / "federation", "--run-config"]
     wanted = bits(load_model(expected.folder))
     for name, command in (("simulated", simulate), ("deployed", deploy)):
-        arguments = [*command, f'{text} out="{tmp_path / name}"']
-        done = subprocess.run(
-            arguments, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        said = done(*command, f'{text} out="{tmp_path / name}"', env=environment)
         assert bits(load_model(tmp_path / name)) == wanted, name
-    typed = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    typed = [line for line in said.splitlines() if line.startswith("$ ")]
     assert [line.split()[1] for line in typed].count("flower-supernode") == 3
     assert any(line.startswith("$ flwr supernode register ") for line in typed)
     assert any("--enable-supernode-auth" in line for line in typed)
@@ -390,13 +389,10 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
 
 def test_flower_finds_nothing_to_install_for_the_bundle(bundle, tmp_path):
     """As it does before a run, if it is let: offline, and with an empty cache."""
-    sync = [sys.executable, "-m", "uv", "sync", "--offline", "--cache-dir", tmp_path / "cache"]
+    sync = [*UV, "sync", "--offline", "--cache-dir", tmp_path / "cache"]
     sync += ["--python", sys.executable, "--no-install-project", "--inexact"]
     environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")}
-    done = subprocess.run(
-        sync, cwd=bundle, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done(*sync, cwd=bundle, env=environment)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     assert [path.name for path in packages.iterdir() if path.is_dir()] == []
 

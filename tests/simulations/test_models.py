@@ -1,8 +1,6 @@
 """The papers' networks."""
 
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from fedntk.simulations import Config, ConfigError, load_predictor, run
 from fedntk.simulations.data.load import load_data
 from fedntk.simulations.models import build_model
 
+THREE_CLASSES = "tests.simulations.networks:three_classes"
 LENET = 456 + 2416 + 576 * 120 + 120 + 120 * 84 + 84 + 850
 BATCH_NORMS = 2 * (64 + 64 + 128 + 128 + 2048 + 512)
 DIGITS = 76 * 64 + 1601 * 64 + 1601 * 128 + 3201 * 128 + 6273 * 2048 + 2049 * 512 + 5130
@@ -73,25 +72,9 @@ def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
         assert not torch.equal(other[name], array)
 
 
-def frozen_before(outputs: int):
-    """Return a factory of linear networks, with a frozen layer before."""
-
-    def make(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        first = nn.Linear(*input_shape, 4).requires_grad_(requires_grad=False)
-        return nn.Sequential(first, nn.Linear(4, num_classes + outputs))
-
-    return make
-
-
-def test_a_users_own_network(monkeypatch):
-    """A rule for first weights leaves its frozen layers alone."""
-    module = types.ModuleType("own_models")
-    module.wrong, module.frozen = frozen_before(1), frozen_before(0)
-    monkeypatch.setitem(sys.modules, "own_models", module)
-    with pytest.raises(ConfigError, match=r"outputs of shape \(n, 3\), .* got \('n', 4\)"):
-        build_model(Config(model="own_models:wrong"), (4,), 3)
+def test_a_rule_for_first_weights_leaves_frozen_layers_alone():
     plain, drawn = (
-        build_model(Config(model="own_models:frozen", init=init), (4,), 3).state_dict()
+        build_model(Config(model=THREE_CLASSES, init=init), (4,), 3).state_dict()
         for init in ("default", "he")
     )
     assert {n for n, own in drawn.items() if not torch.equal(own, plain[n])} == {"1.weight"}
@@ -121,13 +104,14 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
         ({"model": "char-lstm"}, (1, 8, 8), r"char-lstm: expected text of shape \(length,\)"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
+        ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),
         ({"model": "char-lstm", "centre_inputs": True}, (5,), "char-lstm fails for inputs with a"),
     ],
 )
 def test_networks_that_do_not_fit_are_refused(options, shape, message):
     with pytest.raises(ConfigError, match=message):
-        build_model(Config(**options), shape, 3)
+        build_model(Config(**options), shape, 4)
 
 
 def test_weights_of_a_centred_run_serve_only_a_centred_network(tmp_path):
