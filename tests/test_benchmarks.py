@@ -92,7 +92,7 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
     sums = program("tct_statistics")
     monkeypatch.setitem(sums.PARTITIONS, "digits", {**sums.PARTITIONS["#C=1"], **SMALL})
     options = argparse.Namespace(out=tmp_path, data_dir="", rounds=1, rate=0.1, bits=8)
-    row = sums.exchanged(options, "digits", 0, "entk-sketch", 300)
+    row = sums.exchanged(options, "digits", 0, "entk-sketch", 100)
     assert row["accuracy"] > row["network"] > 0
     monkeypatch.setattr(sums, "RESULTS", tmp_path)
     sums.write([row])

@@ -52,7 +52,7 @@ QUICK = {
         "rounds=2, out": "rounds=1, out",
     },
     "ntk_fl": {
-        "steps = [10, 20, 50, 100, 200, 500, 1000, 2000]": "steps = [10, 20, 50]",
+        "steps = [10, 20, 50, 100, 200, 500, 1000, 2000]": "steps = [5, 10]",
         "rounds=5,": "rounds=2, train_examples=200,",
     },
     "tct": {
@@ -68,6 +68,7 @@ QUICK = {
         '(10, ":"), (100, "--"), (1000, "-")': '(10, ":"), (100, "--")',
     },
     "weighted_fedavg": {
+        "train_examples=600": "train_examples=200",
         "rounds=12,": "rounds=2,\n    test_examples=100,",
         "local_epochs=5": "local_epochs=1",
         "round == 12": "round == 2",
