@@ -45,7 +45,7 @@ class ClosedFormClient(ModelClient):
         feature_map = FeatureMap.from_config(config)
         x, targets = self.training_examples(config)
         num_classes = targets.shape[1]
-        head = feature_map.require_outputs(self.model, num_classes)
+        feature_map.require_outputs(self.model, num_classes)
         both, labels = feature_map.extractor_with_outputs(self.model), targets.argmax(1)
         outputs: list[Tensor] = []
 
@@ -55,7 +55,6 @@ class ClosedFormClient(ModelClient):
             return z
 
         if config.get(FEATURE_GRAM, False):
-            FeatureStatistics.require_memory(head.in_features)
             chunks = map(features, x.split(self.batch_size_eval))
             arrays = FeatureStatistics.of(chunks, labels, num_classes).to_arrays()
         else:

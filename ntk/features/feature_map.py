@@ -109,15 +109,14 @@ class FeatureMap:
             )
         return name, linear[name]
 
-    def require_outputs(self, network: nn.Module, num_classes: int) -> nn.Linear:
-        """Return the last linear layer, if it has an output for each class."""
+    def require_outputs(self, network: nn.Module, num_classes: int) -> None:
+        """Refuse a last linear layer that lacks an output for each class."""
         _, head = self.last_layer(network)
         if head.out_features != num_classes:
             raise ValueError(
                 f"head: the last linear layer has {head.out_features} outputs and the network "
                 f"{num_classes}; name the layer that gives the logits with head"
             )
-        return head
 
     def convexified(self, network: nn.Module) -> nn.Module:
         """Return a copy of the network with a new last layer of one output, drawn on the CPU."""

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedntk.clients import ClosedFormClient, get_weights
-from fedntk.ntk import FeatureMap, NotEnoughMemory
-from fedntk.ntk.payloads import FeatureStatistics, feature_statistics
+from fedntk.ntk import FeatureMap
+from fedntk.ntk.payloads import FeatureStatistics
 
 from ..strategies.federation import examples, network
 
@@ -69,12 +69,3 @@ def test_a_sample_of_the_examples_is_drawn_where_wanted():
 def test_a_layer_that_does_not_give_the_logits_is_refused():
     with pytest.raises(ValueError, match=r"head: the last linear layer has 8 outputs and the net"):
         client().fit(get_weights(network()), config(head="0"))
-
-
-def test_sums_that_would_not_fit_are_refused(monkeypatch):
-    def refuse(needed: int, what: str, **_: Any) -> None:
-        raise NotEnoughMemory(f"{what} need {needed}")
-
-    monkeypatch.setattr(feature_statistics, "require_memory", refuse)
-    with pytest.raises(NotEnoughMemory, match="the sums of 8 features need 768"):
-        client().fit(get_weights(network()), config())

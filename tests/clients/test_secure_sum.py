@@ -45,7 +45,7 @@ def parcels(told: dict[str, Any], shared: list[dict[str, Any]], client: int) -> 
     return {**named(told), "parcels": np.stack([own["parcels"][client] for own in shared])}
 
 
-def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
+def test_with_one_nonce_a_client_takes_part_in_one_sum(clients, tmp_path):
     """Else it would take the others' old parcels, and give the other share of their secrets."""
     told = roster(clients)
     shared = [client.shares(told) for client in clients]
@@ -53,12 +53,16 @@ def test_with_one_nonce_a_client_takes_part_in_one_sum(clients):
         clients[0].shares({**told, "threshold": np.array(4)})  # at the same time
     for k, client in enumerate(clients):
         client.mask(parcels(told, shared, k), WORDS, b"")
+        with pytest.raises(SealError, match="has masked its numbers for this sum already"):
+            client.mask(parcels(told, shared, k), WORDS, b"")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*/sum-*")} == {0o600}
     tags = [client.confirm(named(told))["tags"] for client in clients]
     for k, client in enumerate(clients):
         message = {**named(told), "tags": np.stack([own[k] for own in tags])}
         client.reveal(message)
         with pytest.raises(SealError, match="has given its shares before"):
             client.reveal(message)
+    assert not list(tmp_path.glob("*/sum-*"))
     with pytest.raises(SealError, match="drew another nonce"):
         clients[1].shares(told)
     again = roster(clients)
