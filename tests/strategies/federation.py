@@ -161,6 +161,11 @@ def start(
     return arrays_of(result.arrays)
 
 
+def told(strategy: Any, name: str = "replies-accepted") -> list[Any]:
+    """A metric of each round."""
+    return [strategy.train_metrics[number][name] for number in sorted(strategy.train_metrics)]
+
+
 def asked_first(strategy: T, grid: Grid) -> T:
     """Return the strategy, all clients asked for their partitions: it may sample some of them."""
     strategy.sample(grid, 0, "nothing", fraction=0.5, minimum=1)

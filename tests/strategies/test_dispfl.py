@@ -9,7 +9,7 @@ from fedntk.clients import DFedAvgClient, DisPFLClient
 from fedntk.clients.gossip.dispfl_masks import layer_densities
 from fedntk.strategies import DFedAvg, DisPFL, Topology
 
-from .federation import Grid, arrays_of, failed, kept_by
+from .federation import Grid, arrays_of, failed, kept_by, told
 from .test_dfedavg import COMPLETE, GRAPH, OPTIONS, agree, contract, in_double, net, run, within
 from .test_relay import forgets, in_step
 
@@ -70,7 +70,7 @@ def test_masks_keep_their_densities_and_change_as_the_cosine_has_it_and_weights_
                 assert (weights[mask] != 0).any()
                 after = masks_of(own, client, number + 1, name)[0] if number < 3 else mask
                 np.testing.assert_array_equal(after, following)
-    changed = [own.train_metrics[number]["mask-changed"] for number in (1, 2, 3)]
+    changed = told(own, "mask-changed")
     assert changed[0] > changed[1] > changed[2] == 0
 
 
@@ -101,7 +101,7 @@ def test_one_that_lost_its_mask_begins_with_the_first_and_one_that_failed_goes_o
 
     changes = {5: in_step(own, 1, 1, forgets(own, "5")), 2: fail}
     run(own, Grid(in_double(DisPFLClient), changes=changes), 3)
-    assert [own.train_metrics[k]["replies-accepted"] for k in (1, 2, 3)] == [6, 5, 6]
+    assert told(own) == [6, 5, 6]
     first, following = masks_of(own, 0, 1, MASKED[0])[0], masks_of(own, 2, 1, MASKED[0])[1]
     np.testing.assert_array_equal(masks_of(own, 5, 2, MASKED[0])[0], first)  # one that all had
     np.testing.assert_array_equal(masks_of(own, 2, 3, MASKED[0])[0], following)

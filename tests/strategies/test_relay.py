@@ -31,6 +31,7 @@ from .federation import (
     failed,
     kept_by,
     start,
+    told,
     with_arrays,
 )
 
@@ -78,11 +79,6 @@ def run(
 def alike(a: RelayStrategy, b: RelayStrategy, number: int = 1) -> set[int]:
     """Clients that ended a round of two runs with the same bits."""
     return {k for k in EVERYONE if bits(kept_by(a, k, number)) == bits(kept_by(b, k, number))}
-
-
-def told(own: RelayStrategy, name: str = "replies-accepted") -> list[Any]:
-    """A metric of each round."""
-    return [own.train_metrics[number][name] for number in sorted(own.train_metrics)]
 
 
 def sent_first(grid: Grid) -> Counter[int]:
