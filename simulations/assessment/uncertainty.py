@@ -291,7 +291,7 @@ def assess(
         )
     held_out = None if coverage is None else _load_held_out(config, which, calibrate_on)
     strangers = None if unfamiliar is None else _load_unfamiliar(config, unfamiliar)
-    x, labels = (part[: config.test_examples or None] for part in load_data(config).test())
+    x, labels = load_data(config).test(slice(config.test_examples or None))
 
     def predict(x: Tensor) -> dict[str, Tensor]:
         return _by_model(predictor, projected(config, x))

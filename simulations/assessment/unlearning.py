@@ -161,7 +161,7 @@ def _assess(
     models: Sequence[ArrayRecord],
 ) -> Unlearned:
     config = setup.config
-    x, labels = (part[: config.test_examples or None] for part in setup.data.test())
+    x, labels = setup.data.test(slice(config.test_examples or None))
     x, hits = projected(config, x), []
     for arrays in models:
         named = {name: array.numpy() for name, array in arrays.items()}

@@ -100,10 +100,8 @@ class Data:
         """Return training examples, float32 standardised by the training set, with their labels."""
         return self._tensors(self.x_train[indices], self.y_train[indices])
 
-    def test(self, indices: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
+    def test(self, indices: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return test examples, by default all, as :meth:`train` does."""
-        if indices is None:
-            return self._tensors(self.x_test, self.y_test)
         return self._tensors(self.x_test[indices], self.y_test[indices])
 
     def standardised(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[Tensor, Tensor]:
