@@ -31,7 +31,7 @@ def weighted_sum(models: Sequence[Arrays], shares: Sequence[float]) -> NewArrays
     mixed: NewArrays = {}
     for name, first in models[0].items():
         exact = _exact_sum([model[name] for model in models], shares)
-        mixed[name] = np.asarray(_rounded(exact, first.dtype)).astype(first.dtype)
+        mixed[name] = np.asarray(_round(exact, first.dtype)).astype(first.dtype)
     return mixed
 
 
@@ -101,17 +101,17 @@ def mixtures(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator
     A few are formed at a time, to bound their memory.
     """
     for row in range(0, len(weights), ROWS):
-        yield from _mixed(weights[row : row + ROWS], models)
+        yield from _mix(weights[row : row + ROWS], models)
 
 
-def _mixed(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
+def _mix(weights: NDArray[np.float64], models: Sequence[Arrays]) -> Iterator[NewArrays]:
     mixed: NewArrays = {}
     for name, first in models[0].items():
         flat = [np.asarray(model[name]).reshape(-1) for model in models]
         rows = np.empty((len(weights), first.size), first.dtype)
         for start in range(0, first.size, COLUMNS):
             part = np.stack([own[start : start + COLUMNS] for own in flat]).astype(np.float64)
-            rows[:, start : start + COLUMNS] = _rounded(weights @ part, first.dtype)
+            rows[:, start : start + COLUMNS] = _round(weights @ part, first.dtype)
         mixed[name] = rows.reshape(len(weights), *first.shape)
     for row in range(len(weights)):
         yield {name: np.array(array[row]) for name, array in mixed.items()}
@@ -122,5 +122,5 @@ def _exact_sum(arrays: Sequence[NDArray[Any]], shares: Sequence[float]) -> Any:
     return sum(np.asarray(array, np.float64) * share for array, share in pairs)
 
 
-def _rounded(exact: Any, dtype: np.dtype[Any]) -> Any:
+def _round(exact: Any, dtype: np.dtype[Any]) -> Any:
     return np.rint(exact) if dtype.kind in "iu" else exact

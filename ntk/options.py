@@ -60,11 +60,11 @@ class Option:
         key = key or self.name
         if value is self.default:
             return value
-        found = _converted(self.kind, value)
+        found = _convert(self.kind, value)
         if found is _UNFIT:
             got = repr(value) if isinstance(value, str) else f"{type(value).__name__} {value!r}"
             near = nearest(value, self.choices) if isinstance(value, str) else ""
-            raise ValueError(f"{key}: expected {_described(self.kind)}, got {got}{near}")
+            raise ValueError(f"{key}: expected {_describe_kind(self.kind)}, got {got}{near}")
         for number in found if isinstance(found, tuple) else (found,):
             if isinstance(number, int | float) and not isinstance(number, bool):
                 self._check_number(number, key)
@@ -289,7 +289,7 @@ def _item_of(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) in (tuple, Sequence) else None
 
 
-def _converted(kind: Any, value: Any) -> Any:
+def _convert(kind: Any, value: Any) -> Any:
     """Return a value as a type, or _UNFIT."""
     given, value = value, value.item() if isinstance(value, np.generic) else value
     for one in _alternatives(kind):
@@ -308,7 +308,7 @@ def _converted(kind: Any, value: Any) -> Any:
         elif (item := _item_of(one)) is not None:
             several = isinstance(value, Sequence | np.ndarray | set | frozenset)
             if several and not isinstance(value, str):
-                items = tuple(_converted(item, each) for each in value)
+                items = tuple(_convert(item, each) for each in value)
                 if not any(each is _UNFIT for each in items):
                     return items
         else:  # a type that is not checked
@@ -331,7 +331,7 @@ def _read(kind: Any, text: str) -> Any:
         return _UNFIT
 
 
-def _described(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     """Say in words what a value may be."""
     words, types_ = [], []
     for one in _alternatives(kind):
@@ -353,7 +353,7 @@ def _list_parameters(cls: type[Declared]) -> None:
     if not own or "Parameters\n---" in text:
         return
     rows = "".join(
-        f"{o.name} : {_described(o.kind)}"
+        f"{o.name} : {_describe_kind(o.kind)}"
         + ("" if o.default is dataclasses.MISSING else f", default {o.default!r}")
         + f"\n    {o.meaning[0].upper()}{o.meaning[1:]}.\n"
         for o in own

@@ -40,7 +40,13 @@ class Candidates:
         evolution = flow(jacobian, outputs, targets, on_step)
         updates = [jacobian.vjp(residuals) for residuals in evolution.residuals]
         losses = tuple(loss_value(f, targets, flow.loss) for f in evolution.outputs)
-        return cls(stack_candidates(weights, updates), losses, evolution)
+        stacked = {}
+        for name, array in weights.items():
+            stacked[name] = np.repeat(array[None], len(updates), axis=0)
+            for row, update in enumerate(updates):
+                if name in update:  # buffers are not
+                    stacked[name][row] += update[name].cpu().numpy().astype(array.dtype)
+        return cls(stacked, losses, evolution)
 
     def __len__(self) -> int:
         return len(self.linearised_losses)
@@ -65,25 +71,8 @@ def lowest_loss(losses: Sequence[float]) -> int | None:
     return int(np.argmin(values)) if np.isfinite(values).any() else None
 
 
-def stack_candidates(
-    weights: Mapping[str, NDArray[Any]], updates: Sequence[Mapping[str, Tensor]]
-) -> dict[str, NDArray[Any]]:
-    """Candidate weights w + update for each of T updates: name -> (T, *array shape).
-
-    Arrays that an update lacks, such as buffers, stay. Order and dtypes are the weights'.
-    """
-    stacked = {}
-    for name, array in weights.items():
-        rows = np.repeat(array[None], len(updates), axis=0)
-        for row, update in enumerate(updates):
-            if name in update:
-                rows[row] += update[name].cpu().numpy().astype(array.dtype)
-        stacked[name] = rows
-    return stacked
-
-
 def unstack_candidates(arrays: Sequence[NDArray[Any]]) -> list[list[NDArray[Any]]]:
-    """Return a list of weights for each candidate, from arrays stacked as above."""
+    """Return a list of weights for each candidate, from arrays stacked over the candidates."""
     counts = {array.shape[0] if array.ndim else 0 for array in arrays}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"candidates: expected one number of rows, got {sorted(counts)}")

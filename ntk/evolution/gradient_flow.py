@@ -139,7 +139,7 @@ class GradientFlow(FlowOptions):
         if self.kernel == "corrected" and isinstance(jacobian_or_kernel, Jacobian):
             full = _Counted(jacobian_or_kernel.full_product)
             exact = replace(solved, apply=full.apply)
-            states = _corrected(follow, exact, full, outputs, targets, self.loss, times)
+            states = _follow_corrected(follow, exact, full, outputs, targets, self.loss, times)
             products += full.count
         else:
             states = follow(outputs.double(), times, 0.0)
@@ -360,7 +360,7 @@ class _Solved:
         )
 
 
-def _corrected(
+def _follow_corrected(
     follow: _Follow,
     exact: _Follow,
     full: Callable[[Tensor], Tensor],

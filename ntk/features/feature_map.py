@@ -122,7 +122,7 @@ class FeatureMap:
         """Return a copy of the network with a new last layer of one output, drawn on the CPU."""
         network = copy.deepcopy(network)
         name, old = self.last_layer(network)
-        return _with_layer(network, name, _drawn_layer(old, old.in_features, 1, self.seed))
+        return _with_layer(network, name, _draw_layer(old, old.in_features, 1, self.seed))
 
     def extractor(
         self, network: nn.Module, *, chunk_size: int | None = None
@@ -235,11 +235,11 @@ def with_fourier_features(
     network = copy.deepcopy(network)
     name, old = FeatureMap("fourier", num_features, seed, head).last_layer(network)
     cosines = FourierFeatures(old.in_features, num_features, seed).to(old.weight.device)
-    layer = _drawn_layer(old, num_features, old.out_features, seed)
+    layer = _draw_layer(old, num_features, old.out_features, seed)
     return _with_layer(network, name, nn.Sequential(cosines, layer))
 
 
-def _drawn_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
+def _draw_layer(old: nn.Linear, size: int, num_outputs: int, seed: int) -> nn.Linear:
     """Return a linear layer drawn as ``nn.Linear`` draws its own, from a seed, on the CPU."""
     # not by its own initialisation, which would advance torch's global generator
     layer = nn.Linear(size, num_outputs, bias=old.bias is not None, device="meta")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..jacobian.differentiate import Plans, differentiated
+from ..jacobian.blocks import Block
+from ..jacobian.differentiate import Plans, differentiate_in_chunks
 from ..jacobian.operator import Jacobian
 from ..support.memory import require_memory
 from .projection import blocks_of_matrix
@@ -119,7 +120,7 @@ class TangentFeatures:
             cure="lower num_features or use fewer examples",
         )
         features = torch.empty(len(x), width, dtype=self.dtype)
-        with differentiated(
+        with differentiate_in_chunks(
             self.model,
             x,
             outputs=[self.output],
@@ -131,13 +132,12 @@ class TangentFeatures:
                 rows = features[start : start + part.num_examples]
                 if self.method == "subsample":
                     _select(part, self._chosen, rows)
-                elif self.method == "sketch":
+                else:
+                    add = self._sketch.add if self.method == "sketch" else self._add_projection
                     sums = torch.zeros(len(rows), width, dtype=part.dtype, device=part.device)
                     for block in part.blocks:
-                        self._sketch.add(block, sums)
+                        add(block, sums)
                     rows.copy_(sums)
-                else:
-                    rows.copy_(_projected(part, self._names, width, self.seed))
                 if not all(map(torch.isfinite, rows.aminmax())):  # one pass; NaN spreads
                     half = self.dtype == torch.float16
                     raise ValueError(
@@ -145,6 +145,12 @@ class TangentFeatures:
                         "inputs" + (", or store them in float32" if half else "")
                     )
         return features
+
+    def _add_projection(self, block: Block, sums: Tensor) -> None:
+        for name, tensor in block.dense().items():
+            flat, seeds = tensor.flatten(1), (self.seed, self._names.index(name))
+            for columns, matrix in blocks_of_matrix(flat.shape[1], self.num_features, seeds):
+                sums.addmm_(flat[:, columns], matrix.to(sums))
 
 
 def _coordinates(
@@ -172,14 +178,3 @@ def _select(part: Jacobian, chosen: dict[str, tuple[slice, Tensor]], rows: Tenso
                 columns, coordinates = chosen[name]
                 out = rows[:, columns].unsqueeze(1)
                 block.write_columns(name, coordinates.to(part.device), out)
-
-
-def _projected(part: Jacobian, names: list[str], width: int, seed: int) -> Tensor:
-    rows = torch.zeros(part.num_examples, width, dtype=part.dtype, device=part.device)
-    for block in part.blocks:
-        for name, tensor in block.dense().items():
-            flat = tensor.reshape(part.num_examples, -1)
-            seeds = (seed, names.index(name))
-            for columns, matrix in blocks_of_matrix(flat.shape[1], width, seeds):
-                rows.addmm_(flat[:, columns], matrix.to(rows))
-    return rows

@@ -79,7 +79,7 @@ def jacobian(
     """
     if structure not in ("factored", "dense"):
         raise ValueError(f"structure: expected 'factored' or 'dense', got {structure!r}")
-    found = differentiated(model, x, structure, outputs, chunk_size, plans=plans)
+    found = differentiate_in_chunks(model, x, structure, outputs, chunk_size, plans=plans)
     with found as (first, parts):
         row = first.nbytes
         require_memory(
@@ -95,7 +95,7 @@ def jacobian(
 
 
 @contextmanager
-def differentiated(
+def differentiate_in_chunks(
     model: nn.Module,
     x: Tensor,
     structure: Structure = "factored",
@@ -170,7 +170,7 @@ class _Plan:
         outputs = range(shape[1]) if outputs is None else outputs
         if not outputs or not all(0 <= c < shape[1] for c in outputs):
             raise ValueError(f"outputs: expected some of 0 ... {shape[1] - 1}, got {outputs}")
-        layers = _layers(model, x[:3]) if structure == "factored" else ()
+        layers = _find_layers(model, x[:3]) if structure == "factored" else ()
         by_rule = {name for layer in layers for name in (layer.weight, layer.bias)}
         rest = {name: p for name, p in parameters.items() if name not in by_rule}
         plan = cls(model, tuple(outputs), layers, rest)
@@ -208,7 +208,7 @@ class _Plan:
 
     def _by_rule(self, x: Tensor) -> list[Block]:
         modules = [(layer.name, layer.module, layer.copied) for layer in self.layers]
-        with _captured(modules) as calls, torch.enable_grad():
+        with _capture(modules) as calls, torch.enable_grad():
             totals = self.model(x).sum(0)
         points = []
         for layer in self.layers:
@@ -269,7 +269,7 @@ def _gradients(output: Tensor, points: Sequence[Tensor], *, keep: bool) -> tuple
     )
 
 
-def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
+def _find_layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
     """Find the layers that a rule may serve, by running 2 and then 3 examples.
 
     One axis of a layer's inputs and outputs must follow the number of examples, an example's
@@ -283,18 +283,18 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
         if rule_for(module) and any(p in names for p in module._parameters.values())
     ]
     two, three = (x[torch.arange(n, device=x.device) % len(x)] for n in (2, 3))
-    written = _written_over(model, two, candidates)
-    with _captured([(*named, True) for named in candidates]) as few, torch.no_grad():
+    written = _find_written_over(model, two, candidates)
+    with _capture([(*named, True) for named in candidates]) as few, torch.no_grad():
         model(two)
-    with _captured([(*named, True) for named in candidates]) as calls, torch.enable_grad():
+    with _capture([(*named, True) for named in candidates]) as calls, torch.enable_grad():
         three = three.requires_grad_() if three.is_floating_point() else three
         outputs = model(three.clone())
     if not outputs.requires_grad:
         return ()
-    uses = _uses_of_parameters(outputs)
-    axes = {name: _batch_axis(few[name], calls[name]) for name, _ in candidates}
+    uses = _count_uses(outputs)
+    axes = {name: _find_batch_axis(few[name], calls[name]) for name, _ in candidates}
     followed = {name: calls[name] for name, axis in axes.items() if axis is not None}
-    reached = _reached(outputs, three, followed, axes)
+    reached = _find_reached_calls(outputs, three, followed, axes)
     layers = []
     for name, module in candidates:
         axis, own_calls, rule = axes[name], reached.get(name, ()), rule_for(module)
@@ -314,7 +314,7 @@ def _layers(model: nn.Module, x: Tensor) -> tuple[Layer, ...]:
 Calls = list[tuple[Tensor, Tensor]]
 
 
-def _batch_axis(few: Calls, more: Calls) -> int | None:
+def _find_batch_axis(few: Calls, more: Calls) -> int | None:
     """Axis along which the inputs and outputs of all calls have 2, then 3 entries, and only it."""
     if len(few) != len(more):
         return None
@@ -330,7 +330,7 @@ def _batch_axis(few: Calls, more: Calls) -> int | None:
     return None
 
 
-def _reached(
+def _find_reached_calls(
     outputs: Tensor, x: Tensor, calls: Mapping[str, Calls], axes: Mapping[str, int | None]
 ) -> dict[str, tuple[int, ...]]:
     """Find each layer's calls that reach the outputs, if examples keep to their own entries.
@@ -362,7 +362,7 @@ def _reached(
     return {name: tuple(sorted(ks)) for name, ks in reached.items() if name not in mixed}
 
 
-def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
+def _count_uses(outputs: Tensor) -> Counter[Tensor]:
     """How many operations of the graph behind `outputs` read each parameter."""
     uses: Counter[Tensor] = Counter()
     seen, stack = set(), [outputs.grad_fn]
@@ -378,7 +378,7 @@ def _uses_of_parameters(outputs: Tensor) -> Counter[Tensor]:
     return uses
 
 
-def _written_over(
+def _find_written_over(
     model: nn.Module, x: Tensor, modules: Iterable[tuple[str, nn.Module]]
 ) -> set[str]:
     """Find the layers whose inputs or outputs are changed in place after their call."""
@@ -396,7 +396,7 @@ def _written_over(
 
 
 @contextmanager
-def _captured(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[str, Calls]]:
+def _capture(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[str, Calls]]:
     """Record (input, output) of each call of the named modules, of copies where asked for."""
     modules = list(modules)
     calls: dict[str, Calls] = {name: [] for name, *_ in modules}

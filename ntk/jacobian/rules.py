@@ -102,7 +102,7 @@ def _embedding(layer: Layer, calls: Calls) -> list[Block]:
     return _smaller([EmbeddingBlock(weight, None, tokens, gradients, module.num_embeddings)])
 
 
-def _normalised(module: Any, x: Tensor) -> Tensor:
+def _normalise(module: Any, x: Tensor) -> Tensor:
     """Return a normalising layer's outputs without its weight and bias."""
     if isinstance(module, nn.GroupNorm):
         return functional.group_norm(x, module.num_groups, eps=module.eps)
@@ -128,7 +128,7 @@ def _elementwise(layer: Layer, calls: Calls) -> list[Block]:
     path = f"{type(layer.module).__name__}, summed over positions"
     blocks: list[Block] = []
     if layer.weight is not None:
-        parts = [summed(g * _normalised(layer.module, a).unsqueeze(1)) for a, g in calls]
+        parts = [summed(g * _normalise(layer.module, a).unsqueeze(1)) for a, g in calls]
         blocks.append(DenseBlock(layer.weight, _total(parts), path))
     if layer.bias is not None:
         blocks.append(DenseBlock(layer.bias, _total([summed(g) for _, g in calls]), path))

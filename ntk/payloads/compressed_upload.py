@@ -92,7 +92,7 @@ class CompressedUpload:
                 meta.append(code.meta_tensor())
             else:
                 meta.append(torch.from_numpy(code.copy()))
-        size = _checked_size(jacobian_of(layout, meta, limits.parameters), num_outputs)
+        size = _check_size(jacobian_of(layout, meta, limits.parameters), num_outputs)
         require_memory(
             2 * size + DECODING_BYTES * numbers, f"a client's Jacobian of {n} examples, decoded,"
         )
@@ -103,7 +103,7 @@ class CompressedUpload:
         return JacobianUpload.from_arrays(rows, parameters=limits.parameters)
 
 
-def _checked_size(jacobian: Jacobian, num_outputs: int) -> int:
+def _check_size(jacobian: Jacobian, num_outputs: int) -> int:
     """Return the bytes of a Jacobian with C outputs, and no factors larger than dense blocks."""
     if jacobian.num_outputs != num_outputs:
         raise BadReply("shape", f"expected {num_outputs} outputs, got {jacobian.num_outputs}")

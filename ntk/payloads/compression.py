@@ -113,7 +113,7 @@ def compress(
     if bits == UNQUANTISED:
         data = numbers.tobytes()
     else:
-        levels, ranges = _quantised(numbers, bits)
+        levels, ranges = _quantise(numbers, bits)
         data = _pack(levels.reshape(-1), bits)
     form, positions = _positions(mask.reshape(-1), numbers.size)
     double = values.dtype == np.float64
@@ -222,7 +222,7 @@ def _positions(mask: NDArray[np.bool_], count: int) -> tuple[int, bytes]:
     return _BITMAP, np.packbits(mask).tobytes()
 
 
-def _quantised(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+def _quantise(numbers: Floats, bits: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     """Levels, the sign in the lowest bit, and each row's smallest and largest magnitude."""
     magnitudes = np.abs(numbers).astype(np.float64)
     if bits == 1:
