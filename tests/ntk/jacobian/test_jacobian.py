@@ -207,17 +207,6 @@ def test_single_outputs_can_be_differentiated(case):
         assert close(some[name], tensor[:, :1])
 
 
-def test_factored_form_of_the_papers_network_is_about_420_times_smaller():
-    """MLP 784-100-10: 79,510 parameters x 10 outputs against 784 + 1,000 + 100 + 100 numbers.
-
-    795,100 / 1,984 = 400.8, and 420 less what the second layer's own factors take.
-    """
-    model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-    x = torch.randn(3, 784)
-    ratio = jacobian(model, x, structure="dense").nbytes / jacobian(model, x).nbytes
-    assert ratio == pytest.approx(795_100 / 1_984)
-
-
 def test_gradients_switched_off_by_the_caller_change_nothing(case, structure):
     expected = jacobian(*make(case), structure=structure)
     with torch.no_grad():
