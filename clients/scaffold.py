@@ -1,4 +1,4 @@
-"""Client of SCAFFOLD: local SGD whose gradients are corrected for the client's own drift.
+"""Client of SCAFFOLD: local SGD with gradients corrected for the client's own drift.
 
 Source: Karimireddy et al., *SCAFFOLD: Stochastic Controlled Averaging for Federated Learning*,
 ICML 2020, algorithm 1, for client i with g_i the gradient of a mini-batch:
@@ -142,7 +142,7 @@ class SCAFFOLDClient(SGDClient):
                 loss = self._batch_loss(x, targets, batch)
                 (loss * (len(batch) / len(x))).backward()
         own = {n: p.grad for n, p in trainable.items() if p.grad is not None}
-        return _decayed(_all(own, trainable), trainable, self.weight_decay)
+        return _decay(_all(own, trainable), trainable, self.weight_decay)
 
 
 class _Corrected:
@@ -162,7 +162,7 @@ class _Corrected:
 
     def __call__(self, gradients: Gradients) -> Gradients:
         whole = _all(gradients, self._trainable)
-        decayed = _decayed(whole, self._trainable, self._weight_decay)
+        decayed = _decay(whole, self._trainable, self._weight_decay)
         torch._foreach_add_(list(self._sums.values()), list(decayed.values()))
         self._steps += 1
         corrected = torch._foreach_add(list(whole.values()), self._corrections)
@@ -180,7 +180,7 @@ def _all(gradients: Gradients, trainable: Mapping[str, nn.Parameter]) -> Gradien
     }
 
 
-def _decayed(
+def _decay(
     gradients: Gradients, trainable: Mapping[str, nn.Parameter], weight_decay: float
 ) -> Gradients:
     """Return the gradients of the loss with weight decay."""

@@ -1,7 +1,7 @@
 """Client of methods that compute a network's last layer in closed form: it sends sums of features.
 
 What it gives away: sums over all of the client's examples. Those of one example are its features,
-and those of few hold them. How many examples of each class it has is sent, too.
+and those of few hold them. The number of examples of each class is sent as well.
 """
 
 from typing import Any

@@ -112,7 +112,7 @@ class ModelClient(Declared, NumPyClient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._has_seed = self.seed is not None
-        self.seed: tuple[int, ...] = _checked_seed(self.seed)
+        self.seed: tuple[int, ...] = _check_seed(self.seed)
         check_dtypes(self.model, self.dtypes)
         self.model.to(self.device)
         self.device = torch.device(self.device)
@@ -137,12 +137,12 @@ class ModelClient(Declared, NumPyClient):
             )
 
     def identify(self, client_id: str) -> None:
-        """Have a client without a `seed` draw numbers of its own, by its id in the federation."""
+        """Set the seed by the client's id in the federation, unless one was given."""
         if not self._has_seed:
             self.seed = (0, *client_id.encode())
 
     def _probe(self, examples: LabelledExamples) -> None:
-        """Find out with one example whether the model takes them; check all that are in memory."""
+        """Give the model one example, and check all that are in memory."""
         x, labels = examples.read([*self.seed, 0], torch.zeros(1, dtype=torch.int64))
         x = cast_examples(x, self.model)
         probe = x if self.projection is None else self.projection.probe(x)
@@ -250,15 +250,15 @@ class ModelClient(Declared, NumPyClient):
     def input_sums(self, config: dict[str, Scalar]) -> tuple[NDArray[np.float64], int]:
         """Return the sum of all training inputs, of one input's shape, and their number.
 
-        The inputs are as the model takes them, projected if there is a projection. ValueError if
-        the model has no centred inputs: then nobody needs to know.
+        The inputs are as the model takes them, projected if there is a projection. ValueError for a
+        model without centred inputs, which needs no mean.
         """
         if not isinstance(self.model, CentredInputs):
             raise ValueError(
                 "centre_inputs: the strategy asks for the sum of this client's inputs, but its "
-                "model is no CentredInputs(network, input_shape), and does not take their mean off"
+                "model is no CentredInputs(network, input_shape), and subtracts no mean"
             )
-        x = self._projected(self.inputs, config)
+        x = self._project(self.inputs, config)
         return x.sum(0, dtype=torch.float64).cpu().numpy(), len(x)
 
     def training_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
@@ -278,13 +278,13 @@ class ModelClient(Declared, NumPyClient):
             x, targets = self.inputs, self.targets
         else:
             x, targets = self.inputs[chosen], self.targets[chosen]
-        return self._projected(x, config), targets
+        return self._project(x, config), targets
 
     def test_examples(self, config: dict[str, Scalar]) -> tuple[Tensor, Tensor]:
         """Return the examples for evaluation, projected, and their one-hot targets."""
-        return self._projected(self.test_inputs, config), self.test_targets
+        return self._project(self.test_inputs, config), self.test_targets
 
-    def _projected(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
+    def _project(self, x: Tensor, config: dict[str, Scalar]) -> Tensor:
         return x if self.projection is None else self.projection(x, config)
 
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
@@ -299,8 +299,8 @@ class ModelClient(Declared, NumPyClient):
     def predictor(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Predictor:
         """Make a module of what a message brings, for an evaluation of one's own.
 
-        Parameters are those that :func:`~fedntk.clients.received` makes of the message; the module
-        maps examples, projected if there is a projection, to scores.
+        Parameters are those of :func:`~fedntk.clients.received`; the module maps examples,
+        projected if there is a projection, to scores.
         """
         set_weights(self.model, parameters)
         return NetworkPredictor(self.model, loss=self.loss, device=self.device)
@@ -319,15 +319,16 @@ class ModelClient(Declared, NumPyClient):
         targets: Tensor,
         offset: Tensor | float = 0.0,
     ) -> list[float]:
-        """Loss of each of several weights, the offset added to the outputs; infinite for NaN."""
+        """Return the loss of each candidate, with `offset` added to outputs; infinity for NaN."""
         losses = []
         for candidate in candidates:
             set_weights(self.model, candidate)
-            losses.append(loss_value(self.outputs(x) + offset, targets, self.loss))
-        return [value if not np.isnan(value) else float("inf") for value in losses]
+            value = loss_value(self.outputs(x) + offset, targets, self.loss)
+            losses.append(float("inf") if np.isnan(value) else value)
+        return losses
 
 
-def _checked_seed(seed: Any) -> tuple[int, ...]:
+def _check_seed(seed: Any) -> tuple[int, ...]:
     parts = (0,) if seed is None else seed if isinstance(seed, tuple) else (seed,)
     if not all(isinstance(n, int | np.integer) and n >= 0 for n in parts):
         raise ValueError(f"seed: expected a whole number of at least 0, or several, got {seed!r}")

@@ -114,14 +114,14 @@ class DiskStore:
     def load(self, name: str) -> dict[str, NDArray[Any]]:
         """Return the arrays kept under a name; none if they are missing or damaged."""
         path = self.folder / f"{name}.npz"
-        with _damaged_removed(path), path.open("rb") as file, np.load(file) as saved:
+        with _remove_damaged(path), path.open("rb") as file, np.load(file) as saved:
             return dict(saved)
         return {}
 
     def mapped(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
         """Map one large array into memory; None if it is missing, damaged or of another shape."""
         path = self.folder / f"{name}.npy"
-        with _damaged_removed(path):
+        with _remove_damaged(path):
             array: NDArray[Any] = np.load(path, mmap_mode="c")
             return array if array.shape == shape else None
         return None
@@ -153,7 +153,7 @@ class DiskStore:
 
 
 @contextlib.contextmanager
-def _damaged_removed(path: Path) -> Iterator[None]:
+def _remove_damaged(path: Path) -> Iterator[None]:
     """Go on after a file that is missing or damaged, and remove it; raise what may pass."""
     try:
         yield

@@ -22,7 +22,7 @@ __all__ = ["Columns", "Data", "LabelledExamples", "class_numbers", "labelled_exa
 Data = Any  # Tensor, ndarray, Dataset or DataLoader: all that torch's DataLoader takes has no type
 Columns = tuple[str, str] | tuple[int, int]
 
-BATCH_SIZE = 256  # examples put together at a time, where no loader says how many
+BATCH_SIZE = 256  # examples put together at a time, if no loader says how many
 IMAGE_NAMES = (
     "img", "image", "images", "x", "input", "inputs", "features", "data", "pixel_values",
     "input_values", "input_ids",
@@ -31,7 +31,7 @@ LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 
 
 class LabelledExamples:
-    """Examples with their labels: in memory, or in a subclass made by a dataset when read."""
+    """Examples with their labels, in memory; in a subclass, made by a dataset when read."""
 
     name: str  # of the argument that held the labels, for errors
     may_change = False  # whether another seed may give other examples, such as augmented ones
@@ -51,7 +51,7 @@ class LabelledExamples:
     def read(self, seed: Sequence[int], chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the `chosen` examples (m, ...), by default all n in order, and their labels.
 
-        `seed` is for torch's, NumPy's and Python's global generators while they are read.
+        `seed` is for the global generators of torch, NumPy and Python while they are read.
         """
         del seed
         return (self.x, self.y) if chosen is None else (self.x[chosen], self.y[chosen])
@@ -83,15 +83,8 @@ class _FromDataset(LabelledExamples):
         starts = range(0, len(positions), self.batch_size)
         with seeded_generators(seed):
             batches = [self._batch(positions[start : start + self.batch_size]) for start in starts]
-        for kind, parts in zip(("", "'s labels"), zip(*batches, strict=True), strict=True):
-            shapes = sorted({tuple(part.shape[1:]) for part in parts})
-            if len(shapes) > 1:
-                raise ValueError(
-                    f"{self.name}{kind}: expected one shape, got {shapes[0]} and {shapes[1]}; "
-                    "resize, crop or pad each example in the dataset's transform"
-                )
-        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        return _finite(self.name, x), y
+        x, y = zip(*batches, strict=True)
+        return _finite(self.name, _join(self.name, x)), _join(f"{self.name}'s labels", y)
 
     def _batch(self, positions: list[int]) -> tuple[Tensor, Tensor]:
         if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader does
@@ -120,7 +113,7 @@ class _FromDataset(LabelledExamples):
 def labelled_examples(
     x: Data, y: Any = None, *, columns: Columns | None = None, name: str = "x"
 ) -> LabelledExamples:
-    """Take examples in any of the forms that clients take; `name` is the argument's, for errors.
+    """Take examples in any of the forms that clients take; errors name the argument by `name`.
 
     A DataLoader is read through its ``collate_fn`` in this process, whatever its ``num_workers``.
     """
@@ -213,7 +206,7 @@ def _require_map_style(name: str, dataset: Any) -> None:
 
 def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
-        chosen = columns or _guessed(name, batch)
+        chosen = columns or _guess_columns(name, batch)
         if missing := [str(key) for key in chosen if key not in batch]:
             raise ValueError(
                 f"{name}: expected the columns {', '.join(map(str, chosen))}, got "
@@ -236,11 +229,11 @@ def _columns(name: str, batch: Any, columns: Columns | None) -> tuple[Any, Any]:
         return batch[first], batch[second]  # type: ignore[index]
     raise ValueError(
         f"{name}: expected batches of pairs (example, label) or of dicts, got {_a(batch)}; have "
-        "the dataset return the label, too"
+        "the dataset return the label as well"
     )
 
 
-def _guessed(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+def _guess_columns(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
     labels = [key for key in batch if key in LABEL_NAMES]
     inputs = [key for key in batch if key in IMAGE_NAMES]
     if len(labels) == 1 and len(batch) == 2:
@@ -267,7 +260,7 @@ def _batch_tensor(name: str, what: str, part: Any) -> Tensor:
 
 
 def _tensor(name: str, values: Any) -> Tensor:
-    """Return a tensor of these values, which shares a NumPy array's memory where it can."""
+    """Return a tensor of these values; it shares a NumPy array's memory if it can."""
     if isinstance(values, Tensor):
         if values.ndim:
             return values.detach()
@@ -284,6 +277,16 @@ def _tensor(name: str, values: Any) -> Tensor:
             f"{name}: expected an array of numbers, got {_a(values)} that torch cannot take "
             f"({one_line(error)}); convert it to numbers, in one array"
         ) from error
+
+
+def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{name}: expected one shape, got {shapes[0]} and {shapes[1]}; resize, crop or pad "
+            "each example in the dataset's transform"
+        )
+    return torch.cat(list(parts))
 
 
 def _finite(name: str, x: Tensor) -> Tensor:

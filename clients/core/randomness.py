@@ -20,14 +20,14 @@ GLOBAL_STATE = threading.RLock()
 def round_seed(seed: Sequence[int], config: Mapping[str, Any]) -> list[int]:
     """Return what seeds a client's draws in a round: (run's seed, partition, round).
 
-    The round is 0 where the configuration names none.
+    The round is 0 if the configuration names none.
     """
     return [*seed, int(config.get("server-round", 0))]
 
 
 @contextlib.contextmanager
 def own_randomness(model: nn.Module, x: Tensor, seed: int) -> Iterator[torch.Generator]:
-    """Yield a generator, and let what `model` draws while it trains depend on `seed` alone.
+    """Yield a generator, and let what `model` draws while it trains depend only on `seed`.
 
     Torch's global state is the same afterwards as before. Clients of one process train at the same
     time, in threads of their own, unless their networks draw random numbers: those take turns.

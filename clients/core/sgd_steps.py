@@ -1,10 +1,10 @@
 """Steps of SGD on all parameters at a time, with the bits of ``torch.optim.SGD``.
 
 A first optimizer of torch's imports its compiler: 0.6 s in each of the processes that Flower
-starts, one for each message to a client. An optimizer's bookkeeping takes a tenth of a small
-network's step, too.
+starts, one for each message to a client. An optimizer's bookkeeping also takes a tenth of a small
+network's step.
 
-Gradients are looked up by the name of their parameter. One that the loss does not know has none.
+Gradients go by the name of their parameter. A parameter that the loss does not know has none.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; chan
 
 
 def gradients_of(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """Return the gradients of a loss; the parameters hold them, too, until the next call."""
+    """Return the gradients of a loss; the parameters also hold them until the next call."""
     for parameter in parameters.values():
         parameter.grad = None
     loss.backward()
@@ -42,7 +42,7 @@ class SGDSteps:
     ) -> None:
         self.learning_rate, self.momentum = learning_rate, momentum
         self.weight_decay = weight_decay
-        self._weights = _detached(parameters)
+        self._weights = _detach(parameters)
         self._velocities: Gradients = {}
 
     def take(self, gradients: Gradients) -> None:
@@ -72,7 +72,7 @@ def proximal_term(
 
     By default the centre is w as it is now. It is copied, and may hold more than w has.
     """
-    weights = _detached(parameters)
+    weights = _detach(parameters)
     given = weights if centre is None else {n: centre[n].to(w) for n, w in weights.items()}
     centres = {name: weight.clone() for name, weight in given.items()}
 
@@ -87,6 +87,6 @@ def proximal_term(
     return adjust
 
 
-def _detached(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _detach(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the parameters as tensors of the same memory that autograd does not follow."""
     return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -25,8 +25,8 @@ class FedEnsembleClient(NumPyClient):
     Parameters
     ----------
     client : ModelClient
-        Of the inner strategy: an :class:`~fedntk.clients.SGDClient` for FedAvg and its relatives,
-        an ``NTKFLClient`` for NTKFL, and so on.
+        Client of the inner strategy: an :class:`~fedntk.clients.SGDClient` for FedAvg and its
+        relatives, an ``NTKFLClient`` for NTKFL, and so on.
 
     Examples
     --------

@@ -97,7 +97,7 @@ class CPNTKFLClient(NTKFLClient):
         upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}
         if self.noise_multiplier:
-            upload = self._privatised(upload, config)
+            upload = self._add_noise(upload, config)
             metrics["noise-multiplier"] = self.noise_multiplier
             metrics["label-noise"] = self.label_noise
         elif key is None:
@@ -110,7 +110,7 @@ class CPNTKFLClient(NTKFLClient):
             arrays = {"sealed": seal_upload(arrays, key, run=self.run, server_round=server_round)}
         return NamedArrays({"arrays": arrays}), len(upload.outputs), metrics
 
-    def _privatised(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
+    def _add_noise(self, upload: JacobianUpload, config: dict[str, Scalar]) -> JacobianUpload:
         generator = None
         if self.noise_seed is not None:
             entropy = [*round_seed(self.noise_seed, config), *b"noise"]

@@ -76,7 +76,7 @@ class DittoClient(PersonalisedClient):
         return self.descend(start, x, targets, config, adjust, epochs=self.personal_epochs or None)
 
     def own_network(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
-        """Return v_k: what was kept; the received weights before that, or where it is lost."""
+        """Return v_k as it was kept; the received weights before that, or if it is lost."""
         received, _ = self.records(parameters)
         return self._personal(received, self.kept(config))
 

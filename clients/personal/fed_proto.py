@@ -1,4 +1,4 @@
-"""Client of FedProto: a network of its own, whose features are drawn to what others' look like.
+"""Client of FedProto: a network of its own; its features are drawn to those of other clients.
 
 Source: Tan et al., *FedProto: Federated Prototype Learning across Heterogeneous Clients*, AAAI
 2022, with C_i^j the mean feature of client i's examples of class j and C^j the server's:
@@ -55,7 +55,7 @@ class FedProtoClient(PersonalisedClient):
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, with the pull, and send only the prototypes."""
-        prototypes, feature_map = self._received(parameters), FeatureMap.from_config(config)
+        prototypes, feature_map = self._prototypes_in(parameters), FeatureMap.from_config(config)
         _, head = feature_map.last_layer(self.model)
         if prototypes.means.shape != (head.out_features, head.in_features):
             raise ValueError(
@@ -76,7 +76,7 @@ class FedProtoClient(PersonalisedClient):
 
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
         """See :meth:`PersonalisedClient.evaluate`; by prototypes or by the last layer."""
-        if not self._by_prototypes(parameters) or self.assembled(parameters, config) is None:
+        if not self._by_prototypes(parameters) or self.assemble(parameters, config) is None:
             return super().evaluate(parameters, config)
         x, targets = self.test_examples(config)
         evaluated = self.predictor(parameters, config).evaluate(x, targets.argmax(1))
@@ -87,7 +87,7 @@ class FedProtoClient(PersonalisedClient):
         predictor = super().predictor(parameters, config)
         if not self._by_prototypes(parameters):
             return predictor
-        feature_map, prototypes = FeatureMap.from_config(config), self._received(parameters)
+        feature_map, prototypes = FeatureMap.from_config(config), self._prototypes_in(parameters)
         return PrototypePredictor(self.model, prototypes, head=feature_map.head, device=self.device)
 
     # ------------------------------------------------------------------ parts
@@ -97,7 +97,7 @@ class FedProtoClient(PersonalisedClient):
         _, first = super().records(parameters)
         return {}, first
 
-    def _received(self, parameters: list[NDArray[Any]]) -> Prototypes:
+    def _prototypes_in(self, parameters: list[NDArray[Any]]) -> Prototypes:
         arrays, _ = super().records(parameters)
         if arrays.keys() != set(GLOBAL_PROTOTYPES):
             raise ValueError(
@@ -106,7 +106,7 @@ class FedProtoClient(PersonalisedClient):
         return Prototypes.from_global_arrays(arrays)
 
     def _by_prototypes(self, parameters: list[NDArray[Any]]) -> bool:
-        there = bool(self._received(parameters).present.any())
+        there = bool(self._prototypes_in(parameters).present.any())
         return there and self.predict == "prototype"
 
     def _batch_loss(self, x: Tensor, targets: Tensor, batch: Tensor) -> Tensor:

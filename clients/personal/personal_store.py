@@ -16,7 +16,7 @@ __all__ = ["ROUND", "RUN", "PersonalStore"]
 RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
 
 KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them
-KEPT_BYTES = 64 * 2**20  # of which no more than this, but for the newest two
+KEPT_BYTES = 64 * 2**20  # limit of these together; the newest two stay in any case
 PREFIX = "array "  # before the names, which are keyword arguments of numpy's
 Arrays = dict[str, NDArray[Any]]
 

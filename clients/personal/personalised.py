@@ -56,7 +56,7 @@ class PersonalisedClient(SGDClient):
             :meth:`SGDClient.descend`. A client that lost what it kept returns no arrays, and
             ``{"lost-state": 0}``.
         """
-        network = self.assembled(parameters, config)
+        network = self.assemble(parameters, config)
         if network is None:
             return [], len(self._training), {"lost-state": 0}
         _, num_examples, metrics = super().fit(list(network.values()), config)
@@ -94,7 +94,7 @@ class PersonalisedClient(SGDClient):
         names = [name for name in getattr(parameters, "records", {}) if name != PERSONAL]
         return names[0] if len(names) == 1 else SHARED
 
-    def assembled(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays | None:
+    def assemble(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays | None:
         """Return the client's whole network, in its order; None if its own part is lost."""
         shared, first = self.records(parameters)
         expected = self.model.state_dict()
@@ -111,7 +111,7 @@ class PersonalisedClient(SGDClient):
         self, parameters: list[NDArray[Any]], config: Mapping[str, Any]
     ) -> Arrays | None:
         """Return the network that the client evaluates: what it trains, as it stands."""
-        return self.assembled(parameters, config)
+        return self.assemble(parameters, config)
 
     def kept(self, config: Mapping[str, Any]) -> Arrays | None:
         """Return what the client kept in the round that the message names; None if it is lost."""
