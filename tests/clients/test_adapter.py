@@ -23,26 +23,21 @@ RECORDS: Records = {
 FLAT = [array for own in RECORDS.values() for array in own.values()]
 
 
-class Echo(NumPyClient):
-    """Adds 1 to what it gets and reports all kinds of values."""
+def client(**methods: Any) -> NumPyClient:
+    """A client with these methods."""
+    made = NumPyClient()
+    for name, method in methods.items():
+        setattr(made, name, method)
+    return made
 
-    made = 0
 
-    def __init__(self) -> None:
-        Echo.made += 1
-
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
-        metrics = {"f32": np.float32(0.5), "flag": True, "text": "hello", "raw": b"x"}
-        return [(p + 1).astype(p.dtype) for p in parameters], 7, metrics
-
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
-        return float(parameters[0].sum()), 3, {"accuracy": 0.25}
-
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {"memory": 8}
-
-    def query(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> dict[str, Any]:
-        return {"losses": np.array([1.0, 2.0])}
+TOLD = {"f32": np.float32(0.5), "flag": True, "text": "hello", "raw": b"x"}
+ECHO = client(
+    fit=lambda parameters, config: ([(p + 1).astype(p.dtype) for p in parameters], 7, TOLD),
+    evaluate=lambda parameters, config: (float(parameters[0].sum()), 3, {"accuracy": 0.25}),
+    get_properties=lambda config: {"memory": 8},
+    query=lambda parameters, config: {"losses": np.array([1.0, 2.0])},
+)
 
 
 def listed(records: Records) -> list[Any]:
@@ -71,8 +66,8 @@ def answer(app: Any, kind: str, records: Records | None = None) -> RecordDict:
     return reply.content
 
 
-def ask(kind: str, client: Any = Echo, records: Records | None = None) -> RecordDict:
-    return answer(client_app(lambda _: client()), kind, records)
+def ask(kind: str, own: NumPyClient = ECHO, records: Records | None = None) -> RecordDict:
+    return answer(client_app(lambda _: own), kind, records)
 
 
 def test_train_returns_weights_under_their_own_names_and_dtypes():
@@ -86,19 +81,14 @@ def test_train_returns_weights_under_their_own_names_and_dtypes():
 
 def test_evaluate_and_queries():
     """The partition is told without making a client; one without a query tells its properties."""
-
-    class Plain(NumPyClient):
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            return {"cores": 2}
-
     told = {"partition-id": 5, "loss": 15.0, "num-examples": 3, "accuracy": 0.25}
     assert dict(ask("evaluate")["metrics"]) == told
     assert ask("query")["metrics"]["losses"] == [1.0, 2.0]
     assert ask("query", records={})["metrics"]["memory"] == 8
-    assert ask("query", Plain)["metrics"]["cores"] == 2
-    made = Echo.made
-    assert dict(ask("query.partition")["metrics"]) == {"partition-id": 5}
-    assert Echo.made == made
+    plain = client(get_properties=lambda config: {"cores": 2})
+    assert ask("query", plain)["metrics"]["cores"] == 2
+    partition = answer(client_app(lambda _: pytest.fail("it is made")), "query.partition")
+    assert dict(partition["metrics"]) == {"partition-id": 5}
 
 
 # ------------------------------------------------------------------------- records
@@ -108,17 +98,16 @@ def test_records_keep_their_names_on_the_way_to_a_client_and_back():
     """The name w stands in two of them. The client spoils what it was given."""
     seen = []
 
-    class Named(NumPyClient):
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            seen.extend(listed(parameters.records))
-            controls = {k: a + 1 for k, a in parameters.records["corrections"].items()}
-            for array in parameters:
-                array += 100
-            for own in (*parameters.records.values(), parameters.records, config):
-                own.clear()
-            return NamedArrays({"controls": controls, "none": {}}), 1, {}
+    def fit(parameters: Any, config: dict[str, Any]) -> Any:
+        seen.extend(listed(parameters.records))
+        controls = {k: a + 1 for k, a in parameters.records["corrections"].items()}
+        for array in parameters:
+            array += 100
+        for own in (*parameters.records.values(), parameters.records, config):
+            own.clear()
+        return NamedArrays({"controls": controls, "none": {}}), 1, {}
 
-    content = ask("train", Named, RECORDS)
+    content = ask("train", client(fit=fit), RECORDS)
     assert seen == listed(RECORDS)
     controls = {k: a + 1 for k, a in RECORDS["corrections"].items()}
     assert listed(received(content)) == listed({"controls": controls, "none": {}})
@@ -146,13 +135,13 @@ def test_plain_clients_get_a_list_and_answer_with_one(make, expected):
     Of a list that the client changed and returned, they are not the arrays that it began with.
     """
 
-    class Plain(NumPyClient):
-        def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
-            assert isinstance(parameters, list)
-            assert all(np.array_equal(a, b) for a, b in zip(parameters, FLAT, strict=True))
-            return make(parameters), 1, {}
+    def fit(parameters: list[NDArray[Any]], config: dict[str, Any]) -> Any:
+        assert isinstance(parameters, list)
+        assert all(np.array_equal(a, b) for a, b in zip(parameters, FLAT, strict=True))
+        return make(parameters), 1, {}
 
-    assert listed(received(ask("train", Plain, RECORDS))) == listed({"arrays": expected})
+    content = ask("train", client(fit=fit), RECORDS)
+    assert listed(received(content)) == listed({"arrays": expected})
 
 
 # -------------------------------------------------------------- functions of a user's own
@@ -167,7 +156,7 @@ def own_reply(message: Message, context: Context) -> Message:
 @pytest.mark.parametrize("category", ["train", "evaluate", "query"])
 def test_a_function_registered_by_the_user_takes_the_place_of_ours(category):
     """It gets Flower's message as it came; all other kinds of message are answered as before."""
-    app = client_app(lambda _: Echo())
+    app = client_app(lambda _: ECHO)
     assert getattr(app, category)()(own_reply) is own_reply
     assert dict(answer(app, category)["mine"]) == {"num-examples": 3, "lr": 0.5}
     for kind in {"train", "evaluate", "query", "query.partition", "query.keys"} - {category}:
@@ -187,7 +176,7 @@ def test_mods_and_lifespan_go_with_both_kinds_of_function():
         seen.append(message.metadata.message_type)
         return call(message, context)
 
-    app = client_app(lambda _: Echo(), mods=[noting])
+    app = client_app(lambda _: ECHO, mods=[noting])
 
     @app.lifespan()
     def lifespan(context: Context) -> Any:
