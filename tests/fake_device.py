@@ -26,13 +26,9 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "DeviceTensor":
+        place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
         made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=NAME,
+            cls, inner.shape, dtype=inner.dtype, device=NAME, **place
         )
         made.numbers = inner
         return made
@@ -43,7 +39,7 @@ class DeviceTensor(Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """With it active, ``tensor.to("lazy")`` and ``device="lazy"`` are the device's."""
+    """Has ``tensor.to("lazy")`` and ``device="lazy"`` make tensors of the device."""
 
     def __enter__(self) -> "FakeDevice":
         torch._C._set_only_lift_cpu_tensors(True)  # lists become tensors through the mode, too

@@ -150,10 +150,8 @@ class ModelClient(Declared, NumPyClient):
         self._num_outputs = num_outputs(self.model, probe.to(self.device), fewest=fewest)
         if examples.may_change:
             class_numbers(labels, self._num_outputs, name=examples.name)
-        elif examples is self._training:
-            self.inputs, self.targets = self._read(examples, [*self.seed, 0])
         else:
-            self.test_inputs, self.test_targets = self._read(examples, [*self.seed, 0])
+            _ = self._all_training if examples is self._training else self._all_testing
 
     def _read(
         self, examples: LabelledExamples, seed: Sequence[int], chosen: Tensor | None = None

@@ -159,7 +159,7 @@ class TCTClient(SGDClient):
         if not store.holds(*(["network"] if task.step != "linear" else ["network", "normaliser"])):
             return _lost(0)
         digests, order = _sorted(self.inputs, self.targets)
-        x = self._projected(self.inputs[order], config)
+        x = self._project(self.inputs[order], config)
         work = _Work(task, records, store, x, self.targets[order], config)
         if task.step in ONCE:
             once = {"features": _features, "statistics": self._statistics, "masked": self._masked}
@@ -224,7 +224,7 @@ class TCTClient(SGDClient):
         """Refuse, before stage 1, what stage 2 could not do or not hold in memory."""
         set_weights(self.model, parameters)
         task.feature_map.require_outputs(self.model, self.targets.shape[1])
-        task.feature_map.extractor(self.model)(self._projected(self.inputs[:1], config))
+        task.feature_map.extractor(self.model)(self._project(self.inputs[:1], config))
         n, width = len(self.inputs), task.feature_map.width(self.model)
         self.folder(task, config)  # an error now if it cannot be made
         if task.solve == "statistics":
@@ -331,7 +331,7 @@ class TCTClient(SGDClient):
         name = "train" if same else "test"
         if not store.has(name, digests):
             store.replace(name, digests)
-        x = self._projected(self.test_inputs[order], config)
+        x = self._project(self.test_inputs[order], config)
         rows = store.rows(name, x, bias=task.bias, device=self.device)
         outputs, targets = rows @ _only(records, "linear"), self.test_targets[order]
         hits = outputs.argmax(1) == targets.argmax(1)

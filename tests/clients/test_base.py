@@ -41,15 +41,11 @@ def test_weights_that_do_not_fit_are_refused(damage, message):
 
 def test_evaluation_is_that_of_the_weights_sent_on_the_test_examples():
     """Identity network: outputs are the inputs, so accuracy is known."""
-    model = nn.Linear(3, 3)
-    x = torch.randn(4, 3)
-    x_test = 100 * torch.eye(3)[[0, 1, 2, 0]]
-    client = ModelClient(
-        model, x, torch.tensor([0, 1, 2, 0]), x_test=x_test, y_test=torch.tensor([0, 1, 2, 1])
-    )
-    loss, count, metrics = client.evaluate(
-        [np.eye(3, dtype=np.float32), np.zeros(3, dtype=np.float32)], {}
-    )
+    x_test, y_test = 100 * torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1])
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    client = ModelClient(nn.Linear(3, 3), x, y, x_test=x_test, y_test=y_test)
+    identity = [np.eye(3, dtype=np.float32), np.zeros(3, dtype=np.float32)]
+    loss, count, metrics = client.evaluate(identity, {})
     assert (count, metrics) == (4, {"accuracy": 0.75})
     assert loss == pytest.approx(25.0)  # one of four misses by a logit of 100
 

@@ -59,10 +59,8 @@ def test_without_a_gram_matrix_it_sends_class_means_and_counts():
     assert counts.tolist() == torch.bincount(y, minlength=3).tolist()
 
 
-def test_a_sample_of_the_examples_is_drawn_where_wanted():
-    arrays, count, _ = client(sampling_rate=0.5).fit(
-        get_weights(network()), config() | {"server-round": 1}
-    )
+def test_a_sample_of_the_examples_is_drawn_if_wanted():
+    arrays, count, _ = client(sampling_rate=0.5).fit(get_weights(network()), config())
     assert count == 4 == arrays[2].sum()
 
 
