@@ -1,7 +1,7 @@
 """Several models as one set of named arrays: an ensemble strategy's state, message and result."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
@@ -51,8 +51,3 @@ class EnsembleArrays(Generic[A]):
         if sorted(found) != list(range(len(found))) or not found:
             raise ValueError(f"expected the models 0, 1, ..., got {sorted(found)}")
         return cls(tuple(found[k] for k in range(len(found))))
-
-    def replaced(self, new: Sequence[Mapping[str, A] | None]) -> Self:
-        """Replace models by those of `new`; None leaves one as it is."""
-        pairs = zip(self.models, new, strict=True)
-        return type(self)(tuple(dict(old if own is None else own) for old, own in pairs))

@@ -141,7 +141,7 @@ class NetworkPredictor(Predictor):
 def write_model(
     path: Path, arrays: Mapping[str, NDArray[Any]], described: Mapping[str, Any]
 ) -> None:
-    """Write arrays as safetensors, with a description in the metadata, into a folder it makes."""
+    """Write arrays as safetensors, described in the metadata, into a folder that is made."""
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,7 @@ def _own_state(device: str) -> AbstractContextManager[None]:
 
 
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return p^(1/T) / sum p^(1/T) over the last axis, for rows p of sum 1.
-
-    T = 1 leaves p as it is; towards T = 0 all goes to the most likely class.
+    """Return p^(1/T) / sum p^(1/T) for rows p of sum 1; for T -> 0 the most likely class has 1.
 
     Examples
     --------
@@ -129,18 +127,12 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     return (probabilities.log() / temperature).softmax(-1)
 
 
-def soft_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return -sum_c q_c log softmax(f)_c, averaged over the examples; both are (n, C)."""
-    return -(labels * outputs.log_softmax(1)).sum(1).mean()
-
-
 def descend(
     student: nn.Module, labels: Tensor, options: Distillation, generator: torch.Generator
 ) -> Iterator[tuple[int, int]]:
-    """Train a network towards labels by SGD, and yield (step, steps in all) after each step.
+    """Train a network towards labels (n, C) by SGD; after each step, yield (step, steps in all).
 
-    The network is on the options' device and changes, in training mode. Labels (n, C) are of the
-    options' examples, which the generator shuffles.
+    The network is on the options' device. The generator shuffles the options' examples.
     """
     x, device = options.examples, options.device
     optimizer = torch.optim.SGD(
@@ -158,7 +150,7 @@ def descend(
             group["lr"] = options.rate(step)
         optimizer.zero_grad()
         outputs = student(x[batch].to(device))
-        soft_cross_entropy(outputs, labels[batch].to(device)).backward()
+        nn.functional.cross_entropy(outputs, labels[batch].to(device)).backward()
         optimizer.step()
         yield step, len(batches)
 
@@ -172,10 +164,10 @@ def _batches(order: Tensor, batch_size: int) -> list[Tensor]:
 
 
 def distil(student: nn.Module, labels: Tensor, options: Distillation, seed: int) -> nn.Module:
-    """Train a network as :func:`descend`; with `swa`, return the mean of its weights on the way.
+    """Train a network by :func:`descend`; with `swa`, return the mean of its weights on the way.
 
-    The statistics of BatchNorm are then those of the server's examples under the mean weights. The
-    seed is of the shuffling and of what the network draws; torch's global state is restored.
+    BatchNorm's statistics are then those of the server's examples under the mean weights. The seed
+    is for the shuffling and the network's draws; torch's global state is restored.
     """
     x, device = options.examples, options.device
     with _own_state(device):

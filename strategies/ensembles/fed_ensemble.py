@@ -319,33 +319,35 @@ class FedEnsemble(BaseStrategy):
             else:
                 of_model[self._model_of[node]].append(reply)
         self._drop_outliers(of_model, rejected)
-        models = EnsembleArrays.from_arrays(self.global_arrays)
+        models = EnsembleArrays.from_arrays(self.global_arrays).models
         states = [m.state_dict() for m in self.members] if self.min_completed > 1 else []
-        new: list[dict[str, Array] | None] = [None] * self.num_models
+        new: dict[int, dict[str, Array]] = {}
         reported: list[MetricRecord] = []
         self._reported = []
         for k, own in of_model.items():
             found, metrics = self.members[k].aggregate_train(server_round, own)
-            new[k] = None if found is None else dict(found)
+            if found is not None:
+                new[k] = dict(found)
             reported += [metrics] if metrics else []
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
         record = self._merged(reported, rejected)
         if not self.enough(cast(int, record["replies-accepted"])):
-            new = [None] * self.num_models
+            new = {}
             for member, before in zip(self.members, states, strict=False):
                 member.load_state_dict(before)
-        record["models-updated"] = sum(model is not None for model in new)
+        record["models-updated"] = len(new)
         self.train_metrics[server_round] = record
-        if not record["models-updated"]:
+        if not new:
             return None, record
-        return ArrayRecord(models.replaced(new).to_arrays()), record
+        updated = tuple(new.get(k, old) for k, old in enumerate(models))
+        return ArrayRecord(EnsembleArrays(updated).to_arrays()), record
 
     def _drop_outliers(self, of_model: dict[int, list[Message]], rejected: Counter[str]) -> None:
         """Compare the changes of weights over all models, if one has too few replies by itself.
 
-        The models are trained alike, so their clients' changes are of one order of size. What
-        cannot be read is left to the model's own strategy to refuse.
+        The models are trained alike, so their clients' changes are of one order of size. Each
+        model's own strategy refuses what cannot be read.
         """
         if not self.members[0].takes_weights or all(len(own) >= 3 for own in of_model.values()):
             return
