@@ -90,7 +90,7 @@ class Prototypes:
 
     @classmethod
     def from_global_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """Read what :meth:`to_global_arrays` returned, also from among other arrays."""
+        """Read what :meth:`to_global_arrays` returned from among other arrays."""
         means, counts = (arrays[name] for name in GLOBAL_PROTOTYPES)
         return cls(means, counts)
 

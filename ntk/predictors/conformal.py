@@ -76,7 +76,7 @@ def conformal_scores(
         Uniform draws from 0 ... 1 for the adaptive score. By default all are 1, and a model that is
         nearly certain of an example may then give an empty set.
     """
-    p = _checked(probabilities)
+    p = _check(probabilities)
     if score not in get_args(Score):
         raise ValueError(f"score: expected one of {', '.join(get_args(Score))}, got {score!r}")
     if score == "threshold":
@@ -153,7 +153,7 @@ def prediction_sets(
     return conformal_scores(probabilities, score=score, draws=draws) <= threshold
 
 
-def _checked(probabilities: Tensor) -> Tensor:
+def _check(probabilities: Tensor) -> Tensor:
     """Return probabilities in float64; rows of float32 add up to 1 to within C roundings."""
     p = probabilities.double()
     if p.ndim != 2 or p.shape[1] < 2:

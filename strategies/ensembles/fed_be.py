@@ -41,7 +41,7 @@ from ..core.averaging import cast_like, differing, named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.replies import checked_weights
-from .distillation import Distillation, distil, sharpened
+from .distillation import Distillation, distil, sharpen
 from .model_samples import (
     Distribution,
     dirichlet_shares,
@@ -60,10 +60,10 @@ class FedBE(BaseStrategy):
 
     Clients are FedAvg's, receive and send one model, and evaluate it, not the ensemble.
 
-    Without distillation what is learned is the newest round's ensemble, as
+    Without distillation the result is the newest round's ensemble, as
     :class:`~fedntk.ntk.payloads.EnsembleArrays`: model 0 is the mean, which the next round's
     clients are sent; then come the M that were drawn, then the clients' own, by client. Before the
-    first round it is only the initial network. With distillation what is learned is one network.
+    first round it is only the initial network. With distillation the result is one network.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class FedBE(BaseStrategy):
     def predictor(
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module
     ) -> Predictor:
-        """Make an ensemble's, or the distilled network's."""
+        """Make the predictor of the ensemble, or of the distilled network."""
         if self.distill is not None:
             return super().predictor(arrays, network)
         models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
@@ -172,7 +172,7 @@ class FedBE(BaseStrategy):
         metrics["ensemble-size"] = 1 + self.num_samples + own
         models = self._ensemble(server_round, mean, clients, num_examples)
         if self.distill is not None:
-            return self._distilled(server_round, self.distill, mean, models, metrics), metrics
+            return self._distil(server_round, self.distill, mean, models, metrics), metrics
         return ArrayRecord(EnsembleArrays(tuple(map(dict, models))).to_arrays()), metrics
 
     def _ensemble(
@@ -195,7 +195,7 @@ class FedBE(BaseStrategy):
             for weights in clients:
                 yield ArrayRecord({name: Array(weights[name]) for name in centre})
 
-    def _distilled(
+    def _distil(
         self,
         server_round: int,
         options: Distillation,
@@ -204,14 +204,12 @@ class FedBE(BaseStrategy):
         metrics: MetricRecord,
     ) -> ArrayRecord:
         """Return the network that the ensemble is distilled into, or the mean if that fails."""
-        expected = named_arrays(mean)
         x, device = options.examples, options.device
-        probabilities = mean_probabilities(
-            options.network, map(named_arrays, models), x, device=device
-        )
-        labels = sharpened(probabilities, options.temperature)
+        arrays = map(named_arrays, models)
+        probabilities = mean_probabilities(options.network, arrays, x, device=device)
+        labels = sharpen(probabilities, options.temperature)
         student = copy.deepcopy(options.network)
-        load_arrays(student, expected)
+        load_arrays(student, named_arrays(mean))
         entropy = [self.seed, server_round, *b"distillation"]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         before = NetworkPredictor(student, device=device).predict(x)
@@ -219,8 +217,7 @@ class FedBE(BaseStrategy):
         after = NetworkPredictor(student, device=device).predict(x)
         distilled = arrays_of(student)
         losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]
-        arrays = [*distilled.values(), np.array(losses)]
-        finite = all(np.isfinite(array).all() for array in arrays)
+        finite = all(np.isfinite(a).all() for a in [*distilled.values(), np.array(losses)])
         metrics["distilled"] = int(finite)
         if not finite:
             logger.log(
@@ -230,4 +227,4 @@ class FedBE(BaseStrategy):
             )
             return mean
         metrics["distillation-loss-before"], metrics["distillation-loss"] = losses
-        return cast_like(distilled, expected)
+        return cast_like(distilled, named_arrays(mean))

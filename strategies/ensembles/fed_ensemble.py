@@ -199,7 +199,7 @@ class FedEnsemble(BaseStrategy):
         if EnsembleArrays.are_in(initial_arrays):
             models = list(EnsembleArrays.from_arrays(initial_arrays).models)
         else:
-            models = [self._drawn(initial_arrays, k) for k in range(self.num_models)]
+            models = [self._draw(initial_arrays, k) for k in range(self.num_models)]
         if len(models) != self.num_models:
             raise ValueError(
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
@@ -208,7 +208,7 @@ class FedEnsemble(BaseStrategy):
             models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
         return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
 
-    def _drawn(self, given: ArrayRecord, k: int) -> dict[str, Array]:
+    def _draw(self, given: ArrayRecord, k: int) -> dict[str, Array]:
         """Return the first weights of model k, for the given network."""
         if not isinstance(self.init, str):
             made = dict(ArrayRecord(self.init(k).state_dict()))
@@ -230,7 +230,7 @@ class FedEnsemble(BaseStrategy):
         if self.fraction_train == 0.0:
             return []
         models = EnsembleArrays.from_arrays(arrays).models
-        self._model_of = self._assigned(grid, server_round)
+        self._model_of = self._assign(grid, server_round)
         messages: list[Message] = []
         for k, (member, model) in enumerate(zip(self.members, models, strict=True)):
             if nodes := [node for node, own in self._model_of.items() if own == k]:
@@ -240,7 +240,7 @@ class FedEnsemble(BaseStrategy):
         self._exchanges[MessageType.TRAIN] = Exchange(messages)
         return messages
 
-    def _assigned(self, grid: Grid, server_round: int) -> dict[int, int]:
+    def _assign(self, grid: Grid, server_round: int) -> dict[int, int]:
         """Return node -> model of a sample of the clients, if a model can visit all strata."""
         candidates, size = self._candidates(
             grid,
@@ -331,7 +331,7 @@ class FedEnsemble(BaseStrategy):
             reported += [metrics] if metrics else []
             self.last_refusal = self.members[k].last_refusal or self.last_refusal
             self.last_failure = self.members[k].last_failure or self.last_failure
-        record = self._merged(reported, rejected)
+        record = self._merge_metrics(reported, rejected)
         if not self.enough(cast(int, record["replies-accepted"])):
             new = {}
             for member, before in zip(self.members, states, strict=False):
@@ -364,7 +364,7 @@ class FedEnsemble(BaseStrategy):
                 of_model[k] = [other for other in of_model[k] if other is not reply]
                 self.drop(reply.metadata.src_node_id, bad, rejected)
 
-    def _merged(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
+    def _merge_metrics(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
         """Aggregate the clients' metrics over all models, and combine the strategies' own."""
         counts = Counter({"num-examples": 0, "replies-accepted": 0})
         counts["replies-rejected"] = rejected.total()

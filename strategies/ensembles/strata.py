@@ -18,9 +18,8 @@ class Strata:
     """The clients of a run, divided at random into Q strata.
 
     Their sizes differ by at most one when they are formed. A client that joins goes into a smallest
-    stratum; one that is gone leaves its own. At the beginning of each age, which is when all
-    permutations are drawn anew, the fewest clients are moved that make the sizes differ by at most
-    one again.
+    stratum; one that is gone leaves its own. In each new age, which draws all permutations anew,
+    the fewest clients move that make the sizes differ by at most one again.
     """
 
     def __init__(self, count: int = 1, seed: int = 0) -> None:
@@ -28,7 +27,7 @@ class Strata:
         self.of: dict[int, int] = {}  # client -> its stratum, 0 ... Q - 1
 
     def update(self, clients: Iterable[int], server_round: int, *, new_age: bool) -> None:
-        """Take note of the clients that are there; in a new age, also even out the sizes."""
+        """Set the clients that are there; in a new age, also even out the sizes."""
         clients = set(clients)
         self.of = {client: q for client, q in self.of.items() if client in clients}
         generator = np.random.default_rng([self.seed, server_round, *b"strata"])
@@ -94,9 +93,9 @@ def permutations(
     """Draw P, shape (Q, K): in round r of the age, stratum q trains model ``P[q, r]``.
 
     Each row is a permutation, so that in the K rounds of an age every model visits every stratum
-    once. With ``"independent"`` each is drawn by itself, as in algorithm 1: in a round some models
-    may be trained by several strata and some by none. With ``"balanced"`` rows are the shifts of
-    one random order, dealt out at random: in each round the numbers of strata that train two models
+    once. With ``"independent"`` each is drawn by itself, as in algorithm 1: in a round several
+    strata may train one model, and none another. With ``"balanced"`` rows are the shifts of one
+    random order, dealt out at random: in each round the numbers of strata that train two models
     differ by at most one. Each row by itself is as random as before.
     """
     generator = np.random.default_rng([seed, age, *b"permutations"])

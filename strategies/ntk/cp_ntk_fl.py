@@ -175,7 +175,7 @@ class CPNTKFL(NTKFL):
         """
         if self.shuffling_server is None:
             return super().gather(server_round, replies)
-        pairs, rejected = self.accepted(replies, self._sealed, MessageType.TRAIN)
+        pairs, rejected = self.accepted(replies, self._read_sealed, MessageType.TRAIN)
         try:
             shuffled = self.shuffling_server.shuffle(
                 [sealed for _, sealed in pairs],
@@ -217,7 +217,7 @@ class CPNTKFL(NTKFL):
         shapes = {name: list(array.shape) for name, array in self.global_arrays.items()}
         return UploadLimits(shapes, self.max_examples, self.sparsity, self.bits)
 
-    def _sealed(self, reply: Reply) -> bytes:
+    def _read_sealed(self, reply: Reply) -> bytes:
         self._require_noise(reply)
         arrays = list(reply.arrays().values())
         if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:

@@ -286,7 +286,7 @@ class NTKFL(FlowOptions, BaseStrategy):
             nodes,
             MessageType.QUERY,
             _record(candidates.weights),
-            lambda reply: _checked_losses(reply, count),
+            lambda reply: _check_losses(reply, count),
         )
         pairs = self.screened(pairs, rejected, screen_losses)
         metrics["losses-accepted"] = len(pairs)
@@ -327,7 +327,7 @@ def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 
-def _checked_losses(reply: Reply, count: int) -> NDArray[np.float64]:
+def _check_losses(reply: Reply, count: int) -> NDArray[np.float64]:
     losses = reply.metrics.get("losses")
     if not isinstance(losses, list) or len(losses) != count:
         raise BadReply("losses", f"expected {count} losses, got {str(losses)[:80]}")

@@ -22,8 +22,8 @@ Arrays = Mapping[str, NDArray[Any]]
 class ClientModels(MutableMapping[int, Arrays]):
     """Client -> its arrays, which are not changed in place.
 
-    Those that do not fit in the budget are files, mapped into memory when they are read: those that
-    were set longest ago go first. The files end with the object.
+    If they exceed the budget, those that were set longest ago become files, mapped into memory when
+    they are read. The files end with the object.
     """
 
     def __init__(self, budget: float = np.inf) -> None:
@@ -43,7 +43,7 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     def __setitem__(self, client: int, arrays: Arrays) -> None:
         self._in_memory.pop(client, None)
-        self._models[client] = {name: _fixed(array) for name, array in arrays.items()}
+        self._models[client] = {name: _freeze(array) for name, array in arrays.items()}
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
         while self._in_memory and self.bytes_in_memory > self.budget:
             oldest = next(iter(self._in_memory))
@@ -77,7 +77,7 @@ class ClientModels(MutableMapping[int, Arrays]):
             self[client] = under(f"{client}.", state)
 
     def _write(self, client: int) -> None:
-        """Move a client's arrays to disk, into one file."""
+        """Move a client's arrays into one file."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedntk-models-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -97,8 +97,8 @@ class ClientModels(MutableMapping[int, Arrays]):
         del self._in_memory[client]
 
 
-def _fixed(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that nobody changes: itself if it is one already."""
+def _freeze(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that nobody changes: itself if it is read-only."""
     if array.flags.writeable:
         array = array.copy()
         array.flags.writeable = False

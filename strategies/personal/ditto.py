@@ -14,9 +14,8 @@ __all__ = ["Ditto"]
 class Ditto(PersonalStrategy):
     """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.
 
-    The global model is FedAvg's, bit for bit, and what the Result holds. Each client keeps its
-    model v_k, which never comes to the server. It counts as of the last round in which the client's
-    reply was accepted.
+    The Result holds the global model, which is FedAvg's, bit for bit. Each client keeps its model
+    v_k, which never comes to the server.
 
     Examples
     --------

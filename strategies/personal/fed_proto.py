@@ -31,10 +31,10 @@ __all__ = ["FedProto"]
 class FedProto(FeatureStrategy, PersonalStrategy):
     """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.
 
-    All of the network stays with the clients; they start from the same first weights. What the
-    Result holds are these, and beside them the global prototypes: ``global-prototypes.means``
-    (C, p), of float32, and ``global-prototypes.counts`` (C,), the examples that each is of. A count
-    of 0 means that there is none yet. A class that no client of a round has keeps its prototype.
+    The whole network stays with the clients, which start from the same weights. The Result holds
+    these, and the global prototypes: ``global-prototypes.means`` (C, p), float32, and
+    ``global-prototypes.counts`` (C,), their examples; with a count of 0 there is none yet. A class
+    that no client of a round has keeps its prototype.
 
     Examples
     --------

@@ -29,17 +29,12 @@ PERSONAL = "personal"  # record of first values
 class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     """Average the shared arrays, and leave the personal ones with the clients.
 
-    Clients are :class:`~fedntk.clients.PersonalisedClient`. Personal arrays never come to the
-    server: all clients start from the initial ones, and the Result holds these. A new client starts
-    from them, and so does one that lost what it kept.
+    Clients are :class:`~fedntk.clients.PersonalisedClient`. The arrays named in ``personal``, which
+    a method sets, never come to the server. New clients, and those that lost theirs, start from the
+    initial ones, which the Result holds.
 
     A client's personal arrays count as of the last round in which its reply was accepted: a reply
     that is lost or dropped leaves both its parts as they were.
-
-    Attributes
-    ----------
-    personal : collection of str
-        Names of the arrays that stay with the clients; a method sets it.
     """
 
     client = "PersonalisedClient"
@@ -57,7 +52,7 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
     def content_for(
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
-        """Return the client's shared arrays, and first values of its own if it has none yet."""
+        """Return the client's shared arrays, and the initial personal ones if it has none."""
         shared = ArrayRecord({n: a for n, a in arrays.items() if n not in self.personal})
         own = self.config_for(client, config)
         content = super().content_for(client, stage, self.shared_for(client, shared), own)
@@ -67,7 +62,6 @@ class PersonalStrategy(KeepingStrategy, ResendingStrategy):
 
     def shared_for(self, client: int, shared: ArrayRecord) -> ArrayRecord:
         """Return a client's shared arrays: the global ones by default."""
-        del client
         return shared
 
     def forget_lost(self, client: int) -> None:

@@ -152,7 +152,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
             return self._models[client]
         if client not in self._mixed:
             known = sorted(self._means)
-            _, weights = self._compared([client], known)
+            _, weights = self._compare([client], known)
             self._mixed[client] = next(mixtures(weights, [self._models[k] for k in known]))
         return self._mixed[client]
 
@@ -177,7 +177,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         clients = [reply.client for reply, _ in pairs]
         sent = [own.weights for _, own in pairs]
         everyone = sorted(self._means) if self.over == "all" else clients
-        similarities, weights = self._compared(everyone, everyone)
+        similarities, weights = self._compare(everyone, everyone)
         if self.over == "all":
             self._mixed = ClientModels(self._mixed.budget)
             self._models.update(zip(clients, sent, strict=True))
@@ -193,7 +193,7 @@ class WeightedFedAvg(FeatureStrategy, PersonalStrategy):
         metrics["effective-clients"] = float(np.exp(entropy).mean())
         return super().merged([(reply, own.weights) for reply, own in pairs])
 
-    def _compared(
+    def _compare(
         self, clients: Sequence[int], others: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return similarities and weights of clients (rows) and others (columns)."""

@@ -16,7 +16,7 @@ from fedntk.simulations import Config
 from fedntk.simulations.engine.building import load_setup, make_strategy
 from fedntk.strategies import Distillation, FedBE, SeededFedAvg
 from fedntk.strategies.core.averaging import cast_like
-from fedntk.strategies.ensembles.distillation import descend, distil, sharpened
+from fedntk.strategies.ensembles.distillation import descend, distil, sharpen
 from fedntk.strategies.ensembles.model_samples import (
     dirichlet_shares,
     gaussian_model,
@@ -180,14 +180,14 @@ def test_sharpened_labels_are_powers(temperature):
     probabilities = torch.tensor(rows, dtype=torch.float64)
     powers = probabilities.numpy() ** (1 / temperature)
     expected = powers / powers.sum(1, keepdims=True)
-    np.testing.assert_allclose(sharpened(probabilities, temperature), expected, atol=1e-15)
+    np.testing.assert_allclose(sharpen(probabilities, temperature), expected, atol=1e-15)
 
 
 # ---------------------------------------------------------------------- distillation
 
 
 def teachers_labels(n: int = 30) -> torch.Tensor:
-    return sharpened(probabilities(n), 0.5)
+    return sharpen(probabilities(n), 0.5)
 
 
 def test_averaged_weights_are_the_mean_of_iterates():
