@@ -7,6 +7,7 @@ from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
     FEATURE_GRAM,
     FeatureStatistics,
+    SumFormat,
     SumStep,
     packed_size,
     sums_digest,
@@ -46,6 +47,7 @@ __all__ = [
     "Prototypes",
     "Solve",
     "SplitStatistics",
+    "SumFormat",
     "SumStep",
     "change_size",
     "check_compression",

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ ROWS, COLUMNS = 1024, 1024  # of a block of products
 EXACT = 2**24  # whole numbers up to it are float32's, and so are their sums
 SLACK = 1e-6  # by which rounding may break an inequality
 FEWER = "lower num_features"
+
+
+class SumFormat(NamedTuple):
+    """What sums are expected to be: of p features and C classes, weighted or rounded."""
+
+    width: int
+    num_classes: int
+    weights: NDArray[np.float64] | None = None  # w_c of the classes' examples (C,); None: all 1
+    fixed_point: FixedPoint | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +191,8 @@ class FeatureStatistics:
     def from_arrays(
         cls,
         arrays: Mapping[str, NDArray[Any]],
-        width: int,
-        num_classes: int,
-        *,
+        expected: SumFormat,
         num_examples: int | None = None,
-        weights: NDArray[np.float64] | None = None,
-        fixed_point: FixedPoint | None = None,
     ) -> Self:
         """Check what :meth:`to_arrays` made, or raise BadReply.
 
@@ -195,6 +200,7 @@ class FeatureStatistics:
         matrix, and each class sum beside it, must satisfy the Cauchy-Schwarz inequality.
         """
         gram, class_sums, counts = take_arrays(arrays, *cls.NAMES)
+        width, num_classes, weights, fixed_point = expected
         w = np.ones(num_classes) if weights is None else weights
         n = require_counts(counts, num_classes, num_examples)
         dtype = _wire_dtype(n, fixed_point)
@@ -227,29 +233,18 @@ class FeatureStatistics:
         return np.concatenate(arrays, dtype=np.int64).astype(dtype)
 
     @classmethod
-    def from_words(
-        cls,
-        words: NDArray[Any],
-        num_examples: int,
-        width: int,
-        num_classes: int,
-        fixed_point: FixedPoint,
-    ) -> Self:
+    def from_words(cls, words: NDArray[Any], expected: SumFormat, num_examples: int) -> Self:
         """Check the sum over clients of what :meth:`to_words` made, as in :meth:`from_arrays`."""
         numbers = words.view(np.dtype(f"i{words.itemsize}"))
-        dtype, limits = _wire_dtype(num_examples, fixed_point), np.iinfo(np.int32)
+        dtype, limits = _wire_dtype(num_examples, expected.fixed_point), np.iinfo(np.int32)
         if dtype == np.int32 and (numbers.min() < limits.min or numbers.max() > limits.max):
             raise BadReply("range", f"sums over {num_examples} examples do not fit in int32")
-        sizes = np.cumsum([packed_size(width), num_classes * width])
+        shape = (expected.num_classes, expected.width)
+        sizes = np.cumsum([packed_size(expected.width), math.prod(shape)])
         gram, class_sums, counts = np.split(numbers, sizes)
-        sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(num_classes, width)
-        return cls.from_arrays(
-            dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True)),
-            width,
-            num_classes,
-            num_examples=num_examples,
-            fixed_point=fixed_point,
-        )
+        sums = gram.astype(dtype, copy=False), class_sums.astype(dtype).reshape(shape)
+        arrays = dict(zip(cls.NAMES, (*sums, counts.astype(np.int64)), strict=True))
+        return cls.from_arrays(arrays, expected, num_examples)
 
 
 def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | None = None) -> int:
@@ -264,7 +259,7 @@ def require_counts(counts: NDArray[Any], num_classes: int, num_examples: int | N
     return total
 
 
-def word_dtype(num_examples: int, fixed_point: FixedPoint) -> Any:
+def word_dtype(num_examples: int, fixed_point: FixedPoint | None) -> Any:
     """Return uint32 if it holds sums over so many examples, else uint64."""
     return np.dtype(f"u{np.dtype(_wire_dtype(num_examples, fixed_point)).itemsize}")
 

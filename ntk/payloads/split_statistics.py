@@ -17,7 +17,7 @@ from ..errors import BadReply
 from ..features.fixed_point import FixedPoint
 from ..support.arrays import take_arrays
 from ..support.memory import require_memory
-from .feature_statistics import FEWER, FeatureStatistics
+from .feature_statistics import FEWER, FeatureStatistics, SumFormat
 
 HELD_OUT = "held-out-"  # begins the names of arrays
 
@@ -61,19 +61,14 @@ class SplitStatistics:
     def from_arrays(
         cls,
         arrays: Mapping[str, NDArray[Any]],
-        width: int,
-        num_classes: int,
-        *,
+        expected: SumFormat,
         num_examples: int | None = None,
-        **options: Any,
     ) -> Self:
-        """Check what :meth:`to_arrays` made; arguments as of FeatureStatistics."""
+        """Check what :meth:`to_arrays` made, both parts as in FeatureStatistics."""
         names = FeatureStatistics.NAMES
         both = take_arrays(arrays, *names, *(HELD_OUT + name for name in names))
         fitting, held_out = (
-            FeatureStatistics.from_arrays(
-                dict(zip(names, part, strict=True)), width, num_classes, **options
-            )
+            FeatureStatistics.from_arrays(dict(zip(names, part, strict=True)), expected)
             for part in (both[:3], both[3:])
         )
         total = fitting.num_examples + held_out.num_examples

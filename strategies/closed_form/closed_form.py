@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedntk.ntk import Normaliser, require_memory
 from fedntk.ntk.convex import NormalEquations
 from fedntk.ntk.options import option, state
-from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics
+from fedntk.ntk.payloads import FEATURE_GRAM, FeatureStatistics, SumFormat
 
 from ..core.averaging import cast_like
 from ..core.base import BaseStrategy
@@ -159,9 +159,8 @@ class GramStrategy(ClosedFormStrategy):
     def parse(self, reply: Reply) -> FeatureStatistics:
         """Check a client's Gram matrix and sums."""
         num_classes, width = self.shape
-        return FeatureStatistics.from_arrays(
-            reply.arrays(), width, num_classes, num_examples=reply.num_examples
-        )
+        expected = SumFormat(width, num_classes)
+        return FeatureStatistics.from_arrays(reply.arrays(), expected, reply.num_examples)
 
     def solution(
         self, sums: Sequence[FeatureStatistics], *, bias: bool = False

@@ -33,7 +33,7 @@ from fedntk.trust.secure_sum import (
 )
 
 from .exchange import Pairs, logger
-from .lost_state import ResendingStrategy
+from .lost_state import Answers, ResendingStrategy
 from .replies import Reply
 from .trust_protocols import VouchesForKeys
 
@@ -116,8 +116,7 @@ class SecureSums:
 
     def complete(
         self,
-        pairs: Pairs[PublicPart],
-        rejected: Counter[str],
+        found: Answers[PublicPart],
         format_for: Callable[[int], WordFormat],
         read: Callable[[Words, int], T],
     ) -> tuple[T | None, list[Reply]]:
@@ -127,13 +126,14 @@ class SecureSums:
 
         Parameters
         ----------
-        pairs, rejected
+        found : Answers
             Replies to the first exchange; the rejected ones of all exchanges are added.
         format_for : callable
             Number of examples of all clients -> format of their words.
         read : callable
             Sum, its number of examples -> the result; ValueError if it cannot be.
         """
+        pairs, rejected, _ = found
         last: list[Reply] = []
         try:
             pairs = self._strategy.screened(pairs, rejected, _screen_copied_keys)

@@ -41,23 +41,17 @@ class SecureStatistics(PooledStatistics):
 
     def collect(self, replies: Iterable[Message]) -> tuple[Mapping[int, Sums], MetricRecord]:
         """Return one sum, over the clients in it, and the round's metrics."""
-        tct, fixed = self.tct, self.fixed_point
-        if fixed is None:
-            raise RuntimeError("no steps of fixed-point numbers: messages makes them")
-        width, num_classes = tct.width, tct.shape[1]
+        tct, expected = self.tct, self.format
+        size = packed_size(expected.width) + expected.num_classes * (expected.width + 1)
         key = tct.network_key(tct.global_arrays)
 
         def format_for(num_examples: int) -> WordFormat:
-            dtype = word_dtype(num_examples, fixed)
-            size = packed_size(width) + num_classes * (width + 1)
-            return WordFormat(size, dtype, sums_digest(key, fixed, dtype))
+            dtype = word_dtype(num_examples, expected.fixed_point)
+            return WordFormat(size, dtype, sums_digest(key, expected.fixed_point, dtype))
 
         found = tct.answers(replies, self.secure.public_part, MessageType.TRAIN)
         total, last = self.secure.complete(
-            found.pairs,
-            found.rejected,
-            format_for,
-            lambda words, n: FeatureStatistics.from_words(words, n, width, num_classes, fixed),
+            found, format_for, lambda words, n: FeatureStatistics.from_words(words, expected, n)
         )
         for reply in last:
             tct.sent.mark(reply.client, *self.needs)

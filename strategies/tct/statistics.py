@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedntk.ntk import Normaliser, NotEnoughMemory, require_memory
 from fedntk.ntk.convex import RIDGES, NormalEquations, best_ridge, class_weights, normaliser_of
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import UNQUANTISED, FeatureStatistics, SplitStatistics
+from fedntk.ntk.payloads import UNQUANTISED, FeatureStatistics, SplitStatistics, SumFormat
 from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_counts
 from fedntk.ntk.predictors.network import load_arrays
@@ -83,6 +83,12 @@ class PooledStatistics(Phase):
         number = 8 if self.tct.bits == UNQUANTISED else 4
         one = number * (packed_size(width) + classes * width) + 8 * classes
         return one * (2 if self.tct.validation_share else 1)
+
+    @property
+    def format(self) -> SumFormat:
+        """What all clients' sums have to be."""
+        weights = self.tct.class_weights if self.tct.balanced else None
+        return SumFormat(self.tct.width, self.tct.shape[1], weights, self.fixed_point)
 
     def messages(self, nodes: list[int], config: ConfigRecord, grid: Grid) -> list[Message]:
         """Choose the steps of fixed-point numbers if these are used; make the messages."""
@@ -173,14 +179,7 @@ class PooledStatistics(Phase):
     def _parse(self, arrays: Arrays, num_examples: int | None = None) -> Sums:
         """Check the arrays of a client's sums."""
         kind = SplitStatistics if self.tct.validation_share else FeatureStatistics
-        return kind.from_arrays(
-            arrays,
-            self.tct.width,
-            self.tct.shape[1],
-            num_examples=num_examples,
-            weights=self._weights,
-            fixed_point=self.fixed_point,
-        )
+        return kind.from_arrays(arrays, self.format, num_examples)
 
     def _solution(self, groups: Iterable[Sums], arrays: ArrayRecord) -> tuple[Arrays, float]:
         """Add sums up in their order and solve; return the arrays that changed, and the ridge."""
@@ -193,9 +192,9 @@ class PooledStatistics(Phase):
             ridge, sums = self._ridge_of_held_out(sums), sums.everyone
         normaliser, equations = self._equations(sums)
         if tct.auto_ridge and not tct.validation_share:
-            held = FeatureStatistics.of(
-                *self._validation(arrays), tct.shape[1], weights=self._weights
-            )
+            features, labels = self._validation(arrays)
+            weights = self.format.weights
+            held = FeatureStatistics.of(features, labels, tct.shape[1], weights=weights)
             ridge = best_ridge(equations, NormalEquations.of(held, normaliser, bias=tct.bias))
         linear, ridge = _ridge_solution(equations, ridge)
         return tct.arrays_of(normaliser, linear), ridge
@@ -226,10 +225,6 @@ class PooledStatistics(Phase):
         extract = self.tct.feature_map.extractor(network.to(self.tct.device))
         size = max(1, CHUNK_BYTES // (4 * self.tct.width))
         return map(extract, x.split(size)), labels
-
-    @property
-    def _weights(self) -> NDArray[np.float64] | None:
-        return self.tct.class_weights if self.tct.balanced else None
 
 
 def _ridge_solution(equations: NormalEquations, ridge: float) -> tuple[NDArray[np.float32], float]:

@@ -183,7 +183,7 @@ def test_a_network_that_diverged_leaves_the_model_and_says_so(clients, caplog):
     """On the server, which computes features of its own for fixed-point numbers, and on clients."""
     broken = network()
     torch.nn.init.constant_(broken[0].weight, torch.nan)
-    for options in (FIXED, {}):
+    for options in (FIXED, FIXED | {"secure_aggregation": True}, {}):
         with caplog.at_level(WARNING, "flwr"), pytest.raises(NoUsableReply):
             start(sums(**options), Grid(clients), 1, broken)
     assert "no features of the validation examples: features: some are not finite" in caplog.text

@@ -8,7 +8,7 @@ import torch
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, from_npy, to_npy
+from fedntk.ntk.payloads import FeatureStatistics, SumFormat, from_npy, to_npy
 
 N, P, C = 12, 5, 3
 LABELS = torch.arange(N) % C
@@ -30,7 +30,7 @@ def wire(way: str) -> Arrays:
 
 
 def parse(arrays: Arrays, way: str, n: int = N) -> FeatureStatistics:
-    return FeatureStatistics.from_arrays(arrays, P, C, num_examples=n, **WAYS[way])
+    return FeatureStatistics.from_arrays(arrays, SumFormat(P, C, **WAYS[way]), n)
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
@@ -65,7 +65,7 @@ def test_integers_are_int32_while_all_sums_fit():
     assert (sent["gram"].dtype, sent["gram"][0]) == (np.int32, big.gram[0])
     assert (big + big).gram.tolist() == [2 * 133_143 * 127**2]
     assert (big + big).to_arrays(fixed)["gram"].dtype == np.int64
-    small = FeatureStatistics.from_arrays(sent, 1, 1, fixed_point=fixed)
+    small = FeatureStatistics.from_arrays(sent, SumFormat(1, 1, fixed_point=fixed))
     assert (small + small).gram.tolist() == [2 * 133_143 * 127**2]  # beyond int32
 
 
@@ -73,12 +73,13 @@ def test_words_of_a_secure_sum_are_the_integers_and_beyond_them_refused():
     """2^32 more is no other number in int32, in which sums over so few examples fit."""
     own = of("integers")
     words = own.to_words(np.uint64)
-    found = FeatureStatistics.from_words(words, N, P, C, FIXED)
+    expected = SumFormat(P, C, fixed_point=FIXED)
+    found = FeatureStatistics.from_words(words, expected, N)
     for name in ("gram", "class_sums", "counts"):
         assert np.array_equal(getattr(own, name), getattr(found, name))
     words[1] += np.uint64(2**32)
     with pytest.raises(BadReply, match="do not fit in int32"):
-        FeatureStatistics.from_words(words, N, P, C, FIXED)
+        FeatureStatistics.from_words(words, expected, N)
 
 
 def changed(name: str, index: object, value: object) -> Callable[[Arrays], Arrays]:

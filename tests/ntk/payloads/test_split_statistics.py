@@ -6,9 +6,10 @@ import torch
 
 from fedntk.ntk import BadReply
 from fedntk.ntk.features import FixedPoint
-from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, draw_held_out
+from fedntk.ntk.payloads import FeatureStatistics, SplitStatistics, SumFormat, draw_held_out
 
 WIDTH, CLASSES = 4, 3
+FORMAT = SumFormat(WIDTH, CLASSES)
 
 
 def rows(n, seed=0):
@@ -60,8 +61,8 @@ def test_the_draw_depends_only_on_the_seed():
 def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
     """Integers add up to the same bits; in float64 20 products differ by roundings."""
     own = split(fixed_point=fixed_point)
-    arrays, kept = own.to_arrays(fixed_point), {"num_examples": 20, "fixed_point": fixed_point}
-    again = SplitStatistics.from_arrays(arrays, WIDTH, CLASSES, **kept)
+    expected = SumFormat(WIDTH, CLASSES, fixed_point=fixed_point)
+    again = SplitStatistics.from_arrays(own.to_arrays(fixed_point), expected, 20)
     z, y = rows(20)
     together = FeatureStatistics.of([z], y, CLASSES, fixed_point=fixed_point)
     if fixed_point is not None:
@@ -74,7 +75,7 @@ def test_what_travels_comes_back_and_both_parts_are_all_examples(fixed_point):
 def test_a_part_may_be_of_no_example():
     z, y = rows(1)
     own = SplitStatistics(*(FeatureStatistics.of([z[:n]], y[:n], CLASSES) for n in (0, 1)))
-    again = SplitStatistics.from_arrays(own.to_arrays(), WIDTH, CLASSES, num_examples=1)
+    again = SplitStatistics.from_arrays(own.to_arrays(), FORMAT, 1)
     assert again.size == own.held_out.size
     assert (again + split()).fitting.gram.tolist() == split().fitting.gram.tolist()
 
@@ -92,7 +93,7 @@ def test_either_part_refuses_the_whole(part, name, change, reason):
     arrays = split().to_arrays()
     arrays[part + name] = change(arrays[part + name])
     with pytest.raises(BadReply) as caught:
-        SplitStatistics.from_arrays(arrays, WIDTH, CLASSES, num_examples=20)
+        SplitStatistics.from_arrays(arrays, FORMAT, 20)
     assert caught.value.reason == reason
 
 
@@ -101,9 +102,9 @@ def test_sums_of_no_example_are_zero():
     arrays = SplitStatistics(split().everyone, none).to_arrays()
     arrays["held-out-gram"] = arrays["gram"]
     with pytest.raises(BadReply, match=r"gram: expected a diagonal of 0 \.\.\. 0, got"):
-        SplitStatistics.from_arrays(arrays, WIDTH, CLASSES, num_examples=20)
+        SplitStatistics.from_arrays(arrays, FORMAT, 20)
 
 
 def test_one_part_alone_is_refused():
     with pytest.raises(BadReply, match=r"^arrays: expected .*held-out-counts, got"):
-        SplitStatistics.from_arrays(split().fitting.to_arrays(), WIDTH, CLASSES)
+        SplitStatistics.from_arrays(split().fitting.to_arrays(), FORMAT)
