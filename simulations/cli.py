@@ -10,8 +10,6 @@ from rich.console import Console
 from .config.config import Config
 from .errors import ConfigError, command_line
 
-__all__ = ["app"]
-
 app = command_line(
     "fedntk",
     "Federated learning with Jacobians and tangent kernels: run, compare, tune, report, assess, "
@@ -72,7 +70,7 @@ def run_command(
     """
     from .engine.runs import run
 
-    overrides = _overrides(settings)
+    overrides = _parse_settings(settings)
     if resume is not None:
         if conf is not None or out or again:
             raise ConfigError("--resume FOLDER takes its settings and folder from that run")
@@ -130,14 +128,14 @@ def compare_command(
         raise ConfigError("expected configurations of different names")
     compare(
         configs,
-        seeds=_seeds(seeds),
+        seeds=_parse_seeds(seeds),
         out=out,
         engine=engine,  # type: ignore[arg-type]
         workers=workers,
         progress=not quiet,
         again=again,
         writers=["tensorboard"] * tensorboard + ["mlflow"] * mlflow,
-        **_overrides(settings),
+        **_parse_settings(settings),
     )
     _show(write_report(out))
 
@@ -191,12 +189,12 @@ def tune_command(
 
     found = tune(
         conf,
-        grid=dict(_listed("--grid", each) for each in grid or []),
-        random=dict(_ranged(each) for each in random or []),
+        grid=dict(_parse_list("--grid", each) for each in grid or []),
+        random=dict(_parse_range(each) for each in random or []),
         trials=trials,
         sampler=sampler,  # type: ignore[arg-type]
         sampler_seed=sampler_seed,
-        seeds=_seeds(seeds),
+        seeds=_parse_seeds(seeds),
         metric=metric,
         last=last,
         prune=prune,  # type: ignore[arg-type]
@@ -204,7 +202,7 @@ def tune_command(
         out=out,
         progress=not quiet,
         again=again,
-        **_overrides(settings),
+        **_parse_settings(settings),
     )
     _show(found.folder / "report" / "report.md")
     typer.echo(f"Best: {found.folder / 'best.toml'}")
@@ -333,7 +331,7 @@ def _show(report: Path) -> None:
     typer.echo(f"Report: {report}")
 
 
-def _seeds(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     try:
         return [int(seed) for seed in text.split(",") if seed.strip()]
     except ValueError:
@@ -342,32 +340,32 @@ def _seeds(text: str) -> list[int]:
         ) from None
 
 
-def _overrides(settings: list[str] | None) -> dict[str, Any]:
+def _parse_settings(settings: list[str] | None) -> dict[str, Any]:
     """Parse ``key=value`` as the key's type."""
-    pairs = [_pair("--set", "KEY=VALUE", setting) for setting in settings or []]
+    pairs = [_split("--set", "KEY=VALUE", setting) for setting in settings or []]
     return {key.replace("-", "_"): Config.convert(key, text) for key, text in pairs}
 
 
-def _pair(option: str, expected: str, given: str) -> tuple[str, str]:
+def _split(option: str, expected: str, given: str) -> tuple[str, str]:
     key, sign, text = given.partition("=")
     if not sign:
         raise ConfigError(f"{option}: expected {expected}, got {given!r}")
     return key.strip(), text.strip()
 
 
-def _listed(option: str, given: str) -> tuple[str, list[Any]]:
+def _parse_list(option: str, given: str) -> tuple[str, list[Any]]:
     """Parse ``key=v1,v2``, or ``key=v1;v2`` if values have commas."""
-    key, text = _pair(option, "KEY=V1,V2,...", given)
+    key, text = _split(option, "KEY=V1,V2,...", given)
     values = text.split(";" if ";" in text else ",")
     return key, [Config.convert(key, value.strip()) for value in values]
 
 
-def _ranged(given: str) -> tuple[str, Sequence[Any]]:
+def _parse_range(given: str) -> tuple[str, Sequence[Any]]:
     """Parse ``key=low:high``, with ``:log`` or without; else a list of values."""
-    key, text = _pair("--random", "KEY=LOW:HIGH[:log] or KEY=V1,V2,...", given)
+    key, text = _split("--random", "KEY=LOW:HIGH[:log] or KEY=V1,V2,...", given)
     low, *rest = text.split(":")
     if not rest:
-        return _listed("--random", given)
+        return _parse_list("--random", given)
     return key, (Config.convert(key, low), Config.convert(key, rest[0]), *rest[1:])
 
 

@@ -1,7 +1,7 @@
 """One configuration for a run: a frozen dataclass, a TOML file, or Flower's run-config.
 
 Keys are the field names in kebab-case. Settings of one method are a table of its name, ``[tct]``
-with ``num-features = 1000``; where there are no tables, keys have a dot: ``tct.num-features``.
+with ``num-features = 1000``; without tables, keys have a dot: ``tct.num-features``.
 Flower's run-config knows no lists, so lists are written as strings: ``steps = "100,200,400"``.
 """
 
@@ -178,8 +178,8 @@ class Config(SplitSettings, frozen=True, eq=True):
             for table in values.pop("tables"):
                 given |= table.values()
         by_table: dict[str, dict[str, Any]] = {}
-        for key, value in {**given, **_flat(values)}.items():
-            table, name = _located(key)
+        for key, value in {**given, **_flatten(values)}.items():
+            table, name = _locate(key)
             by_table.setdefault(table, {})[name] = value
         common = by_table.get("", {})
         for name, option in self.options().items():
@@ -307,13 +307,13 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def home_of(cls, key: str) -> tuple[type[Settings], str]:
-        """Return the class whose setting a key is, and its name there."""
-        table, name = _located(key_of(key))
+        """Return the class that has the setting of a key, and its name there."""
+        table, name = _locate(key_of(key))
         return (all_methods()[table].settings if table else cls), name
 
     def replace(self, **overrides: Any) -> Self:
         """Return a copy with other settings (snake_case): ``replace(tct={"bias": True})``."""
-        return self.parse({**self.values(), **_flat(overrides)})
+        return self.parse({**self.values(), **_flatten(overrides)})
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Self:
@@ -325,7 +325,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no TOML: {error}") from None
         try:
-            return cls.parse({**_flat(values), **_flat(overrides)})
+            return cls.parse({**_flatten(values), **_flatten(overrides)})
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -368,7 +368,7 @@ class Config(SplitSettings, frozen=True, eq=True):
     def save(self, path: str | Path) -> None:
         """Write :meth:`values` as TOML, with a last line that says that it is whole."""
         with whole(Path(path)) as file:
-            file.write((tomli_w.dumps(nested(self.values())) + END).encode())
+            file.write((tomli_w.dumps(nest(self.values())) + END).encode())
 
     @classmethod
     def describe(cls, method: str = "") -> list[str]:
@@ -393,7 +393,7 @@ def _require_method(name: str) -> None:
         )
 
 
-def nested(values: Mapping[str, Value]) -> dict[str, Any]:
+def nest(values: Mapping[str, Value]) -> dict[str, Any]:
     """Turn keys with a dot into tables."""
     result: dict[str, Any] = {}
     for key, value in values.items():
@@ -402,7 +402,7 @@ def nested(values: Mapping[str, Value]) -> dict[str, Any]:
     return result
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn tables into keys with a dot, all in kebab-case."""
     flat: dict[str, Any] = {}
     for given, value in values.items():
@@ -438,7 +438,7 @@ def _keys() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
     return known, moved
 
 
-def _located(key: str) -> tuple[str, str]:
+def _locate(key: str) -> tuple[str, str]:
     """Return table (empty: none) and field name of a key."""
     known, moved = _keys()
     if key in known:

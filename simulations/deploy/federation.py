@@ -156,7 +156,7 @@ class Federation:
             )
         self.folder = Path(folder).expanduser().absolute()
         self.superlink_log = self.folder / "superlink.log"
-        self.node_configs = [_described(config) for config in node_configs]
+        self.node_configs = [_as_text(config) for config in node_configs]
         self.supernodes: list[Supernode] = []
         self._extra = dict(environment or {})
         self._say = say or (lambda _: None)
@@ -274,7 +274,7 @@ class Federation:
         self._submitted += 1
         command = [tool("flwr"), "run", str(app), CONNECTION, "--stream"]
         if run_config:
-            command += ["--run-config", _described(run_config)]
+            command += ["--run-config", _as_text(run_config)]
         log = self.folder / f"run-{self._submitted}.log"
         log.unlink(missing_ok=True)
         process = processes.start(command, self.environment("server"), log)
@@ -310,7 +310,7 @@ class Federation:
         self._say(f"$ {_as_typed(command)}")
 
 
-def _described(settings: Settings) -> str:
+def _as_text(settings: Settings) -> str:
     """Return settings as Flower's commands take them: JSON's literals are valid TOML."""
     if isinstance(settings, str):
         return settings

@@ -46,7 +46,7 @@ def make_strategy(setup: Setup) -> BaseStrategy:
     config = setup.config
     method: Method = config.chosen_method
     training = config.num_clients - config.validation_clients
-    # clients that evaluate only where the others, which train, are the ones to be measured
+    # clients that evaluate only if the others, which train, are to be measured
     silent = training if config.evaluate_on == "validation" and config.validation_clients else 0
     without = sorted({*range(silent), *setup.without_examples_to_evaluate})
     evaluating = min(config.clients_per_evaluation, config.num_clients - len(without))
@@ -83,7 +83,7 @@ def make_strategy(setup: Setup) -> BaseStrategy:
 def make_client(
     setup: Setup, partition: int, state: MutableMapping[str, Any], own: Own | None = None
 ) -> NumPyClient:
-    """Make the client of a partition, whose number also seeds what the client draws.
+    """Make the client of a partition; its number also seeds what the client draws.
 
     It keeps its `state` from one message to the next. The examples of its `own`, if any, are used
     instead of the partition's.

@@ -26,7 +26,7 @@ STATE = "fedntk.client"  # name of the record that a client keeps
 
 
 def client_fn(context: Context) -> NumPyClient:
-    """Make the client of a node, whose configuration says which examples it has.
+    """Make the client of a node; its configuration says which examples it has.
 
     ``data-path`` names a file of its own; else it has the part of the data set that
     ``partition-id`` stands for. A node without ``partition-id`` goes by its id.
@@ -52,7 +52,7 @@ def client_fn(context: Context) -> NumPyClient:
 class _Thread(threading.local):
     """What the clients of one run share in a thread: every message overwrites the weights.
 
-    Examples are kept for one thread, too, as a network may change in place what it is given.
+    Examples are also kept for one thread: a network may change in place what it is given.
     """
 
     run_id: int | None = None

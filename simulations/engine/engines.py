@@ -188,33 +188,33 @@ class MeteredGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Count and send."""
-        return self._waited(self.grid.push_messages, self._sent(messages))
+        return self._timed_call(self.grid.push_messages, self._count_sent(messages))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Receive and count."""
-        return self._received(self._waited(self.grid.pull_messages, message_ids), {})
+        return self._count_received(self._timed_call(self.grid.pull_messages, message_ids), {})
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Count, send, receive and count."""
-        sent = self._sent(messages)
-        replies = self._waited(self.grid.send_and_receive, sent, timeout=timeout)
+        sent = self._count_sent(messages)
+        replies = self._timed_call(self.grid.send_and_receive, sent, timeout=timeout)
         kinds = {m.metadata.message_id: m.metadata.message_type for m in sent}
-        return self._received(replies, kinds)
+        return self._count_received(replies, kinds)
 
-    def _waited(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    def _timed_call(self, exchange: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         start = time.perf_counter()
         result = list(exchange(*args, **options))
         self._costs["seconds-waiting"] += time.perf_counter() - start
         return result
 
-    def _sent(self, messages: Iterable[Message]) -> list[Message]:
+    def _count_sent(self, messages: Iterable[Message]) -> list[Message]:
         messages = list(messages)
         self._count("down", messages, {})
         return messages
 
-    def _received(self, replies: list[Message], kinds: Mapping[str, str]) -> list[Message]:
+    def _count_received(self, replies: list[Message], kinds: Mapping[str, str]) -> list[Message]:
         """Count replies; those to known messages by the messages' kinds, not by their own."""
         for reply in replies:
             if reply.has_content() and METER in reply.content:

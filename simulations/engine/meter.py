@@ -31,6 +31,6 @@ def peak_memory() -> float:
 
 
 def reset_peak_memory() -> None:
-    """Let the peak begin anew, where the system can (Linux)."""
+    """Let the peak begin anew, if the system can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -155,7 +155,7 @@ class Recorder:
         return stops
 
     def _record(self, server_round: int, arrays: ArrayRecord, seconds: float) -> None:
-        updated = arrays is not self._arrays  # Flower hands the same record on where none came
+        updated = arrays is not self._arrays  # Flower hands on the same record if none came
         weights = {name: array.numpy() for name, array in arrays.items()}
         strategy = self.strategy
         evaluated: dict[str, Any] = {}

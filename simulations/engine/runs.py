@@ -165,7 +165,7 @@ def compare(
     planned = _plan(configs, seeds, Path(out), overrides)
     prepared = []
     for config in planned:
-        with _named(config.name):
+        with _naming(config.name):
             prepared.append(_prepare(config, engine, again=again))
     failed, rounds = [], sum(config.rounds for config in planned)
     try:
@@ -240,8 +240,6 @@ def _plan(
 ) -> list[Config]:
     if not isinstance(configs, Mapping):
         raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
-    if not isinstance(seeds, Iterable):
-        raise ConfigError(f"seeds: expected numbers such as [0, 1, 2], got {seeds!r}")
     seeds = [int(seed) for seed in seeds]
     if not configs or not seeds:
         raise ConfigError(
@@ -257,7 +255,7 @@ def _plan(
         raise ConfigError(f"names: expected names that make different folders, got {list(configs)}")
     planned = []
     for name, config in configs.items():
-        with _named(name):
+        with _naming(name):
             own = read_config(config, overrides)
         planned += [
             own.replace(name=name, seed=seed, out=out / folders[name] / f"seed-{seed}")
@@ -267,7 +265,7 @@ def _plan(
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Say which configuration an error is about."""
     try:
         yield

@@ -118,7 +118,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     """Write a finished run's tables and models; return the summary, with `more` in it."""
     folder, headline = config.folder, config.chosen_method.headline
     name = config.name or config.method
-    whose: dict[str, Any] = {"run": name, "method": config.method, "seed": config.seed}
+    identity: dict[str, Any] = {"run": name, "method": config.method, "seed": config.seed}
     records = checkpoint.records
     rounds = [
         (int(record["round"]), metric, float(value))
@@ -132,7 +132,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     for file, rows, columns in (("rounds", rounds, []), ("clients", clients, ["partition"])):
         kinds = {"run": str, "method": str, "seed": int, "round": int}
         kinds |= dict.fromkeys(columns, int) | {"metric": str, "value": float}
-        table = pd.DataFrame([(*whose.values(), *row) for row in rows], columns=list(kinds))
+        table = pd.DataFrame([(*identity.values(), *row) for row in rows], columns=list(kinds))
         table.astype(kinds).to_parquet(folder / f"{file}.parquet", index=False)
     best = checkpoint.best
     for file, own in (("model", checkpoint), ("best", best)):
@@ -142,7 +142,7 @@ def write_run(config: Config, checkpoint: Checkpoint, **more: Any) -> dict[str, 
     measured = next(record for record in reversed(records) if "accuracy" in record)
     return {
         "status": "finished",
-        **whose,
+        **identity,
         "rounds": checkpoint.round,
         "accuracy": measured["accuracy"],
         "loss": measured["loss"],
@@ -170,7 +170,7 @@ def write_summary(folder: Path, content: dict[str, Any]) -> None:
 def to_target(
     records: Iterable[dict[str, float]], target: float, metric: str = "accuracy"
 ) -> dict[str, float] | None:
-    """Return the first evaluated round whose metric is at least `target`, and its cost.
+    """Return the first evaluated round with a metric of at least `target`, and its cost.
 
     The latter is ``bytes-up``, ``bytes-down`` and ``seconds``, summed from the first round on. None
     if no round reaches the target.
