@@ -27,14 +27,14 @@ class DPSGDClient(GossipClient):
     def step_step(self, message: Message) -> Answer:
         """Average the x_j, add what training moved x_i by, and send the new weights."""
         own, lost = self.current(message.config)
-        others = self.weights_heard(message, own)
+        others = self.read_weights(message, own)
         trained, metrics = self.train_from(own, message)
         average = self.mix(own, others, message, with_own=not lost)
         self.keep_before(average, message.config)
         if lost and others:
             new = average
         else:
-            new = _moved(own, trained, average)
+            new = _add_step(own, trained, average)
             statistics = self.mix(trained, others, message)
             new |= {name: statistics[name] for name, _ in self.model.named_buffers() if name in new}
         self.keep(new, message.config)
@@ -42,7 +42,7 @@ class DPSGDClient(GossipClient):
         return {ALL: self.parcel(new)}, metrics
 
 
-def _moved(own: Arrays, trained: Arrays, average: Arrays) -> Arrays:
+def _add_step(own: Arrays, trained: Arrays, average: Arrays) -> Arrays:
     """Return average + (trained - own), in float64 and cast back."""
     moved: Arrays = {}
     for name, centre in average.items():

@@ -20,7 +20,7 @@ class DFedAvgClient(GossipClient):
     """
 
     strategy = "DFedAvg"
-    told = DFedAvgOptions
+    options_kind = DFedAvgOptions
 
     def step_train(self, message: Message) -> Answer:
         """Train from x_i, and send z_i to the neighbours."""
@@ -37,7 +37,7 @@ class DFedAvgClient(GossipClient):
         """Average what was trained, or averaged in the step before, with the neighbours'."""
         own, metrics = self.weights_within(message), self.metrics_within(message)
         averaged = metrics.pop(AVERAGED)
-        others = self.weights_heard(message, own)
+        others = self.read_weights(message, own)
         average = self.mix(own, others, message, with_own=bool(averaged) or not metrics[RESTARTED])
         last = message.batch == message.options.gossip_steps - 1
         if last:

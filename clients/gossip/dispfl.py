@@ -79,7 +79,7 @@ class DisPFLClient(GossipClient):
     """
 
     strategy = "DisPFL"
-    told = DisPFLOptions
+    options_kind = DisPFLOptions
 
     def step_weights(self, message: Message) -> Answer:
         """Send the weights and the mask that they have."""
@@ -91,15 +91,15 @@ class DisPFLClient(GossipClient):
         """Average over those that have a coordinate, train in the mask, and search for the next."""
         own, mask, lost = self._state(message)
         parse = partial(SparseWeights.from_arrays, masked=list(mask))
-        others: list[tuple[int, SparseWeights]] = self.weights_heard(message, own.weights, parse)
+        others: list[tuple[int, SparseWeights]] = self.read_weights(message, own.weights, parse)
         shares = self.shares([(j, parcel.num_examples) for j, parcel in others], message)
         first = int(lost and bool(others))  # without oneself
         parcels, shares = [own, *(parcel for _, parcel in others)][first:], shares[first:]
-        begun = _in_mask(
+        begun = _apply_masks(
             masked_mean([p.weights for p in parcels], [p.masks for p in parcels], shares), mask
         )
         self.keep_before(begun, message.config)
-        trained, metrics = self.train_from(begun, message, self._masked(mask))
+        trained, metrics = self.train_from(begun, message, self._mask_gradients(mask))
         following = self._search(trained, mask, message)
         masks = {SENT + name: array for name, array in mask.items()}
         masks |= {NEXT + name: array for name, array in following.items()}
@@ -126,12 +126,12 @@ class DisPFLClient(GossipClient):
         generator = np.random.default_rng([*drawn, *b"first-masks"])
         shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
         masks = first_masks(shapes, 1 - options.sparsity, generator)
-        own = SparseWeights(_in_mask(weights, masks), masks, len(self._training))
+        own = SparseWeights(_apply_masks(weights, masks), masks, len(self._training))
         return own, masks, lost
 
     # ------------------------------------------------------------------ masks
 
-    def _masked(self, masks: Masks) -> Adjust:
+    def _mask_gradients(self, masks: Masks) -> Adjust:
         """Return what keeps SGD within masks: gradients, and so momenta, are zero outside."""
         tensors = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
 
@@ -164,6 +164,6 @@ def join_masks(masks: Masks) -> NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, bool), *(mask.ravel() for mask in masks.values())])
 
 
-def _in_mask(weights: Arrays, masks: Masks) -> Arrays:
+def _apply_masks(weights: Arrays, masks: Masks) -> Arrays:
     return {n: np.where(masks[n], w, w.dtype.type(0)) if n in masks else w
             for n, w in weights.items()}  # fmt: skip

@@ -24,7 +24,7 @@ class GossipClient(RelayClient, SGDClient):
     """
 
     config_keys = RelayClient.config_keys | {"lr", "degrees"}
-    told = GossipOptions
+    options_kind = GossipOptions
 
     def check(self) -> None:
         """Refuse FedProx's term: there is no global model to be near to."""

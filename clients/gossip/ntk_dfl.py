@@ -77,7 +77,7 @@ class NTKDFLClient(RelayClient):
     strategy = "NTKDFL"
     config_keys = RelayClient.config_keys | {HUB}
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
-    told = NTKDFLOptions
+    options_kind = NTKDFLOptions
 
     chunk_size: int | None = argument(
         "examples differentiated at a time; fedntk.ntk.jacobian chooses by default", default=None
@@ -98,7 +98,7 @@ class NTKDFLClient(RelayClient):
         if message.config.get(HUB) is False:
             return {}, {}
         own, lost = self.current(message.config)
-        others = self.weights_heard(message, own)
+        others = self.read_weights(message, own)
         mine = [WeightsParcel(own, len(self._training))] * (not lost or not others)
         parcels = [*mine, *(parcel for _, parcel in others)]
         shares = mixing_row("examples", [parcel.num_examples for parcel in parcels])
@@ -115,7 +115,7 @@ class NTKDFLClient(RelayClient):
             self.keep_within(config, "weights", own)
         x, targets = self._part(message)
         outgoing = {}
-        for sender, parcel in self.weights_heard(message, own):
+        for sender, parcel in self.read_weights(message, own):
             rows = self._rows(parcel.weights, x, targets)
             if not _is_finite(rows):
                 bad = BadReply("non-finite", "the network's rows at its weights are not finite")

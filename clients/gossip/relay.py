@@ -73,7 +73,7 @@ class Message(NamedTuple):
 
     config: Mapping[str, Any]
     parcels: dict[int, Arrays]  # neighbour -> what it sent in the exchange before
-    options: Any  # the strategy's, of the class `told`
+    options: Any  # the strategy's, of the class `options_kind`
 
     @property
     def batch(self) -> int:
@@ -106,7 +106,7 @@ class RelayClient(ModelClient):
 
     replies = "parcels"
     config_keys = OF_RELAYS
-    told: ClassVar[type[RelayOptions]] = RelayOptions  # what its strategy's messages bring
+    options_kind: ClassVar[type[RelayOptions]] = RelayOptions  # what its strategy's messages bring
 
     cache: str | os.PathLike[str] | None = argument(
         "folder for its weights; fedntk/personal in $XDG_CACHE_HOME or ~/.cache by default, see "
@@ -135,7 +135,7 @@ class RelayClient(ModelClient):
         sealing = self._sealing(config)
         if sealing is not None:
             parcels = dict(self.open(parcels, sealing.open))
-        message = Message(config, parcels, self.told.from_config(config))
+        message = Message(config, parcels, self.options_kind.from_config(config))
         known = [name.removeprefix(STEP) for name in dir(self) if name.startswith(STEP)]
         if (step := config.get("step")) not in known:
             raise ValueError(f"step: expected one of {', '.join(known)}, got {step!r}")
@@ -153,7 +153,7 @@ class RelayClient(ModelClient):
         """
         records = {"arrays": self.own_weights(parameters, config)}
         if config.get("keep-both") and int(config.get(ROUND, 0)) == round_of(config):
-            before = self._of_network(self.kept_within(config, "before"))
+            before = self._of_network(self.load_within(config, "before"))
             records |= {"before": before} if before else {}
         return NamedArrays(records), len(self._training), {}
 
@@ -200,7 +200,7 @@ class RelayClient(ModelClient):
         if not self._of_network(first):
             raise ValueError(f"arrays: expected those of the network, got {sorted(first)[:5]}")
         late = round_of(config) > 1
-        self.store(config).save(0, first if late else self._drawn(first, config))
+        self.store(config).save(0, first if late else self._draw_first(first, config))
 
     def current(self, config: Mapping[str, Any]) -> tuple[Arrays, bool]:
         """Return the client's weights from the round that counts, and whether they were lost.
@@ -208,7 +208,7 @@ class RelayClient(ModelClient):
         Then they are the first ones; if these are lost as well, the model's.
         """
         counted = int(config.get(ROUND, 0))
-        if kept := self._kept_weights(counted, config):
+        if kept := self._load_kept(counted, config):
             return kept, False
         if not counted:
             raise ValueError(
@@ -216,17 +216,17 @@ class RelayClient(ModelClient):
                 "strategy sends them again"
             )
         logger.warning("a client lost its weights, and begins with the first ones again")
-        first = self._kept_weights(0, config) or self._drawn(self.model_weights(), config)
+        first = self._load_kept(0, config) or self._draw_first(self.model_weights(), config)
         return first, True
 
-    def _drawn(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
+    def _draw_first(self, weights: Arrays, config: Mapping[str, Any]) -> Arrays:
         """Return weights of the client's own if clients begin with different ones."""
-        if self.told.from_config(config).same_weights:
+        if self.options_kind.from_config(config).same_weights:
             return weights
         generator = np.random.default_rng([*self.seed, *b"first-weights"])
         return drawn_weights(weights, "he", generator)
 
-    def _kept_weights(self, server_round: int, config: Mapping[str, Any]) -> Arrays:
+    def _load_kept(self, server_round: int, config: Mapping[str, Any]) -> Arrays:
         return self._of_network(self.store(config).load(server_round) or {})
 
     def _of_network(self, kept: Arrays) -> Arrays:
@@ -244,18 +244,18 @@ class RelayClient(ModelClient):
         """Keep a part of the round's work: ``weights``, ``metrics``, or the weights ``before``."""
         self.store(config, f"-{part}{WITHIN}").save(round_of(config), arrays)
 
-    def kept_within(self, config: Mapping[str, Any], part: str) -> Arrays:
+    def load_within(self, config: Mapping[str, Any], part: str) -> Arrays:
         """Return what was kept of a part in earlier steps of the round; empty if it was not."""
         return self.store(config, f"-{part}{WITHIN}").load(round_of(config)) or {}
 
     def metrics_within(self, message: Message) -> dict[str, Scalar]:
         """Return the metrics that were kept in earlier steps of the round, if any."""
-        kept = self.kept_within(message.config, "metrics")
+        kept = self.load_within(message.config, "metrics")
         return {name: array.item() for name, array in kept.items()}
 
     def weights_within(self, message: Message) -> Arrays:
         """Return the weights that were kept in earlier steps of the round."""
-        weights = self._of_network(self.kept_within(message.config, "weights"))
+        weights = self._of_network(self.load_within(message.config, "weights"))
         if not weights:
             folder = self.store(message.config).folder
             raise ValueError(
@@ -301,7 +301,7 @@ class RelayClient(ModelClient):
                 self.refuse(sender, error)
         return good
 
-    def weights_heard(
+    def read_weights(
         self, message: Message, own: Arrays, parse: Callable[..., Any] = WeightsParcel.from_arrays
     ) -> list[tuple[int, Any]]:
         """Return the neighbours' weights, without those of a norm out of all proportion."""

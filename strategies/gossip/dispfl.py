@@ -1,4 +1,4 @@
-"""DisPFL: each client trains a sparse model of its own, and averages what neighbours have, too.
+"""DisPFL: each client trains a sparse model of its own, and averages what others have of it.
 
 Source: Dai, Shen, He, Tian and Tao, *DisPFL: Towards Communication-Efficient Personalized Federated
 Learning via Decentralized Sparse Training*, ICML 2022. In round k client i has weights w_i, the

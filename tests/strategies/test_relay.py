@@ -18,7 +18,7 @@ from fedntk.clients import cache_dir
 from fedntk.clients.personal import personal_store
 from fedntk.ntk.payloads.gossip_options import REFUSED
 from fedntk.strategies import DFedAvg, NoUsableReply, RelayStrategy, Topology
-from fedntk.strategies.gossip.relay import deviation, parcels_refused
+from fedntk.strategies.gossip.relay import count_refused, deviation
 from fedntk.trust import KeyServer, ParcelKeys, new_key, open_parcel, public_bytes
 
 from .federation import (
@@ -87,10 +87,6 @@ def sent_first(grid: Grid) -> Counter[int]:
     return Counter(m.metadata.dst_node_id - 1 for m in down)
 
 
-def asked_for_keys(grid: Grid) -> list[int]:
-    return [count for kind, count in grid.exchanges if kind == "query.public_key"]
-
-
 def on_parcels(change: Callable[[Arrays], Any], prefix: str = "to-") -> Change:
     """Change the arrays of each parcel of a reply; None takes the parcel out."""
 
@@ -137,7 +133,7 @@ def test_sealed_runs_have_the_bits_of_others_and_send_nothing_in_clear(name):
     assert alike(own, plain, 2) == EVERYONE
     assert (told(own, "parcels-rejected"), told(own, "neighbours-heard")) == ([0, 0], [3, 3])
     assert sent_first(sealed) == sent_first(clear) == dict.fromkeys(EVERYONE, 1)
-    assert asked_for_keys(sealed) == [6]
+    assert [n for kind, n in sealed.exchanges if kind == "query.public_key"] == [6]
     records = [
         own for way in ("down", "up") for each in sealed.records(way) for own in each.items()
     ]
@@ -231,7 +227,7 @@ def test_keys_are_asked_for_again_of_clients_that_failed():
     changes = {3: odd, 2: in_step(own, 1, 2, forgets(own, "2-keys"))}
     grid = Grid(clients("DFedAvg"), changes=changes, changed_kind="query.public_key train")
     start(own, grid, rounds=3)
-    assert asked_for_keys(grid) == [6, 1, 1]
+    assert [n for kind, n in grid.exchanges if kind == "query.public_key"] == [6, 1, 1]
     assert (told(own), told(own, "parcels-rejected")[2]) == ([5, 5, 6], 0)
 
 
@@ -355,7 +351,7 @@ def test_replies_with_weights_or_parcels_for_strangers_are_refused():
 def test_what_clients_say_of_refused_parcels_counts_within_reason():
     """At most as many as there are clients, each; what is no whole number above 0 does not."""
     said: list[Any] = [[1, 2], -5, 0.5, 10**15, 2, 0]
-    assert parcels_refused([(SimpleNamespace(metrics={REFUSED: n}), None) for n in said]) == 6 + 2
+    assert count_refused([(SimpleNamespace(metrics={REFUSED: n}), None) for n in said]) == 6 + 2
 
 
 # ----------------------------------------------------------- who is gone, or returns
