@@ -66,10 +66,7 @@ def size(arrays):
 class Recording(LocalGrid):
     """Keeps the arrays' bytes of each message and reply that has any, by kind."""
 
-    def __init__(self, client, num_clients):
-        def client_fn(context):
-            return client(int(context.node_config["partition-id"]))
-
+    def __init__(self, client_fn, num_clients):
         super().__init__(client_app(client_fn), num_clients, {})
         self.down, self.up = defaultdict(list), defaultdict(list)
 
@@ -86,11 +83,17 @@ class Recording(LocalGrid):
         return replies
 
 
-def federated(make, client, rounds=2, num_clients=2, **own):
-    """Run a federation in which all clients take part, or as `own` says; return what travelled."""
-    grid = Recording(client, num_clients)
-    whole = {"min_available_nodes": num_clients, "min_train_nodes": num_clients}
-    strategy = make(**whole | own)
+def federated(kind, name, rounds=2, num_clients=2, num_classes=CLASSES, client=None, **own):
+    """Run a federation in which all clients take part; return what travelled, and the strategy."""
+
+    def client_fn(context):
+        k = int(context.node_config["partition-id"])
+        x, y = examples(k, num_classes)
+        made = getattr(halves, name)(network(), x, y, seed=(0, k), **client or {})
+        return halves.FedEnsembleClient(made) if kind is FedEnsemble else made
+
+    grid = Recording(client_fn, num_clients)
+    strategy = kind(min_available_nodes=num_clients, min_train_nodes=num_clients, **own)
     strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=rounds)
     return grid, strategy
 
@@ -124,15 +127,10 @@ ONCE = ("afl", "fed3r", "fed_ncm")  # trained in the first round only
 @pytest.mark.parametrize("page", STRATEGIES)
 def test_what_a_client_of_a_server_sends_and_keeps(page, tmp_path):
     """Two rounds of two clients, accepted in the first; each lacks a class."""
-    make, own, name = STRATEGIES[page]
-    cache = {"cache": tmp_path} if "kept" in costs.COSTS[page] else {}
-
-    def client(partition):
-        made = getattr(halves, name)(network(), *examples(partition, CLASSES - 1), **cache)
-        return halves.FedEnsembleClient(made) if page == "fed_ensemble" else made
-
-    grid, _ = federated(make, client, **own)
+    kind, own, name = STRATEGIES[page]
     row = dict(costs.COSTS[page])
+    cache = {"cache": tmp_path} if "kept" in row else {}
+    grid, _ = federated(kind, name, num_classes=CLASSES - 1, client=cache, **own)
     if page == "ntk_fl":  # the candidates travel as queries
         (candidates,) = (f for key, f in row.items() if key.startswith("down, candidates"))
         assert set(grid.down["query"]) == {value(candidates, T=3)}
@@ -183,8 +181,8 @@ def test_the_bytes_of_a_compressed_tensor(bits, by_row):
 
 def test_what_cp_ntk_fl_sends():
     rows, tools = costs.COSTS["cp_ntk_fl"], {"sparsity": 0.5, "bits": 6}
-    client = lambda k: halves.CPNTKFLClient(network(), *examples(k), **tools)  # noqa: E731
-    grid, _ = federated(CPNTKFL, client, 1, learning_rate=0.1, steps=[10], **tools)
+    own = {"learning_rate": 0.1, "steps": [10], **tools}
+    grid, _ = federated(CPNTKFL, "CPNTKFLClient", 1, client=tools, **own)
     expected = value(rows["outputs"]) + value(rows["labels, up to 256 classes"])
     for block in jacobian(network().eval(), examples()[0]).blocks:
         expected += sum(tensor_bytes(tuple(a.shape), 1, 0.5, 6) for a in block.arrays)
@@ -193,13 +191,9 @@ def test_what_cp_ntk_fl_sends():
 
 def tct(tmp_path, rounds, num_clients=2, only_masked=False, **own):
     """Run TCT; return what travelled, and a function for the bytes of a row, down and up."""
-
-    def client(k):
-        kept = {"cache": tmp_path, "only_masked": only_masked}
-        return halves.TCTClient(network(), *examples(k), seed=(0, k), **kept)
-
+    client = {"cache": tmp_path, "only_masked": only_masked}
     own = {"network": network(), "fraction_evaluate": 0.0} | own
-    grid, strategy = federated(TCT, client, rounds, num_clients, **own)
+    grid, strategy = federated(TCT, "TCTClient", rounds, num_clients, client=client, **own)
 
     def of(row):
         return tuple(value(f, p=strategy.shape[0], K=num_clients) for f in costs.TCT[row])
@@ -253,25 +247,19 @@ def test_what_tct_sends_in_its_only_round(row, tmp_path):
     assert (sum(grid.down["train"]), sum(grid.up["train"])) == (4 * down, 4 * up)
 
 
-def decentralised(kind, name, rounds, kept=None, **own):
-    """Run three clients, each the neighbour of both others."""
-    cache = {"cache": kept} if kept else {}
-
-    def client(k):
-        return getattr(halves, name)(network(), *examples(k), **cache, seed=(0, k))
-
-    return federated(kind, client, rounds, 3, **{"topology": Topology("complete")} | own)[0]
-
-
 @pytest.mark.parametrize("once", [False, True])
 def test_what_ntk_dfl_sends(once):
-    """Two rounds with an evaluation each; with `evolve_once` a cluster of a hub and two others."""
+    """Three clients, two rounds with an evaluation each.
+
+    Each is the neighbour of both others, or with `evolve_once` they are a hub and two others.
+    """
     x, y = examples()
     outputs, targets = torch.zeros(EXAMPLES, CLASSES), one_hot(y, CLASSES)
     upload = JacobianUpload(jacobian(network().eval(), x), outputs, targets).to_arrays()
     row = {k: value(f, d=2, U=size(upload.values())) for k, f in costs.COSTS["ntk_dfl"].items()}
-    own = {"topology": Topology("clustered", degree=2), "evolve_once": True} if once else {}
-    grid = decentralised(NTKDFL, "NTKDFLClient", 2, collect_both=not once, **own)
+    topology = Topology("clustered", degree=2) if once else Topology("complete")
+    own = {"topology": topology, "evolve_once": once, "collect_both": not once}
+    grid, _ = federated(NTKDFL, "NTKDFLClient", 2, 3, **own)
     weights = 4 * KNOWN["P"] + 8  # once more, in the first round
     for way, sent, more in (("up", grid.up, weights), ("down", grid.down, row["first"])):
         hub, other = (row[f"`evolve-once`: {way}, {who}"] for who in ("a hub", "another"))
@@ -286,9 +274,9 @@ RELAYED = {"dfedavg": "DFedAvg", "dfedsam": "DFedSAM", "d_psgd": "DPSGD", "dispf
 
 @pytest.mark.parametrize("page", RELAYED)
 def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
-    """Three rounds, each with an evaluation."""
-    kind = getattr(strategies, RELAYED[page])
-    grid = decentralised(kind, kind.client, 3, tmp_path)
+    """Three rounds, each with an evaluation; three clients, all of them neighbours."""
+    kind, cache = getattr(strategies, RELAYED[page]), {"cache": tmp_path}
+    grid, _ = federated(kind, kind.client, 3, 3, client=cache, topology=Topology("complete"))
     parameters = list(network().parameters())
     in_matrices = sum(p.numel() for p in parameters if p.dim() > 1)
     total = sum(p.numel() for p in parameters)
