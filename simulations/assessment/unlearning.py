@@ -14,11 +14,11 @@ from torch import Tensor
 from fedntk.ntk import NotEnoughMemory
 from fedntk.ntk.support.files import whole
 from fedntk.strategies.core.array_archive import save_tensors
+from fedntk.strategies.core.averaging import named_arrays
 
 from ..config.settings import ConfigError
 from ..deploy.simulated_trust import projected
 from ..engine.building import load_finished, make_strategy
-from ..methods.method import Setup
 from ..report.results import Run, read_run, require_same_data
 
 
@@ -129,11 +129,29 @@ def unlearn(
         after = strategy.without(gone, before)
     except (ValueError, ArithmeticError, NotEnoughMemory) as error:
         raise ConfigError(f"{run.folder}: {error}") from error
-    named = {name: array.numpy() for name, array in after.items()}
+    models = [named_arrays(arrays) for arrays in (before, after)]
     described = {"round": checkpoint.round, "learned": checkpoint.learned}
-    save_tensors(folder / "model.safetensors", named, described)
-    setup.config.replace(out=str(folder)).save(folder / "config.toml")
-    found = _assess(setup, folder, gone, checkpoint.learned, [before, after])
+    save_tensors(folder / "model.safetensors", models[1], described)
+    config = setup.config
+    config.replace(out=str(folder)).save(folder / "config.toml")
+    x, labels = setup.data.test(slice(config.test_examples or None))
+    x, hits = projected(config, x), []
+    for named in models:
+        predictor = config.chosen_method.predictor(setup, named, checkpoint.learned)
+        hits.append(predictor.predict(x).argmax(1) == labels)
+
+    def accuracy(of: Tensor) -> Accuracy:
+        return Accuracy(int(of.sum()), *(float(own[of].double().mean()) for own in hits))
+
+    theirs = np.concatenate([setup.split.train_and_test(k, config)[0] for k in gone])
+    by_class = {int(label): labels == label for label in np.unique(setup.data.y_train[theirs])}
+    found = Unlearned(
+        folder,
+        gone,
+        len(theirs),
+        accuracy(torch.ones_like(labels, dtype=torch.bool)),
+        {label: accuracy(own) for label, own in by_class.items() if own.any()},
+    )
     content = asdict(found) | {"folder": str(folder), "run": str(run.folder)}
     with whole(folder / "unlearned.json") as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
@@ -151,32 +169,3 @@ def _folder(run: Run, clients: Sequence[int], out: str | Path | None) -> Path:
     if folder.exists() and not (folder / "unlearned.json").exists() and any(folder.iterdir()):
         raise ConfigError(f"out: expected a folder that is new or empty, got {folder}")
     return folder
-
-
-def _assess(
-    setup: Setup,
-    folder: Path,
-    clients: tuple[int, ...],
-    learned: str,
-    models: Sequence[ArrayRecord],
-) -> Unlearned:
-    config = setup.config
-    x, labels = setup.data.test(slice(config.test_examples or None))
-    x, hits = projected(config, x), []
-    for arrays in models:
-        named = {name: array.numpy() for name, array in arrays.items()}
-        predictor = config.chosen_method.predictor(setup, named, learned)
-        hits.append(predictor.predict(x).argmax(1) == labels)
-
-    def accuracy(of: Tensor) -> Accuracy:
-        return Accuracy(int(of.sum()), *(float(own[of].double().mean()) for own in hits))
-
-    theirs = np.concatenate([setup.split.train_and_test(k, config)[0] for k in clients])
-    by_class = {int(label): labels == label for label in np.unique(setup.data.y_train[theirs])}
-    return Unlearned(
-        folder,
-        clients,
-        len(theirs),
-        accuracy(torch.ones_like(labels, dtype=torch.bool)),
-        {label: accuracy(own) for label, own in by_class.items() if own.any()},
-    )

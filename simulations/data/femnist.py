@@ -5,8 +5,6 @@ in Thompson et al., *NTK-DFL: Enhancing Decentralized Federated Learning in Hete
 via Neural Tangent Kernel*, ICML 2025, section 5.
 """
 
-from typing import Any
-
 import numpy as np
 
 from ..config.settings import ConfigError
@@ -40,26 +38,13 @@ def femnist(folder: str, *, digits: bool) -> tuple[Part, Part, int]:
         if (found := int((digit_of >= 0).sum())) != 10:
             raise ConfigError(f"dataset = femnist-digits: expected 10 digits, got {found}")
         chosen = np.flatnonzero(digit_of[y] >= 0)
-        split, writers, y, names = (
-            split.select(chosen),
-            writers[chosen],
-            digit_of[y[chosen]],
-            names[:10],
-        )
-    if not len(y):
-        raise ConfigError("dataset = femnist: expected examples, got none")
+        split, writers = split.select(chosen), writers[chosen]
+        y, names = digit_of[y[chosen]], names[:10]
     image = source.image_column(split)
-    x = np.concatenate(
-        [
-            pictures(split.select(range(start, min(start + CHUNK, len(y)))), image, _grey)
-            for start in range(0, len(y), CHUNK)
-        ]
-    )
+    chunks = (split.select(range(i, min(i + CHUNK, len(y)))) for i in range(0, len(y), CHUNK))
+    grey = [pictures(own, image, lambda picture: picture.convert("L")) for own in chunks]
+    x = np.concatenate(grey)
     positions = pd.Series(writers).groupby(writers).cumcount().to_numpy()
     test = positions % TEST_EVERY == TEST_EVERY - 1
     train, tested = (Part(x[own], y[own], writers[own]) for own in (~test, test))
     return train, tested, len(names)
-
-
-def _grey(picture: Any) -> Any:
-    return picture.convert("L")

@@ -9,6 +9,7 @@ from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
 from fedntk.ntk.evolution import AUTO
 from fedntk.strategies import NTKFL, BaseStrategy
+from fedntk.strategies.core.averaging import named_arrays
 
 from ..config.config import Config
 from ..config.settings import ConfigError, Settings, setting
@@ -90,8 +91,7 @@ class EvolvingMethod(Method):
         x = projected(setup.config, x)
 
         def loss(arrays: ArrayRecord) -> float:
-            named = {name: array.numpy() for name, array in arrays.items()}
-            return self.predictor(setup, named, "network").evaluate(x, y).loss
+            return self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
 
         return loss
 
