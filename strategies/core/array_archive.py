@@ -5,6 +5,7 @@ stands as its checksum. So what no longer changes is written once. When less tha
 files hold is needed, a version is written whole, and the others are removed.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -99,12 +100,10 @@ class ArrayArchive:
     def _load(self, path: Path) -> State:
         described = _read_described(path)
         places: Places = described["places"]
-        by_file: dict[str, dict[str, str]] = {}
-        for digest, (name, _) in places.items():
-            by_file.setdefault(name, {})[digest] = digest
         found: Arrays = {}
-        for name, digests in by_file.items():
-            found |= _read_arrays(self.folder / name, digests)
+        for file in {file for file, _ in places.values()}:
+            own = {digest: digest for digest, place in places.items() if place[0] == file}
+            found |= _read_arrays(self.folder / file, own)
         self._places = places
 
         def decode(value: State) -> Any:
@@ -122,10 +121,8 @@ class ArrayArchive:
         files = self._files()
         kept = {path.name for path in files[:count]}
         for path in files[:count]:
-            try:
+            with contextlib.suppress(DamagedFile, OldFormat):  # no run will go on from such a file
                 kept |= {name for name, _ in _read_described(path)["places"].values()}
-            except (DamagedFile, OldFormat):
-                continue  # no run will go on from it
         for path in files[count:]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)

@@ -162,8 +162,7 @@ class Exchanges(Declared, FedAvg):
     def prepare_config(self, config: ConfigRecord, server_round: int) -> None:
         """Add what all messages of a round tell: its number, and what must agree."""
         config["server-round"] = server_round
-        for key, value in {**self.agreement().to_config(), **self.told_options}.items():
-            config[key] = value
+        config.update({**self.agreement().to_config(), **self.told_options})
 
     @property
     def told_options(self) -> dict[str, Any]:
