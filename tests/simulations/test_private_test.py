@@ -133,13 +133,10 @@ def test_a_client_without_examples_to_evaluate_on_does_not_evaluate(tmp_path, ev
     assert result.curve("client-replies-accepted")[1] == len(with_some)
 
 
-def test_settings_that_do_not_fit_are_refused():
+def test_settings_by_which_nobody_could_evaluate_are_refused(tmp_path):
     for own in ({"validation_examples": 50}, {"local_test_fraction": 0.1, "private_test": False}):
         with pytest.raises(ConfigError, match=r"local-test-fraction|nothing is held out"):
             SMALL.replace(evaluate_on="validation", **own)
-
-
-def test_a_run_in_which_nobody_could_evaluate_is_refused(tmp_path):
     x, y = np.ones((60, 3)), np.arange(60) % 2
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:2], y_test=np.full(2, 2))
     own = {"local_test_fraction": 0.01, "min_partition_size": 1}

@@ -3,8 +3,6 @@
 import importlib
 import inspect
 import json
-import re
-import sys
 from collections.abc import Callable
 from logging import WARNING
 from pathlib import Path
@@ -258,12 +256,6 @@ def test_a_state_of_another_strategy_or_seed_is_refused(name):
     ):
         with pytest.raises(ValueError, match=message):
             make(seed=1).load_state_dict(found)
-
-
-@richest(lambda _: True)
-def test_the_paper_is_cited(name):
-    kind = type(STRATEGIES[name][0]())
-    assert re.search(r"[A-Z]\w+ et al\.", kind.__doc__ + sys.modules[kind.__module__].__doc__)
 
 
 def test_every_strategy_is_listed():

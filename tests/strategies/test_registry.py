@@ -1,13 +1,13 @@
 """Which node is which client, what was sent, and which reply answers which message."""
 
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fedntk.ntk import BadReply
 from fedntk.simulations.engine._flower import become_server, stamp
 from fedntk.strategies.core.registry import ClientRegistry, Exchange, SentParts
 
-from .federation import SUPERLINK, from_node
+from .federation import from_node
 
 
 def registry(partitions: dict[int, int | None]) -> ClientRegistry:
@@ -87,10 +87,3 @@ def test_each_message_is_answered_once_by_its_node(stamped):
     assert refused.value.reason == "duplicate"
     with pytest.raises(BadReply, match="node 9 was not asked"):
         sent.take(from_node(reply(messages[0]), 9))
-
-
-def test_an_error_of_the_transport_is_booked_to_the_node_that_was_asked():
-    messages = [stamp(message) for message in asked(7, 8)]
-    error = from_node(Message(Error(0, "gone"), reply_to=messages[1]), SUPERLINK)
-    assert Exchange(messages).node_asked(error) == 8
-    assert Exchange(asked(7)).node_asked(error) is None
