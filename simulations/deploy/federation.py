@@ -93,8 +93,8 @@ class Submission:
             processes.stop(self.process)
             raise RunFailed(f"the SuperLink has ended; see {federation.superlink_log}")
         if (status := self.status) != "finished:completed":
-            said = [line.strip() for line in self.text.splitlines() if line.strip()]
-            raise RunFailed(f"the run ended as {status} ({' '.join(said[-1:])}); see {self.log}")
+            said = processes.last_words(self.text)
+            raise RunFailed(f"the run ended as {status} ({said}); see {self.log}")
 
 
 class Federation:
@@ -155,7 +155,7 @@ class Federation:
                 f"{len(node_configs)} for {num_supernodes}"
             )
         self.folder = Path(folder).expanduser().absolute()
-        self.superlink_log = self.folder / "superlink.log"
+        self.superlink_log = self.folder / "server.log"
         self.node_configs = [_as_text(config) for config in node_configs]
         self.supernodes: list[Supernode] = []
         self._extra = dict(environment or {})
@@ -192,18 +192,17 @@ class Federation:
         self.certificates: Certificates = make_certificates(self.folder / "tls")
         self.start_superlink()
         for i, config in enumerate(self.node_configs):
-            home, log = f"node-{i}", self.folder / f"node-{i}" / "node.log"
-            key = log.with_name("node.key")
+            name = f"node-{i}"
+            key = self.folder / name / "node.key"
             self.flwr("supernode", "register", str(make_node_key(key)), CONNECTION)
             command = [
                 *(tool("flower-supernode"), "--superlink", self.address, "--node-config", config),
                 *("--root-certificates", str(self.certificates.authority)),
                 *("--auth-supernode-private-key", str(key), "--port"),
             ]
-            process, _ = self._serve(
-                f"a SuperNode, on a machine of its own ({home})", home, log, command
-            )
-            self.supernodes.append(Supernode(log, process))
+            what = f"a SuperNode, on a machine of its own ({name})"
+            process, _ = self.start(name, command, what)
+            self.supernodes.append(Supernode(self.folder / f"{name}.log", process))
         for node in self.supernodes:
             node.node_id = self._node_id(node)
 
@@ -228,9 +227,8 @@ class Federation:
             *("--ssl-keyfile", str(tls.key), "--enable-supernode-auth"),
             *("--database", str(home / "superlink.db"), "--host", HOST, "--port"),
         ]
-        self.superlink, self._port = self._serve(
-            "the SuperLink, on the server", "server", self.superlink_log, command, self._port
-        )
+        what = "the SuperLink, on the server"
+        self.superlink, self._port = self.start("server", command, what, self._port)
         connection = {"address": self.address, "root-certificates": str(tls.authority)}
         settings = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
         (home / "flwr").mkdir(exist_ok=True)
@@ -246,23 +244,22 @@ class Federation:
             time.sleep(0.1)
         raise RunFailed(f"the SuperLink did not accept a node; see {node.log}")
 
-    def start(self, name: str, command: Sequence[str]) -> tuple[Process, int]:
-        """Start another server, such as a trusted third party; return its process and its port.
-
-        The port is appended to the command; `name` is of the log and the folder.
-        """
-        return self._serve(name, name, self.folder / f"{name}.log", command)
-
-    def _serve(
-        self, what: str, home: str, log: Path, command: Sequence[str], port: int | None = None
+    def start(
+        self, name: str, command: Sequence[str], what: str = "", port: int | None = None
     ) -> tuple[Process, int]:
-        (self.folder / home).mkdir(exist_ok=True)
+        """Start a server, such as a trusted third party; return its process and its port.
+
+        The port, a free one by default, is appended to the command; `name` is of the log and the
+        folder, and `what` is shown.
+        """
+        (self.folder / name).mkdir(exist_ok=True)
+        log = self.folder / f"{name}.log"
         process, port = processes.start_on_free_port(
-            lambda port: [*command, str(port)], self.environment(home), log, port=port
+            lambda port: [*command, str(port)], self.environment(name), log, port=port
         )
         self._started.append(process)
         self.ports.append(port)
-        self._show(what, home, process.args)
+        self._show(what or name, name, process.args)
         return process, port
 
     def submit(self, app: str | Path, run_config: Settings = "") -> Submission:
@@ -300,9 +297,8 @@ class Federation:
             command, env=self.environment("server"), capture_output=True, text=True, check=False
         )
         if done.returncode:
-            said = [line.strip(" │╭╰─╮╯") for line in (done.stdout + done.stderr).splitlines()]
-            reason = " ".join([line for line in said if line][-1:])
-            raise RunFailed(f"{_as_typed(command)} failed: {reason}")
+            said = processes.last_words(done.stdout + done.stderr)
+            raise RunFailed(f"{_as_typed(command)} failed: {said}")
         return done.stdout
 
     def _show(self, what: str, home: str, command: Any) -> None:

@@ -53,9 +53,8 @@ def flwr_run(config: Config, on_round: OnRound) -> None:
             processes.stop(process)
     settings.unlink()
     if not (folder / "summary.json").exists():
-        lines = log.read_text(encoding="utf-8").splitlines()
-        said = [line.strip(" │") for line in lines if any(map(str.isalnum, line))]
-        raise RunFailed(f"flwr run ended without a result ({' '.join(said[-1:])}); see {log}")
+        said = processes.last_words(log.read_text(encoding="utf-8"))
+        raise RunFailed(f"flwr run ended without a result ({said}); see {log}")
 
 
 def _show_rounds(path: Path, shown: int, on_round: OnRound) -> int:

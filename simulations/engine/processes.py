@@ -32,6 +32,12 @@ def flower_environment(home: Path) -> dict[str, str]:
     }
 
 
+def last_words(text: str) -> str:
+    """Return the last line with words that a command of Flower's said, without its frame."""
+    lines = [line.strip(" │╭╰─╮╯") for line in text.splitlines()]
+    return next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")
+
+
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
     """Start a process that appends what it says to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
