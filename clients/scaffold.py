@@ -66,17 +66,9 @@ class SCAFFOLDClient(SGDClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Run E epochs of corrected SGD from the received weights: see :meth:`SGDClient.descend`.
 
-        Parameters
-        ----------
-        parameters : NamedArrays
-            The record ``arrays`` of the global model, and ``corrections``: c - c_i of each array of
-            floating point, by its name.
-
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The records ``arrays`` of the new weights and ``controls`` of the c_i+, the number of
-            examples, and ``train-loss``.
+        Records that come are ``arrays``, the global model, and ``corrections``: c - c_i of each
+        array of floating point, by its name. The reply has the new weights, ``controls`` of the
+        c_i+, and ``train-loss``.
         """
         _refuse_mu("proximal-mu", config.get("proximal-mu", 0))
         (sent,) = records_of(parameters, "corrections", strategy=self.strategy)

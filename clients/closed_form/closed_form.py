@@ -34,12 +34,9 @@ class ClosedFormClient(ModelClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Sum up the features of the round's examples.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The arrays of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
-            :class:`~fedntk.ntk.payloads.Prototypes` if no Gram matrix is asked for; the number of
-            examples; and ``{"train-loss": ...}`` of the received network.
+        The arrays are those of :class:`~fedntk.ntk.payloads.FeatureStatistics`, or of
+        :class:`~fedntk.ntk.payloads.Prototypes` if no Gram matrix is asked for. The metric
+        ``train-loss`` is the received network's.
         """
         set_weights(self.model, parameters)
         feature_map = FeatureMap.from_config(config)

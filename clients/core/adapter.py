@@ -5,7 +5,6 @@ not send. :func:`client_app` answers their train, evaluate and query messages wi
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,20 +85,7 @@ def client_app(client_fn: ClientFn, **options: Any) -> ClientApp:
 
         app = client_app(client_fn)
 
-    With an evaluation of one's own::
-
-        @app.evaluate()
-        def evaluate(message, context):
-            model = MyModel()
-            model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-            loss, accuracy = test(model, my_test_loader(context), "cpu")
-            metrics = {"eval_loss": loss, "eval_acc": accuracy, "num-examples": 100}
-            content = RecordDict({"metrics": MetricRecord(metrics)})
-            return Message(content, reply_to=message)
-
-    What a strategy sends for evaluation are the network's ``arrays``. In TCT's second stage it is
-    another model, of which ``client_fn(context).predictor(*received(message, context))`` makes a
-    module.
+    docs/drop-in.md shows an app with an evaluation of its own.
     """
     own = ClientApp(**options)
     _register(own, client_fn)
@@ -272,7 +258,7 @@ def _reply(
     message: Message,
     context: Context,
     values: Mapping[str, Any],
-    records: Mapping[str, Mapping[str, NDArray[Any]]] = MappingProxyType({}),
+    records: Mapping[str, Mapping[str, NDArray[Any]]] | None = None,
 ) -> Message:
     metrics, others = MetricRecord(), ConfigRecord()
     metrics["partition-id"] = int(context.node_config.get("partition-id", -1))
@@ -283,7 +269,7 @@ def _reply(
         else:
             metrics[key] = int(plain) if isinstance(plain, bool) else plain
     content = RecordDict({"metrics": metrics})
-    for name, record in records.items():
+    for name, record in (records or {}).items():
         content[name] = ArrayRecord({key: _array(array) for key, array in record.items()})
     if others:
         content["properties"] = others

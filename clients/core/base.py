@@ -191,10 +191,7 @@ class ModelClient(Declared, NumPyClient):
         return self._all_testing[1]
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse to train for a strategy that expects something else, or on unknown keys.
-
-        `config` is a training message's.
-        """
+        """Refuse a training message for another client, loss or projection, or with unknown keys."""
         own, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None:
             self._require(expected)

@@ -85,14 +85,10 @@ class CPNTKFLClient(NTKFLClient):
             check_public_key(self.shuffling_key)
 
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
-        """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays; the weights stay.
+        """Return a :class:`~fedntk.ntk.CompressedUpload` as arrays, or its bytes ``sealed``.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The upload, or its bytes ``sealed``; the number of examples; the noise under
-            differential privacy, else, of an upload that is not sealed, ``{"train-loss": ...}`` at
-            the received weights.
+        Metrics are the noise under differential privacy; else, of an upload that is not sealed,
+        ``train-loss`` at the received weights.
         """
         upload, key = self.upload(parameters, config), self.shuffling_key
         metrics: dict[str, Scalar] = {}

@@ -46,10 +46,7 @@ class NTKFLClient(ModelClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Return a :class:`~fedntk.ntk.JacobianUpload` as arrays; the weights stay.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The upload, the number of examples, ``{"train-loss": ...}`` at the received weights.
+        The metric ``train-loss`` is at the received weights.
         """
         upload = self.upload(parameters, config)
         train_loss = loss_value(upload.outputs, upload.targets, self.loss)

@@ -49,12 +49,8 @@ class PersonalisedClient(SGDClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Run E epochs of SGD on the received arrays and the client's own, together.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The new shared arrays, the number of examples, and the ``train-loss`` of
-            :meth:`SGDClient.descend`. A client that lost what it kept returns no arrays, and
-            ``{"lost-state": 0}``.
+        The new shared arrays go back, with ``train-loss``. A client that lost what it kept returns
+        no arrays, and ``{"lost-state": 0}``.
         """
         network = self.assemble(parameters, config)
         if network is None:
@@ -66,9 +62,9 @@ class PersonalisedClient(SGDClient):
         return NamedArrays({self.record_name(parameters): shared}), num_examples, metrics
 
     def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Evaluation:
-        """Loss and accuracy of the client's own network on its examples for evaluation.
+        """Evaluate the client's own network on its examples for evaluation.
 
-        One that lost what it kept reports ``{"lost-state": 0}`` instead.
+        A client that lost what it kept reports ``{"lost-state": 0}`` instead.
         """
         network = self.own_network(parameters, config)
         if network is None:

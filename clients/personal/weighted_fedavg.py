@@ -33,11 +33,7 @@ class WeightedFedAvgClient(PersonalisedClient):
     def fit(self, parameters: list[NDArray[Any]], config: dict[str, Scalar]) -> Fit:
         """Train as :meth:`PersonalisedClient.fit`, then form the prototypes.
 
-        Returns
-        -------
-        tuple of NamedArrays, int, dict
-            The records ``arrays`` of the new weights and ``prototypes``: see
-            :class:`~fedntk.ntk.payloads.Prototypes`.
+        They go in a record of that name: see :class:`~fedntk.ntk.payloads.Prototypes`.
         """
         result, num_examples, metrics = super().fit(parameters, config)
         if not isinstance(result, NamedArrays):  # what it kept is lost
