@@ -191,7 +191,7 @@ class ModelClient(Declared, NumPyClient):
         return self._all_testing[1]
 
     def require_agreement(self, config: Mapping[str, Any]) -> None:
-        """Refuse a training message for another client, loss or projection, or with unknown keys."""
+        """Refuse a training message for another client, loss or projection, or of unknown keys."""
         own, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None:
             self._require(expected)
