@@ -103,96 +103,61 @@ def test_sizes_that_do_not_fit_are_refused(mean, scale, linear, message):
         TCTModel(network(), FeatureMap(num_features=50), normaliser, np.zeros(linear, "f4"))
 
 
-def arrays_of(own):
-    return {
-        **{name: t.numpy() for name, t in own.network.state_dict().items()},
-        "tct.linear": own.linear.numpy(),
-        "tct.mean": own.normaliser.mean,
-        "tct.scale": own.normaliser.inv_std,
-    }
-
-
-def test_arrays_of_a_strategy_give_the_model():
-    """They may be read-only; the network given stays as it is."""
-    own = model(bias=True)
-    arrays = {name: np.array(a) for name, a in arrays_of(own).items()}
+@pytest.mark.parametrize("options", OPTIONS)
+def test_files_and_a_strategys_arrays_give_the_same_bits(options, tmp_path):
+    """Arrays may be read-only; the network given stays as it is."""
+    own, other = model(**options), network()
+    for tensor in other.state_dict().values():
+        tensor.zero_()
+    arrays = {name: t.numpy().copy() for name, t in own.network.state_dict().items()}
+    mean, scale = own.normaliser.mean.copy(), own.normaliser.inv_std.copy()
+    arrays |= {"tct.linear": own.linear.numpy().copy(), "tct.mean": mean, "tct.scale": scale}
     for array in arrays.values():
         array.flags.writeable = False
-    other = nn.Sequential(*copy.deepcopy(network()))
-    with torch.no_grad():
-        other[0].weight.zero_()
-    made = TCTModel.from_arrays(other, own.feature_map, arrays)
-    assert torch.equal(made.predict(X), own.predict(X))
-    assert not other[0].weight.any()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_what_is_saved_predicts_the_same_bits(options, tmp_path):
-    """Loaded into a new network: all that predictions depend on is in the files."""
-    own = model(**options)
     own.save(tmp_path / "a" / "b")
-    fresh = network()
-    for tensor in fresh.state_dict().values():
-        tensor.zero_()
-    loaded = TCTModel.load(tmp_path / "a" / "b", fresh)
-    assert torch.equal(loaded.predict(X), own.predict(X))
+    loaded = TCTModel.load(tmp_path / "a" / "b", other)
+    for found in (loaded, TCTModel.from_arrays(other, own.feature_map, arrays)):
+        assert torch.equal(found.predict(X), own.predict(X))
+        counter = found.network[1].num_batches_tracked
+        assert (counter.dtype, counter.item()) == (torch.int64, 3)
     assert loaded.feature_map == own.feature_map
-    assert torch.equal(loaded.linear, own.linear)
-    counter = loaded.network[1].num_batches_tracked
-    assert (counter.dtype, counter.item()) == (torch.int64, 3)
-    assert not any(t.any() for t in fresh.state_dict().values())
+    assert not any(t.any() for t in other.state_dict().values())
 
 
-def described(folder, change):
-    with safe_open(folder / FILE, framework="numpy") as file:
-        old = json.loads(file.metadata()["fedntk"])
-    metadata = {"fedntk": change if isinstance(change, str) else json.dumps(old | change)}
-    save_file(load_file(folder / FILE), folder / FILE, metadata)
+def described(**change):
+    def damage(folder):
+        arrays = load_file(folder / FILE)
+        with safe_open(folder / FILE, framework="numpy") as file:
+            old = json.loads(file.metadata()["fedntk"])
+        if change.pop("without_mean", False):
+            del arrays["tct.mean"]
+        save_file(arrays, folder / FILE, {"fedntk": json.dumps(old | change)})
+
+    return damage
 
 
-def cut(folder, share):
-    path = folder / FILE
-    data = path.read_bytes()
-    path.write_bytes(data[: int(share * len(data))])
+def cut(folder):
+    data = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(data[: int(0.9 * len(data))])
+
+
+WIDER = r"another network: it differs in 0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean$"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "other", "message"),
     [
-        (lambda folder: cut(folder, 0.9), "no TCT model that can be read: "),
-        (lambda folder: described(folder, "{"), "no TCT model that can be read"),
-        (lambda folder: described(folder, "{}"), "can be read: .*feature-kind"),
-        (lambda folder: described(folder, {"feature-kind": "x"}), "features: expected one of"),
-        (lambda folder: described(folder, {"num-features": None}), "no TCT model that can be"),
-        (lambda folder: described(folder, {"num-features": 51}), "expected 51 features"),
+        (cut, network(), "no TCT model that can be read: "),
+        (described(**{"feature-kind": "x"}), network(), "features: expected one of"),
+        (described(**{"num-features": None}), network(), "no TCT model that can be read"),
+        (described(**{"num-features": 51}), network(), "expected 51 features"),
+        (described(without_mean=True), network(), "differs in its linear model"),
+        (described(), network(width=5), WIDER),
+        (described(), nn.Sequential(*network(), nn.Linear(3, 3)), r"in 5\.weight, 5\.bias$"),
     ],
 )
-def test_damaged_files_are_refused(damage, message, tmp_path):
+def test_files_that_give_no_model_are_refused(damage, other, message, tmp_path):
     model().save(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        TCTModel.load(tmp_path, network())
-
-
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        (lambda: network(width=5), r"0\.weight, 0\.bias, 1\.weight, 1\.bias, 1\.running_mean$"),
-        (lambda: nn.Sequential(*network(), nn.Linear(3, 3)), r"5\.weight, 5\.bias$"),
-    ],
-)
-def test_another_architecture_is_refused_with_what_differs(other, named, tmp_path):
-    model().save(tmp_path)
-    with pytest.raises(ValueError, match=f"a model of another network: it differs in {named}"):
-        TCTModel.load(tmp_path, other())
-
-
-def test_files_without_the_linear_model_are_refused(tmp_path):
-    own = model()
-    own.save(tmp_path)
-    arrays = load_file(tmp_path / FILE)
-    del arrays["tct.mean"]
-    with safe_open(tmp_path / FILE, framework="numpy") as file:
-        save_file(arrays, tmp_path / FILE, file.metadata())
-    with pytest.raises(ValueError, match="differs in its linear model"):
-        TCTModel.load(tmp_path, network())
+        TCTModel.load(tmp_path, other)

@@ -154,10 +154,9 @@ def put(value):
     ("name", "damage", "reason"),
     [
         ("features", lambda a: a.astype(np.float32), "dtype"),
-        ("features", lambda a: a.astype(">f2"), "dtype"),
         ("features", lambda a: compress(a.astype(np.float32), bits=8), "dtype"),
         *[("features", lambda a, k=k: a[k], "shape")
-          for k in (slice(-1), np.s_[:, :-1], 0, np.s_[..., None], slice(0))],
+          for k in (slice(-1), np.s_[:, :-1], 0, np.s_[..., None])],
         ("features", put(np.nan), "non-finite"),
         ("features", put(1.02), "range"),
         ("features", put(-1.02), "range"),
@@ -171,7 +170,6 @@ def put(value):
         *[("labels", lambda a, k=k: a[k], "shape")
           for k in (slice(-1), slice(0), np.s_[:, None], 0)],
         ("labels", put(C), "labels"),
-        ("labels", put(255), "labels"),
     ],
 )  # fmt: skip
 def test_hostile_uploads_are_refused_with_the_reason(name, damage, reason):
@@ -180,13 +178,10 @@ def test_hostile_uploads_are_refused_with_the_reason(name, damage, reason):
     assert refused.value.reason == reason
 
 
-def test_other_arrays_are_refused():
+def test_other_arrays_and_more_examples_than_allowed_are_refused():
     for received in ({"scale": np.zeros(P)}, upload().to_arrays() | {"more": np.zeros(1)}):
         with pytest.raises(BadReply, match=r"^arrays: expected features, scale, labels, got "):
             parse(received)
-
-
-def test_more_examples_than_allowed_are_refused():
     parse(upload().to_arrays(), max_examples=N)
     with pytest.raises(BadReply, match="expected at most"):
         parse(upload().to_arrays(), max_examples=N - 1)
