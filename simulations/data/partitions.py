@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ from fedntk.ntk.support.files import whole
 from ..config.settings import ConfigError
 from .load import Data, load_data
 from .settings import SplitSettings
-
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
 
 Indices = NDArray[np.int64]
 OF_TESTS = ("local_test_fraction", "private_test")
@@ -61,15 +58,22 @@ class Split:
 
 def split_data(settings: SplitSettings, data: Data) -> Split:
     """Split the training set as the settings say, and with private-test the test set alike."""
-    generator = np.random.default_rng([settings.seed, 1])
-    order = generator.permutation(len(data.y_train))
+    order = np.random.default_rng([settings.seed, 1]).permutation(len(data.y_train))
     validation = np.sort(order[: settings.validation_examples])
     rest = order[settings.validation_examples :]
     ids = data.natural_ids
     if settings.partition == "natural" and ids is None:
         raise ConfigError(f"partition = natural: {settings.dataset} has no natural ids")
     if settings.owners and ids is not None:
-        rest = rest[_draw_owners(settings, ids[rest])]
+        everyone = np.unique(ids[rest])
+        if settings.owners > len(everyone):
+            raise ConfigError(
+                f"owners: expected at most the {len(everyone)} that have training examples, got "
+                f"{settings.owners}"
+            )
+        generator = np.random.default_rng([settings.seed, *b"owners"])
+        drawn = generator.choice(everyone, settings.owners, replace=False)
+        rest = rest[np.isin(ids[rest], drawn)]
     if settings.train_examples > len(rest):
         raise ConfigError(
             f"train-examples: expected at most {len(rest)}, got {settings.train_examples}"
@@ -102,8 +106,21 @@ def _partition(settings: SplitSettings, rest: Indices, data: Data) -> tuple[Indi
         # of a progress bar that Jupyter cannot show, and of each draw that Dirichlet discards
         warnings.simplefilter("ignore")
         from datasets import Dataset  # slow to import, and needed only for a split that is new
+        from flwr_datasets import partitioner as flower
 
-        partitioner = _make_partitioner(settings)
+        number, by, seed = settings.num_clients, "label", settings.seed
+        partitioner: flower.Partitioner
+        match settings.partition:
+            case "iid":
+                partitioner = flower.IidPartitioner(number)
+            case "dirichlet":
+                alpha, least = settings.alpha, settings.min_partition_size
+                partitioner = flower.DirichletPartitioner(number, by, alpha, least, seed=seed)
+            case "pathological":
+                classes, mode = settings.classes_per_client, settings.class_assignment
+                partitioner = flower.PathologicalPartitioner(number, by, classes, mode, seed=seed)
+            case _:
+                partitioner = flower.NaturalIdPartitioner("id")
         columns: dict[str, Any] = {"index": rest, "label": labels}
         num_parts = settings.num_clients
         if settings.partition == "natural" and data.natural_ids is not None:
@@ -147,35 +164,6 @@ def client_dirichlet(settings: SplitSettings, labels: Indices) -> Iterator[Indic
                 )
             chosen.append(generator.choice(of_class, size=count, replace=False))
         yield generator.permutation(np.concatenate(chosen))
-
-
-def _draw_owners(settings: SplitSettings, ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Draw owners, and mark their examples."""
-    everyone = np.unique(ids)
-    if settings.owners > len(everyone):
-        raise ConfigError(
-            f"owners: expected at most the {len(everyone)} that have training examples, got "
-            f"{settings.owners}"
-        )
-    generator = np.random.default_rng([settings.seed, *b"owners"])
-    return np.isin(ids, generator.choice(everyone, settings.owners, replace=False))
-
-
-def _make_partitioner(settings: SplitSettings) -> "Partitioner":
-    from flwr_datasets import partitioner as flower
-
-    number, by, seed = settings.num_clients, "label", settings.seed
-    match settings.partition:
-        case "iid":
-            return flower.IidPartitioner(number)
-        case "dirichlet":
-            alpha, least = settings.alpha, settings.min_partition_size
-            return flower.DirichletPartitioner(number, by, alpha, least, seed=seed)
-        case "pathological":
-            classes, mode = settings.classes_per_client, settings.class_assignment
-            return flower.PathologicalPartitioner(number, by, classes, mode, seed=seed)
-        case _:
-            return flower.NaturalIdPartitioner("id")
 
 
 def load_split(settings: SplitSettings) -> Split:
