@@ -24,8 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def strategy(**options: Any) -> NTKDFL:
-    given = {"learning_rate": 0.1, "steps": STEPS, "topology": COMPLETE, **options}
-    return NTKDFL(**given)
+    return NTKDFL(**{"learning_rate": 0.1, "steps": STEPS, "topology": COMPLETE, **options})
 
 
 def contract(loss: Any, topology: Any, **given: Any) -> Contract:
