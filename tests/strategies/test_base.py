@@ -140,17 +140,15 @@ def test_clients_metrics_are_limited(added, kept):
 
 def test_the_same_clients_are_sampled_by_fraction_or_by_number_whatever_their_nodes():
     """Three of six, in each of two rounds; another seed draws others."""
-    by_completed: Any = {"fraction_train": 0.1, "min_train_nodes": 1, "min_completed": 3}
-    found = []
-    for options, of_grid in (
-        ({"seed": 3, "fraction_train": 0.5, "min_train_nodes": 3}, {}),
-        (by_completed | {"seed": 3}, {"node_ids": IDS, "order": 1}),
-        (by_completed, {"node_ids": IDS, "order": 1}),
-    ):
+    by_number: Any = {"fraction_train": 0.1, "min_train_nodes": 1, "min_completed": 3}
+
+    def sampled(options: dict[str, Any], **of_grid: Any) -> tuple[Any, ...]:
         weights, _, grid = run(2, ALL | options, **of_grid)
-        found.append((weights, sorted(grid.trained[:3]), sorted(grid.trained[3:])))
-        assert [len(set(clients)) for clients in found[-1][1:]] == [3, 3]
-    assert found[0] == found[1] != found[2]
+        return weights, {*grid.trained[:3]}, {*grid.trained[3:]}
+
+    first = sampled({"seed": 3, "fraction_train": 0.5, "min_train_nodes": 3})
+    assert first == sampled({"seed": 3} | by_number, node_ids=IDS, order=1) != sampled(by_number)
+    assert (len(first[1]), len(first[2])) == (3, 3)
 
 
 def test_whoever_claims_a_partition_that_is_held_out_is_held_out():
