@@ -27,7 +27,7 @@ from fedntk.ntk.support.threads import warn_of_spinning
 
 from .averaged_model import AveragedModel
 from .averaging import named_arrays
-from .centred_inputs import centred_by_clients
+from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
 from .replies import Reply, accuracy_of, kinds_of, largest_group, screen_accuracies
@@ -239,7 +239,7 @@ class BaseStrategy(Sampling):
     def centre(self, arrays: ArrayRecord, grid: Grid) -> ArrayRecord:
         """Ask for the mean of the inputs, unless it is there or not to be taken off."""
         if self.centre_inputs and self.fraction_train and not self._centred:
-            arrays = centred_by_clients(arrays, self, grid)
+            arrays = centre_by_clients(arrays, self, grid)
             self._centred = True
         return arrays
 

@@ -26,7 +26,7 @@ STAGE = "query.input_sums"
 Mean = tuple[NDArray[np.float64], int]  # of a client's inputs, and of how many
 
 
-def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> ArrayRecord:
+def centre_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> ArrayRecord:
     """Return the model's arrays with the mean over the inputs of all clients that may train.
 
     NoUsableReply if half of the clients or fewer gave a usable sum, or fewer than
@@ -40,7 +40,7 @@ def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> A
     centre = arrays[CENTRE].numpy()
     nodes = strategy.sample(grid, 0, STAGE, 1.0, strategy.min_completed, strategy.held_out)
     pairs, rejected = strategy.exchange(
-        nodes, STAGE, ArrayRecord(), lambda reply: _checked_mean(reply, centre)
+        nodes, STAGE, ArrayRecord(), lambda reply: _parse_mean(reply, centre)
     )
     pairs = strategy.screened(pairs, rejected, _screen)
     if not strategy.enough(len(pairs)) or 2 * len(pairs) <= len(nodes):
@@ -55,7 +55,7 @@ def centred_by_clients(arrays: ArrayRecord, strategy: Sampling, grid: Grid) -> A
     return ArrayRecord({**arrays, CENTRE: Array(mean)})
 
 
-def _checked_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
+def _parse_mean(reply: Reply, centre: NDArray[Any]) -> Mean:
     (sums,), count = reply.ordered_arrays(INPUT_SUMS), reply.num_examples
     limit = count * min(LARGEST_WEIGHT, float(np.finfo(centre.dtype).max))
     require_array(INPUT_SUMS, sums, shape=centre.shape, dtype=np.float64, limit=limit)

@@ -29,7 +29,7 @@ class RunCheckpoints:
         self._saved = -1
         self._first_weights = [checksum(array) for array in named_arrays(network).values()]
 
-    def restored(self, strategy: Any, num_rounds: int) -> Result:
+    def restore(self, strategy: Any, num_rounds: int) -> Result:
         """Return the result of the newest whole checkpoint, and load its state; else an empty one.
 
         `strategy` is a BaseStrategy. The result's arrays are those that the next round begins with.

@@ -35,7 +35,7 @@ def run_rounds(
     `strategy` is a BaseStrategy; the other parameters are those of its ``start``. The newest
     checkpoint, if there is one, takes the place of `arrays`.
     """
-    result = Result() if checkpoints is None else checkpoints.restored(strategy, num_rounds)
+    result = Result() if checkpoints is None else checkpoints.restore(strategy, num_rounds)
     done, strategy.rounds_loaded = strategy.rounds_loaded, 0
     name = type(strategy).__name__
     logger.info("Starting %s strategy: rounds %d to %d", name, done + 1, num_rounds)
