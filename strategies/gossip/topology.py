@@ -113,13 +113,9 @@ class Topology(Declared):
 
     def settings(self) -> dict[str, Any]:
         """Return what a run depends on, as JSON holds it."""
-        return {
-            "topology": self.kind,
-            "degree": self.degree,
-            "dynamic": self.dynamic,
-            "topology_seed": self.seed,
-            "edges": sorted(map(list, self.edges)),
-        }
+        own = self.compared_options()
+        renamed = {"topology": own.pop("kind"), "topology_seed": own.pop("seed")}
+        return {**renamed, **own, "edges": sorted(map(list, self.edges))}
 
     def _draw(self, members: Sequence[int], generator: np.random.Generator) -> nx.Graph:
         count, order = len(members), [members[i] for i in generator.permutation(len(members))]
