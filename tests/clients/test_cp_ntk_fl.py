@@ -58,7 +58,7 @@ def test_without_tools_it_sends_what_ntk_fl_sends():
 # ---------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12)])
+@pytest.mark.parametrize(("rate", "size"), [(0.001, 1), (0.3, 12), (0.99, 40)])
 def test_a_sample_has_its_size_and_candidates_are_compared_on_it(rate, size):
     own = client(sampling_rate=rate)
     sent = uploaded(own)
@@ -133,6 +133,7 @@ def test_low_frequencies_are_a_rotation_of_one_size_with_the_gaussian_features()
     [
         ({"projection": (4, "low-frequency")}, "expected images of shape .* use the Gaussian"),
         ({"projection": (4, "low")}, "expected the kind gaussian, low-frequency, got 'low'"),
+        ({"projection": (0,)}, "projection: expected 1 ... 6 features"),
         ({"projection": (7,)}, "projection: expected 1 ... 6 features"),
         ({"bits": 17}, "bits: expected"),
         ({"noise_multiplier": 1.0}, "takes clip and noise_multiplier above 0"),

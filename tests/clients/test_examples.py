@@ -215,6 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": []}, r"x: expected at least one example, got an empty dataset"),
     ({"x": loader(Stream())}, r"got the IterableDataset Stream; give a list"),
     ({"x": loader(sampler=data.RandomSampler(Made(), replacement=True))}, f"{EACH} a RandomSam"),
+    ({"x": loader(sampler=data.RandomSampler(Made(), num_samples=5))}, f"{EACH} a RandomSampler"),
     ({"x": loader(sampler=data.SequentialSampler(range(5)))}, f"{EACH} a SequentialSampler; give"),
     ({"x": loader(batch_sampler=Own(range(N), 3, False))}, f"{EACH} an Own"),
     ({"x": loader(batch_size=None)}, "x: expected a DataLoader with a batch_size, got batch_size="),
