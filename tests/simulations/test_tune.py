@@ -326,12 +326,8 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
         ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
         ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
         ({}, {"grid": None, "random": {"width": (10, 5)}}, "width: expected low and high"),
-        ({}, {"metric": "client-loss-mean"}, "validation-clients = 0 and clients-per-evaluation"),
-        (
-            {"private_test": True, "local_test_fraction": 0.2},
-            {"metric": "client-accuracy-mean"},
-            "needs at least 1 of each, got clients-per-evaluation = 0",
-        ),
+        ({}, {"metric": "client-loss-mean"}, "needs clients-per-evaluation of at least 1, got 0"),
+        ({"clients_per_evaluation": 2}, {"metric": "client-loss-mean"}, "needs validation-clients"),
         ({}, {"seeds": [0, 0]}, "seeds: expected at least one, each once, got [0, 0]"),
     ],
 )
