@@ -279,8 +279,6 @@ def assess(
     require_same_data(run)
     if which not in ("model", "best"):
         raise ConfigError(f"which: expected model or best, got {which!r}")
-    if coverage is not None and not 0 < coverage < 1:
-        raise ConfigError(f"coverage: expected a number between 0 and 1, got {coverage}")
     config = run.config
     predictor = load_predictor(run.folder, which)
     if predictor.loss != "cross-entropy":

@@ -201,7 +201,6 @@ def test_held_out_examples_that_chose_part_of_the_model_are_named(tmp_path):
     [
         ({"coverage": 0.9}, "the run held out no clients or examples to calibrate on"),
         ({"coverage": 0.9, "calibrate_on": "test"}, "expected clients or examples, got 'test'"),
-        ({"coverage": 90}, "coverage: expected a number between 0 and 1, got 90"),
         ({"unfamiliar": "npz:nowhere.npz"}, "unfamiliar = npz:nowhere.npz: dataset: no file at"),
         ({"unfamiliar": "digits"}, "unfamiliar: expected another data set than the run's"),
         ({"unfamiliar": "large"}, "expected examples of shape (n, 1, 8, 8)"),
@@ -216,8 +215,12 @@ def test_what_cannot_be_assessed_is_refused(finished_run, tmp_path, options, mes
 
 
 def test_too_few_held_out_examples_and_other_data_are_refused(finished):
-    with pytest.raises(ConfigError, match=r"coverage of 0.999 needs at least 999 calibration exam"):
-        assess(finished, coverage=0.999)
+    for coverage, message in (
+        (0.999, "needs at least 999 calibration"),
+        (90, "between 0 and 1, g"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            assess(finished, coverage=coverage)
     changed = replace(finished, summary={**finished.summary, "data": "other"})
     with pytest.raises(ConfigError, match="the data set has changed since the run in"):
         assess(changed)
