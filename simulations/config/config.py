@@ -426,28 +426,23 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _keys() -> tuple[dict[str, tuple[str, str]], dict[str, list[str]]]:
-    """Return key -> table and field name; and former key -> the keys that it is now."""
+def _keys() -> dict[str, tuple[str, str]]:
+    """Return key -> table (empty: none) and field name."""
     known = {Config.key(name): ("", name) for name in Config.options()}
-    moved: dict[str, list[str]] = {}
     for table, method in all_methods().items():
-        for name in method.settings.options():
-            own = method.settings.key(name)
-            known[own] = (table, name)
-            moved.setdefault(key_of(name), []).append(own)
-    return known, moved
+        own = method.settings
+        known |= {own.key(name): (table, name) for name in own.options()}
+    return known
 
 
 def _locate(key: str) -> tuple[str, str]:
-    """Return table (empty: none) and field name of a key."""
-    known, moved = _keys()
+    """Return table and field name of a key."""
+    known = _keys()
     if key in known:
         return known[key]
-    if key in moved:
-        raise ConfigError(f"unknown key {key!r}; it is now {' or '.join(moved[key])}")
-    meant = {**{former: own[0] for former, own in moved.items()}, **{own: own for own in known}}
-    if near := difflib.get_close_matches(key, meant, n=1):
-        raise ConfigError(f"unknown key {key!r}; did you mean {meant[near[0]]!r}?")
+    in_tables = [full for full in known if full.endswith(f".{key}")]
+    if meant := in_tables or difflib.get_close_matches(key, known, n=1):
+        raise ConfigError(f"unknown key {key!r}; did you mean {' or '.join(map(repr, meant))}?")
     common = ", ".join(name for name in known if "." not in name)
     raise ConfigError(
         f"unknown key {key!r}; known keys: {common}; and those of each method, which fedntk "
