@@ -56,7 +56,7 @@ class BaseStrategy(Sampling):
         What each round's aggregation returned: weighted means of the clients' metrics and the
         counts ``replies-accepted``, ``replies-rejected`` and ``rejected-<reason>``.
     client_evaluations : dict of int to dict
-        Client -> metrics of each client whose evaluation the newest round accepted.
+        Client -> metrics of its evaluation, for those that the newest round accepted.
     server_round : int
         The current round, or the last one; 0 before the first.
     learned : str

@@ -224,8 +224,8 @@ class Exchanges(Declared, FedAvg):
     ) -> tuple[Pairs[T], Counter[str]]:
         """Parse the replies of a stage, dropping those that cannot be used.
 
-        Each message is answered once, by the node that was asked. A client whose reply is an error
-        is sent again all that it may have lost. Only replies that are used claim a partition.
+        Each message is answered once, by the node that was asked. After an error a client is sent
+        again all that it may have lost. Only replies that are used claim a partition.
 
         `parse` turns a reply into what the method needs of it, or raises BadReply. It must not
         change anything: the reply may yet be dropped. What was parsed is sorted by client, and

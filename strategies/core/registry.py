@@ -1,4 +1,4 @@
-"""Which node is which client, what each client has been sent, and whose reply answers what."""
+"""Which node is which client, what it has been sent, and which message a reply answers."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
@@ -67,10 +67,7 @@ class ClientRegistry:
         return partition if self._owners.get(partition, node) == node else -1 - node
 
     def clients(self, *, without: Collection[int] = (), departed: bool = False) -> set[int]:
-        """Return the ids of the live clients, those of some partitions left out.
-
-        With `departed`, clients whose node has left count, too.
-        """
+        """Return the ids of the live clients, and of the `departed`, without some partitions."""
         live = {self.client(n) for n in self._present if self.partitions[n] not in without}
         return live | (self._owners.keys() - set(without) if departed else set())
 
@@ -86,7 +83,7 @@ class SentParts:
         self._parts: dict[int, frozenset[str]] = {}
 
     def lacks(self, client: int, *parts: str) -> list[str]:
-        """Return those of some parts that a client has not been sent."""
+        """Return the parts that a client has not been sent."""
         return [part for part in parts if part not in self._parts.get(client, ())]
 
     def mark(self, client: int, *parts: str) -> None:

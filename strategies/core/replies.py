@@ -28,7 +28,7 @@ class NoUsableReply(RuntimeError):  # noqa: N818
 
 
 class Reply:
-    """A reply whose metrics have been checked.
+    """A reply with checked metrics.
 
     Attributes
     ----------
