@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
@@ -28,6 +28,7 @@ from .federation import (
     bits,
     damaged,
     failed,
+    loaded,
     lost,
     network,
     run_damaged,
@@ -228,23 +229,20 @@ def test_an_exchange_within_a_round_is_checked_as_any_other():
 
 
 def test_a_run_that_is_stopped_is_the_shorter_run():
-    """Flower 1.43's argument, on any version; the result so far is what it is given."""
+    """Flower 1.43's argument, on any version; it is given the round and the result so far."""
     seen: list[tuple[int, int]] = []
 
-    def stopped(strategy: SeededFedAvg, last: int, arrays: ArrayRecord) -> Result:
-        def should_stop(server_round: int, result: Result) -> bool:
-            seen.append((server_round, len(result.evaluate_metrics_serverapp)))
-            return server_round >= last
-
-        options: Any = {"evaluate_fn": lambda number, _: MetricRecord({"round": number})}
-        return strategy.start(Grid(CLIENTS), arrays, 9, should_stop=should_stop, **options)
+    def should_stop(server_round: int, result: Result) -> bool:
+        seen.append((server_round, len(result.train_metrics_clientapp)))
+        return len(seen) in (3, 6)
 
     first, second = SeededFedAvg(**ALL), SeededFedAvg(**ALL)
-    result = stopped(first, 2, ArrayRecord(dict(network().state_dict())))
-    assert bits(arrays_of(result.arrays)) == run(2)[0]
+    halfway = start(first, Grid(CLIENTS), 9, should_stop=should_stop)
+    assert bits(halfway) == run(2)[0]
     second.load_state_dict(first.state_dict())
-    assert bits(arrays_of(stopped(second, 4, result.arrays).arrays)) == run(4)[0]
-    assert seen == [(0, 1), (1, 2), (2, 3), (2, 1), (3, 2), (4, 3)]  # the rounds' own numbers
+    after = start(second, Grid(CLIENTS), 9, loaded(halfway), should_stop=should_stop)
+    assert bits(after) == run(4)[0]
+    assert seen == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1), (4, 2)]  # the rounds' own numbers
 
 
 def checkpointed(
