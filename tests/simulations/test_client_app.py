@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from fedntk.simulations import Config, ConfigError
 from fedntk.simulations.data.load import load_data, load_own
 from fedntk.simulations.engine.building import load_setup, make_client, make_strategy
-from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.engines import LocalGrid, MeteredGrid
 
 from ..strategies.federation import bits
+from .outcomes import grid_of
 
 CONFIG = Config(
     method="fedavg", num_clients=3, clients_per_round=3, clients_per_evaluation=3, rounds=2
@@ -27,7 +27,7 @@ NODES = (5, 2**63 + 7, 2**64 - 2)  # Flower's ids are any numbers of 64 bits
 
 
 def grid(node_configs: list[dict[str, Any]], ids=NODES) -> LocalGrid:
-    made = LocalGrid(app, 3, CONFIG.run_config())
+    made = grid_of(CONFIG)
     made.contexts = dict(zip(ids, made.contexts.values(), strict=True))
     for (node_id, context), own in zip(made.contexts.items(), node_configs, strict=True):
         context.node_id, context.node_config = node_id, own
