@@ -12,11 +12,7 @@ from ..strategies.federation import examples, network
 
 @pytest.mark.parametrize(("lost", "heard"), [(False, True), (False, False), (True, True)])
 def test_dpsgd_adds_what_training_moved_to_the_average(lost, heard):
-    """A neighbour of as many examples has weights that are 1 larger: the average is 0.5 larger.
-
-    Statistics are half of the client's new ones and half of the neighbour's. Without a neighbour it
-    is local training; a client that lost its weights takes the neighbour's. In float64: 1e-12.
-    """
+    """The neighbour's weights are 1 larger, so the average is 0.5 larger. In float64: 1e-12."""
     weights = {n: t.numpy().copy() for n, t in network().double().state_dict().items()}
     larger = {name: array + array.dtype.type(1) for name, array in weights.items()}
     told = {"server-round": 1 + lost, "personal-run": f"moved-{lost}-{heard}", "neighbours": [8],

@@ -16,10 +16,7 @@ MESSAGE = Message({"server-round": 1}, {}, DFedAvgOptions())
 
 @pytest.mark.parametrize("rho", [0.0, 1.0])
 def test_dfedsam_steps_along_the_gradient_at_the_point_nearby(rho):
-    """Three full batches with momentum and weight decay, by hand: float64, 1e-12.
-
-    The bias is the last column of w: the norm is over all parameters.
-    """
+    """Float64, three full batches: 1e-12. The bias is a column of w, as the norm is of all."""
     x, y = examples(2)
     x, targets = x.double(), nn.functional.one_hot(y, 3).double()
     own = DFedSAMClient(

@@ -14,10 +14,7 @@ CNN = {"c1": (6, 1, 5, 5), "c2": (16, 6, 5, 5), "f1": (120, 256), "f2": (10, 120
 
 @pytest.mark.parametrize("density", [0.5, 0.1])
 def test_densities_are_those_of_erdos_renyi_kernels(density):
-    """All together have the density; layers below 1 share one factor, and those at 1 would exceed.
-
-    The factor times (a + b + ...) / (a b ...) is the density: products of float64, 1e-12.
-    """
+    """Layers below 1 share one factor, and those at 1 would exceed. Products of float64: 1e-12."""
     found = layer_densities(CNN, density)
     sizes = {name: int(np.prod(shape)) for name, shape in CNN.items()}
     total = sum(found[name] * sizes[name] for name in CNN)

@@ -15,10 +15,7 @@ CONTRACT = {"DPSGD": contract(DPSGD, DPSGDClient)}
 
 
 def test_a_round_of_one_batch_is_algorithm_1():
-    """Three rounds of full batches on a linear softmax model, by hand: W X - gamma G(X).
-
-    Float64, a few dozen operations on numbers of size 1: 1e-12.
-    """
+    """Full batches, a linear softmax model: W X - gamma G(X). Float64, few operations: 1e-12."""
     w, rate, first = mixing_matrix("metropolis"), 0.3, np.full((3, 4), 0.1)
     topology = Topology("own", graph=GRAPH)
     own = DPSGD(topology=topology, mixing="metropolis", collect_both=True, **OPTIONS)

@@ -29,10 +29,7 @@ def masks_of(of: DisPFL, client: int, number: int, name: str) -> tuple[Any, Any]
 
 
 def test_with_no_sparsity_clients_train_as_in_dfedavg():
-    """Which averages at the end of a round, and DisPFL at the beginning: what is trained is alike.
-
-    In the first round all weights are equal, and so is their average.
-    """
+    """DFedAvg averages at the end of a round, DisPFL at the beginning: what is trained is alike."""
     options: dict[str, Any] = {"topology": Topology("own", graph=GRAPH), "mixing": "examples"}
     dense, expected = DisPFL(sparsity=0.0, **options, **OPTIONS), DFedAvg(**options, **OPTIONS)
     run(dense, Grid(in_double(DisPFLClient)), 2)
@@ -43,11 +40,7 @@ def test_with_no_sparsity_clients_train_as_in_dfedavg():
 
 
 def test_masks_keep_their_densities_and_change_as_the_cosine_has_it_and_weights_stay_in_them():
-    """T = 2: half of alpha's 0.5 in round 2, nothing from round 3 on.
-
-    Of masked arrays the numbers in the mask travel. The global model is the mean over those that
-    have a number.
-    """
+    """T = 2: nothing changes in round 3. The model is the mean over those that have a number."""
     own = DisPFL(topology=Topology("ring"), same_masks=False, annealing_rounds=2, **OPTIONS)
     grid = Grid(in_double(DisPFLClient, momentum=0.9, weight_decay=1e-3))
     mean, each = run(own, grid, 3), [kept_by(own, k, 3) for k in range(6)]

@@ -104,12 +104,7 @@ def batches_of(client: int, number: int, count: int) -> list[tuple[Tensor, Tenso
     ids=str,
 )
 def test_rounds_are_those_of_the_algorithms_on_one_machine(options, exchanges, bound):
-    """Averages, Jacobians of the neighbourhood, evolution to the last t: algorithms 2 to 4.
-
-    MSE is solved in closed form in float64; cross-entropy to the solver's tolerance of 1e-4. First
-    weights take one exchange more. The corrected kernel is put right at all steps, though the last
-    is taken.
-    """
+    """Algorithms 2 to 4: MSE in closed form, cross-entropy to the solver's tolerance of 1e-4."""
     given, count = MSE | options, [5 + k for k in range(6)]
     topology = Topology("regular", degree=3, seed=4)
     own = strategy(topology=topology, tolerance=1e-4, collect_both=True, **given)
@@ -157,10 +152,7 @@ def test_on_the_complete_graph_it_is_ntk_fl_of_all_clients():
 
 @pytest.mark.parametrize(("options", "degree"), [({"batches": 2}, 2), ({"same_weights": False}, 3)])
 def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, degree):
-    """MSE in float64: the members' own evolutions differ only by the order of their examples.
-
-    Clusters of three and, as six clients do not divide by four, of four and two.
-    """
+    """Of equal clusters, and of four and two; sums are in another order."""
     topology, found, averaged = Topology("clustered", degree=degree, seed=5), [], []
     for once in (False, True):
         own = strategy(evolve_once=once, topology=topology, collect_both=True, **options, **MSE)
@@ -202,11 +194,7 @@ def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(step
     ],
 )
 def test_t_is_that_of_the_lowest_true_loss(selection, loss, prior, grid):
-    """Over the client's own examples, or the neighbourhood's; with a prior, of outputs with it.
-
-    Of 40 t some clients would take another without the offset, or with neighbours that count the
-    same. Cross-entropy, solved to 1e-4 twice: 1e-6 apart.
-    """
+    """Cross-entropy, solved to 1e-4 twice: 1e-6 apart. The prior decides for some clients."""
     topology, chosen = Topology("ring", seed=1), set()
     options: dict[str, Any] = {"loss": loss, "learning_rate": 0.3, "tolerance": 1e-4}
     given = {"selection": selection, "class_prior": prior, "steps": grid, **options, **OPTIONS}
@@ -225,10 +213,7 @@ def test_t_is_that_of_the_lowest_true_loss(selection, loss, prior, grid):
 
 
 def test_inputs_out_of_proportion_have_no_say_in_which_t_is_taken():
-    """Losses on two clients' inputs overflow, or are huge: as if they had sent no rows to judge by.
-
-    The others take the t that they would take without them; their rows still count in kernels.
-    """
+    """Losses on two clients' inputs overflow, or are huge; their rows still count in kernels."""
     own = strategy(selection="true-loss", **OPTIONS)
 
     def sends(value: float) -> Any:
@@ -262,10 +247,7 @@ def test_a_client_that_fails_in_a_step_is_out_for_the_round_and_goes_on_with_its
 
 @pytest.mark.parametrize("collect", [True, False])
 def test_a_client_that_joins_begins_with_the_global_arrays(collect):
-    """Those are the mean model by then; without `collect` the first weights.
-
-    They count in everybody's average, also if the others began apart. Client 5 misses round 1.
-    """
+    """Those are the mean model by then; without `collect` the first weights. Client 5 is late."""
     given = MSE | {"min_available_nodes": 5, "collect": collect, "same_weights": not collect}
     own, grid, after = strategy(**given), Grid(clients()), dict(FIRST)
     late = dict([grid.contexts.popitem()])

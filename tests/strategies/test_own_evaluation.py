@@ -83,11 +83,7 @@ def test_replies_under_a_users_own_names_are_averaged_under_them():
 
 
 def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
-    """Round 0, stage 1, the round of the moments, and stage 2: on the server and on clients.
-
-    Clients are made anew for each message; examples that are augmented stay the same throughout
-    the second stage.
-    """
+    """Examples are augmented: they stay the same in stage 2, though clients are made anew."""
     (x, y), kinds = examples(2), []
     strategy = TCT(
         network=network(7), bootstrap=FedAvg(), bootstrap_rounds=1, num_features=40,
