@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from fedntk.clients import CPNTKFLClient, NTKFLClient, SealedProjection, get_weights, project
-from fedntk.ntk import CentredInputs, CompressedUpload, UploadLimits, one_hot
+from fedntk.ntk import CentredInputs, CompressedUpload, JacobianUpload, UploadLimits, one_hot
 from fedntk.trust import (
     SEALED_SEED,
     ClientKeys,
@@ -17,6 +17,8 @@ from fedntk.trust import (
     new_key,
     public_bytes,
 )
+
+from ..trust.uploads import rows
 
 N = 40
 X, Y = torch.randn(N, 2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
@@ -77,15 +79,15 @@ def test_samples_are_the_rounds_and_the_partitions_and_draw_every_example_equall
 
     def drawn(own, server_round):
         x, targets = own.training_examples({"server-round": server_round})
-        rows = x[:, 0, 0].long()
-        assert torch.equal(targets, one_hot(Y, 3)[rows])
-        return rows.tolist()
+        positions = x[:, 0, 0].long()
+        assert torch.equal(targets, one_hot(Y, 3)[positions])
+        return positions.tolist()
 
-    rows = [drawn(own, server_round) for server_round in range(400)]
-    assert {len(set(some)) for some in rows} == {10}
-    assert rows[1] == drawn(own, 1)
-    assert rows[1] not in (rows[2], drawn(other, 1))
-    assert np.abs(np.bincount(np.concatenate(rows), minlength=N) - 100).max() < 5 * 8.7
+    samples = [drawn(own, server_round) for server_round in range(400)]
+    assert {len(set(sample)) for sample in samples} == {10}
+    assert samples[1] == drawn(own, 1)
+    assert samples[1] not in (samples[2], drawn(other, 1))
+    assert np.abs(np.bincount(np.concatenate(samples), minlength=N) - 100).max() < 5 * 8.7
 
 
 # -------------------------------------------------------------------- projection
@@ -117,12 +119,12 @@ def test_low_frequencies_are_a_rotation_of_one_size_with_the_gaussian_features()
     """With all of them norms are kept: features of inputs of variance 1 have variance 1."""
     images = X[:, None]
     z = SealedProjection(6, KEYS, "low-frequency")(images, {SEALED_SEED: SEALED})
-    rows = images.flatten(1)
+    pixels = images.flatten(1)
     assert torch.equal(z, project(images, 6, SEED, "low-frequency"))
-    torch.testing.assert_close(z @ z.T, rows @ rows.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z @ z.T, pixels @ pixels.T, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(z, project(images, 6, SEED))
     fewer = project(images, 3, SEED, "low-frequency")  # sqrt(3/6) of what these keep
-    assert float(fewer.norm() ** 2) < float(rows.norm() ** 2) / 2
+    assert float(fewer.norm() ** 2) < float(pixels.norm() ** 2) / 2
 
 
 # ------------------------------------------------- refusals, sealing, differential privacy
@@ -161,11 +163,13 @@ def test_a_sealed_upload_opens_only_for_the_shuffling_server_and_no_loss_comes_w
     assert [told for _, *told in sent] == [[20, {}]] * 2
     blobs = [arrays.records["arrays"]["sealed"].tobytes() for arrays, *_ in sent]
     place = {"limits": UploadLimits(SHAPES, **tools), "run": RUN, "server_round": 3}
-    rows = []
-    for own in clients:
-        made = CompressedUpload.compress(own.upload(WEIGHTS, config), by_row=True, **tools)
-        rows += CompressedUpload.from_arrays(made.to_arrays(), place["limits"]).outputs.tolist()
-    assert sorted(server.shuffle(blobs, **place).upload.outputs.tolist()) == sorted(rows)
+    compressed = [
+        CompressedUpload.compress(own.upload(WEIGHTS, config), by_row=True, **tools).to_arrays()
+        for own in clients
+    ]
+    expected = [CompressedUpload.from_arrays(own, place["limits"]) for own in compressed]
+    pooled = server.shuffle(blobs, **place).upload
+    assert rows(pooled) == rows(JacobianUpload.concatenate(expected))
     stranger = ShufflingServer().shuffle(blobs, **place)
     assert [bad.reason for bad in stranger.rejected.values()] == ["sealed", "sealed"]
 
