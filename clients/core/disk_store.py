@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from logging import INFO, getLogger
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def remove_stale(folder: Path) -> None:
             key = other / "key.json"  # is touched when the folder is used
             used = (key if key.exists() else other).stat().st_mtime
             if other != folder and time.time() - used > STALE:
-                logger.log(INFO, "removed %s, which no run has used for a day", other)
+                logger.info("removed %s, which no run has used for a day", other)
                 shutil.rmtree(other, ignore_errors=True)
 
 

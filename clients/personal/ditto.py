@@ -8,7 +8,7 @@ Personalization*, ICML 2021, algorithm 1, with w^t the received weights:
 """
 
 from collections.abc import Mapping
-from logging import WARNING, getLogger
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -77,13 +77,10 @@ class DittoClient(PersonalisedClient):
 
     def own_network(self, parameters: list[NDArray[Any]], config: Mapping[str, Any]) -> Arrays:
         """Return v_k as it was kept; the received weights before that, or if it is lost."""
-        received, _ = self.records(parameters)
-        return self._personal(received, self.kept(config))
+        return self._personal(self.records(parameters)[0], self.kept(config))
 
     def _personal(self, received: Arrays, kept: Arrays | None) -> Arrays:
         if kept is None:
-            logger.log(
-                WARNING, "the personal model is lost: it begins again with the global weights"
-            )
+            logger.warning("the personal model is lost: it begins again with the global weights")
         own = kept or received
         return {name: own[name] for name in self.model.state_dict()}
