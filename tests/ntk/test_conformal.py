@@ -72,16 +72,18 @@ def test_the_threshold_by_hand():
     assert prediction_sets(p, float(1 - p[3, 0])).sum(0).tolist() == [4, 4]
 
 
-def test_the_adaptive_score_by_hand():
+@pytest.mark.parametrize(
+    ("draw", "scores"),
+    [(None, [0.8, 0.5, 1.0]), (1.0, [0.8, 0.5, 1.0]), (0.5, [0.65, 0.25, 0.9])],
+)
+def test_the_adaptive_score_by_hand(draw, scores):
     """Sorted 0.5, 0.3, 0.2: what is before the class, and the draw's share of its own."""
     p = torch.tensor([[0.3, 0.5, 0.2]], dtype=torch.float64)
-    full = conformal_scores(p, score="adaptive")
-    torch.testing.assert_close(full, torch.tensor([[0.8, 0.5, 1.0]]).double())
-    half = conformal_scores(p, score="adaptive", draws=torch.tensor([0.5]))
-    torch.testing.assert_close(half, torch.tensor([[0.65, 0.25, 0.9]]).double())
-    none = conformal_scores(p, score="adaptive", draws=torch.tensor([0.0]))
-    torch.testing.assert_close(none, torch.tensor([[0.5, 0.0, 0.8]]).double())
-    assert prediction_sets(p, 0.81, score="adaptive").tolist() == [[True, True, False]]
+    draws = None if draw is None else torch.tensor([draw])
+    found = conformal_scores(p, score="adaptive", draws=draws)
+    torch.testing.assert_close(found, torch.tensor([scores]).double())
+    sets = prediction_sets(p, 0.81, score="adaptive", draws=draws)
+    assert sets.tolist() == [[s <= 0.81 for s in scores]]
 
 
 @pytest.mark.parametrize("score", SCORES)

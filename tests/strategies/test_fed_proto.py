@@ -76,7 +76,7 @@ def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_
 
 
 def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype():
-    """In round 2 client 0 alone replies, which has no class 2."""
+    """In round 2 only client 0 replies, which lacks class 2."""
     own = strategy()
 
     def but_first(reply: Message) -> Message | None:
@@ -111,8 +111,7 @@ def test_no_weights_travel_up_and_the_first_ones_once_down():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        # a client that claims more of a class would outweigh the others
-        (with_arrays(lambda a: a | {"counts": a["counts"] * 1000}), "range"),
+        (with_arrays(lambda a: a | {"counts": a["counts"] * 1000}), "range"),  # more weight
         (damaged(0, lambda a: a * 1e4), "scale"),
     ],
 )

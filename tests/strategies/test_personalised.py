@@ -75,7 +75,6 @@ def test_a_clients_own_arrays_are_those_it_trained_and_the_result_holds_the_firs
 
 @pytest.mark.parametrize("stage", ["train", "evaluate"])
 def test_a_client_that_lost_its_own_arrays_starts_from_the_first_ones_in_the_same_round(stage):
-    """All clients' folders go once, in round 3."""
     strategy, lost = personal(**EVALUATED), list[Path]()
 
     def lose(messages: list[Message]) -> None:

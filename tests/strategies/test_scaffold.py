@@ -33,8 +33,8 @@ CLIENTS = app(SCAFFOLDClient, learning_rate=0.1, batch_size=4)
 PLAIN = app(SGDClient, learning_rate=0.1, batch_size=4)
 CONTRACT = {"SCAFFOLD": Contract(SCAFFOLD, CLIENTS)}
 
-# Client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2, of curvature a_i^2 and
-# minimum 1 / a_i. That of sum of n_i F_i is w* = sum(n_i a_i) / sum(n_i a_i^2).
+# Client i's examples are x = a_i with target 1: F_i(w) = (a_i w - 1)^2 / 2 has its minimum at
+# 1 / a_i, and the sum of n_i F_i at w* = sum(n_i a_i) / sum(n_i a_i^2).
 SLOPES, COUNTS = (1.0, 2.0, 1.5), (2, 2, 6)
 
 
@@ -88,10 +88,7 @@ def test_scaffold_ends_in_the_pooled_optimum():
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_algorithm_1_by_hand(option):
-    """Full and then partial participation, equal clients, the paper's recursion for c: 1e-12.
-
-    Slopes 1 and 2, two examples each; in the rounds 2 and 4 the reply of the second is lost.
-    """
+    """Equal clients of slopes 1 and 2; in rounds 2 and 4 the reply of the second is lost."""
     local_rate, steps, global_rate = 0.1, 3, 0.7
     x, c, own = 0.3, 0.0, [0.0, 0.0]
     strategy = SCAFFOLD(server_learning_rate=global_rate, **ALL)
