@@ -19,7 +19,6 @@ from fedntk.ntk import FeatureMap
 from fedntk.strategies import TCT, SeededFedAvg
 
 from .federation import (
-    HALVES,
     Change,
     Contract,
     Grid,
@@ -31,7 +30,6 @@ from .federation import (
     lost,
     network,
     run_as_if_lost,
-    run_damaged,
     start,
     with_metrics,
 )
@@ -215,14 +213,6 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage
     others = [k for k in range(6) if k not in who]
     expected = scaffold([range(6), range(6), others, range(6), range(6)], reset=2)
     assert distance(after[LINEAR], expected) < 1e-4
-
-
-@pytest.mark.parametrize("options", [{}, {"solve": "server"}], ids=["moments", "features"])
-@pytest.mark.parametrize("kinds", HALVES, ids=" and ".join)
-def test_damaged_answers_leave_the_result_without_those_clients(clients, options, kinds):
-    attacked = run_damaged(make(**options), clients, kinds)
-    without = Grid(clients, changes=dict.fromkeys(range(1, 5), lost))
-    assert attacked == bits(start(make(**options), without))
 
 
 @pytest.mark.parametrize(
