@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -418,9 +418,7 @@ def _capture(modules: Iterable[tuple[str, nn.Module, bool]]) -> Iterator[dict[st
 
 @contextmanager
 def _hooks(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

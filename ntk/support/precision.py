@@ -38,7 +38,11 @@ def full_float32() -> Iterator[None]:
 def _switch_off() -> list[Callable[[], Any]]:
     """Switch off, by the names that a program may have used; return what undoes it."""
     undo: list[Callable[[], Any]] = []
-    owners = [owner for owner in _owners() if hasattr(owner, "fp32_precision")]  # torch 2.9
+    backends: Any = torch.backends
+    named = [(backends.cuda, "matmul"), (backends.mkldnn, "matmul")]
+    named += [(backends.cudnn, "conv"), (backends.cudnn, "rnn")]
+    every = [getattr(owner, name, None) for owner, name in named]
+    owners: list[Any] = [owner for owner in every if hasattr(owner, "fp32_precision")]  # torch 2.9
     before = [owner.fp32_precision for owner in owners]
     with suppress(RuntimeError):  # it was chosen by `fp32_precision`, and these refuse to be read
         precision = torch.get_float32_matmul_precision()
@@ -54,13 +58,6 @@ def _switch_off() -> list[Callable[[], Any]]:
             owner.fp32_precision = "ieee"
         undo.append(partial(_restore, owner, value))
     return undo
-
-
-def _owners() -> list[Any]:
-    backends: Any = torch.backends
-    named = [(backends.cuda, "matmul"), (backends.mkldnn, "matmul")]
-    named += [(backends.cudnn, "conv"), (backends.cudnn, "rnn")]
-    return [getattr(owner, name) for owner, name in named if hasattr(owner, name)]
 
 
 def _restore(owner: Any, value: str) -> None:
