@@ -63,7 +63,10 @@ def split_data(settings: SplitSettings, data: Data) -> Split:
     rest = order[settings.validation_examples :]
     ids = data.natural_ids
     if settings.partition == "natural" and ids is None:
-        raise ConfigError(f"partition = natural: {settings.dataset} has no natural ids")
+        raise ConfigError(
+            f"partition = natural: {settings.dataset} names no owners; a Hugging Face set needs "
+            "natural-column, the column of the ids"
+        )
     if settings.owners and ids is not None:
         everyone = np.unique(ids[rest])
         if settings.owners > len(everyone):

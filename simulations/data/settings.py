@@ -4,9 +4,6 @@ from typing import Literal
 
 from ..config.settings import ConfigError, Settings, setting
 
-# data sets that name the owner of each example
-WITH_OWNERS = "leaf", "digit-domains", "digits-five", "femnist", "femnist-digits", "two-patch"
-
 
 class DatasetSettings(Settings, frozen=True, eq=True):
     """Which examples there are."""
@@ -78,10 +75,7 @@ class SplitSettings(DatasetSettings, frozen=True, eq=True):
     )
 
     def check(self) -> None:
-        """Refuse a natural split without owners, and owners without it."""
-        has_owners = self.natural_column or self.dataset.partition(":")[0] in WITH_OWNERS
-        if self.partition == "natural" and not has_owners:
-            raise ConfigError("partition = natural needs natural-column, the column of the ids")
+        """Refuse a number of owners without a natural split."""
         if self.owners and self.partition != "natural":
             raise ConfigError(
                 f"owners = {self.owners} needs partition = natural, got {self.partition}"

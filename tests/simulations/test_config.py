@@ -38,7 +38,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate-on": "validation"}, "nothing is held out of training; set validation-examples"),
     ({"evaluate-on": "validation", "private-test": True},
      "local-test-fraction: expected more than 0 with private-test"),
-    ({"partition": "natural"}, "partition = natural needs natural-column"),
     ({"owners": 2}, "owners = 2 needs partition = natural, got dirichlet"),
     ({"ntk-fl.selection": "validation"}, "ntk-fl.selection = validation goes with one of"),
     (VALIDATION | {"validation-examples": 9}, "validation-clients (held out), got 9 and 2"),

@@ -77,6 +77,7 @@ def test_local_test_examples_are_a_clients_own_and_apart():
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
         ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
         ({"partition": "pathological", "classes_per_client": 11}, "partition = pathological"),
+        ({"partition": "natural"}, "digits names no owners; a Hugging Face set needs natural-colu"),
         ({"partition": "client-dirichlet", "examples_per_client": 900}, "is to get"),
     ],
 )  # fmt: skip
