@@ -46,7 +46,7 @@ class Fed3R(GramStrategy):
     )
 
     def last_layer(self, sums: Sequence[FeatureStatistics]) -> Layer:
-        """Return weights of norm 1 for each class (C, p), and biases; of a class of nobody's 0."""
+        """Return weights of norm 1 (C, p), and biases; both are 0 for a class that nobody has."""
         num_classes, width = self.shape
         linear = self.solution(sums, bias=bool(self.bias))
         weight = linear[:, :width]

@@ -1,4 +1,4 @@
-"""Sums over clients of which the server sees only the total, for any strategy.
+"""Sums over clients; the server sees only the total. For any strategy.
 
 Source: Bonawitz et al., *Practical Secure Aggregation for Privacy-Preserving Machine Learning*, CCS
 2017: see :mod:`fedntk.trust.secure_sum`. It takes five exchanges: public keys; shares of the
