@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (HELD | {"evaluate-on": "validation"}, "fed-be.distill uses the examples that evaluate-on"),
     (HELD | {"projection": 20}, "projection: expected 0 with fed-be.distill"),
     ({"method": "fed-ensemble", "weights": "a.safetensors"}, "expected none with fed-ensemble"),
-    ({"num-features": 5}, "unknown key 'num-features'; did you mean 'tct.num-features'?"),
+    ({"num-features": 5}, "unknown key 'num-features'; did you mean 'tct.num-features' or"),
     ({"tct.num-feature": 5}, "unknown key 'tct.num-feature'; did you mean 'tct.num-features'?"),
     ({"tct": 5}, "tct: expected a table of settings, got int 5"),
 ]  # fmt: skip
