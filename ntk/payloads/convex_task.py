@@ -128,7 +128,7 @@ class MessageTask(Declared):
         default="",
     )
     run_key: str = shared(
-        "name of the training run, in which alone a client uses what it keeps", default=""
+        "name of the training run; a client uses what it keeps only in that run", default=""
     )
     state_round: int = shared("round from which c_k counts; 0: c_k is zero", default=0, at_least=0)
     control: Literal["zero", "last", "sent"] = shared(

@@ -53,8 +53,8 @@ from .statistics import ClassCounts, PooledStatistics
 class TCT(ConvexStrategy):
     """Train, convexify, train (Yu et al. 2022). Clients are :class:`~fedntk.clients.TCTClient`.
 
-    Of ``num_rounds`` rounds, `bootstrap_rounds` are stage 1, one is for the moments of the features
-    (none with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start`
+    The first `bootstrap_rounds` rounds are stage 1, one is for the moments of the features (none
+    with ``normalise=False``), and the others are stage 2. The arrays that :meth:`start`
     returns, and ``evaluate_fn`` is given, are the network's, ``tct.linear``, ``tct.mean`` and
     ``tct.scale``; :meth:`predictor` makes a model of them. Until stage 2 has changed the linear
     model, clients evaluate the network. All nodes are asked for moments, features or sums.
