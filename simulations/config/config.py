@@ -292,11 +292,7 @@ class Config(SplitSettings, frozen=True, eq=True):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from keys, in kebab-case or snake_case; the rest are defaults.
-
-        Those of a method's settings have a dot (``tct.num-features``), or stand in a dictionary
-        under the method's name.
-        """
+        """Make a configuration from keys, in kebab-case or snake_case; the rest are defaults."""
         return cls(**values)
 
     @classmethod
@@ -343,7 +339,7 @@ class Config(SplitSettings, frozen=True, eq=True):
         return cls.load(path, **overrides)
 
     def values(self) -> dict[str, Value]:
-        """Key -> value: of the common settings, the chosen method's, and those others' given."""
+        """Key -> value: of common settings, the chosen method's, and others' that were given."""
         values = super().values()
         for own in self.tables:
             values |= own.values()
