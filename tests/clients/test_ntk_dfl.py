@@ -76,7 +76,7 @@ GOOD = EvolvedParcel(WeightsParcel(weights(2), 4), 4.0, 2).to_arrays()
         ({"another": np.zeros(1)}, "arrays"),
         ({"num-examples": np.array(0)}, "range"),
         ({"num-examples": np.array(21)}, "range"),
-        ({"metric-t": np.array(np.inf)}, "non-finite"),
+        ({"metric-t": np.array(-1.0)}, "range"),
         ({"metric-neighbours-heard": np.array(-1)}, "range"),
     ],
 )

@@ -63,6 +63,7 @@ def test_masks_keep_their_densities_and_change_as_the_cosine_has_it_and_weights_
                 assert (weights[mask] != 0).any()
                 after = masks_of(own, client, number + 1, name)[0] if number < 3 else mask
                 np.testing.assert_array_equal(after, following)
+    assert np.not_equal(*masks_of(own, 0, 1, MASKED[0])).any()
     changed = told(own, "mask-changed")
     assert changed[0] > changed[1] > changed[2] == 0
 
