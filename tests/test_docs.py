@@ -102,6 +102,12 @@ def test_links_of_the_readme_are_absolute_in_the_package_index():
         assert (kind == "raw") == (path.suffix == ".png")
 
 
+def test_the_repositorys_address_stands_in_one_file():
+    others = [*PAGES, *(ROOT / name for name in ("README.md", "mkdocs.yml", "CITATION.cff"))]
+    for path in [*others, *(ROOT / "docs").glob("*.py"), *(ROOT / "simulations").glob("*.toml")]:
+        assert HOST not in text_of(path), path
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "<!-- table:" in text_of(page)], ids=str
 )

@@ -123,7 +123,7 @@ def labelled_examples(
             f"{name}: expected a Tensor, array, Dataset or DataLoader, got a tuple of two arrays; "
             f"give them as two arguments, {name} and {labels}"
         )
-    if columns is not None and (isinstance(columns, str) or len(columns) != 2):
+    if columns is not None and len(columns) != 2:
         raise ValueError(
             f"columns: expected two names or positions, such as ('img', 'label'), got {columns!r}"
         )

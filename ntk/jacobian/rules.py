@@ -162,7 +162,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], bool], Rule], ...] = (
     ((nn.Linear,), lambda _: True, _linear),
     (_CONVOLUTIONS, lambda _: True, _conv),
-    (_BATCH_NORMS, lambda m: not m.training and m.running_mean is not None, _elementwise),
+    (_BATCH_NORMS, lambda m: m.running_mean is not None, _elementwise),
     ((nn.GroupNorm, nn.LayerNorm), lambda _: True, _elementwise),
     (
         (nn.Embedding,),

@@ -240,6 +240,8 @@ def _plan(
 ) -> list[Config]:
     if not isinstance(configs, Mapping):
         raise ConfigError(f"configs: expected a dict of name to Config, got {type(configs)}")
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"seeds: expected numbers such as [0, 1, 2], got {seeds!r}")
     seeds = [int(seed) for seed in seeds]
     if not configs or not seeds:
         raise ConfigError(

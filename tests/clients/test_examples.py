@@ -220,6 +220,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": loader(batch_sampler=Own(range(N), 3, False))}, f"{EACH} an Own"),
     ({"x": loader(batch_size=None)}, "x: expected a DataLoader with a batch_size, got batch_size="),
     ({"x": loader(list(X))}, r"x: expected batches of pairs .*, got a Tensor; have the dataset"),
+    ({"x": Made(), "columns": ["img"]}, "columns: expected two names or positions, such"),
     ({"x": Made(), "columns": ("a", "label")}, "columns a, label, got img, label without a; name"),
     ({"x": HUGGING_FACE}, r"x: expected examples as one tensor, got a list; .* all of one shape"),
     ({"x": loader(batch_size=4, collate_fn=lambda items: (X[:3], Y[:3]))},

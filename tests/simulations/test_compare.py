@@ -1,5 +1,7 @@
 """Several configurations and seeds: checked first, run once, gone on with, failures last."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path, whole, eac
     each_run(lambda config: ran.append((f"{config.name} {config.seed}", run_state(config))), stop)
     with pytest.raises(KeyboardInterrupt):
         compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
+    summary = json.loads((tmp_path / "narrow" / "seed-1" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
     table = compare(PAIR, seeds=[1, 0], out=tmp_path, progress=False)
     assert ran == [
         *(("wide 1", "new"), ("wide 0", "new"), ("narrow 1", "new")),

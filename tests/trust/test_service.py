@@ -183,8 +183,8 @@ def test_refusals_are_the_servers_own(servers):
     refused("at most 10000 bytes, got 20", servers.keys.sealed_seed, public_key, RUN, bytes(20_000))
     limits = UploadLimits(LIMITS.parameters, max_examples="many")
     refused(r"malformed request: 'limits\.max_examples'", shuffle, servers.shuffling, [], limits)
-    message = f"expected a request of at most {BODY_LIMIT} bytes, got 500"
-    refused(message, shuffle, servers.shuffling, [bytes(5_000_000)])
+    message = f"expected a request of at most {BODY_LIMIT} bytes, got 10"
+    refused(message, shuffle, servers.shuffling, [bytes(BODY_LIMIT)])
 
 
 def test_wrong_address_is_named(servers, monkeypatch):
