@@ -6,14 +6,12 @@ AISTATS 2017, algorithm 1: w <- sum over the sampled clients k of (n_k / n) w_k.
 
 from collections.abc import Iterable
 
-from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedntk.ntk.averages import weighted_mean
-from fedntk.ntk.payloads import screen_changes
 
 from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy
-from .core.replies import checked_weights
 
 __all__ = ["SeededFedAvg"]
 
@@ -33,13 +31,7 @@ class SeededFedAvg(BaseStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the accepted weights, in the dtypes of the global model."""
         model = named_arrays(self.global_arrays)
-        pairs, rejected = self.accepted(
-            replies,
-            lambda reply: checked_weights(reply.arrays(), model, self.untrained),
-            MessageType.TRAIN,
-        )
-        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        pairs, metrics = self.accept_weights(replies, model)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedntk.ntk import CompressedUpload, JacobianUpload, loss_value, privatise
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import UNQUANTISED, check_compression, check_privacy
+from fedntk.ntk.payloads import CompressionOptions, check_privacy
 from fedntk.trust import check_public_key, check_run, seal_upload
 
 from ..core.named_arrays import NamedArrays
@@ -32,7 +32,7 @@ from .ntk_fl import NTKFLClient
 __all__ = ["CPNTKFLClient"]
 
 
-class CPNTKFLClient(NTKFLClient):
+class CPNTKFLClient(CompressionOptions, NTKFLClient):
     """Computes J'_m, f(Z'_m) and Y'_m, and sends them compressed (section 4.2).
 
     With differential privacy the client tells nothing else about its training examples: no loss
@@ -43,14 +43,6 @@ class CPNTKFLClient(NTKFLClient):
     strategy = "CPNTKFL"
     replies = "compressed Jacobians"
 
-    sparsity: float = option(
-        "share of each tensor's numbers that is dropped", default=0.0, at_least=0, below=1
-    )
-    bits: int = option(
-        "bits of each number that stays, 1 ... 16; 32 leaves them as they are",
-        default=UNQUANTISED,
-        at_least=1,
-    )
     clip: float = option(
         "norm to which an example's row is clipped before noise is added; 0: no privacy",
         default=0.0,
@@ -78,7 +70,6 @@ class CPNTKFLClient(NTKFLClient):
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
-        check_compression(self.sparsity, self.bits)
         check_privacy(self.clip, self.noise_multiplier, self.label_noise)
         if self.shuffling_key is not None:
             check_run(self.run)

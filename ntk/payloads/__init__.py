@@ -1,7 +1,7 @@
 """Messages between clients and server: checked dataclasses, compression, array format."""
 
 from .agreement import Agreement
-from .compression import UNQUANTISED, check_compression
+from .compression import UNQUANTISED, CompressionOptions, check_compression
 from .convex_task import ConvexOptimizer, ConvexOptions, ConvexTask, MessageTask, Solve
 from .ensemble_arrays import EnsembleArrays
 from .feature_statistics import (
@@ -35,6 +35,7 @@ __all__ = [
     "OUTLIER_FACTOR",
     "UNQUANTISED",
     "Agreement",
+    "CompressionOptions",
     "ConvexOptimizer",
     "ConvexOptions",
     "ConvexTask",

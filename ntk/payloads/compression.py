@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadReply
+from ..options import Declared, shared
 
 UNQUANTISED = 32
 MOST_BITS = 16
@@ -39,6 +40,29 @@ _HEAD = struct.Struct("<BBBBQQ")
 _AXIS = struct.Struct("<Q")
 _RANGE_BYTES = 8
 Floats = NDArray[np.floating]
+
+
+class CompressionOptions(Declared):
+    """How clients compress Jacobians."""
+
+    sparsity: float = shared(
+        "share of the numbers of each tensor of a Jacobian that clients drop; an upload with fewer "
+        "dropped is refused",
+        default=0.0,
+        at_least=0,
+        below=1,
+    )
+    bits: int = shared(
+        "bits of each number that is sent, 1 ... 16; 32 leaves them as they are; an upload with "
+        "more is refused",
+        default=UNQUANTISED,
+        at_least=1,
+    )
+
+    def check(self) -> None:
+        """Refuse bits that do not exist."""
+        super().check()
+        check_compression(self.sparsity, self.bits)
 
 
 def check_compression(sparsity: float, bits: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from ..evolution.flow_options import FlowOptions
 from ..evolution.gradient_flow import GradientFlow
 from ..options import Declared, shared
-from .compression import UNQUANTISED, check_compression
+from .compression import CompressionOptions
 
 TO, FROM, ALL = "to-", "from-", "to-neighbours"  # names of records with parcels
 REFUSED = "parcels-rejected"  # a metric: what a client got and could not use
@@ -109,8 +109,8 @@ class DisPFLOptions(GossipOptions):
         return self.prune_share / 2 * (1 + math.cos(math.pi * done))
 
 
-class NTKDFLOptions(FlowOptions, RelayOptions):
-    """How clients of NTK-DFL evolve."""
+class NTKDFLOptions(CompressionOptions, FlowOptions, RelayOptions):
+    """How clients of NTK-DFL evolve; appendix E.3 has a sparsity of 0.5 and 6 bits."""
 
     learning_rate: float = shared("eta", default=0.01, above=0)
     learning_rate_decay: float = shared(
@@ -138,26 +138,14 @@ class NTKDFLOptions(FlowOptions, RelayOptions):
         "for cross-entropy): see fedntk.ntk.class_prior.log_class_prior",
         default=False,
     )
-    sparsity: float = shared(
-        "share of the numbers of each tensor of a Jacobian that is not sent (appendix E.3: 0.5)",
-        default=0.0,
-        at_least=0,
-        below=1,
-    )
-    bits: int = shared(
-        "bits of each number that is sent (appendix E.3: 6), 1 ... 16; 32 leaves them as they are",
-        default=UNQUANTISED,
-        at_least=1,
-    )
 
     def check(self) -> None:
-        """Refuse an empty grid, bits that do not exist, and a prior that the loss does not use."""
+        """Refuse an empty grid, and a prior that the loss does not use."""
         super().check()
         if not self.steps:
             raise ValueError("steps: expected at least one time, got none")
         if self.class_prior and self.loss != "cross-entropy":
             raise ValueError(f"class_prior: expected the loss cross-entropy, got {self.loss}")
-        check_compression(self.sparsity, self.bits)
 
     def flow_in(self, server_round: int) -> GradientFlow:
         """Return what evolves outputs in a round; with the last t only if no other is needed."""

@@ -76,7 +76,17 @@ def conformal_scores(
         Uniform draws from 0 ... 1 for the adaptive score. By default all are 1, and a model that is
         nearly certain of an example may then give an empty set.
     """
-    p = _check(probabilities)
+    p = probabilities.double()
+    if p.ndim != 2 or p.shape[1] < 2:
+        raise ValueError(
+            f"probabilities: expected shape (n, C), C at least 2, got {tuple(p.shape)}"
+        )
+    off = (p.sum(1) - 1).abs() > 1e-6 * p.shape[1]  # C roundings of float32
+    if not bool(torch.isfinite(p).all()) or bool((p < 0).any()) or bool(off.any()):
+        raise ValueError(
+            "probabilities: expected rows of numbers from 0 that add up to 1; take the softmax of "
+            "a network's outputs first"
+        )
     if score not in get_args(Score):
         raise ValueError(f"score: expected one of {', '.join(get_args(Score))}, got {score!r}")
     if score == "threshold":
@@ -151,19 +161,3 @@ def prediction_sets(
     `threshold` is the result of :func:`calibrate` with the same score.
     """
     return conformal_scores(probabilities, score=score, draws=draws) <= threshold
-
-
-def _check(probabilities: Tensor) -> Tensor:
-    """Return probabilities in float64; rows of float32 add up to 1 to within C roundings."""
-    p = probabilities.double()
-    if p.ndim != 2 or p.shape[1] < 2:
-        raise ValueError(
-            f"probabilities: expected shape (n, C), C at least 2, got {tuple(p.shape)}"
-        )
-    off = (p.sum(1) - 1).abs() > 1e-6 * p.shape[1]
-    if not bool(torch.isfinite(p).all()) or bool((p < 0).any()) or bool(off.any()):
-        raise ValueError(
-            "probabilities: expected rows of numbers from 0 that add up to 1; take the softmax of "
-            "a network's outputs first"
-        )
-    return p

@@ -46,11 +46,8 @@ class _CPNTKFL(EvolvingMethod):
 
     def seeded_protection(self, config: Config) -> list[str]:
         own = self.own(config)
-        used = {"shuffle": own.shuffle, "noise_multiplier": own.noise_multiplier > 0}
-        return [
-            *super().seeded_protection(config),
-            *(own.key(name) for name, is_used in used.items() if is_used),
-        ]
+        used = [name for name in ("shuffle", "noise_multiplier") if getattr(own, name)]
+        return [*super().seeded_protection(config), *map(own.key, used)]
 
     def strategy(self, setup: Setup, options: dict[str, Any]) -> BaseStrategy:
         if self.own(setup.config).shuffle:

@@ -1,9 +1,6 @@
 """NTK-FL: clients send Jacobians, the server evolves their kernel."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
-
-from flwr.app import ArrayRecord
 
 from fedntk.clients import sample_size
 from fedntk.ntk import jacobian, require_memory
@@ -64,7 +61,12 @@ class EvolvingMethod(Method):
             options["learning_rate"] = AUTO
         if settings.selection == "validation":  # else what is held out is for others
             options["validation_partitions"] = options.pop("held_out")
-            options["validation_loss"] = self._validation_loss(setup)
+            if len(setup.split.validation):
+                x, y = setup.data.train(setup.split.validation)
+                x = projected(setup.config, x)
+                options["validation_loss"] = lambda arrays: (
+                    self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
+                )
         return super().strategy(setup, options)
 
     def require_resources(self, setup: Setup, models: int = 1) -> None:
@@ -83,22 +85,5 @@ class EvolvingMethod(Method):
             cure="lower clients-per-round or the examples of each, or use a smaller network",
         )
 
-    def _validation_loss(self, setup: Setup) -> Callable[[ArrayRecord], float] | None:
-        """Return the server's loss on its validation examples, if it has some."""
-        if not len(setup.split.validation):
-            return None
-        x, y = setup.data.train(setup.split.validation)
-        x = projected(setup.config, x)
 
-        def loss(arrays: ArrayRecord) -> float:
-            return self.predictor(setup, named_arrays(arrays), "network").evaluate(x, y).loss
-
-        return loss
-
-
-class _NTKFL(EvolvingMethod):
-    name = "ntk-fl"
-    strategy_class = NTKFL
-
-
-METHOD = _NTKFL()
+METHOD = EvolvingMethod("ntk-fl", NTKFL)

@@ -22,6 +22,7 @@ from torch import nn
 from fedntk.ntk import NetworkPredictor, Predictor
 from fedntk.ntk.features import CENTRE
 from fedntk.ntk.options import option, state
+from fedntk.ntk.payloads import screen_changes
 from fedntk.ntk.support.files import claimed
 from fedntk.ntk.support.threads import warn_of_spinning
 
@@ -30,7 +31,14 @@ from .averaging import named_arrays
 from .centred_inputs import centre_by_clients
 from .checkpoint import RunCheckpoints
 from .exchange import Aggregate, Pairs, logger
-from .replies import Reply, accuracy_of, kinds_of, largest_group, screen_accuracies
+from .replies import (
+    Reply,
+    accuracy_of,
+    checked_weights,
+    kinds_of,
+    largest_group,
+    screen_accuracies,
+)
 from .rounds import EvaluateFn, ShouldStop, run_rounds
 from .sampling import Sampling
 from .saved_state import pack, unpack
@@ -341,6 +349,18 @@ class BaseStrategy(Sampling):
     def untrained(self) -> tuple[str, ...]:
         """Names of the model's arrays that clients must return as they were sent."""
         return (CENTRE,) if self.centre_inputs else ()
+
+    def accept_weights(
+        self, replies: Iterable[Message], model: Mapping[str, NDArray[Any]]
+    ) -> tuple[Pairs[dict[str, NDArray[Any]]], MetricRecord]:
+        """Return the training replies that are weights of a model, none far off, and metrics."""
+        pairs, rejected = self.accepted(
+            replies,
+            lambda reply: checked_weights(reply.arrays(), model, self.untrained),
+            MessageType.TRAIN,
+        )
+        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
+        return pairs, self.round_metrics([reply for reply, _ in pairs], rejected)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

@@ -20,13 +20,13 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedntk.ntk.options import argument, state
-from fedntk.ntk.payloads import Agreement, screen_changes
+from fedntk.ntk.payloads import Agreement
 
 from .array_archive import under
 from .averaging import cast_like, named_arrays
 from .base import BaseStrategy
 from .exchange import logger
-from .replies import Reply, checked_weights, kinds_of
+from .replies import Reply, kinds_of
 
 
 class InnerStrategy:
@@ -89,13 +89,7 @@ class InnerStrategy:
         self, replies: Iterable[Message], expected: Mapping[str, NDArray[Any]]
     ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Return the new network, if there is one, and metrics; `expected` is what was sent."""
-        pairs, rejected = self.owner.accepted(
-            replies, lambda reply: checked_weights(reply.arrays(), expected), MessageType.TRAIN
-        )
-        pairs = self.owner.screened(
-            pairs, rejected, lambda own, most: screen_changes(expected, own, most)
-        )
-        metrics = self.owner.round_metrics([reply for reply, _ in pairs], rejected)
+        pairs, metrics = self.owner.accept_weights(replies, expected)
         if not self.owner.enough(len(pairs)):
             return None, metrics
         names = {n for n, _ in frozenset.intersection(*(kinds_of(r.metrics) for r, _ in pairs))}

@@ -69,19 +69,6 @@ class Distillation(Declared):
         if dtypes and self.examples.is_floating_point():
             self.examples = self.examples.to(dtypes[0])
         self.examples = self.examples.detach()
-        self._probe()
-
-    def check(self) -> None:
-        """Refuse a rate that rises in a cycle."""
-        super().check()
-        if self.final_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"final_learning_rate: expected at most learning_rate = {self.learning_rate:g}, "
-                f"got {self.final_learning_rate:g}; lower it"
-            )
-
-    def _probe(self) -> None:
-        """Refuse a network that cannot be trained on the examples."""
         try:
             with _own_state(self.device), torch.no_grad():
                 outputs = copy.deepcopy(self.network).train()(self.examples[:2].to(self.device))
@@ -93,6 +80,15 @@ class Distillation(Declared):
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
                 f"network: expected outputs of shape (n, C) with C >= 2, got {tuple(outputs.shape)}"
+            )
+
+    def check(self) -> None:
+        """Refuse a rate that rises in a cycle."""
+        super().check()
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate: expected at most learning_rate = {self.learning_rate:g}, "
+                f"got {self.final_learning_rate:g}; lower it"
             )
 
     def settings(self) -> dict[str, Any]:

@@ -19,28 +19,19 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import nn
 
 from fedntk.ntk import EnsemblePredictor, NetworkPredictor, Predictor, loss_value, require_memory
 from fedntk.ntk.averages import convex_combination, weighted_mean
 from fedntk.ntk.options import argument, option
-from fedntk.ntk.payloads import EnsembleArrays, screen_changes
+from fedntk.ntk.payloads import EnsembleArrays
 from fedntk.ntk.predictors.network import arrays_of, load_arrays
 
 from ..core.averaging import cast_like, differing, named_arrays
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
-from ..core.replies import checked_weights
 from .distillation import Distillation, distil, sharpen
 from .model_samples import (
     Distribution,
@@ -157,11 +148,7 @@ class FedBE(BaseStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Form the ensemble of the accepted weights, and distil it if there is distillation."""
         model = named_arrays(self.network_of(self.global_arrays))
-        pairs, rejected = self.accepted(
-            replies, lambda reply: checked_weights(reply.arrays(), model), MessageType.TRAIN
-        )
-        pairs = self.screened(pairs, rejected, lambda own, most: screen_changes(model, own, most))
-        metrics = self.round_metrics([reply for reply, _ in pairs], rejected)
+        pairs, metrics = self.accept_weights(replies, model)
         self.train_metrics[server_round] = metrics
         if not self.enough(len(pairs)):
             return None, metrics
@@ -210,10 +197,9 @@ class FedBE(BaseStrategy):
         labels = sharpen(probabilities, options.temperature)
         student = copy.deepcopy(options.network)
         load_arrays(student, named_arrays(mean))
-        entropy = [self.seed, server_round, *b"distillation"]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        seeds = np.random.SeedSequence([self.seed, server_round, *b"distillation"])
         before = NetworkPredictor(student, device=device).predict(x)
-        student = distil(student, labels, options, seed)
+        student = distil(student, labels, options, int(seeds.generate_state(1)[0]))
         after = NetworkPredictor(student, device=device).predict(x)
         distilled = arrays_of(student)
         losses = [loss_value(outputs, labels, "cross-entropy") for outputs in (before, after)]

@@ -12,7 +12,7 @@ Learning*, 2021, section 3.1, algorithm 1 and remarks 3.1 and 3.2:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from logging import WARNING
@@ -184,12 +184,13 @@ class FedEnsemble(BaseStrategy):
         self, arrays: ArrayRecord | Mapping[str, NDArray[Any]], network: nn.Module | None = None
     ) -> EnsemblePredictor:
         """Make the predictor of the mean of the models' predictions."""
-        models = EnsembleArrays.from_arrays(named_arrays(arrays)).models
         options = () if network is None else (network,)
-        return EnsemblePredictor(
-            member.predictor(model, *options)
-            for member, model in zip(self.members, models, strict=True)
-        )
+        each = self._with_models(named_arrays(arrays))
+        return EnsemblePredictor(member.predictor(model, *options) for member, model in each)
+
+    def _with_models(self, arrays: Mapping[str, Any]) -> Iterator[tuple[BaseStrategy, Any]]:
+        """Pair the members with their models' arrays."""
+        return zip(self.members, EnsembleArrays.from_arrays(arrays).models, strict=True)
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Draw the first weights of the models, unless all are given."""
@@ -197,16 +198,18 @@ class FedEnsemble(BaseStrategy):
         if not done:
             self.strata.of = {}
         if EnsembleArrays.are_in(initial_arrays):
-            models = list(EnsembleArrays.from_arrays(initial_arrays).models)
+            models = EnsembleArrays.from_arrays(initial_arrays).models
         else:
-            models = [self._draw(initial_arrays, k) for k in range(self.num_models)]
+            models = tuple(self._draw(initial_arrays, k) for k in range(self.num_models))
         if len(models) != self.num_models:
             raise ValueError(
                 f"initial_arrays: expected one model or {self.num_models}, got {len(models)}"
             )
-        for k, member in enumerate(self.members):
-            models[k] = dict(member.begin(ArrayRecord(models[k]), num_rounds, done))
-        return ArrayRecord(EnsembleArrays(tuple(models)).to_arrays())
+        begun = tuple(
+            dict(member.begin(ArrayRecord(model), num_rounds, done))
+            for member, model in zip(self.members, models, strict=True)
+        )
+        return ArrayRecord(EnsembleArrays(begun).to_arrays())
 
     def _draw(self, given: ArrayRecord, k: int) -> dict[str, Array]:
         """Return the first weights of model k, for the given network."""
@@ -229,10 +232,9 @@ class FedEnsemble(BaseStrategy):
         self.global_arrays, self.server_round = arrays, server_round
         if self.fraction_train == 0.0:
             return []
-        models = EnsembleArrays.from_arrays(arrays).models
         self._model_of = self._assign(grid, server_round)
         messages: list[Message] = []
-        for k, (member, model) in enumerate(zip(self.members, models, strict=True)):
+        for k, (member, model) in enumerate(self._with_models(arrays)):
             if nodes := [node for node, own in self._model_of.items() if own == k]:
                 shown: Any = GridSubset(grid, nodes)
                 own = ConfigRecord(dict(config))
@@ -271,20 +273,16 @@ class FedEnsemble(BaseStrategy):
         self, client: int, stage: str, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
         """Return what the inner strategy would send of each model, to evaluate them together."""
-        models = EnsembleArrays.from_arrays(arrays).models
-        contents = [
-            member.content_for(
-                client, stage, ArrayRecord(model), ConfigRecord({**config, **member.told_options})
-            )
-            for member, model in zip(self.members, models, strict=True)
-        ]
-        records = EnsembleArrays(tuple(dict(content.array_records) for content in contents))
-        configs = [content.config_records[self.configrecord_key] for content in contents]
-        own = EnsembleArrays(
-            tuple({n: v for n, v in each.items() if config.get(n) != v} for each in configs)
-        )
-        merged = ConfigRecord({**config, **own.to_arrays()})
-        return RecordDict({**records.to_arrays(), self.configrecord_key: merged})
+        records, configs = [], []
+        for member, model in self._with_models(arrays):
+            own = ConfigRecord({**config, **member.told_options})
+            content = member.content_for(client, stage, ArrayRecord(model), own)
+            records.append(dict(content.array_records))
+            told = content.config_records[self.configrecord_key]
+            configs.append({n: v for n, v in told.items() if config.get(n) != v})
+        merged = ConfigRecord({**config, **EnsembleArrays(tuple(configs)).to_arrays()})
+        every = EnsembleArrays(tuple(records)).to_arrays()
+        return RecordDict({**every, self.configrecord_key: merged})
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -366,22 +364,20 @@ class FedEnsemble(BaseStrategy):
 
     def _merge_metrics(self, metrics: list[MetricRecord], rejected: Counter[str]) -> MetricRecord:
         """Aggregate the clients' metrics over all models, and combine the strategies' own."""
-        counts = Counter({"num-examples": 0, "replies-accepted": 0})
-        counts["replies-rejected"] = rejected.total()
-        counts.update({f"rejected-{reason}": count for reason, count in rejected.items()})
+        early: dict[str, Any] = {f"rejected-{reason}": count for reason, count in rejected.items()}
+        early |= {"num-examples": 0, "replies-accepted": 0, "replies-rejected": rejected.total()}
         of_clients = {name for content in self._reported for name in content["metrics"]}
         means: dict[str, Any] = {}
         combined: dict[str, Any] = {}
-        rules = self.members[0].combined_by
-        for name in {name: None for own in metrics for name in own}:
-            reported = [own for own in metrics if isinstance(own.get(name), int | float)]
+        rules: dict[str, Any] = dict.fromkeys(("num-examples", "replies-", "rejected-"), sum)
+        rules |= self.members[0].combined_by
+        for name in {name: None for own in (early, *metrics) for name in own}:
+            reported = [own for own in (early, *metrics) if isinstance(own.get(name), int | float)]
             values: Any = [own[name] for own in reported]
             examples: Any = [own["num-examples"] for own in reported]
             rule = next((rules[key] for key in rules if name.startswith(key)), None)
-            if name == "num-examples" or name.startswith(("replies-", "rejected-")):
-                counts[name] += sum(values)
-            elif rule is not None and values:
-                combined[name] = float(rule(values))
+            if rule is not None and values:
+                combined[name] = rule(values)
             elif name not in of_clients and any(examples):
                 means[name] = float(np.average(values, weights=examples))
         kinds = [kinds_of(content.metric_records["metrics"]) for content in self._reported]
@@ -389,7 +385,7 @@ class FedEnsemble(BaseStrategy):
             most = max(alike, key=lambda kind: (alike[kind], sorted(kind)))
             contents = [c for c, kind in zip(self._reported, kinds, strict=True) if kind == most]
             means |= self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        return MetricRecord({**means, **combined, **counts})
+        return MetricRecord({**means, **combined})
 
 
 def _change(reply: Message, model: Mapping[str, NDArray[Any]]) -> float | None:

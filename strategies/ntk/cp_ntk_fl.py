@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedntk.ntk import BadReply, CompressedUpload, JacobianUpload, UploadLimits, loss_value
 from fedntk.ntk.options import argument, option, state
-from fedntk.ntk.payloads import UNQUANTISED, MemoryBudget, check_compression, check_privacy
+from fedntk.ntk.payloads import CompressionOptions, MemoryBudget, check_privacy
 
 from ..core.base import BaseStrategy
 from ..core.exchange import logger
@@ -30,7 +30,7 @@ from .ntk_fl import NTKFL, Gathered
 __all__ = ["CPNTKFL"]
 
 
-class CPNTKFL(NTKFL):
+class CPNTKFL(CompressionOptions, NTKFL):
     """CP-NTK-FL (Yue et al. 2022, section 4.2). Clients are :class:`~fedntk.clients.CPNTKFLClient`.
 
     Every tool is optional. Sampling, projection, noise and compression are the clients' work; the
@@ -46,19 +46,6 @@ class CPNTKFL(NTKFL):
     client = "CPNTKFLClient"
     replies = "compressed Jacobians"
 
-    sparsity: float = option(
-        "share of the numbers of each tensor that clients drop; an upload with fewer dropped is "
-        "refused",
-        default=0.0,
-        at_least=0,
-        below=1,
-    )
-    bits: int = option(
-        "bits of each number that is sent, 1 ... 16; 32 leaves them as they are; an upload with "
-        "more is refused",
-        default=UNQUANTISED,
-        at_least=1,
-    )
     shuffling_server: Shuffles | None = argument(
         "opens the clients' sealed uploads and returns their rows, permuted, such as "
         "fedntk.trust.RemoteShufflingServer, or ShufflingServer in a simulation",
@@ -93,7 +80,6 @@ class CPNTKFL(NTKFL):
     def check(self) -> None:
         """Refuse options that do not go together."""
         super().check()
-        check_compression(self.sparsity, self.bits)
         check_privacy(
             1.0 if self.noise_multiplier else 0.0, self.noise_multiplier, self.label_noise
         )

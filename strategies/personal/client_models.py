@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.array_archive import under
+from ..core.exchange import logger
 
 __all__ = ["ClientModels"]
 
-logger = getLogger("flwr")
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -43,7 +42,11 @@ class ClientModels(MutableMapping[int, Arrays]):
 
     def __setitem__(self, client: int, arrays: Arrays) -> None:
         self._in_memory.pop(client, None)
-        self._models[client] = {name: _freeze(array) for name, array in arrays.items()}
+        self._models[client] = own = dict(arrays)
+        for name, array in arrays.items():
+            if array.flags.writeable:
+                own[name] = array.copy()
+                own[name].flags.writeable = False
         self._in_memory[client] = sum(array.nbytes for array in arrays.values())
         while self._in_memory and self.bytes_in_memory > self.budget:
             oldest = next(iter(self._in_memory))
@@ -95,11 +98,3 @@ class ClientModels(MutableMapping[int, Arrays]):
             for part, (name, array) in zip(mapped, arrays.items(), strict=True)
         }
         del self._in_memory[client]
-
-
-def _freeze(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that nobody changes: itself if it is read-only."""
-    if array.flags.writeable:
-        array = array.copy()
-        array.flags.writeable = False
-    return array
