@@ -28,8 +28,6 @@ from .named_arrays import NamedArrays
 from .randomness import GLOBAL_STATE
 from .weights import Fit
 
-__all__ = ["CLIENT_ID", "client_app", "received", "unpack_content"]
-
 CLIENT_ID = "client-id"  # name in the configuration: which client of a run this is
 OF_A_CLIENT = "from-"  # begins the name of a record that another client made
 

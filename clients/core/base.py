@@ -26,8 +26,6 @@ from .projection import SealedProjection
 from .randomness import round_seed
 from .weights import Evaluation, Scalar, get_weights, set_weights
 
-__all__ = ["ModelClient", "sample_size"]
-
 WEIGHTS = "weights"  # what strategies of Flower's own take
 OF_EVERY_MESSAGE = ("server-round", CLIENT_ID, SEALED_SEED)
 
@@ -117,15 +115,13 @@ class ModelClient(Declared, NumPyClient):
         self.model.to(self.device)
         self.device = torch.device(self.device)
         self._training = labelled_examples(self.x, self.y, columns=self.columns)
-        self._testing = (
-            None
-            if self.x_test is None
-            else labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
-        )
+        self._testing: LabelledExamples | None = None
+        self._probe(self._training)
+        if self.x_test is not None:
+            test = labelled_examples(self.x_test, self.y_test, columns=self.columns, name="x_test")
+            self._testing = test
+            self._probe(test)
         del self.x, self.y, self.x_test, self.y_test  # kept once, as read
-        for examples in (self._training, self._testing):
-            if examples is not None:
-                self._probe(examples)
 
     def check(self) -> None:
         """Refuse test labels without examples."""
@@ -194,26 +190,23 @@ class ModelClient(Declared, NumPyClient):
         """Refuse a training message for another client, loss or projection, or of unknown keys."""
         own, expected = type(self).__name__, Agreement.from_config(config)
         if expected is not None:
-            self._require(expected)
+            self._require(expected, own)
         elif self.replies not in ("", WEIGHTS):
             raise ValueError(
                 f"{own} replies with {self.replies}, and the message comes from a strategy that "
                 f"takes no such replies; use fedntk.strategies.{self.strategy} on the server"
             )
         known = {*OF_EVERY_MESSAGE, *self.config_keys}
-        unknown = [
-            k for k in config if k not in known and not (Agreement.owns(k) or Declared.owns(k))
-        ]
-        if self.replies and unknown:
+        keys = {key for key in config if not (Agreement.owns(key) or Declared.owns(key))}
+        if self.replies and (unknown := sorted(keys - known)):
             supported = ", ".join(sorted(self.config_keys)) or "none"
             raise ValueError(
-                f"train_config: unknown keys {', '.join(sorted(unknown))} for {own}; supported: "
+                f"train_config: unknown keys {', '.join(unknown)} for {own}; supported: "
                 f"{supported}. Set them where client or strategy is made, or add them to "
                 "config_keys of a client class of your own"
             )
 
-    def _require(self, expected: Agreement) -> None:
-        own = type(self).__name__
+    def _require(self, expected: Agreement, own: str) -> None:
         if self.replies not in ("", expected.replies):
             raise ValueError(
                 f"{expected.strategy} takes {expected.replies}, and {own} replies with "

@@ -25,15 +25,6 @@ from torch import Tensor
 from fedntk.ntk import require_disk
 from fedntk.ntk.support.files import whole, whole_path
 
-__all__ = [
-    "DiskStore",
-    "cache_dir",
-    "client_folder",
-    "data_digest",
-    "example_digests",
-    "remove_stale",
-]
-
 logger = getLogger("flwr")
 STALE = 24 * 3600  # seconds after which another run's folder counts as left behind
 

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 from .model_probe import dtype_name, one_line
 from .randomness import seeded_generators
 
-__all__ = ["Columns", "Data", "LabelledExamples", "class_numbers", "labelled_examples"]
-
 Data = Any  # Tensor, ndarray, Dataset or DataLoader: all that torch's DataLoader takes has no type
 Columns = tuple[str, str] | tuple[int, int]
 
@@ -28,6 +26,7 @@ IMAGE_NAMES = (
     "input_values", "input_ids",
 )  # fmt: skip
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
+CURE = "give the dataset a transform to tensors of floating point, all of one shape"
 
 
 class LabelledExamples:
@@ -95,13 +94,11 @@ class _FromDataset(LabelledExamples):
             batch = self.collate(items)
         except (TypeError, RuntimeError) as error:
             raise ValueError(
-                f"{self.name}: its examples cannot be put into a batch ({one_line(error)}); give "
-                "the dataset a transform to tensors of floating point, all of one shape"
+                f"{self.name}: its examples cannot be put into a batch ({one_line(error)}); {CURE}"
             ) from error
-        x, y = (
-            _batch_tensor(self.name, what, part)
-            for what, part in zip("xy", _columns(self.name, batch, self.columns), strict=True)
-        )
+        example, label = _columns(self.name, batch, self.columns)
+        x = _batch_tensor(self.name, example, "examples", CURE)
+        y = _batch_tensor(self.name, label, "labels", "number the classes from 0")
         if not len(x) == len(y) == len(positions):
             raise ValueError(
                 f"{self.name}: expected {len(positions)} examples and labels in a batch, got "
@@ -246,17 +243,10 @@ def _guess_columns(name: str, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
     return inputs[0], labels[0]
 
 
-def _batch_tensor(name: str, what: str, part: Any) -> Tensor:
+def _batch_tensor(name: str, part: Any, what: str, cure: str) -> Tensor:
     if isinstance(part, Tensor | np.ndarray):
         return _tensor(name, part)
-    if what == "y":
-        raise ValueError(
-            f"{name} labels: expected integers, got {_a(part)} of them; number the classes from 0"
-        )
-    raise ValueError(
-        f"{name}: expected examples as one tensor, got {_a(part)}; give the dataset a transform to "
-        "tensors of floating point, all of one shape"
-    )
+    raise ValueError(f"{name}: expected {what} as one tensor, got {_a(part)}; {cure}")
 
 
 def _tensor(name: str, values: Any) -> Tensor:
@@ -292,12 +282,11 @@ def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
 def _finite(name: str, x: Tensor) -> Tensor:
     """Refuse what is not finite; the sum tells, unless it is too large itself."""
     if x.is_floating_point() and not bool(torch.isfinite(x.sum())):
-        whole = torch.isfinite(x).flatten(1).all(1) if x.ndim > 1 else torch.isfinite(x)
-        if not bool(whole.all()):
-            first = int(torch.nonzero(~whole)[0])
+        finite = torch.isfinite(x).reshape(len(x), -1).all(1)
+        if spoilt := torch.nonzero(~finite).flatten().tolist():
             raise ValueError(
-                f"{name}: expected finite numbers, got NaN or infinity in {int((~whole).sum())} of "
-                f"{len(x)} examples, the first at {first}; remove or repair them"
+                f"{name}: expected finite numbers, got NaN or infinity in {len(spoilt)} of "
+                f"{len(x)} examples, the first at {spoilt[0]}; remove or repair them"
             )
     return x
 
@@ -307,18 +296,20 @@ def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tenso
 
     Labels are integers of any dtype, of shape (n,) or (n, 1), or one-hot rows (n, C).
     """
-    if labels.ndim == 2 and labels.shape[1] != 1:
-        return _from_one_hot(labels, num_classes, name)
-    if labels.ndim not in (1, 2):
+    shape = tuple(labels.shape)
+    if shape[1:] == (num_classes,) != (1,):
+        values = labels.double()
+        if not bool((((values == 0) | (values == 1)).all(1) & (values.sum(1) == 1)).all()):
+            raise ValueError(
+                f"{name} labels: expected one-hot rows, a single 1 and otherwise 0, got other "
+                "numbers; take the most probable class with .argmax(1)"
+            )
+        return values.argmax(1)
+    if shape[1:] not in ((), (1,)) or labels.is_floating_point() or labels.is_complex():
         raise ValueError(
-            f"{name} labels: expected the shape (n,), or one-hot rows (n, {num_classes}), got "
-            f"{tuple(labels.shape)}; give one class number per example"
-        )
-    if labels.is_floating_point() or labels.is_complex():
-        raise ValueError(
-            f"{name} labels: expected integers, or one-hot rows (n, {num_classes}), got "
-            f"{dtype_name(labels.dtype)} of shape {tuple(labels.shape)}; if they are class "
-            "numbers, convert them with .long()"
+            f"{name} labels: expected integers of shape (n,), or one-hot rows (n, {num_classes}) "
+            f"for the model's {num_classes} outputs, got {dtype_name(labels.dtype)} of shape "
+            f"{shape}; convert class numbers with .long(), or give the model an output per class"
         )
     numbers = labels.to(torch.int64).flatten()
     low, high = int(numbers.min()), int(numbers.max())
@@ -328,22 +319,6 @@ def class_numbers(labels: Tensor, num_classes: int, *, name: str = "y") -> Tenso
             "classes from 0, and give the model as many outputs as there are classes"
         )
     return numbers
-
-
-def _from_one_hot(labels: Tensor, num_classes: int, name: str) -> Tensor:
-    if labels.shape[1] != num_classes:
-        raise ValueError(
-            f"{name} labels: expected one-hot rows (n, {num_classes}), as the model has "
-            f"{num_classes} outputs, got {tuple(labels.shape)}; give integers, or the model "
-            f"{labels.shape[1]} outputs"
-        )
-    values = labels.double()
-    if not bool((((values == 0) | (values == 1)).all(1) & (values.sum(1) == 1)).all()):
-        raise ValueError(
-            f"{name} labels: expected one-hot rows, a single 1 and otherwise 0, got other numbers; "
-            "take the most probable class with .argmax(1)"
-        )
-    return values.argmax(1)
 
 
 def _a(value: object) -> str:

@@ -5,8 +5,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_examples", "check_dtypes", "dtype_name", "num_outputs", "one_line"]
-
 
 def check_dtypes(model: nn.Module, allowed: Collection[torch.dtype]) -> None:
     """Refuse a model with parameters or buffers of a floating-point dtype that cannot travel."""

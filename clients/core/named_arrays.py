@@ -5,8 +5,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-__all__ = ["NamedArrays", "records_of"]
-
 Record = Mapping[str, NDArray[Any]]
 
 

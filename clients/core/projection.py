@@ -18,8 +18,6 @@ from fedntk.trust import SEALED_SEED, ClientKeys, SealError
 
 from .weights import Scalar
 
-__all__ = ["ProjectionKind", "SealedProjection", "project"]
-
 ProjectionKind = Literal["gaussian", "low-frequency"]
 
 

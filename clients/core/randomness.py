@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GLOBAL_STATE", "own_randomness", "round_seed", "seeded_generators"]
-
 # torch has one global state, from which dropout draws, and so have NumPy and Python, from which
 # transforms draw; threads that draw take turns
 GLOBAL_STATE = threading.RLock()

@@ -19,8 +19,6 @@ from fedntk.trust import Masker, ParcelKeys, Roster, SealError
 from fedntk.trust.sealing import write_secret
 from fedntk.trust.secure_sum import EXCHANGE_BYTES, PARCEL_BYTES, TAG_BYTES, exchange_of
 
-__all__ = ["SecureSum"]
-
 NONCE = "sum-nonce"  # file of the nonce for the next sum
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adjust", "Gradients", "SGDSteps", "gradients_of", "proximal_term"]
-
 Gradients = dict[str, Tensor]
 Adjust = Callable[[Gradients], Gradients]  # what is stepped along instead; changes none in place
 

@@ -7,8 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-__all__ = ["Evaluation", "Fit", "Scalar", "get_weights", "set_weights"]
-
 Scalar = bool | bytes | float | int | str  # what a message's configuration holds
 Fit = tuple[list[NDArray[Any]], int, dict[str, Scalar]]  # arrays, number of examples, metrics
 Evaluation = tuple[float, int, dict[str, Scalar]]  # loss, number of examples, metrics

@@ -20,8 +20,6 @@ from ..core.sgd_steps import proximal_term
 from ..core.weights import Fit, Scalar, set_weights
 from .personalised import Arrays, PersonalisedClient
 
-__all__ = ["DittoClient"]
-
 logger = getLogger("flwr")
 
 

@@ -23,8 +23,6 @@ from ..core.named_arrays import NamedArrays
 from ..core.weights import Evaluation, Fit, Scalar
 from .personalised import Arrays, PersonalisedClient
 
-__all__ = ["FedProtoClient"]
-
 
 class FedProtoClient(PersonalisedClient):
     """Trains a network of its own towards the server's class prototypes; sends its own of these.

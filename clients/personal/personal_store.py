@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from ..core.adapter import CLIENT_ID
 from ..core.disk_store import DiskStore, cache_dir, client_folder, remove_stale
 
-__all__ = ["ROUND", "RUN", "PersonalStore"]
-
 RUN, ROUND = "personal-run", "personal-round"  # in a message's configuration
 
 KEPT = 20  # of the newest rounds that a client took part in: a run may go on from any of them

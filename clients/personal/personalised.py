@@ -18,8 +18,6 @@ from ..core.weights import Evaluation, Fit, Scalar
 from ..sgd import SGDClient
 from .personal_store import ROUND, RUN, PersonalStore
 
-__all__ = ["PersonalisedClient"]
-
 SHARED, PERSONAL = "arrays", "personal"  # records of a message; a strategy may rename the first
 Arrays = dict[str, NDArray[Any]]
 

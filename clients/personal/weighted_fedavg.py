@@ -16,8 +16,6 @@ from ..core.named_arrays import NamedArrays
 from ..core.weights import Fit, Scalar
 from .personalised import PersonalisedClient
 
-__all__ = ["WeightedFedAvgClient"]
-
 
 class WeightedFedAvgClient(PersonalisedClient):
     """Trains the model that is sent only to it; sends it back with its classes' mean features.
