@@ -1,8 +1,9 @@
 """DiskStore: files are whole or not there, whatever went wrong while they were written or since."""
 
+import contextlib
 import errno
 import shutil
-from collections import namedtuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ FILES = ["key.json", "large.npy", "small.npz"]
 
 @pytest.fixture
 def store(tmp_path):
-    """A folder with some arrays under ``small`` and one under ``large``."""
     store = DiskStore(tmp_path / "client", ["key", 1])
     store.save("small", **ARRAYS)
     with store.fill("large", SHAPE, "float16") as array:
@@ -68,37 +68,23 @@ def test_names_and_removal_by_pattern(store):
     assert files(store) == ["key.json", "small.npz"]
 
 
-# ---------------------------------------------------------------- whole or nothing
-
-
-class Stopped(BaseException):
-    """As an interrupt: no Exception."""
-
-
 @pytest.mark.parametrize("name", ["large", "small", "new"])
 def test_what_is_broken_off_leaves_the_old_and_no_half(store, monkeypatch, name):
     """An array is seen once it is filled; smaller ones once all are saved."""
-
-    def fill():
-        with store.fill(name, SHAPE, "float16") as array:
-            array[:2] = 1
-            assert (again(store).mapped("large", SHAPE) == 7).all()
-            assert again(store).names() == ["large", "small"]
-            raise Stopped
 
     def save(file, **arrays):
         file.write(b"PK half of it")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(Stopped):
-        fill()
+    with contextlib.suppress(KeyboardInterrupt), store.fill(name, SHAPE, "float16") as array:
+        array[:2] = 1
+        assert (again(store).mapped("large", SHAPE) == 7).all()
+        assert again(store).names() == ["large", "small"]
+        raise KeyboardInterrupt
     monkeypatch.setattr(np, "savez", save)
     with pytest.raises(OSError, match="No space"):
         store.save(name, x=np.zeros(3))
     assert_untouched(store)
-
-
-# ------------------------------------------------------------------------- damage
 
 
 def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
@@ -109,7 +95,7 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
     def small():
         arrays = store.load("small")
         assert all(np.array_equal(array, ARRAYS[k]) for k, array in arrays.items() if k in ARRAYS)
-        return bool(arrays)
+        return arrays
 
     def large():
         return store.mapped("large", SHAPE) is not None
@@ -134,12 +120,8 @@ def test_no_cut_and_no_changed_byte_of_a_file_raises(store):
 
 def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch):
     """Too many files are open: what is lost with it could not be made again."""
-
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "not now")
-
     with monkeypatch.context() as patch:
-        patch.setattr(np, "load", refused)
+        patch.setattr(np, "load", Mock(side_effect=OSError(errno.EMFILE, "not now")))
         for read in (lambda: store.load("small"), lambda: store.mapped("large", SHAPE)):
             with pytest.raises(OSError, match="not now"):
                 read()
@@ -148,26 +130,21 @@ def test_a_file_that_cannot_be_read_for_now_is_kept(store, monkeypatch):
 
 @pytest.mark.parametrize("key", [b'["key", 2]', b"", b"\xff\xfe\x00"])
 def test_another_or_a_damaged_key_empties_the_folder(store, key):
-    """Bytes that are no UTF-8 among them: the client must not fail for ever."""
     (store.folder / "left.part").touch()
     assert again(store).names() == ["large", "small"]
     (store.folder / "key.json").write_bytes(key)
     assert files(again(store)) == ["key.json"]
 
 
-# -------------------------------------------------------------- sizes, and of what
-
-
 def test_what_does_not_fit_on_the_disk_is_refused_with_the_cure(tmp_path, monkeypatch):
     """4 x 3 numbers of 4 bytes are 48."""
-    free = 47
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "free")(free))
+    monkeypatch.setattr(shutil, "disk_usage", usage := Mock(return_value=Mock(free=47)))
     store = DiskStore(tmp_path, "key", cure="buy a disk")
     refused = pytest.raises(NotEnoughMemory, match=r"4 rows need 0\.0 GB.*; buy a disk")
     with refused, store.fill("large", SHAPE, "f4", what="4 rows"):
         pytest.fail("it has been made")
     assert files(store) == ["key.json"]
-    free = 48
+    usage.return_value.free = 48
     with store.fill("large", SHAPE, "f4") as array:
         array[:] = 1
     assert (store.mapped("large", SHAPE) == 1).all()

@@ -30,12 +30,10 @@ def network() -> nn.Module:
 
 
 def item(i: int) -> dict[str, Any]:
-    """As in Flower's quickstart."""
     return {"img": X[i], "label": int(Y[i])}
 
 
 def augmented(i: int) -> dict[str, Any]:
-    """With noise from all three global generators."""
     noise = random.random() + np.random.random() + torch.rand(())  # noqa: NPY002, S311
     return item(i) | {"img": X[i] + noise}
 
@@ -67,16 +65,13 @@ FORMS: dict[str, Any] = {
     "reversed arrays": lambda: (X.flip(0).numpy()[::-1], Y.flip(0).numpy()[::-1]),
     "big-endian float64": lambda: (X.numpy().astype(">f8"), Y.numpy().astype(">i4")),
     "labels in a list": lambda: (X, Y.tolist()),
-    "labels of uint64": lambda: (X, Y.numpy().astype("uint64")),
     "labels (n, 1)": lambda: (X, Y[:, None]),
     "one-hot floats": lambda: (X.numpy(), np.eye(3, dtype=np.float32)[Y.numpy()]),
     "list of pairs": lambda: ([(X[i], int(Y[i])) for i in range(N)],),
     "other keys": lambda: (Made(lambda i: {"image": X[i], "target": int(Y[i]), "id": 3}),),
-    "subset": lambda: (data.Subset(TWICE, range(N)),),
     "sampler": lambda: (loader(TWICE, batch_size=2, sampler=data.SubsetRandomSampler(range(N))),),
     "loader": lambda: (loader(batch_size=4, shuffle=True, drop_last=True, num_workers=2),),
     "loader with a collate_fn": lambda: (loader(batch_size=3, collate_fn=as_pairs),),
-    "float64 loader": lambda: (loader(data.TensorDataset(X.double(), one_hot(Y, 3))),),
     "Hugging Face": lambda: (loader(HUGGING_FACE.with_format("torch"), shuffle=True),),
 }  # fmt: skip
 
@@ -120,9 +115,6 @@ def test_columns_say_which_entries_count(make, columns):
     client = ModelClient(network(), Made(make), columns=columns)
     assert torch.equal(client.inputs, X)
     assert torch.equal(client.targets, one_hot(Y, 3))
-
-
-# -------------------------------------------------------------------------------- augmentation
 
 
 def read(server_round: int, make: Callable[[int], Any] = augmented, **options: Any) -> Tensor:
@@ -189,16 +181,12 @@ def test_only_the_chosen_examples_of_a_dataset_are_read():
     assert all(map(torch.equal, found, same))
 
 
-# ------------------------------------------------------------------------------------ refusals
-
-
 class Stream(data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return itertools.repeat(item(0))
 
 
-class Own(data.BatchSampler):
-    """A user's own."""
+class Own(data.BatchSampler): ...
 
 
 SPOILT = X.clone()
@@ -229,29 +217,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      r"try x\.float\(\) / 255, .* and x\.permute\(0, 3, 1, 2\), which puts channels first$"),
     ({"x": SPOILT, "y": Y}, "expected finite .* NaN or infinity in 2 of 11 .*, the first at 4;"),
     ({"x": X, "y": torch.full((N, 3), 1 / 3)}, "y labels: expected one-hot rows, a single 1 and"),
-    ({"x": X, "y": Y.float()}, r"y labels: expected integers, .*, got float32 of shape \(11,\); "),
-    ({"x": X, "y": torch.zeros(N, 6, 6).long()}, r"y labels: expected the shape \(n,\), .* 6, 6\)"),
+    ({"x": X, "y": Y.float()}, r"y labels: expected integers .*, got float32 of shape \(11,\); "),
+    ({"x": X, "y": torch.zeros(N, 5).long()}, r"y labels: expected integers .* \(11, 5\); conv"),
     ({"x": X, "y": Y, "x_test": X, "y_test": Y - 1}, r"y_test labels: .* got -1 ... 1"),
+    ({"x": data.TensorDataset(SPOILT, Y)}, "finite numbers, got NaN or infinity in 2 of 11 "),
+    ({"x": loader(RAGGED, batch_size=4)}, r"got \(1, 4, 6\) and \(1, 5, 6\); resize, crop or pad"),
+    ({"x": loader(RAGGED, batch_size=5)}, "x: its examples cannot be put into a batch"),
+    ({"x": data.TensorDataset(X, torch.arange(N))}, r"x labels: expected 0 ... 2, got 0 ... 10"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_cannot_be_taken_is_refused_in_one_line(given, message):
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
-        ModelClient(network(), **given)
-    assert "\n" not in str(caught.value)
+    """Arrays at once; a dataset as it is read, if its first example does not show the fault."""
 
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (data.TensorDataset(SPOILT, Y), "finite numbers, got NaN or infinity in 2 of 11 "),
-        (loader(RAGGED, batch_size=4), r"got \(1, 4, 6\) and \(1, 5, 6\); resize, crop or pad"),
-        (loader(RAGGED, batch_size=5), "x: its examples cannot be put into a batch"),
-        (data.TensorDataset(X, torch.arange(N)), r"x labels: expected 0 ... 2, got 0 ... 10"),
-    ],
-)
-def test_what_the_first_example_does_not_show_is_refused_when_it_is_read(dataset, message):
-    client = ModelClient(network(), dataset)
-    with pytest.raises(ValueError, match=message):
+    def use() -> None:
+        client = ModelClient(network(), **given)
+        assert not isinstance(given["x"], Tensor)
         client.training_examples(ROUND)
+
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        use()
+    assert "\n" not in str(caught.value)
