@@ -30,11 +30,7 @@ class DFedSAMClient(DFedAvgClient):
     )
 
     def batch_gradients(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        batch: Tensor,
-        trainable: Mapping[str, nn.Parameter],
+        self, x: Tensor, targets: Tensor, batch: Tensor, trainable: Mapping[str, nn.Parameter]
     ) -> tuple[Tensor, Gradients]:
         """Return a batch's loss at w, and its gradients at the point nearby."""
         loss, gradients = super().batch_gradients(x, targets, batch, trainable)

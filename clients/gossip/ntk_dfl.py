@@ -27,17 +27,7 @@ from fedntk.ntk.support.arrays import require_array, take_arrays
 
 from ..core.randomness import round_seed
 from ..core.weights import Scalar
-from .relay import (
-    COUNT,
-    HEARD,
-    RESTARTED,
-    Answer,
-    Arrays,
-    Message,
-    RelayClient,
-    WeightsParcel,
-    round_of,
-)
+from .relay import HEARD, RESTARTED, Answer, Arrays, Message, RelayClient, WeightsParcel, round_of
 
 HUB = "hub"  # in a message's configuration: whether the client is one; missing without hubs
 LOSS, T = "train-loss", "t"  # metrics
@@ -59,11 +49,12 @@ class EvolvedParcel(NamedTuple):
     @classmethod
     def from_arrays(cls, arrays: Arrays, expected: Arrays, most: int) -> "EvolvedParcel":
         """Check what :meth:`to_arrays` made; raise BadReply."""
-        weights = (*expected, COUNT)
-        *_, t, heard = take_arrays(arrays, *weights, BESIDE + T, BESIDE + HEARD)
+        names = (BESIDE + T, BESIDE + HEARD)
+        t, heard = take_arrays({n: arrays[n] for n in names if n in arrays}, *names)
         require_array(T, t, shape=(), dtype=np.float64, low=0)
         require_array(HEARD, heard, shape=(), dtype=np.int64, low=0, high=2**31)
-        new = WeightsParcel.from_arrays({n: arrays[n] for n in weights}, expected, most)
+        weights = {n: a for n, a in arrays.items() if n not in names}
+        new = WeightsParcel.from_arrays(weights, expected, most)
         return cls(new, float(t), int(heard))
 
 

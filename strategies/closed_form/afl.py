@@ -27,8 +27,6 @@ from fedntk.ntk.payloads import FeatureStatistics
 
 from .closed_form import GramStrategy, Layer
 
-__all__ = ["AFL"]
-
 
 class AFL(GramStrategy):
     """AFL (He et al. 2025), the paper's with a ridge of 0.

@@ -26,8 +26,6 @@ from ..core.exchange import logger
 from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 
-__all__ = ["ClosedFormStrategy", "GramStrategy"]
-
 Layer = tuple[NDArray[np.float64], NDArray[np.float64]]  # weights (C, p) and bias (C,)
 
 
@@ -67,8 +65,6 @@ class ClosedFormStrategy(FeatureStrategy):
     def parse(self, reply: Reply) -> Any:
         """Check a client's sums, which must be of as many examples as it reports."""
 
-    # ------------------------------------------------------------------- state
-
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int, done: int) -> ArrayRecord:
         """Refuse initial arrays that lack the layer."""
         found = initial_arrays.get(self.weight)
@@ -89,8 +85,6 @@ class ClosedFormStrategy(FeatureStrategy):
             )
         super().work_within(owner, everyone=everyone)
 
-    # ---------------------------------------------------------------- messages
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -101,8 +95,6 @@ class ClosedFormStrategy(FeatureStrategy):
         minimum = max(self.min_train_nodes, self.min_completed)
         nodes = self.sample(grid, server_round, "train", 1.0, minimum, self.held_out)
         return self.messages(nodes, MessageType.TRAIN, arrays, config)
-
-    # ------------------------------------------------------------- aggregation
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -26,8 +26,6 @@ from fedntk.ntk.payloads import FeatureStatistics
 
 from .closed_form import GramStrategy, Layer
 
-__all__ = ["Fed3R"]
-
 
 class Fed3R(GramStrategy):
     """Fed3R (Fani et al. 2024). Clients are :class:`~fedntk.clients.ClosedFormClient`.

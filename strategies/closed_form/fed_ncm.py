@@ -21,8 +21,6 @@ from fedntk.ntk.payloads import Prototypes
 from ..core.replies import Reply
 from .closed_form import ClosedFormStrategy, Layer
 
-__all__ = ["FedNCM"]
-
 
 class FedNCM(ClosedFormStrategy):
     """FedNCM (Legate et al. 2023). Clients are :class:`~fedntk.clients.ClosedFormClient`.

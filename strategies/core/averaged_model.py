@@ -10,12 +10,12 @@ Meta-Learning*, AISTATS 2021.)
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 
 from fedntk.ntk.averages import moving_mean
 
 from .array_archive import under
-from .averaging import cast_like, named_arrays
+from .averaging import cast_like, named_arrays, record_of
 
 NEWEST, MEAN = "newest.", "mean."  # before names of arrays in the state
 
@@ -38,7 +38,7 @@ class AveragedModel:
     >>> import numpy as np
     >>> averaged = AveragedModel(0.5)
     >>> for value in (1.0, 4.0):
-    ...     averaged.add(ArrayRecord({"w": Array(np.array([value]))}))
+    ...     averaged.add(record_of({"w": np.array([value])}))
     >>> averaged.mean["w"].numpy()  # (0.5 * 1 + 4) / 1.5
     array([3.])
     """
@@ -67,8 +67,5 @@ class AveragedModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self.newest, self.mean = (
-            ArrayRecord({name: Array(array) for name, array in under(way, state).items()})
-            for way in (NEWEST, MEAN)
-        )
+        self.newest, self.mean = (record_of(under(way, state)) for way in (NEWEST, MEAN))
         self.count = int(state["count"])

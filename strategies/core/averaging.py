@@ -13,6 +13,11 @@ def named_arrays(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, 
     return {n: a.numpy() if isinstance(a, Array) else a for n, a in arrays.items()}
 
 
+def record_of(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Return arrays by name as a record."""
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of arrays that only one of two models has, or in another shape."""
     own, given = ({n: tuple(a.shape) for n, a in arrays.items()} for arrays in (one, other))

@@ -5,11 +5,11 @@ from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from .array_archive import ArrayArchive, checksum
-from .averaging import differing, named_arrays
+from .averaging import differing, named_arrays, record_of
 
 logger = getLogger("flwr")
 HISTORIES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
@@ -38,7 +38,7 @@ class RunCheckpoints:
         found = self._archive.newest()
         if found is None:
             return Result()
-        arrays = ArrayRecord({name: Array(array) for name, array in found["arrays"].items()})
+        arrays = record_of(found["arrays"])
         self._require_same(found, strategy.network_of(arrays))
         try:
             strategy.load_state_dict(found["strategy"])

@@ -6,15 +6,7 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -23,7 +15,7 @@ from fedntk.ntk.options import argument, state
 from fedntk.ntk.payloads import Agreement
 
 from .array_archive import under
-from .averaging import cast_like, named_arrays
+from .averaging import cast_like, named_arrays, record_of
 from .base import BaseStrategy
 from .exchange import logger
 from .replies import Reply, kinds_of
@@ -152,7 +144,7 @@ class InnerStrategy:
             if kind == "list":
                 value = [arrays[str(i)] for i in range(len(arrays))]
             elif kind == "ArrayRecord":
-                value = ArrayRecord({key: Array(array) for key, array in arrays.items()})
+                value = record_of(arrays)
             setattr(self.strategy, name, value)
 
 

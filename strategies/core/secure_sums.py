@@ -10,11 +10,12 @@ told of the same words; shares, by which the sum is opened. The client half is
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MessageType
+from flwr.app import ArrayRecord, MessageType
 from numpy.typing import NDArray
 
 from fedntk.ntk import BadReply
@@ -32,12 +33,11 @@ from fedntk.trust.secure_sum import (
     exchange_of,
 )
 
+from .averaging import record_of
 from .exchange import Pairs, logger
 from .lost_state import Answers, ResendingStrategy
 from .replies import Reply
 from .trust_protocols import VouchesForKeys
-
-__all__ = ["PublicPart", "SecureSums", "WordFormat"]
 
 Records = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -57,11 +57,6 @@ class WordFormat(NamedTuple):
     size: int
     dtype: np.dtype[Any]
     about: bytes
-
-
-class _Shared(NamedTuple):
-    promise: Promise
-    parcels: NDArray[np.uint8]  # a row for each client of the roster
 
 
 class SecureSums:
@@ -100,7 +95,7 @@ class SecureSums:
     def record_for(self, client: int) -> ArrayRecord | None:
         """Return the arrays that a client is sent for the exchange at work, if there are any."""
         found = {**self._common, **self._own.get(client, {})}
-        return ArrayRecord({name: Array(array) for name, array in found.items()}) or None
+        return record_of(found) or None
 
     def public_part(self, reply: Reply) -> PublicPart:
         """Check the reply to the first exchange."""
@@ -144,14 +139,15 @@ class SecureSums:
             exchange: Records = {"exchange": np.frombuffer(roster.exchange, np.uint8)}
 
             self._prepare("shares", described)
-            shared = self._next(last, _shares_for(roster), rejected)
-            promises = {reply.client: own.promise for reply, own in shared}
-            parcels = [own.parcels for _, own in shared]
+            shared = self._next(last, partial(_read_shares, roster), rejected)
+            promises = {reply.client: promise for reply, (promise, _) in shared}
+            parcels = [own for _, (_, own) in shared]
             rows = {r.client: {"parcels": _addressed(r, roster, parcels)} for r, _ in shared}
             word_bytes = np.array(words.dtype.itemsize, np.int64)
             common = {**exchange, "clients": _ids(promises), "word-bytes": word_bytes}
             self._prepare("masked", common, rows)
-            masked = self._next([r for r, _ in shared], _words_of(counts, words), rejected)
+            read_words = partial(_read_words, counts, words)
+            masked = self._next([r for r, _ in shared], read_words, rejected)
             last = [reply for reply, _ in masked]
             arrived = [reply.client for reply in last]
             if not self._strategy.enough(len(masked)):
@@ -164,7 +160,8 @@ class SecureSums:
             rows = {r.client: {"tags": _addressed(r, roster, tags)} for r, _ in told}
             clients = _ids(reply.client for reply, _ in told)
             self._prepare("reveal", {**exchange, "clients": clients}, rows)
-            revealed = self._next([r for r, _ in told], _shares_of(sorted(promises)), rejected)
+            open_shares = partial(_read_opened, sorted(promises))
+            revealed = self._next([r for r, _ in told], open_shares, rejected)
             total = masked[0][1].copy()
             for _, own_words in masked[1:]:
                 total += own_words
@@ -219,41 +216,29 @@ def _bytes_in(reply: Reply, shapes: Mapping[str, tuple[int, ...]]) -> list[NDArr
     return arrays
 
 
-def _shares_for(roster: Roster) -> Callable[[Reply], _Shared]:
-    def parse(reply: Reply) -> _Shared:
-        shapes = {"promise": (2, KEY_BYTES), "parcels": (len(roster.clients), PARCEL_BYTES)}
-        promise, parcels = _bytes_in(reply, shapes)
-        return _Shared(Promise(promise[0].tobytes(), promise[1].tobytes()), parcels)
-
-    return parse
+def _read_shares(roster: Roster, reply: Reply) -> tuple[Promise, NDArray[np.uint8]]:
+    """Check a client's promise, and its parcels, a row for each client of the roster."""
+    shapes = {"promise": (2, KEY_BYTES), "parcels": (len(roster.clients), PARCEL_BYTES)}
+    promise, parcels = _bytes_in(reply, shapes)
+    return Promise(promise[0].tobytes(), promise[1].tobytes()), parcels
 
 
-def _words_of(counts: Mapping[int, int], words: WordFormat) -> Callable[[Reply], Words]:
-    """Return how masked words are checked: only their number and dtype can be."""
-
-    def parse(reply: Reply) -> Words:
-        (masked,) = reply.ordered_arrays("masked")
-        require_array("masked words", masked, shape=(words.size,), dtype=words.dtype)
-        if reply.num_examples != counts[reply.client]:
-            raise BadReply(
-                "num-examples",
-                f"{counts[reply.client]} with the public key, {reply.num_examples} now",
-            )
-        return masked
-
-    return parse
+def _read_words(counts: Mapping[int, int], words: WordFormat, reply: Reply) -> Words:
+    """Check masked words: only their number and dtype can be."""
+    (masked,) = reply.ordered_arrays("masked")
+    require_array("masked words", masked, shape=(words.size,), dtype=words.dtype)
+    if reply.num_examples != (n := counts[reply.client]):
+        raise BadReply("num-examples", f"{n} with the public key, {reply.num_examples} now")
+    return masked
 
 
-def _shares_of(senders: list[int]) -> Callable[[Reply], dict[int, bytes]]:
-    def parse(reply: Reply) -> dict[int, bytes]:
-        clients, shares = reply.ordered_arrays("clients", "shares")
-        require_array("clients", clients, shape=(len(senders),), dtype=np.int64)
-        require_array("shares", shares, shape=(len(senders), SECRET_BYTES), dtype=np.uint8)
-        if clients.tolist() != senders:
-            raise BadReply("clients", "expected shares of the secrets of all whose parcels came")
-        return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
-
-    return parse
+def _read_opened(senders: list[int], reply: Reply) -> dict[int, bytes]:
+    clients, shares = reply.ordered_arrays("clients", "shares")
+    require_array("clients", clients, shape=(len(senders),), dtype=np.int64)
+    require_array("shares", shares, shape=(len(senders), SECRET_BYTES), dtype=np.uint8)
+    if clients.tolist() != senders:
+        raise BadReply("clients", "expected shares of the secrets of all whose parcels came")
+    return {k: row.tobytes() for k, row in zip(senders, shares, strict=True)}
 
 
 def _addressed(

@@ -10,15 +10,7 @@ from logging import WARNING
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -28,7 +20,7 @@ from fedntk.ntk.convex import pooled_ridge
 from fedntk.ntk.payloads import FeatureUpload, MessageTask, screen_changes
 from fedntk.ntk.payloads.convex_task import Step
 
-from ..core.averaging import named_arrays
+from ..core.averaging import named_arrays, record_of
 from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
 from ..core.lost_state import Answers
@@ -178,7 +170,7 @@ class ConvexRounds(Phase):
             self.step, parts, arrays, config, state_round=state_round, control=source
         )
         if source == "sent":
-            content["control"] = ArrayRecord({CONTROL: Array(tct.control.value)})
+            content["control"] = record_of({CONTROL: tct.control.value})
         return content
 
     def aggregate(self, replies: Iterable[Message]) -> Result:

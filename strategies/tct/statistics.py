@@ -13,7 +13,7 @@ from logging import WARNING
 from typing import ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fedntk.ntk.payloads.convex_task import Step
 from fedntk.ntk.payloads.feature_statistics import FEWER, packed_size, require_counts
 from fedntk.ntk.predictors.network import load_arrays
 
-from ..core.averaging import named_arrays
+from ..core.averaging import named_arrays, record_of
 from ..core.exchange import logger
 from ..core.replies import Reply, screen_own_sizes
 from .convex_strategy import SCALE
@@ -105,10 +105,9 @@ class PooledStatistics(Phase):
         """Return the task, the network, and what features are rounded or weighted by."""
         content = super().content_for(client, arrays, config)
         if self.fixed_point is not None:
-            content["steps"] = ArrayRecord({"tct.step": Array(self.fixed_point.step)})
+            content["steps"] = record_of({"tct.step": self.fixed_point.step})
         if self.tct.balanced:
-            weights = Array(self.tct.class_weights)
-            content["class-weights"] = ArrayRecord({"tct.class-weights": weights})
+            content["class-weights"] = record_of({"tct.class-weights": self.tct.class_weights})
         return content
 
     def aggregate(self, replies: Iterable[Message]) -> Result:

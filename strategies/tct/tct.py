@@ -23,15 +23,7 @@ from logging import WARNING
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MessageType,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
@@ -40,7 +32,7 @@ from fedntk.ntk import Normaliser, Predictor, TCTModel, require_memory
 from fedntk.ntk.options import state
 from fedntk.ntk.payloads.feature_statistics import FEWER
 
-from ..core.averaging import named_arrays
+from ..core.averaging import differing, named_arrays, record_of
 from ..core.base import BaseStrategy
 from ..core.exchange import Pairs, logger
 from ..core.inner import InnerStrategy
@@ -208,10 +200,7 @@ class TCT(ConvexStrategy):
         After :meth:`load_state_dict` `initial_arrays` are all that the run had returned by then.
         A second run of one strategy object begins anew, except for what its bootstrap keeps.
         """
-        expected = {k: tuple(t.shape) for k, t in self.network.state_dict().items()}
-        found = {k: tuple(a.shape) for k, a in self.network_of(initial_arrays).items()}
-        if found != expected:
-            odd = [k for k in {**found, **expected} if found.get(k) != expected.get(k)]
+        if odd := differing(self.network_of(initial_arrays), self.network.state_dict()):
             raise ValueError(f"initial_arrays: not those of the network, differing in {odd[:5]}")
         initial_arrays = super().begin(initial_arrays, num_rounds, done)
         if self.pooled is not None and self.kept_sums is not None and not done:
@@ -288,4 +277,4 @@ class TCT(ConvexStrategy):
 
 def _with(arrays: ArrayRecord, changed: Arrays) -> ArrayRecord:
     """Return arrays with some others in place of, or beside, their own."""
-    return ArrayRecord({**arrays, **{name: Array(array) for name, array in changed.items()}})
+    return ArrayRecord({**arrays, **record_of(changed)})
