@@ -22,45 +22,17 @@ class TiedWeights(nn.Module):
 class LayerAndHead(nn.Module):
     """A linear layer, used in some way, and a head."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, use: Callable[[nn.Linear, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.head = nn.Linear(width, hidden), nn.Linear(hidden, 3)
-
-
-class CalledTwice(LayerAndHead):
-    """One layer called twice."""
+        self.layer, self.head, self.use = nn.Linear(width, hidden), nn.Linear(hidden, 3), use
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(torch.tanh(self.layer(x))))
+        return self.head(self.use(self.layer, x))
 
 
-class FunctionalUse(LayerAndHead):
-    """A layer's weight read by a second operation besides the layer's call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(x)) + x @ self.layer.weight)
-
-
-class Sequence(LayerAndHead):
-    """Linear layers over positions of a sequence, then pooling."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(x)).mean(1))
-
-
-class FoldedPositions(LayerAndHead):
-    """Positions folded into the batch for one layer, so that it has more rows than examples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.layer(x.reshape(-1, 4))).view(len(x), -1, 6)
-        return self.head(hidden.mean(1))
-
-
-class Shuffled(LayerAndHead):
-    """A layer that sees the examples in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(x.flip(0))).flip(0))
+def _folded(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Positions folded into the batch, so that a layer has more rows than examples."""
+    return torch.tanh(layer(x.reshape(-1, 4))).view(len(x), -1, 6).mean(1)
 
 
 class Tokens(nn.Module):
@@ -207,18 +179,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (5,),
     ),
     "tied-weights": (TiedWeights, (5,)),
-    "called-twice": (lambda: CalledTwice(5, 5), (5,)),
-    "functional-use": (lambda: FunctionalUse(5, 5), (5,)),
-    "sequence": (lambda: Sequence(4, 6), (6, 4)),
+    "called-twice": (lambda: LayerAndHead(5, 5, lambda f, x: f(torch.tanh(f(x)))), (5,)),
+    "functional-use": (
+        lambda: LayerAndHead(5, 5, lambda f, x: torch.tanh(f(x)) + x @ f.weight),
+        (5,),
+    ),
+    "sequence": (lambda: LayerAndHead(4, 6, lambda f, x: torch.tanh(f(x)).mean(1)), (6, 4)),
     "own-parameters": (Own, (5,)),
-    "folded-positions": (lambda: FoldedPositions(4, 6), (6, 4)),
+    "folded-positions": (lambda: LayerAndHead(4, 6, _folded), (6, 4)),
     "tokens": (Tokens, (5,)),
     "tokens-first": (TokensFirst, (7,)),
     "lstm": (Recurrent, (6, 4)),
     "unrolled": (Unrolled, (3, 4)),
     "attention": (Attention, (5, 4)),
     "conv-twice": (ConvTwice, (2, 4, 4)),
-    "shuffled": (lambda: Shuffled(5, 6), (5,)),
+    "shuffled": (lambda: LayerAndHead(5, 6, lambda f, x: torch.tanh(f(x.flip(0))).flip(0)), (5,)),
     "narrow-maps": (_narrow_maps, (8, 4, 4)),
     "frozen-convolution": (
         lambda: _frozen(

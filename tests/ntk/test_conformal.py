@@ -72,43 +72,27 @@ def test_the_threshold_by_hand():
     assert prediction_sets(p, float(1 - p[3, 0])).sum(0).tolist() == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("draw", "scores"),
-    [(None, [0.8, 0.5, 1.0]), (1.0, [0.8, 0.5, 1.0]), (0.5, [0.65, 0.25, 0.9])],
-)
-def test_the_adaptive_score_by_hand(draw, scores):
-    """Sorted 0.5, 0.3, 0.2: what is before the class, and the draw's share of its own."""
-    p = torch.tensor([[0.3, 0.5, 0.2]], dtype=torch.float64)
-    draws = None if draw is None else torch.tensor([draw])
-    found = conformal_scores(p, score="adaptive", draws=draws)
-    torch.testing.assert_close(found, torch.tensor([scores]).double())
-    sets = prediction_sets(p, 0.81, score="adaptive", draws=draws)
-    assert sets.tolist() == [[s <= 0.81 for s in scores]]
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_fast_is_a_loop_in_float64(score):
+@pytest.mark.parametrize(("score", "drawn"), [("threshold", 0), ("adaptive", 0), ("adaptive", 1)])
+def test_scores_thresholds_and_sets_are_a_loop_in_float64(score, drawn):
     """Sums of at most 6 numbers below 1, in two orders: 6 roundings of 1.1e-16 each way."""
     p, labels, draws = exchangeable(60, 3, classes=6)
     p = p.float()
-    draws = draws if score == "adaptive" else None
+    given = {"score": score, "draws": draws if drawn else None}
+    share = draws.numpy() if drawn else np.ones(60)
     expected = np.empty((60, 6))
     for i, row in enumerate(p.double().numpy()):
         for y in range(6):
-            if score == "threshold":
-                expected[i, y] = 1 - row[y]
-            else:
-                above = sum(row[c] for c in range(6) if row[c] > row[y])
-                expected[i, y] = above + float(draws[i]) * row[y]
-    found = conformal_scores(p, score=score, draws=draws)
+            above = sum(row[c] for c in range(6) if row[c] > row[y])
+            adaptive = min(1, above + share[i] * row[y])
+            expected[i, y] = 1 - row[y] if score == "threshold" else adaptive
+    found = conformal_scores(p, **given)
     assert found.dtype == torch.float64
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-15)
     own = np.sort(expected[np.arange(60), labels.numpy()])
     for coverage in (0.1, 0.5, 0.77, 0.9, 0.98):
-        k = int(np.ceil(61 * coverage))
-        assert calibrate(p, labels, coverage, score=score, draws=draws) == pytest.approx(
-            own[k - 1], abs=2e-15
-        )
+        q = calibrate(p, labels, coverage, **given)
+        assert q == pytest.approx(own[int(np.ceil(61 * coverage)) - 1], abs=2e-15)
+        assert torch.equal(prediction_sets(p, q, **given), found <= q)
 
 
 def test_a_coverage_counts_as_the_decimal_number_that_it_is():

@@ -67,25 +67,6 @@ def test_equal_prototypes_have_equal_weights_to_the_bit():
     assert len(np.unique(similarity_weights(similarities))) == 1
 
 
-def test_orthogonal_groups_are_mixed_within_themselves():
-    """Groups of 1, 2 and 3 clients, each with features of its own: off the blocks a weight is
-    exp(-1 / tau) of one within them, however small tau is.
-    """
-    groups = [0, 1, 1, 2, 2, 2]
-    clients = []
-    for scale, group in enumerate(groups, 1):
-        means = np.zeros((C, P), np.float32)
-        means[:, group] = scale * np.arange(1, C + 1)
-        clients.append(Prototypes(means, np.full(C, scale)))
-    same = np.equal.outer(groups, groups)
-    similarities = cosine_similarities(clients)
-    np.testing.assert_array_equal(similarities, same.astype(float))
-    for tau in (0.02, 0.5):
-        terms = np.where(same, 1, np.exp(-1 / tau))
-        found = similarity_weights(similarities, temperature=tau)
-        np.testing.assert_allclose(found, terms / terms.sum(1, keepdims=True), rtol=1e-12)
-
-
 def test_weights_are_a_softmax_with_its_limits():
     similarities = cosine_similarities(CLIENTS)
     found = similarity_weights(similarities, temperature=0.3)

@@ -61,21 +61,6 @@ def test_closed_form_and_dual_are_the_loop_on_the_weights(shape, loss, steps, ra
     assert relative(fast, slow) < tolerance
 
 
-def test_closed_form_moves_by_what_is_asked_not_by_a_share_of_the_weights():
-    """The change itself is right to 1e-9, also where it is 1e-12 of the weights."""
-    z, w, y, h = problem("wide")
-    _, s, eta = closed(z, w, y, h, 1e-12, 50)
-    slow, _ = looped_steps(z, torch.zeros_like(w), y - z @ w, h, learning_rate=eta, local_steps=50)
-    assert relative(eta * (z.T @ s / len(z) + 50 * h), slow) < 1e-9
-
-
-def test_null_space_of_the_kernel_keeps_the_drift_linear():
-    """With zero features S = M R_0 - eta phi_2 Z h, and phi_2 = M (M - 1) / 2."""
-    y, drift, spectrum = normal(4, 2, seed=0), normal(4, 2, seed=1), Spectrum.of(torch.zeros(4, 4))
-    s = residual_sum(spectrum, 0 * y, y, drift, learning_rate=0.1, local_steps=6)
-    torch.testing.assert_close(s, 6 * y - 0.1 * 15 * drift)
-
-
 def test_spectrum_is_the_squared_singular_values():
     """16 of the 24 eigenvalues of tripled examples are 0, and none is below."""
     z, *_ = problem("repeated")
@@ -89,14 +74,13 @@ def test_spectrum_is_the_squared_singular_values():
     assert found.rate(0.3) == pytest.approx(0.3 * np.linalg.norm(z, 2) ** 2 / 24, rel=1e-12)
 
 
-def test_spectrum_is_found_in_float64_and_refused_where_it_does_not_fit(monkeypatch):
+def test_a_spectrum_is_refused_where_it_does_not_fit(monkeypatch):
     """5 x 8 x 100^2 = 400,000 bytes are needed."""
-    assert Spectrum.of(torch.eye(3)).vectors.dtype == torch.float64
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 399_999)
     with pytest.raises(NotEnoughMemory, match=r"for 100 examples needs 0\.0 GB.*in a loop"):
         Spectrum.of(torch.eye(100))
     monkeypatch.setattr(ntk_memory, "available_memory", lambda device: 400_000)
-    Spectrum.of(torch.eye(100))
+    assert Spectrum.of(torch.eye(100)).vectors.dtype == torch.float64
 
 
 def exact_sums(a, steps):
@@ -131,19 +115,14 @@ def test_geometric_sums_against_exact_arithmetic(steps):
         assert abs(Fraction(second) - two) <= 1e-13 * max(1, abs(two)), a
 
 
-def torch_loss(outputs, targets, loss):
-    if loss == "mse":
-        return ((outputs - targets) ** 2).sum() / (2 * len(outputs))
-    return functional.cross_entropy(outputs, targets)
-
-
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 def test_loss_and_a_step_are_torchs_loss_and_its_gradient(loss):
     """With eta = 1 and h = 0 a step subtracts the gradient; h is added to it, times eta."""
     z, w, y, h = problem("wide")
     y = y + 1 / 3
     leaf = w.clone().requires_grad_()
-    value = torch_loss(z @ leaf, y, loss)
+    squares = ((z @ leaf - y) ** 2).sum() / (2 * len(z))
+    value = squares if loss == "mse" else functional.cross_entropy(z @ leaf, y)
     (gradient,) = torch.autograd.grad(value, leaf)
     assert convex_loss(z @ w, y, loss) == pytest.approx(value.item(), rel=1e-13)
     after, total = looped_steps(z, w, y, 0 * h, learning_rate=1, local_steps=1, loss=loss)
@@ -160,13 +139,8 @@ def test_unknown_losses_and_the_wrong_kernel_are_refused():
         residual_sum(kernel, z @ w, y, z @ h, **options)
     with pytest.raises(TypeError, match="matrix"):
         residual_sum(Spectrum.of(kernel), z @ w, y, z @ h, loss="cross-entropy", **options)
-    for refused in (
-        lambda: residual_sum(kernel, z @ w, y, z @ h, loss="hinge", **options),
-        lambda: looped_steps(z, w, y, h, loss="hinge", **options),
-        lambda: convex_loss(y, y, "hinge"),
-    ):
-        with pytest.raises(ValueError, match="loss: expected one of mse, cross-entropy, got 'hin"):
-            refused()
+    with pytest.raises(ValueError, match="loss: expected one of mse, cross-entropy, got 'hin"):
+        residual_sum(kernel, z @ w, y, z @ h, loss="hinge", **options)
 
 
 def federation(sizes=(5, 9, 14), p=12, rank=8, outputs=3):
@@ -273,28 +247,10 @@ def test_ridge_regression_solves_the_primal_normal_equations(shape, ridge):
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_small_ridge_is_the_minimum_norm_solution_and_the_limit_of_steps(shape):
-    """An error of at most rho / sigma_min^2, beside rounding; M = 10^6 steps from zero."""
+def test_many_steps_from_zero_reach_the_minimum_norm_solution(shape):
     z, w, y, h = problem(shape)
-    expected = torch.linalg.pinv(z, rtol=1e-10) @ y
-    values = torch.linalg.svdvals(z).square()
-    least = float(values[values > 1e-9].min())
-    bound = 1e-6 * float(values.sum()) / len(z) / least
-    w_ridge = z.T @ ridge_regression(z @ z.T, y, 1e-6)
-    assert relative(w_ridge, expected) < bound + 1e-8
-    steps, _, _ = closed(z, 0 * w, y, 0 * h, 1.0, 10**6)
-    assert relative(steps, expected) < 1e-6
-
-
-def test_meaning_of_the_ridge_depends_on_neither_scale_nor_number():
-    """Features times 1,000: predictions stay. Every example twice: the weights stay."""
-    z, _, y, _ = problem("wide")
-    predicted = [k @ ridge_regression(k, y, 0.1) for k in (z @ z.T, 1e6 * z @ z.T)]
-    torch.testing.assert_close(*predicted)
-    twice, targets = z.repeat(2, 1), y.repeat(2, 1)
-    once = z.T @ ridge_regression(z @ z.T, y, 0.1)
-    again = twice.T @ ridge_regression(twice @ twice.T, targets, 0.2)
-    torch.testing.assert_close(once, again)
+    found, _, _ = closed(z, 0 * w, y, 0 * h, 1.0, 10**6)
+    assert relative(found, torch.linalg.pinv(z, rtol=1e-10) @ y) < 1e-6
 
 
 def test_ridge_must_be_above_zero_and_large_enough():

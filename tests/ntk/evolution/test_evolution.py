@@ -133,6 +133,7 @@ def test_singular_kernel_stays_finite():
     f, y = torch.zeros(2, 1), torch.ones(2, 1)
     evolution = evolve(torch.zeros(2, 2), f, y, loss="mse", learning_rate=0.5, steps=[4])
     torch.testing.assert_close(evolution.residuals[0], 0.5 / 2 * 4 * y)
+    assert evolution.kernel_products == 0  # the closed form
     assert torch.equal(evolution.outputs[0], f)
 
 
@@ -163,48 +164,17 @@ def test_sum_of_equation_10_is_the_literal_sum_over_whole_steps(loss, kernel):
     assert relative(evolution.residuals[1], literal) < bound
 
 
-def test_sum_overshoots_where_the_integral_does_not(loss):
-    """With eta lambda_max of 50 per step, eq. (10) moves 50 times too far."""
-    f, y = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
-    kernel = torch.eye(1)
-    scale = output_scale(1, 2, loss)
-    options = {"loss": loss, "learning_rate": 50 / scale, "steps": [1]}
-    results = {
-        residuals: evolve(kernel, f, y, residuals=residuals, **options).residuals[0]
-        for residuals in ("integral", "sum")
-    }
-    assert float((f + kernel @ results["sum"])[0, 0]) == pytest.approx(50 if loss == "mse" else 25)
-    # exact: MSE goes to its target 1; for cross-entropy the gap d of the two logits follows
-    # d' = 100 / (1 + e^d), so that d + e^d = 101 at t = 1: d = 4.5688, half of it for each logit
-    exact = 1.0 if loss == "mse" else 4.5688 / 2
-    assert float((f + kernel @ results["integral"])[0, 0]) == pytest.approx(exact, rel=1e-3)
-
-
-def test_weights_follow_true_gradient_descent_for_a_wide_network_and_a_short_time():
-    """Eq. (9b) against 400 true steps of gradient descent, MSE, width 2,048, eta t = 0.032.
-
-    Asserted: Euler's steps are off by eta lambda_max / (2 n C) < 0.4 %, and the kernel's change
-    along the way, about |w(t) - w| / |w|, is under 1 %. 2 % allows both.
-    """
+def test_weights_follow_true_gradient_flow_for_a_wide_network_and_a_short_time():
+    """Eq. (9b) for a width of 2,048: the kernel changes by about |w(t) - w| / |w|, under 1 %."""
     model, x, y = problem(nn.Sequential(nn.Linear(4, 2048), nn.Tanh(), nn.Linear(2048, 3)))
     with torch.no_grad():
         model[2].weight.mul_(2 / math.sqrt(2048))
-    steps, eta = 400, 8e-5
-    jac, f = jacobian(model, x), model(x).detach()
-    largest = float(torch.linalg.eigvalsh(jac.gram())[-1])
-    assert eta * largest * output_scale(12, 3, "mse") / 2 < 0.004
-    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    evolution = evolve(
-        jac, f, y, loss="mse", learning_rate=eta, steps=[steps], kernel="full", tolerance=TOLERANCE
-    )
-    update = jac.vjp(evolution.residuals[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=eta)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (((model(x) - y) ** 2).sum() / (2 * y.numel())).backward()
-        optimizer.step()
-    change = nn.utils.parameters_to_vector(model.parameters()).detach() - before
-    assert float(change.norm() / before.norm()) < 0.01
+    jac, f, eta, times = jacobian(model, x), model(x).detach(), 8e-5, [0.0, 400.0]
+    options = {"learning_rate": eta, "steps": times, "kernel": "full", "tolerance": TOLERANCE}
+    update = jac.vjp(evolve(jac, f, y, loss="mse", **options).residuals[1])
+    weights, _ = gradient_flow(model, x, y, "mse", eta, times)
+    change = weights[1] - weights[0]
+    assert float(change.norm() / weights[0].norm()) < 0.01
     predicted = torch.cat([update[name].flatten() for name, _ in model.named_parameters()])
     assert relative(predicted, change) < 0.02
 
@@ -223,26 +193,33 @@ def digits() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_cross_entropy_solver_against_a_fine_reference(digits):
-    """Default tolerance, float32: 1e-3 in all is what users are told to expect."""
+    """Default tolerance, float32: 1e-3 in all is what users are told to expect.
+
+    A grid of times is read off the solver's own steps: it costs no products.
+    """
     kernel, f, y = digits
-    n = len(f)
-    largest = float(torch.linalg.eigvalsh(kernel.double())[-1])
-    eta = 3 * n / largest  # eta lambda_max / n = 3 per unit step
     double, f64, y64 = kernel.double(), f.double(), y.double()
+    eta = 3 * len(f) / float(torch.linalg.eigvalsh(double)[-1])
 
     def slope(_: float, state: np.ndarray) -> np.ndarray:
         outputs = torch.from_numpy(state).view(f.shape)
-        rate = eta / n * residual(outputs, y64, "cross-entropy")
+        rate = eta / len(f) * residual(outputs, y64, "cross-entropy")
         return (double @ rate).flatten().numpy()
 
-    times = [10.0, 100.0, 600.0]
-    exact = solve_ivp(
-        slope, (0, times[-1]), f64.flatten().numpy(), t_eval=times, rtol=1e-8, atol=1e-9
+    times = [1.0, 3.7, *range(10, 600, 7), 600.0]
+    options = {"rtol": 1e-8, "atol": 1e-9}
+    exact = solve_ivp(slope, (0, 600), f64.flatten().numpy(), t_eval=times, **options)
+    many, last = (
+        evolve(kernel, f, y, loss="cross-entropy", learning_rate=eta, steps=steps)
+        for steps in (times, times[-1:])
     )
-    evolution = evolve(kernel, f, y, loss="cross-entropy", learning_rate=eta, steps=times)
-    for evolved, reference in zip(evolution.outputs, exact.y.T, strict=True):
-        assert relative(evolved.flatten().double(), torch.from_numpy(reference)) < 1e-3
-    assert evolution.kernel_products < times[-1]  # what unit steps of Euler would need
+    errors = [
+        relative(found.flatten().double(), torch.from_numpy(reference))
+        for found, reference in zip(many.outputs, exact.y.T, strict=True)
+    ]
+    assert max(errors) < 1e-3
+    assert max(errors) < many.error_estimate < 2e-2
+    assert many.kernel_products == last.kernel_products < 600  # what Euler's unit steps would need
 
 
 def test_a_kernel_in_bfloat16_is_off_by_what_its_products_are_off(digits):
@@ -267,21 +244,6 @@ def test_a_kernel_in_bfloat16_is_off_by_what_its_products_are_off(digits):
     assert off < rounding + solver
     whole = evolve(kernel, f, y, steps=[last], tolerance=1e-2, **options)
     assert relative(half.outputs, whole.outputs) > 1e-5  # it was used
-
-
-def test_solver_agrees_with_the_closed_form_on_a_stiff_mse_problem(digits):
-    """The full kernel of a linear map has equal blocks, so both ways solve the same problem."""
-    _, _, y = digits
-    model, x = nn.Linear(64, 10).double(), torch.from_numpy(load_digits().data[:150])
-    nn.init.zeros_(model.weight)
-    jac, outputs = jacobian(model, (x - x.mean()) / x.std()), torch.zeros_like(y).double()
-    options = {"loss": "mse", "learning_rate": 5.0, "steps": [1, 30, 1000]}
-    closed = evolve(jac, outputs, y.double(), **options)
-    solved = evolve(jac, outputs, y.double(), kernel="full", tolerance=TOLERANCE, **options)
-    bound = TOLERANCE * solved.solver_steps
-    assert relative(solved.outputs, closed.outputs) < bound
-    assert relative(solved.residuals, closed.residuals) < bound
-    assert closed.kernel_products == 0 < solved.kernel_products
 
 
 def test_the_corrected_kernel_tends_to_the_full_one_with_the_number_of_steps(loss):
@@ -361,17 +323,13 @@ AUTO, CROSS_ENTROPY = {"learning_rate": "auto"}, {"loss": "cross-entropy"}
         ({"steps": [2, 1]}, "steps: expected increasing times"),
         ({"steps": [0.5], "residuals": "sum"}, "whole steps"),
         ({"kernel": "full"}, "'full' couples the outputs: pass a Jacobian"),
-        ({"kernel": "corrected"}, "'corrected' couples the outputs: pass a Jacobian"),
         ({"kernel_dtype": "bfloat16"}, "'bfloat16' is for the mean kernel, corrected or not"),
         ({"targets": torch.zeros(2, 3)}, "outputs and targets"),
         ({"jacobian_or_kernel": torch.zeros(3, 3)}, "kernel of 2 x 2 examples, got"),
         ({"jacobian_or_kernel": torch.full((2, 2), math.nan)}, "not finite"),
-        ({"jacobian_or_kernel": torch.full((2, 2), math.inf)}, "not finite"),
-        ({"jacobian_or_kernel": torch.full((2, 2), math.nan), **CROSS_ENTROPY}, "not finite"),
         ({"jacobian_or_kernel": torch.full((2, 2), math.inf), **CROSS_ENTROPY}, "not finite"),
         ({"jacobian_or_kernel": torch.full((2, 2), math.nan), **AUTO}, "not finite"),
         ({"jacobian_or_kernel": torch.zeros(2, 2), **AUTO}, "kernel is zero"),
-        ({"learning_rate": "fast"}, "learning_rate: expected float or 'auto', got 'fast'"),
     ],
 )
 def test_bad_problems_are_refused_by_name(change, message):
@@ -387,7 +345,7 @@ def test_bad_problems_are_refused_by_name(change, message):
         evolve(**arguments | change)
 
 
-@pytest.mark.parametrize("size", [1e9, 1e20, 1e30])
+@pytest.mark.parametrize("size", [1e9, 1e30])
 def test_a_problem_that_is_too_stiff_ends_in_bounded_work(size, monkeypatch):
     monkeypatch.setattr("fedntk.ntk.evolution.solver.MAX_PRODUCTS", 2000)
     f, y = torch.zeros(4, 2), one_hot(torch.arange(4) % 2, 2)
@@ -421,19 +379,6 @@ def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch):
     monkeypatch.setattr("fedntk.ntk.support.memory.available_memory", lambda device: 1000)
     with pytest.raises(NotEnoughMemory, match="eigendecomposition of the kernel of 12 examples"):
         evolve(torch.eye(12).double(), f, y, loss="mse", **options)
-
-
-def test_dense_output_costs_no_products_and_is_as_exact(digits):
-    """The grid of steps is read off the solver's own steps: same products, same error."""
-    kernel, f, y = digits
-    options = {"loss": "cross-entropy", "learning_rate": 0.05}
-    times = [1.0, 3.7, *range(10, 500, 7), 500.0]
-    many = evolve(kernel, f, y, steps=times, **options)
-    fine = evolve(kernel.double(), f.double(), y.double(), steps=times, tolerance=1e-8, **options)
-    assert many.kernel_products == evolve(kernel, f, y, steps=[500], **options).kernel_products
-    errors = [relative(a.double(), b) for a, b in zip(many.outputs, fine.outputs, strict=True)]
-    assert max(errors) < many.error_estimate < 2e-2
-    assert max(errors) < 1e-3
 
 
 @pytest.mark.parametrize("stages", [2, 3, 7, 60])

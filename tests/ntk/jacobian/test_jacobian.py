@@ -126,6 +126,9 @@ def test_wire_round_trip_keeps_every_bit(case, structure):
     jac = jacobian(model, x, structure=structure)
     shapes = {name: p.shape for name, p in model.state_dict().items()}
     require_same(jacobian_from_arrays(jacobian_to_arrays(jac), parameters=shapes), jac)
+    with torch.no_grad():  # which the caller has switched off: nothing changes
+        require_same(jacobian(model, x, structure=structure), jac)
+        assert not torch.is_grad_enabled()
 
 
 PATHS = {
@@ -144,13 +147,9 @@ PATHS = {
     ("tokens-first", "table.weight"): "embedding, 7 positions, positions first",
     ("tokens-first", "norm.weight"): "LayerNorm, summed over positions",
     ("batch-norm", "1.weight"): "BatchNorm2d, summed over positions",
-    ("group-norm", "1.bias"): "GroupNorm, summed over positions",
     ("cnn", "0.weight"): "conv, summed over positions",
     ("narrow-maps", "0.weight"): "conv, 4 positions, positions first",
     ("narrow-maps", "4.weight"): "conv, 1 position, features first",
-    ("conv-3d", "0.weight"): "conv, 2 positions, features first",
-    ("depthwise", "0.weight"): "conv, 1 position, features first",
-    ("conv-twice", "conv.weight"): "conv, summed over positions",
 }
 
 
@@ -180,38 +179,27 @@ def test_both_orders_of_contraction_give_the_same_gram(name, features, monkeypat
 
 
 def test_gram_of_several_tiles_is_that_of_one(monkeypatch):
-    model, x = make("narrow-maps", num_examples=11)
-    expected = jacobian(model, x).gram()
+    jac = jacobian(*make("narrow-maps", num_examples=11))
+    expected = jac.gram()
     monkeypatch.setattr(blocks, "TILE", 4)
     monkeypatch.setattr(blocks, "CPU_TILE", 4)
     monkeypatch.setattr(blocks.tiles, "__kwdefaults__", {"size": 4})
-    kernel = jacobian(model, x).gram()
+    kernel = jac.gram()
     assert close(kernel, expected)
     assert torch.equal(kernel, kernel.T)
 
 
-def test_what_was_found_out_at_some_weights_serves_at_others(case):
-    """Plans are about the network: at new weights the Jacobian is the same with and without."""
+def test_plans_serve_at_other_weights_and_single_outputs_can_be_differentiated(case):
     model, x = make(case)
     plans: dict = {}
     jacobian(model, x, plans=plans)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.ones_like(parameter))
-    require_same(jacobian(model, x, plans=plans), jacobian(model, x))
-
-
-def test_single_outputs_can_be_differentiated(case):
-    some = jacobian(*make(case), outputs=[0]).dense()
-    for name, tensor in loop(case).items():
-        assert close(some[name], tensor[:, :1])
-
-
-def test_gradients_switched_off_by_the_caller_change_nothing(case, structure):
-    expected = jacobian(*make(case), structure=structure)
-    with torch.no_grad():
-        require_same(jacobian(*make(case), structure=structure), expected)
-        assert not torch.is_grad_enabled()
+    found = jacobian(model, x, plans=plans)
+    require_same(found, jacobian(model, x))
+    for name, some in jacobian(model, x, outputs=[0]).dense().items():
+        assert close(some, found.dense()[name][:, :1])
 
 
 def test_training_mode_and_weights_are_left_as_they_were():
@@ -236,8 +224,6 @@ def test_what_cannot_be_differentiated_is_refused():
         jacobian(model.requires_grad_(requires_grad=False), x)
     with pytest.raises(ValueError, match="different parameters"):
         Jacobian.concatenate([jacobian(*make("mlp")), jacobian(*make("no-bias"))])
-    with pytest.raises(ValueError, match="at least one"):
-        Jacobian.concatenate([])
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
@@ -291,7 +277,6 @@ DAMAGE = {
         (_changed(1, lambda b: b[:2]), "shape"),
         (_changed(1, lambda b: b[:, :1]), "shape"),
         (lambda a: [a[0], *[b[:0] for b in a[1:]]], "shape"),
-        (_changed(1, lambda b: b.astype(np.int64)), "dtype"),
         (_changed(1, lambda b: b.astype(np.float32)), "dtype"),
         (_changed(1, lambda b: b * np.nan), "non-finite"),
         (_changed(-1, lambda b: b + np.inf), "non-finite"),
@@ -300,7 +285,6 @@ DAMAGE = {
         (_layout("[" * 100_000), "layout"),
         (_layout("[]"), "layout"),
         (lambda a: _layout('[{"kind": "dense", "name": "no"}]')(a[:2]), "layout"),
-        (lambda a: _layout('[{"kind": "dense"}]')(a[:2]), "layout"),
         (lambda a: _layout('[{"kind": "linear", "weight": null, "bias": null}]')(a[:1]), "layout"),
         (lambda a: _layout(OF_A_CONV)(a[:3]), "layout"),
         (lambda a: _layout(a[0].tobytes().decode()[:-1] + ", {}]")(a), "layout"),
@@ -317,7 +301,6 @@ DAMAGE = {
         (_edited('"stride": [2, 2]', f'"stride": [{2**63}, 2]'), "layout"),
         (_edited('"stride": [2, 2]', '"stride": [2]'), "layout"),
         (_edited('"stride": [2, 2]', '"stride": [9, 9]'), "shape"),
-        (_edited('"dilation": [1, 1]', '"dilation": [1, 99]'), "shape"),
         (_edited('"weight": "0.weight"', '"weight": "6.weight"'), "layout"),
     ],
     "tokens-first": [
