@@ -96,16 +96,3 @@ def test_weights_of_a_hub_are_adopted_unless_they_cannot_be_used(tmp_path):
     assert all((found[name] == array).all() for name, array in weights(2).items())
     with pytest.raises(ValueError, match="no weights came from the cluster's hub"):
         own.fit(*message("adopt", told=member, from_2=parcel(2)))
-
-
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [
-        ("adopt", "the client has no Jacobian in this round"),
-        ("evolve", "the weights of this round are lost"),
-        ("dance", "step: expected one of adopt, average, evolve"),
-    ],
-)
-def test_a_step_that_is_unknown_or_comes_without_those_before_is_an_error(step, reason, tmp_path):
-    with pytest.raises(ValueError, match=reason):
-        client(tmp_path).fit(*message(step, told={"hub": True}))

@@ -1,11 +1,8 @@
 """TCT's client: what it sends, what it keeps, and that all ways to compute it agree."""
 
 import dataclasses
-import os
 import shutil
-import time
 from collections import namedtuple
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +118,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("loss", "bias"), [("mse", False), ("cross-entropy", True)])
 @pytest.mark.parametrize("way", sorted(SOLVERS))
 @pytest.mark.parametrize("changed", [False, True])
-def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed, caplog):
+def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed):
     """In float64 over two rounds, the second on other examples if these have changed.
 
     A step of float32 rounds some 20 products to 6e-8 each, and 60 steps add up: 1e-4; float16 keeps
@@ -134,14 +131,12 @@ def test_all_ways_take_the_same_steps(tmp_path, way, bias, loss, changed, caplog
         expected, residuals = exact[number - 4]
         who = client(tmp_path, data=sets[number - 4], **SOLVERS[way])
         own = dataclasses.replace(task, bias=bias, loss=loss)
-        with caplog.at_level(WARNING, "flwr"):
-            ((found,), _, metrics) = step(who, own, records, number)
+        ((found,), _, metrics) = step(who, own, records, number)
         assert relative(found, expected) < tolerance
         kept = np.load(folder(who) / f"state-{number:06}.npz")["coefficients"]
         assert relative(kept, residuals) < tolerance
         records = {"linear": {"tct.linear": found}}
     assert metrics["examples-changed"] == changed
-    assert ("client-0-7: 0 of its 11 examples are the same as before" in caplog.text) == changed
 
 
 def exact_rounds(
@@ -205,14 +200,6 @@ def test_what_is_kept_and_how_large_it_is(tmp_path, monkeypatch):
     assert not list(folder(who).glob("*.npy"))
 
 
-def test_another_network_empties_the_folder(tmp_path):
-    step(client(tmp_path), linear_task(), message())
-    other = linear_task(network_key="other", control="zero")
-    arrays, _, metrics = step(client(tmp_path), other, message("linear"))
-    assert (arrays, metrics) == ([], {"lost-state": 0})
-    assert [p.name for p in folder(client(tmp_path)).iterdir()] == ["key.json"]
-
-
 @pytest.mark.parametrize(("solver", "keep"), [("closed", "features"), ("loop", "nothing")])
 def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, keep):
     """Two examples are equal."""
@@ -229,22 +216,6 @@ def test_examples_may_come_in_another_order_in_each_message(tmp_path, solver, ke
             assert metrics["examples-changed"] == 0
             results.append(([array.tobytes() for array in arrays], evaluated))
     assert results[:3] == results[3:]
-
-
-def test_folders_of_a_clients_other_runs_go_when_nobody_used_them_for_a_day(tmp_path):
-    def begin(run: str, who: str) -> Path:
-        task = dataclasses.replace(MOMENTS, run_key=run)
-        config = {"client-id": who, "server-round": 1, **task.to_config()}
-        client(tmp_path).fit(NamedArrays(message("network")), config)
-        return client(tmp_path).folder(task, config)
-
-    kept = [begin("a", "7"), begin("b/../b", "7"), begin("a", "17")]
-    assert {path.parent for path in kept} == {tmp_path}
-    old = time.time() - 25 * 3600
-    for path in (kept[0], kept[2]):
-        os.utime(path / "key.json", (old, old))
-    begin("c", "7")
-    assert [path.exists() for path in kept] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -279,23 +250,6 @@ def test_what_can_be_made_again_is_and_nothing_of_another_setting_is_used(tmp_pa
     assert (used[0] == fresh[0]).all()
 
 
-def test_round_1_refuses_what_stage_2_could_not_do(tmp_path):
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head, self.body = nn.Linear(8, 3), nn.Linear(5, 8)  # the last one is no head
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.relu(self.body(x)))
-
-    odd, weights = TCTClient(Odd(), X, Y, cache=tmp_path), get_weights(Odd())
-    with pytest.raises(ValueError, match="has 8 outputs and the network 3; name the layer"):
-        odd.fit(weights, {"server-round": 1, **BOOTSTRAP.to_config()})
-    named = dataclasses.replace(BOOTSTRAP, head="head")
-    odd.fit(weights, {"server-round": 1, **named.to_config()})
-
-
 @pytest.mark.parametrize(
     ("task", "options", "memory", "disk", "what"),
     [
@@ -319,20 +273,14 @@ def test_what_does_not_fit_is_refused_with_its_size(
         step(client(tmp_path, **options), task, records, 1)
 
 
-def test_features_too_large_for_float16_are_kept_in_float32(tmp_path, caplog):
-    """Divided by 1e-9. Nothing holds 10 over 1e-38."""
+def test_features_too_large_for_float16_are_kept_in_float32(tmp_path):
+    """Divided by 1e-9."""
     records, task = message(), linear_task(learning_rate=1e-20)
     records["normaliser"][SCALE] = np.full(20, 1e9, np.float32)
     half, full = client(tmp_path / "half", dtype="float16"), client(tmp_path / "full")
-    with caplog.at_level(WARNING, "flwr"):
-        found, _, _ = step(half, task, records)
-    assert "does not fit in float16: these examples' are kept in float32" in caplog.text
+    found, _, _ = step(half, task, records)
     expected, _, _ = step(full, task, records)
     assert (found[0] == expected[0]).all()
-    mean, scale = np.full(20, 10, np.float32), np.full(20, 3e38, np.float32)
-    records["normaliser"] = {MEAN: mean, SCALE: scale}
-    with pytest.raises(OverflowError, match="does not fit in float32"):
-        step(half, task, records)
 
 
 IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
@@ -341,9 +289,7 @@ IDENTITY = {MEAN: np.zeros(20, np.float32), SCALE: np.ones(20, np.float32)}
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"linear": None}, "records linear, control, got .*; linear .* TCT"),
         ({"control": None}, "records linear, control, got .*; control .* TCT"),
-        ({"linear": {}}, "record linear: expected 1 array, got 0"),
         ({"control": IDENTITY}, "record control: expected 1 array, got 2"),
         ({"normaliser": {}}, "record normaliser: expected mean and scale, got 0"),
         ({"normaliser": IDENTITY}, "float16 would lose small features"),
@@ -353,8 +299,3 @@ def test_a_message_with_other_records_than_expected_is_refused(tmp_path, changes
     records = {k: v for k, v in (message() | changes).items() if v is not None}
     with pytest.raises(ValueError, match=text):
         step(client(tmp_path, dtype="float16"), linear_task(), records)
-
-
-def test_a_message_without_records_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected NamedArrays with the records of .* TCT"):
-        client(tmp_path).fit(list(NamedArrays(message())), linear_task().to_config())

@@ -376,9 +376,6 @@ DAMAGED_REPLIES: dict[str, tuple[Change, str]] = {
 }
 
 
-HALVES = (sorted(DAMAGED_ARRAYS)[::2], sorted(DAMAGED_ARRAYS)[1::2])
-
-
 def run_damaged(
     strategy: BaseStrategy,
     clients: ClientApp,

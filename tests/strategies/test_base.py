@@ -1,6 +1,5 @@
 """What the base does for every strategy, shown with FedAvg, the shortest of them."""
 
-from logging import INFO
 from pathlib import Path
 from typing import Any
 
@@ -281,15 +280,6 @@ def test_a_checkpoint_is_one_process_own_folder(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ValueError, match="checkpoint: expected a folder, got the file"):
         checkpointed(tmp_path / "file")
-
-
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
-    first = checkpointed(tmp_path, 2)
-    newest = max(tmp_path.glob("*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[:-8])
-    with caplog.at_level(INFO, "flwr"):
-        assert checkpointed(tmp_path, 2) == first
-    assert f"{tmp_path}: going on after round 1" in caplog.messages
 
 
 def test_rounds_are_those_of_flower():

@@ -5,7 +5,6 @@ All is float64, so that the sums' order may differ: bounds are 1e-9.
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,7 @@ from torch import nn
 from fedntk.clients import NTKFLClient, SCAFFOLDClient, SGDClient, client_app
 from fedntk.ntk import CentredInputs
 from fedntk.ntk.features import CENTRE
-from fedntk.simulations import Config
-from fedntk.simulations import run as simulate
-from fedntk.simulations.deploy.simulated_trust import projected
-from fedntk.simulations.engine.building import load_setup
 from fedntk.strategies import NTKFL, SCAFFOLD, BaseStrategy, NoUsableReply, SeededFedAvg
-from fedntk.strategies.core.array_archive import load_tensors
 
 from .federation import (
     Change,
@@ -110,7 +104,6 @@ def sending(array: Any) -> Change:
     "change",
     [
         failed,
-        with_arrays(lambda arrays: {"sums": arrays["input-sums"]}),
         with_arrays(lambda arrays: arrays | {"more": np.zeros(4)}),
         sending([1.0, 2.0]),
         sending(np.ones(4, np.float32)),
@@ -170,27 +163,9 @@ def test_a_run_that_goes_on_asks_nobody_again_and_has_the_same_bits(tmp_path):
         run(made("NTKFL", centre_inputs=False, **options), grid, checkpoint=tmp_path)
 
 
-def test_where_nothing_is_centred_or_projected_as_agreed_it_is_said(monkeypatch):
+def test_where_nothing_is_centred_it_is_said():
     strategy = made("SeededFedAvg")
     with pytest.raises(ValueError, match=r"'centre' in the model, got .*wrap the network as Centr"):
         start(strategy, Grid(clients("SeededFedAvg", by_hand=True)), 1, network())
     with pytest.raises(NoUsableReply, match="its model is no CentredInputs"):
         run(strategy, Grid(clients("SeededFedAvg", by_hand=True)))
-    agreement = replace(strategy.agreement(), projected=True)  # as with a key server
-    monkeypatch.setattr(strategy, "agreement", lambda: agreement)
-    with pytest.raises(NoUsableReply, match=r"0 of 6 clients gave .* projection"):
-        run(strategy, Grid(clients("SeededFedAvg")))
-    with pytest.raises(ValueError, match="centre_inputs: expected False within a NTKFL"):
-        strategy.work_within(NTKFL(**NTK), everyone=False)
-
-
-def test_in_a_simulation_the_mean_is_of_what_was_projected(tmp_path):
-    config = Config(
-        method="scaffold", projection=20, centre_inputs=True, num_clients=4, clients_per_round=2,
-        clients_per_evaluation=0, rounds=1, sampling_rate=0.5, out=str(tmp_path / "run"),
-    )  # fmt: skip
-    finished = simulate(config, progress=False)
-    x = torch.cat([load_setup(config).examples(p).train[0] for p in range(4)])
-    found, _ = load_tensors(finished.folder / "model.safetensors")
-    # 20 features are float32
-    np.testing.assert_allclose(found[CENTRE], projected(config, x).double().mean(0), atol=1e-6)

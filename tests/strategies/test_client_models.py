@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fedntk.ntk.averages import mixtures
-from fedntk.strategies.core.array_archive import ArrayArchive, checksum
 from fedntk.strategies.personal.client_models import ClientModels
 
 from .federation import bits
@@ -43,15 +42,6 @@ def test_what_is_set_comes_back_whatever_is_on_disk(budget):
     assert list(models) == [1, 3, 9]
 
 
-def test_files_end_with_the_object():
-    models = ClientModels(0)
-    models[0] = model(0)
-    folder = models._folder
-    assert list(folder.iterdir())
-    del models
-    assert not folder.exists()
-
-
 def test_a_full_disk_leaves_models_in_memory_and_says_so(monkeypatch, caplog):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -80,26 +70,3 @@ def test_mixtures_are_weighted_sums_in_the_models_dtypes(monkeypatch):
             assert (mixed[name].dtype, mixed[name].shape) == (first.dtype, first.shape)
             np.testing.assert_allclose(mixed[name], expected)
     assert bits(found[2]) == bits(models[1])
-
-
-def test_checkpoints_read_and_write_only_the_models_that_changed(tmp_path, monkeypatch):
-    """Of ten clients' models on disk two change: only theirs are read and written again."""
-    read: list[int] = []
-    monkeypatch.setattr(
-        "fedntk.strategies.core.array_archive.checksum",
-        lambda array: read.append(array.nbytes) or checksum(array),
-    )
-    models, archive = ClientModels(0), ArrayArchive(tmp_path)
-    values = {client: float(client) for client in range(10)}
-    for number, changed, most in ((1, range(10), 500_000), (2, (3, 7), 90_000)):
-        for client in changed:
-            values[client] += number / 4
-            models[client] = {"weight": np.full(10_000, values[client], np.float32)}
-        read.clear()
-        named = {f"{k}.{name}": a for k, own in models.items() for name, a in own.items()}
-        archive.save(number, named)
-        assert read == [40_000] * len(changed)
-        assert (tmp_path / f"round-{number:06}.safetensors").stat().st_size < most
-    newest = ArrayArchive(tmp_path).newest()
-    assert newest is not None
-    assert {k: set(newest[f"{k}.weight"]) for k in values} == {k: {v} for k, v in values.items()}

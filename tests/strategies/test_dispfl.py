@@ -3,15 +3,13 @@
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
 
 from fedntk.clients import DFedAvgClient, DisPFLClient
 from fedntk.clients.gossip.dispfl_masks import layer_densities
 from fedntk.strategies import DFedAvg, DisPFL, Topology
 
-from .federation import Grid, arrays_of, failed, kept_by, told
+from .federation import Grid, arrays_of, kept_by, told
 from .test_dfedavg import COMPLETE, GRAPH, OPTIONS, agree, contract, in_double, net, run, within
-from .test_relay import forgets, in_step
 
 MASKED = ("0.weight", "3.weight")  # of the network's arrays, those of two axes
 
@@ -84,18 +82,3 @@ def test_an_average_is_over_those_that_have_the_coordinate():
         mean = sum(w[name] for w in found) / np.maximum(holders, 1)
         for k in range(6):
             np.testing.assert_allclose(after[k][name], mean * masks[k], atol=1e-12)
-
-
-def test_one_that_lost_its_mask_begins_with_the_first_and_one_that_failed_goes_on_with_its_own():
-    """Client 5 loses its folder after round 1, and client 2 fails in round 2."""
-    own = DisPFL(topology=COMPLETE, **OPTIONS)
-
-    def fail(reply: Message) -> Message:
-        return failed(reply) if own.server_round == 2 else reply
-
-    changes = {5: in_step(own, 1, 1, forgets(own, "5")), 2: fail}
-    run(own, Grid(in_double(DisPFLClient), changes=changes), 3)
-    assert told(own) == [6, 5, 6]
-    first, following = masks_of(own, 0, 1, MASKED[0])[0], masks_of(own, 2, 1, MASKED[0])[1]
-    np.testing.assert_array_equal(masks_of(own, 5, 2, MASKED[0])[0], first)  # one that all had
-    np.testing.assert_array_equal(masks_of(own, 2, 3, MASKED[0])[0], following)

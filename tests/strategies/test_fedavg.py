@@ -81,24 +81,15 @@ def test_one_reply_that_would_stop_all_learning_is_dropped(change, reason):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "num_clients"),
+    ("change", "num_clients"),
     [
-        (FAR, {"outlier_factor": 1e9}, 6),  # the limit raised
-        (FAR, {}, 2),  # of two clients neither is the outlier
-        (damaged(COUNTER, lambda a: np.full_like(a, 10**5)), {}, 6),  # of many more steps
-        (damaged(0, lambda a: FIRST), {}, 6),
-        (damaged(0, lambda a: FIRST + np.float32(50) * (a - FIRST)), {}, 6),
+        (FAR, 2),  # of two clients neither is the outlier
+        (damaged(COUNTER, lambda a: np.full_like(a, 10**5)), 6),  # of many more steps
+        (damaged(0, lambda a: FIRST), 6),
+        (damaged(0, lambda a: FIRST + np.float32(50) * (a - FIRST)), 6),
     ],
 )
-def test_weights_that_moved_within_the_limit_are_used(change, options, num_clients):
-    strategy = SeededFedAvg(**options, **ALL)
+def test_weights_that_moved_within_the_limit_are_used(change, num_clients):
+    strategy = SeededFedAvg(**ALL)
     start(strategy, Grid(CLIENTS, changes={1: change}, num_clients=num_clients))
     assert strategy.train_metrics[1]["replies-accepted"] == num_clients
-
-
-def test_counters_near_the_limit_stay_there():
-    """2^53 from all six: shares of k / 45 sum to it within float64, and it stays an integer."""
-    full = damaged(COUNTER, lambda a: np.full_like(a, 2**53))
-    after = start(SeededFedAvg(**ALL), Grid(CLIENTS, changes=dict.fromkeys(range(6), full)))
-    assert after[NAMES[COUNTER]].dtype == np.int64
-    assert abs(int(after[NAMES[COUNTER]]) - 2**53) <= 2

@@ -109,17 +109,6 @@ class Coloured(NTKFLClient):
     config_keys = NTKFLClient.config_keys | {"colour"}
 
 
-class Plain(NumPyClient):
-    """None of ours, which is not asked."""
-
-    def __init__(self, *data: Any, **options: Any) -> None:
-        pass
-
-    def fit(self, parameters: Any, config: Any) -> Any:
-        return parameters, 5, {}
-
-
-@pytest.mark.parametrize(("own", "kind"), [(NTKFLClient, Coloured), (SGDClient, Plain)])
-def test_clients_of_ones_own_may_know_more(own, kind):
-    run(strategy := MADE[own](), app(kind), colour="blue")
+def test_clients_of_ones_own_may_know_more():
+    run(strategy := MADE[NTKFLClient](), app(Coloured), colour="blue")
     assert strategy.train_metrics[1]["replies-accepted"] == 2

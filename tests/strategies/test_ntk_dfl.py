@@ -14,7 +14,7 @@ from fedntk.ntk import jacobian, loss_value
 from fedntk.ntk.evolution import GradientFlow
 from fedntk.strategies import NTKDFL, NTKFL, Topology
 
-from .federation import Contract, Grid, app, arrays_of, bits, examples, failed, kept_by, size, told
+from .federation import Contract, Grid, app, arrays_of, bits, examples, failed, kept_by, told
 from .test_dfedavg import COMPLETE, OPTIONS, agree, net, run
 
 STEPS = (2.0, 5.0, 10.0)
@@ -131,16 +131,6 @@ def test_rounds_are_those_of_the_algorithms_on_one_machine(options, exchanges, b
     agree(found, mean_of(list(held.values())), bound)
 
 
-def test_compressed_rows_are_fewer_bytes_and_no_neighbour_refuses_them():
-    sizes = []
-    for options in ({}, {"bits": 16}, {"sparsity": 0.5, "bits": 6}):
-        own = strategy(topology=Topology("ring"), **options, **MSE)
-        run(own, grid := Grid(clients()))
-        sizes.append(sum(size(m) for way, m in grid.seen if way == "up"))
-        assert (told(own, "parcels-rejected"), told(own, "neighbours-heard")) == ([0], [2])
-    assert sizes[0] > sizes[1] > sizes[2]
-
-
 def test_on_the_complete_graph_it_is_ntk_fl_of_all_clients():
     """All clients have the same average, kernel and weights: those of one server with all rows."""
     found = run(own := strategy(**MSE), Grid(clients()), 2)
@@ -167,22 +157,6 @@ def test_one_evolution_a_cluster_gives_what_all_its_members_would_find(options, 
         agree(averaged[1][k], averaged[0][k], 1e-9)
     for hub, members in topology.hubs(2, topology.neighbours(2, range(6))).items():
         assert all(bits(found[1][k]) == bits(found[1][hub]) for k in members)
-
-
-@pytest.mark.parametrize("steps", [("average", "adopt"), ("jacobians", "evolve")])
-def test_a_hub_that_fails_leaves_its_cluster_as_it_was_and_the_others_go_on(steps):
-    """Its members have nothing to adopt; whatever the step, round 2 has all six again."""
-    topology = Topology("clustered", degree=2, seed=5)
-    hubs = topology.hubs(1, topology.neighbours(1, range(6)))
-    own = strategy(topology=topology, evolve_once=True, **MSE)
-
-    def fails(step: str) -> Any:
-        return lambda r: failed(r) if (own._step.name, own.server_round) == (step, 1) else r
-
-    changes = {hub: fails(step) for hub, step in zip(hubs, steps, strict=True)}
-    run(own, Grid(clients(), changes=changes), 2)
-    out = sum(1 if step == "adopt" else 3 for step in steps)
-    assert told(own) == [6 - out, 6]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from fedntk.clients import NTKFLClient, TCTClient, client_app, received
@@ -108,18 +108,3 @@ def test_tct_gives_every_evaluation_a_module_in_every_round(tmp_path):
     expected = float(np.average(losses, weights=COUNTS))
     assert evaluated[4]["eval_loss"] == pytest.approx(expected, rel=1e-5)
     assert [strategy.train_metrics[r]["examples-changed"] for r in (2, 3, 4)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_predictor_gives_its_scores_in_any_mode_of_autograd(mode):
-    strategy = TCT(network=network(), normalise=False, num_features=40)
-    arrays = strategy.begin(INITIAL, 3, 0)
-    strategy.linear_rounds = 1
-    named = {name: array.numpy().copy() for name, array in arrays.items()}
-    named["tct.linear"] = np.random.default_rng(0).standard_normal((40, 3)).astype("f4")
-    (x, _), model = examples(4), strategy.predictor(named)
-    expected = strategy.predictor(named).predict(x)
-    with mode():
-        inside: Tensor = x.clone()  # an inference tensor, in inference mode
-        for scores in (model(x), model(inside)):
-            assert torch.equal(scores.detach(), expected)

@@ -3,14 +3,13 @@
 import shutil
 import tempfile
 from collections.abc import Sequence
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx
 from torch import Tensor, nn
 
@@ -176,21 +175,16 @@ def test_stage_1_is_the_bootstrap_strategy_run_by_itself(tmp_path, kind, own):
 
 
 def test_what_stage_1_or_2_could_not_begin_with_is_refused(clients):
-    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
-        network().load_state_dict(arrays.to_torch_state_dict())
-
     bootstrap = FedAvg(fraction_evaluate=0.0, min_available_nodes=6)
     strategy = make(bootstrap=bootstrap, fraction_train=0.5, min_train_nodes=3)
     with pytest.raises(ValueError, match="waits for min_available_nodes = 6, and 3 nodes"):
         start(strategy, Grid(clients))
     with pytest.raises(ValueError, match="initial_arrays: not those of the network"):
         start(make(), Grid(clients), 1, nn.Linear(4, 3))
-    with pytest.raises(RuntimeError, match=r"TCT passes it .* use strategy.predictor\(arrays\)"):
-        start(make(), Grid(clients), evaluate_fn=evaluate)
 
 
 @pytest.mark.parametrize(("who", "stage"), [([1], "train"), (range(6), "train"), ([2], "evaluate")])
-def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage, caplog):
+def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage):
     """They are sent it in the same round, and all corrections begin anew as a c_k is lost."""
     strategy, number = make(fraction_evaluate=1.0), 4 if stage == "train" else 3
 
@@ -204,12 +198,10 @@ def test_clients_that_lost_everything_get_it_again(clients, tmp_path, who, stage
 
     asked: list[int] = []
     grid = Grid(clients, on_send=lose)
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, grid, rounds=6)
+    after = start(strategy, grid, rounds=6)
     assert asked == [6, len(who)]
     assert strategy.train_metrics[4]["rejected-lost-state"] == len(who)
     assert strategy.evaluate_metrics[3]["replies-accepted"] == 6
-    assert "all corrections start again" in caplog.text
     others = [k for k in range(6) if k not in who]
     expected = scaffold([range(6), range(6), others, range(6), range(6)], reset=2)
     assert distance(after[LINEAR], expected) < 1e-4
@@ -259,16 +251,12 @@ def test_claims_of_trouble_that_cannot_be_do_nothing(clients, number, claim, rea
     assert found[0] == found[1]
 
 
-def test_what_clients_say_of_their_examples_is_logged_and_gives_no_more_weight(clients, caplog):
-    """c holds n_k c_k, with the n_k that came first: a boast changes nothing."""
+def test_what_clients_say_of_their_examples_gives_no_more_weight(clients):
     strategy, grid = make(), Grid(clients)
     claims = {0: with_metrics(num_examples=100), 1: with_metrics(examples_changed=1)}
     grid.changes = {k: in_round(strategy, 3, claim) for k, claim in claims.items()}
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, grid, rounds=4)
+    after = start(strategy, grid, rounds=4)
     assert strategy.train_metrics[3]["replies-accepted"] == 6
-    assert "client 0 had 5 examples before and has 100 now; it counts with 5" in caplog.text
-    assert "1 clients have other examples than before (1 ...)" in caplog.text
     assert bits(after) == bits(start(make(), Grid(clients), rounds=4))
 
 
@@ -282,15 +270,13 @@ def test_more_examples_than_can_be_solved_for_are_left_out(clients, monkeypatch)
     assert (strategy.phase, strategy.linear_rounds) == (None, 1)
 
 
-def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients, caplog):
+def test_divergence_is_reported_and_is_the_loops_own_until_it_overflows(clients):
     """eta lambda_max / n = 2.1 on the worst client: its M = 20 steps grow 1.1^20-fold."""
     worst = max(float(torch.linalg.eigvalsh(z @ z.T)[-1]) / len(z) for z, _ in features())
     strategy, beyond = make(learning_rate=2.1 / worst), make(learning_rate=1e3, local_steps=500)
-    with caplog.at_level(WARNING, "flwr"):
-        after = start(strategy, Grid(clients), rounds=3)
+    after = start(strategy, Grid(clients), rounds=3)
     stays = start(beyond, Grid(clients), rounds=2)
     assert strategy.train_metrics[2]["rate-times-lambda"] == pytest.approx(2.1, rel=1e-4)
-    assert "its steps diverge" in caplog.text
     assert distance(after[LINEAR], scaffold([range(6)] * 2, eta=2.1 / worst)) < 1e-3
     assert beyond.train_metrics[2]["rejected-diverged"] == 6
     assert not stays[LINEAR].any()

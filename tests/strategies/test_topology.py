@@ -1,7 +1,6 @@
-"""The graphs: degrees, connectedness, what is drawn anew, and what is said of those in parts."""
+"""The graphs: degrees, connectedness, and what is drawn anew."""
 
 from collections.abc import Mapping
-from logging import WARNING
 from typing import Any, get_args
 
 import networkx as nx
@@ -67,14 +66,6 @@ def test_a_draw_that_falls_apart_is_drawn_again(kind, degree):
         generator = np.random.default_rng([0, number, *b"topology"])
         apart += not nx.is_connected(topology._draw(range(16), generator))
     assert apart > 0
-
-
-def test_a_graph_that_is_not_connected_is_reported_with_its_parts(caplog):
-    """Drawn clusters are meant."""
-    with caplog.at_level(WARNING, "flwr"):
-        Topology("own", graph=[(0, 1), (2, 3)]).neighbours(1, range(4))
-        Topology("clustered", degree=3).neighbours(1, CLIENTS)
-    assert ["its parts have 2, 2 clients; add edges" in text for text in caplog.messages] == [True]
 
 
 @each_kind
