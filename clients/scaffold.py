@@ -27,8 +27,6 @@ from .core.sgd_steps import Gradients
 from .core.weights import Fit, Scalar, set_weights
 from .sgd import SGDClient
 
-__all__ = ["SCAFFOLDClient"]
-
 
 class SCAFFOLDClient(SGDClient):
     """Trains on corrected gradients; sends weights and its new control (algorithm 1).

@@ -25,8 +25,6 @@ from .core.randomness import own_randomness, round_seed
 from .core.sgd_steps import Adjust, Gradients, SGDSteps, gradients_of, proximal_term
 from .core.weights import Fit, Scalar, get_weights, set_weights
 
-__all__ = ["SGDClient"]
-
 
 class SGDClient(ModelClient):
     """Trains the received weights on the local examples and sends them back."""

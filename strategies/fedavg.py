@@ -13,8 +13,6 @@ from fedntk.ntk.averages import weighted_mean
 from .core.averaging import cast_like, named_arrays
 from .core.base import BaseStrategy
 
-__all__ = ["SeededFedAvg"]
-
 
 class SeededFedAvg(BaseStrategy):
     """Flower's FedAvg: same seed, same bits; a bad reply is dropped, logged and counted.

@@ -45,8 +45,6 @@ from .core.base import BaseStrategy
 from .core.exchange import logger
 from .core.replies import Reply, checked_weights
 
-__all__ = ["SCAFFOLD"]
-
 CORRECTIONS, CONTROLS = "corrections", "controls"  # names of the records
 Arrays = dict[str, NDArray[Any]]
 

@@ -17,8 +17,6 @@ from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Fit, Scalar, set_weights
 
-__all__ = ["ClosedFormClient"]
-
 
 class ClosedFormClient(ModelClient):
     """Sends sums over what the last layer is given, by the received weights; it trains nothing.

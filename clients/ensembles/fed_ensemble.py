@@ -16,8 +16,6 @@ from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Evaluation, Fit, Scalar
 
-__all__ = ["FedEnsembleClient"]
-
 
 class FedEnsembleClient(NumPyClient):
     """Trains one model as the client within does, and evaluates the whole ensemble.

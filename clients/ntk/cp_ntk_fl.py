@@ -29,8 +29,6 @@ from ..core.randomness import round_seed
 from ..core.weights import Fit, Scalar
 from .ntk_fl import NTKFLClient
 
-__all__ = ["CPNTKFLClient"]
-
 
 class CPNTKFLClient(CompressionOptions, NTKFLClient):
     """Computes J'_m, f(Z'_m) and Y'_m, and sends them compressed (section 4.2).

@@ -21,8 +21,6 @@ from ..core.base import ModelClient
 from ..core.named_arrays import NamedArrays
 from ..core.weights import Fit, Scalar, set_weights
 
-__all__ = ["NTKFLClient"]
-
 
 class NTKFLClient(ModelClient):
     """Computes J_m, f(X_m) and Y_m at the received weights (section 4.1, step 2).

@@ -41,8 +41,6 @@ from .model_samples import (
     standard_deviation,
 )
 
-__all__ = ["FedBE"]
-
 Weights = dict[str, NDArray[Any]]
 
 

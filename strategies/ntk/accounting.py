@@ -14,8 +14,6 @@ import numpy as np
 
 from fedntk.ntk.payloads import label_epsilon
 
-__all__ = ["epsilon_after"]
-
 ORDERS = [1 + x / 10 for x in range(1, 100)] + [*range(11, 64), 128, 256, 512, 1024]
 
 

@@ -27,8 +27,6 @@ from ..core.trust_protocols import Shuffles
 from .accounting import epsilon_after
 from .ntk_fl import NTKFL, Gathered
 
-__all__ = ["CPNTKFL"]
-
 
 class CPNTKFL(CompressionOptions, NTKFL):
     """CP-NTK-FL (Yue et al. 2022, section 4.2). Clients are :class:`~fedntk.clients.CPNTKFLClient`.

@@ -48,8 +48,6 @@ from ..core.base import BaseStrategy
 from ..core.exchange import logger
 from ..core.replies import Reply
 
-__all__ = ["DEFAULT_STEPS", "NTKFL", "Selection"]
-
 DEFAULT_STEPS = (*range(100, 1001, 100), 1500, 2000)
 SHORT, LONG = 10, 60  # seconds: what lasts longer is logged, or comes with advice
 EXPENSIVE = (

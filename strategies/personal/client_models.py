@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ..core.array_archive import under
 from ..core.exchange import logger
 
-__all__ = ["ClientModels"]
-
 Arrays = Mapping[str, NDArray[Any]]
 
 

@@ -8,8 +8,6 @@ Personalization*, ICML 2021, section 3 and algorithm 1:
 
 from .personalised import PersonalStrategy
 
-__all__ = ["Ditto"]
-
 
 class Ditto(PersonalStrategy):
     """Ditto (Li et al. 2021). Clients are :class:`~fedntk.clients.DittoClient`.

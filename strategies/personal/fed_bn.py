@@ -12,8 +12,6 @@ from fedntk.ntk.parts import batch_norm_arrays
 
 from .personalised import PersonalStrategy
 
-__all__ = ["FedBN"]
-
 
 class FedBN(PersonalStrategy):
     """FedBN (Li et al. 2021). Clients are :class:`~fedntk.clients.PersonalisedClient`.

@@ -12,8 +12,6 @@ from fedntk.ntk.parts import head_arrays
 
 from .personalised import PersonalStrategy
 
-__all__ = ["FedPer"]
-
 
 class FedPer(PersonalStrategy):
     """FedPer (Arivazhagan et al. 2019). Clients: :class:`~fedntk.clients.PersonalisedClient`.

@@ -25,8 +25,6 @@ from ..core.features import FeatureStrategy
 from ..core.replies import Reply, screen_own_sizes
 from .personalised import PersonalStrategy
 
-__all__ = ["FedProto"]
-
 
 class FedProto(FeatureStrategy, PersonalStrategy):
     """FedProto (Tan et al. 2022). Clients are :class:`~fedntk.clients.FedProtoClient`.

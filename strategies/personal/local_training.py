@@ -8,8 +8,6 @@ from flwr.app import ArrayRecord
 
 from .personalised import PersonalStrategy
 
-__all__ = ["LocalTraining"]
-
 
 class LocalTraining(PersonalStrategy):
     """Local training. Clients are :class:`~fedntk.clients.PersonalisedClient`.

@@ -21,8 +21,6 @@ from ..core.kept_rounds import KeepingStrategy
 from ..core.lost_state import ResendingStrategy
 from ..core.replies import Reply, checked_weights
 
-__all__ = ["PersonalStrategy", "PersonalisedStrategy"]
-
 PERSONAL = "personal"  # record of first values
 
 

@@ -31,8 +31,6 @@ from ..core.replies import Reply, checked_weights
 from .client_models import Arrays, ClientModels
 from .personalised import PersonalStrategy
 
-__all__ = ["Mixing", "WeightedFedAvg"]
-
 PROTOTYPES = "prototypes"  # record of a reply
 
 

@@ -7,15 +7,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedntk.trust import (
-    check_run,
-    load_key,
-    new_key,
-    public_bytes,
-    save_key,
-    seal,
-    unseal,
-)
+from fedntk.trust import check_run, load_key, new_key, public_bytes, save_key, seal, unseal
 from fedntk.trust.wire import frame, unframe
 
 from .uploads import refused
