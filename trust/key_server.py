@@ -194,10 +194,7 @@ class ClientKeys:
                 "answer to this client's newest request; request it again, and give clients and "
                 "servers the same name of the run"
             )
-        try:
-            return unseal(signed[len(head) :], self.private_key, info=head)
-        except SealError as error:
-            raise SealError(f"the sealed seed is signed, but damaged: {error}") from None
+        return unseal(signed[len(head) :], self.private_key, info=head)
 
 
 def _head(public_key: bytes, challenge: bytes, run: str) -> bytes:

@@ -71,10 +71,10 @@ class FeatureMap:
             raise ValueError(
                 f"features: expected one of {', '.join(get_args(FeatureKind))}, got {self.kind!r}"
             )
-        if self.num_features < 0:
-            raise ValueError(f"num_features: expected at least 0, got {self.num_features}")
-        if self.kind in SIZED and not self.num_features:
-            raise ValueError(f"num_features: expected at least 1 for {self.kind}, got 0")
+        if self.num_features < (fewest := int(self.kind in SIZED)):
+            raise ValueError(
+                f"num_features: expected at least {fewest} for {self.kind}, got {self.num_features}"
+            )
         if self.seed < 0:
             raise ValueError(f"feature seed: expected at least 0, got {self.seed}")
 

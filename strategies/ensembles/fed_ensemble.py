@@ -46,8 +46,6 @@ from ..core.registry import Exchange
 from ..core.replies import checked_weights, kinds_of, read_arrays
 from .strata import Schedule, Strata, permutations
 
-__all__ = ["FedEnsemble", "Initialisation"]
-
 
 class FedEnsemble(BaseStrategy):
     """Fed-ensemble: K models by any strategy; the mean of their predictions is the ensemble's.
