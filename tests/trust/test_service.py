@@ -197,11 +197,9 @@ def test_wrong_address_is_named(servers, monkeypatch):
         ("localhost:9", ConnectionError, "no key-server answers at localhost:9"),
     ):
         refused(message, RemoteKeyServer(url).sealed_seed, b"", RUN, b"", error=error)
-    for answer, message in (
-        (httpx.Response(200, content=b"<html>"), "no shuffling server's"),
-        (httpx.Response(400, content=DEEP), "answered with status 400"),
-    ):
-        monkeypatch.setattr(httpx, "post", lambda *_, answer=answer, **__: answer)
+    answers = [httpx.Response(200, content=b"<html>"), httpx.Response(400, content=DEEP)]
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: answers.pop(0))
+    for message in ("no shuffling server's", "answered with status 400"):
         refused(message, shuffle, RemoteShufflingServer(nobody), [])
 
 
@@ -218,9 +216,10 @@ def test_uploads_are_shuffled_elsewhere(servers):
     assert "was given out before" in again.message
 
 
-def head(limits: dict[str, object] | None = None, **changes: object) -> bytes:
-    """Return a framed head, with some values changed."""
-    fields = {"limits": asdict(LIMITS) | (limits or {}), "run": RUN, "server_round": ROUND}
+def head(**changes: Any) -> bytes:
+    """Return a framed head with other limits, or other values."""
+    limits = {name: changes.pop(name, own) for name, own in asdict(LIMITS).items()}
+    fields = {"limits": limits, "run": RUN, "server_round": ROUND}
     return frame([json.dumps(fields | changes).encode()])
 
 
@@ -228,15 +227,14 @@ DEEP = b"[" * 40_000
 INFINITY = float("inf")
 HOSTILE = {
     "cut off and deep": frame([DEEP]),
-    "max_examples": head({"max_examples": INFINITY}),
-    "shape": head({"parameters": {"weight": [INFINITY]}}),
+    "max_examples": head(max_examples=INFINITY),
+    "shape": head(parameters={"weight": [INFINITY]}),
     "run in half a character": head(run="\ud800"),
     "another name in many lines": head(**{"\n" * 30_000: 1}),
     "uploads, named": head(sealed=[""]),
     "many digits": frame([b"9" * 50_000]),
     "no bytes": b"",
     "cut off": b"\xff" * 8,
-    "no head": frame([b"", b"\xff", b""]),
     "many parts": pack({"run": RUN}, [b""] * 9),
 }
 REFUSALS = "malformed|expected named values|run: expe|num_examples: exp|expected a request|cut off"
@@ -248,10 +246,7 @@ def test_a_hostile_body_is_refused_in_one_line_without_a_traceback(servers, log,
     for url in (servers.key_url + "/sealed-seed", servers.url + "/shuffle"):
         answer = httpx.post(url, content=body, verify=context)
         assert (answer.status_code, answer.json()["error"]) == (400, "SealError")
-        message = answer.json()["message"]
-        assert re.match(REFUSALS, message)
-        assert len(message.splitlines()) == 1
-        assert len(message) < 400
+        assert re.fullmatch(f"({REFUSALS}).{{,380}}", answer.json()["message"])
     assert "Traceback" not in log.text
 
 
@@ -293,24 +288,26 @@ def test_head_in_time_may_have_a_body_that_takes_longer(servers, monkeypatch):
     assert b"connection: close" in answer
 
 
-def test_line_without_a_key_is_named(tmp_path):
+@pytest.mark.parametrize("word", ["zz" * 32, "ab" * 31, "ab" * 33])
+def test_line_without_a_key_is_named(tmp_path, word):
     path = tmp_path / "enrolled"
-    for word in ("zz" * 32, "ab" * 31, "ab" * 33):
-        path.write_text(f"# clients\n\n{'ab' * 32} first\n{word} second\n")
-        refused("line 4: expected 64 hexadecimal digits, got", read_enrolled, path)
-    path.write_text(f"# clients\n\n{'ab' * 32} first\n   # no key\n{'CD' * 32}#second\n")
+    path.write_text(start := f"# clients\n\n{'ab' * 32} first\n  # no key\n{'CD' * 32}#second\n")
     assert read_enrolled(path) == [b"\xab" * 32, b"\xcd" * 32]
+    path.write_text(f"{start}{word} third\n")
+    refused("line 6: expected 64 hexadecimal digits, got", read_enrolled, path)
 
 
-@pytest.mark.parametrize("name", ["new-key", "new-key-server"])
-def test_commands_print_public_keys_and_replace_nothing(tmp_path, name):
+def verify_key_in(path: Path) -> bytes:
+    return load_secret(path)[1].public_key().public_bytes_raw()
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [("new-key", lambda path: public_bytes(load_key(path))), ("new-key-server", verify_key_in)],
+)
+def test_commands_print_public_keys_and_replace_nothing(tmp_path, name, public):
     path = tmp_path / "secret"
-    code, printed = command(name, path)
-    if name == "new-key":
-        public = public_bytes(load_key(path))
-    else:
-        public = KeyServer(load_secret(path)[0], [], load_secret(path)[1]).verify_key
-    assert (code, printed) == (0, public.hex())
+    assert command(name, path) == (0, public(path).hex())
     content = path.read_bytes()
     code, output = command(name, path)
     assert code == 2
@@ -331,6 +328,4 @@ def test_servers_say_in_one_line_why_they_do_not_start(tmp_path, monkeypatch, ar
     Path("other").write_text("something else")
     code, output = command(*arguments)
     assert code == 2
-    assert re.search(message, output)
-    assert output.startswith("fedntk.trust: ")
-    assert len(output.splitlines()) == 1
+    assert re.fullmatch(f"fedntk.trust: .*{message}.*", output)
