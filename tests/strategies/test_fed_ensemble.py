@@ -2,19 +2,14 @@
 
 import tempfile
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
-from flwr.serverapp.strategy import (
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-    FedProx,
-)
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx
 from torch import nn
 
 from fedntk.clients import (
@@ -51,6 +46,7 @@ OPTIONS: dict[str, Any] = {"fraction_evaluate": 0.0}
 BALANCED: dict[str, Any] = OPTIONS | {"schedule": "balanced", "min_train_nodes": 6}
 CLIENTS = app(SGDClient, learning_rate=0.1, batch_size=4)
 CACHE = tempfile.TemporaryDirectory()
+OF_TCT: dict[str, Any] = {"network": network(), "learning_rate": 0.05, "local_steps": 5}
 
 
 def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
@@ -60,10 +56,6 @@ def ensemble_app(make: Any = SGDClient, **options: Any) -> Any:
         return FedEnsembleClient(make(network(), x, y, seed=(0, partition), **options))
 
     return client_app(client_fn)
-
-
-def tct(**options: Any) -> Any:
-    return lambda: TCT(network=network(), **options)
 
 
 def ntk_fl(steps: tuple[int, ...], **options: Any) -> Any:
@@ -86,7 +78,7 @@ CONTRACT = {
     ),
     "FedEnsemble of TCT": contract(
         ensemble_app(TCTClient, cache=CACHE.name),
-        inner=tct(features="last-layer", normalise=False, learning_rate=0.05, local_steps=5),
+        inner=partial(TCT, **OF_TCT, features="last-layer", normalise=False),
         schedule="balanced",
     ),
 }
@@ -100,9 +92,6 @@ def first_models(strategy: FedEnsemble, net: nn.Module | None = None) -> list[An
 
 def models(weights: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     return list(EnsembleArrays.from_arrays(weights).models)
-
-
-# ------------------------------------------------------------------------ strata
 
 
 @pytest.mark.parametrize("schedule", ["independent", "balanced"])
@@ -153,9 +142,6 @@ def test_clients_join_the_smallest_stratum_and_leave_their_own():
     assert sum(strata.of[client] != before[client] for client in left) == 2
 
 
-# ----------------------------------------------------------------- one model alone
-
-
 @pytest.mark.parametrize(
     ("make", "bound"),
     [
@@ -181,24 +167,17 @@ def test_one_model_is_the_strategy_of_flowers_itself(make, bound):
 
 
 @pytest.mark.parametrize(
-    ("make", "client", "own_options"),
-    [
-        (SCAFFOLD, SCAFFOLDClient, {"held_out": [5]}),  # whose c is a mean over all others
-        (ntk_fl((0, 5, 20)), NTKFLClient, {}),  # with its further exchange
-    ],
+    ("make", "client"), [(SCAFFOLD, SCAFFOLDClient), (ntk_fl((0, 5, 20)), NTKFLClient)]
 )
-def test_one_model_is_a_strategy_of_ours_itself(make, client, own_options):
-    """Bit for bit, with half of the clients a round."""
-    half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3} | own_options
+def test_one_model_is_a_strategy_of_ours_itself(make, client):
+    """SCAFFOLD, whose c is a mean over all clients but those held out; NTK-FL with its queries."""
+    half = OPTIONS | {"fraction_train": 0.5, "min_train_nodes": 3, "seed": 3, "held_out": [5]}
     alone, one = make(**half), FedEnsemble(inner=make, num_models=1, init=network, **half)
     grids = Grid(app(client)), Grid(app(client))
     (own,) = models(start(one, grids[0], rounds=2))
     assert bits(own) == bits(start(alone, grids[1], rounds=2))
     assert grids[0].exchanges == grids[1].exchanges
     assert one.train_metrics[2]["train-loss"] == alone.train_metrics[2]["train-loss"]
-
-
-# ---------------------------------------------------------------------- the models
 
 
 def test_each_model_is_what_its_own_clients_alone_would_make():
@@ -295,24 +274,13 @@ def test_clients_that_the_inner_strategy_holds_out_never_train():
     assert strategy.train_metrics[1]["losses-accepted"] == 2  # of client 5, for each model
 
 
-# ---------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_strata": 7}, "6 clients for num_strata = 7"),
-        ({"fraction_train": 0.5, "min_train_nodes": 2}, "3 clients sampled a round for num_strata"),
-    ],
-)
-def test_too_few_clients_for_the_strata_are_refused_before_any_work(options, message):
-    grid = Grid(CLIENTS)
-    with pytest.raises(ValueError, match=message):
-        start(FedEnsemble(num_models=5, **OPTIONS | options), grid)
+def test_too_few_clients_for_the_strata_are_refused_before_any_work_and_later_end_no_run():
+    half, grid = {"fraction_train": 0.5, "min_train_nodes": 2}, Grid(CLIENTS)
+    for own, message in (({"num_strata": 7}, "6 clients for"), (half, "3 clients sampled a round")):
+        with pytest.raises(ValueError, match=f"{message}.* num_strata = "):
+            start(FedEnsemble(num_models=5, **OPTIONS | own), grid)
     assert grid.trained == []
 
-
-def test_clients_that_leave_later_end_no_run():
     class Shrinking(Grid):
         def get_node_ids(self):  # type: ignore[no-untyped-def]
             return list(super().get_node_ids())[4 if strategy.server_round >= 2 else 0 :]

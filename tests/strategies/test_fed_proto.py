@@ -22,7 +22,6 @@ from .federation import (
     initial_bits,
     kept_by,
     loaded,
-    lost,
     network,
     run_as_if_lost,
     start,
@@ -48,21 +47,16 @@ def strategy(**options: Any) -> FedProto:
     return FedProto(network=network(), **{**OPTIONS, **options})
 
 
-def features(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model[:3](x)
-
-
 def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_by_the_nearest():
     """Eq. (6) without 1 / |N_j|: in float64 over the pooled examples, rounded to float32: 1e-6."""
-    own = strategy(**EVALUATED)
-    after = start(own, Grid(CLIENTS))
+    own, grid = strategy(**EVALUATED), Grid(CLIENTS)
+    after = start(own, grid)
     first = {name: array for name, array in after.items() if name not in GLOBAL_PROTOTYPES}
     assert bits(first) == initial_bits()
     sums, counts = np.zeros((3, 8)), np.zeros(3, int)
     for client in range(6):
         x, y = examples(client)
-        z = features(loaded(kept_by(own, client, 1)), x)
+        z = loaded(kept_by(own, client, 1))[:3](x).detach()
         np.add.at(sums, y.numpy(), z.double().numpy())
         np.add.at(counts, y.numpy(), 1)
         distances = (z[:, None] - torch.from_numpy(after[MEANS])).square().sum(2)
@@ -73,16 +67,19 @@ def test_prototypes_are_means_over_all_examples_of_a_class_and_clients_evaluate_
         assert evaluated["loss"] == pytest.approx(expected, rel=1e-5)
     assert after[COUNTS].tolist() == counts.tolist()
     np.testing.assert_allclose(after[MEANS], sums / counts[:, None], rtol=1e-6, atol=1e-6)
+    prototypes = {"arrays": list(GLOBAL_PROTOTYPES)}
+    first_ones = {"personal": list(network().state_dict())}  # weights travel once down, never up
+    assert grid.records("down") == [prototypes | first_ones] * 6 + [prototypes] * 6
+    assert grid.records("up") == [{"arrays": ["means", "counts"]}] * 6 + [{}] * 6
 
 
 def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype():
     """In round 2 only client 0 replies, which lacks class 2."""
-    own = strategy()
+    own, before = strategy(), start(strategy(), Grid(CLIENTS))
 
     def but_first(reply: Message) -> Message | None:
-        return lost(reply) if own.server_round == 2 else reply
+        return None if own.server_round == 2 else reply
 
-    before = start(strategy(), Grid(CLIENTS))
     after = start(own, Grid(CLIENTS, changes=dict.fromkeys(range(1, 6), but_first)), rounds=2)
     assert after[MEANS][2].tobytes() == before[MEANS][2].tobytes()
     assert after[COUNTS].tolist() == [3, 2, before[COUNTS][2]]
@@ -97,15 +94,6 @@ def test_without_a_pull_and_by_the_head_it_is_local_training_bit_for_bit():
         assert bits(kept_by(free, client, 2)) == bits(kept_by(alone, client, 2))
     assert free.client_evaluations == alone.client_evaluations
     assert free.train_metrics[2]["train-loss"] == alone.train_metrics[2]["train-loss"]
-
-
-def test_no_weights_travel_up_and_the_first_ones_once_down():
-    grid = Grid(CLIENTS)
-    start(strategy(), grid, rounds=2)
-    prototypes = {"arrays": list(GLOBAL_PROTOTYPES)}
-    first = {"personal": list(network().state_dict())}
-    assert grid.records("down") == [prototypes | first] * 6 + [prototypes] * 6
-    assert grid.records("up") == [{"arrays": ["means", "counts"]}] * 12
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Weighted FedAvg against its equations, its limits, and clients that come, go and attack."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,13 @@ def weighted(**options: Any) -> WeightedFedAvg:
 CONTRACT = {
     "WeightedFedAvg": Contract(weighted, CLIENTS, personal=True),
     "WeightedFedAvg, over all, entk, personal BatchNorm": Contract(
-        lambda **o: weighted(
+        partial(
+            weighted,
             over="all",
             similarity="entk",
             temperature=0.1,
             by_examples=True,
             personal_batch_norm=True,
-            **o,
         ),
         CLIENTS,
         personal=True,
@@ -125,20 +126,14 @@ def test_a_client_is_sent_the_mixture_of_its_last_round_or_of_what_all_last_sent
     assert len({own["0.weight"].tobytes() for own in last.values()}) == len(last)
 
 
-@pytest.mark.parametrize(
-    ("similarity", "expected"),
-    [("prototypes", FeatureMap("last-layer")), ("entk", FeatureMap("entk", 20))],
-)
-def test_clients_are_told_the_features_and_those_of_the_same_classes_mixed_most(
-    similarity, expected
-):
+def test_clients_are_told_the_tangent_features_and_those_of_the_same_classes_mixed_most():
     """Clients k and k + 3 have the same two classes, and a third client at most one of them."""
-    strategy = weighted(similarity=similarity, temperature=0.1, num_features=20, **ALL)
+    strategy = weighted(similarity="entk", temperature=0.1, num_features=20, **ALL)
     start(strategy, Grid(CLIENTS))
     weights = strategy.mixing.weights - np.eye(6)
     assert [int(np.argmax(row)) for row in weights] == [3, 4, 5, 0, 1, 2]
     strategy.prepare_config(config := ConfigRecord(), 1)
-    assert FeatureMap.from_config(config) == expected
+    assert FeatureMap.from_config(config) == FeatureMap("entk", 20)
 
 
 @pytest.mark.parametrize("personal", [False, True])
@@ -152,25 +147,22 @@ def test_equal_weights_of_equal_examples_are_fedavg_and_with_batch_norm_at_home_
     for k in range(6):
         assert_same(*(travelled(each, "down")[2][k]["arrays"] for each in (grid, others)), 1e-5)
         assert ("1.weight" in travelled(grid, "up")[2][k]["arrays"]) != personal
-    metrics = strategy.train_metrics[1]
     share = np.arange(5, 11) / 45  # each row of weights: the clients' shares of the examples
+    metrics = strategy.train_metrics[1]
     assert metrics["own-weight-mean"] == pytest.approx(share.mean())
     assert metrics["effective-clients"] == pytest.approx(np.exp(-(share * np.log(share)).sum()))
     off = strategy.mixing.similarities[~np.eye(6, dtype=bool)]
     assert strategy.train_metrics[3]["similarity-mean"] == pytest.approx(off.mean())
 
 
-def test_the_result_of_the_first_round_is_fedavgs_bit_for_bit():
-    """All begin alike."""
-    found = start(weighted(**ALL), Grid(CLIENTS))
-    assert bits(found) == bits(start(SeededFedAvg(**ALL), Grid(app(SGDClient, **LOCAL))))
-
-
 def test_at_temperature_zero_each_client_trains_alone():
-    """Its weight is exp(-(1 - cos) / tau) at most elsewhere, which is 0 in float64."""
-    grid = Grid(CLIENTS)
+    """Its weight is exp(-(1 - cos) / tau) at most elsewhere, which is 0 in float64. All begin
+    alike: the result of the first round is FedAvg's.
+    """
+    one_round = start(weighted(temperature=1e-6, **ALL), Grid(CLIENTS))
+    assert bits(one_round) == bits(start(SeededFedAvg(**ALL), Grid(app(SGDClient, **LOCAL))))
+    grid, alone = Grid(CLIENTS), LocalTraining(**ALL)
     start(weighted(temperature=1e-6, **ALL), grid, rounds=3)
-    alone = LocalTraining(**ALL)
     start(alone, Grid(app(PersonalisedClient, **LOCAL)), rounds=2)
     for k, own in travelled(grid, "down")[2].items():
         assert_same(own["arrays"], kept_by(alone, k, 2))
