@@ -1,7 +1,6 @@
 """docs/drop-in.md: the app, its change to each method, and that all of them run."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -18,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedntk.clients import NTKFLClient
 from fedntk.ntk import TCTModel, one_hot
 from fedntk.simulations.engine.engines import LocalGrid
-from fedntk.simulations.engine.flwr_run import superlink, tool
-from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy, FedPer
+from fedntk.strategies import CPNTKFL, NTKFL, SCAFFOLD, TCT, BaseStrategy
 
 from .conftest import ROOT
 
@@ -49,13 +47,6 @@ def applied(diff: str, files: dict[str, str]) -> dict[str, str]:
             done = first + len(shown)
         changed[name] = "\n".join([*new, *old[done:]]) + "\n"
     return changed
-
-
-def write(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in {"digits/__init__.py": "", **files}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -93,9 +84,7 @@ def test_clients_take_the_data_that_the_page_names():
 # ------------------------------------------------------------------------------------ running
 
 
-def run(
-    name: str, folder: Path, patch: pytest.MonkeyPatch, **renamed: str
-) -> tuple[Strategy, Result]:
+def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Strategy, Result]:
     """Run an app in this process, as its pyproject.toml says; the last strategy, and its result."""
     kept: list[tuple[Strategy, Result]] = []
 
@@ -109,9 +98,9 @@ def run(
     for kind in (Strategy, BaseStrategy):
         patch.setattr(kind, "start", noting(kind.start))
     files = applied(DIFFS[name], STOCK) if name else STOCK
-    for old, new in renamed.items():
-        files = {path: text.replace(old, new) for path, text in files.items()}
-    write(folder, files)
+    for path, text in {"digits/__init__.py": "", **files}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
     patch.chdir(folder)
     patch.syspath_prepend(str(folder))
     for module in [module for module in sys.modules if module.partition(".")[0] == "digits"]:
@@ -159,42 +148,3 @@ def test_the_app_runs_with_each_method(name, tmp_path, monkeypatch):
         learned.load_state_dict(torch.load(tmp_path / "final_model.pt"))
     _, accuracy = task.test(learned, task.load_centralized_data(), "cpu")
     assert accuracy == central[rounds]["accuracy"]
-
-
-def test_the_app_runs_with_a_model_for_each_client(tmp_path, monkeypatch):
-    """The diff of SCAFFOLD with FedPer's names, and without the clients' evaluation."""
-    names = {
-        "SCAFFOLDClient": "PersonalisedClient", "SCAFFOLD(": "FedPer(network=Net(), ",
-        "import SCAFFOLD\n": "import FedPer\n", "@app.evaluate()": "# no more",
-    }  # fmt: skip
-    made, result = run("scaffold.diff", tmp_path, monkeypatch, **names)
-    assert type(made) is FedPer
-    evaluated = result.evaluate_metrics_clientapp
-    assert [metrics["replies-accepted"] for metrics in evaluated.values()] == [NUM_CLIENTS] * 3
-    accuracies = [metrics["accuracy"] for metrics in evaluated.values()]
-    assert accuracies[2] > max(accuracies[0], 0.3)  # chance is 0.1
-    assert result.train_metrics_clientapp[3]["replies-rejected"] == 0
-
-
-@pytest.mark.xdist_group("ray")
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_changed_app_runs_with_flwr_run(tmp_path, monkeypatch):
-    """Through SuperLink and Ray: the metrics of both evaluations are in what it prints."""
-    monkeypatch.chdir(tmp_path)  # where the SuperLink's processes write the model
-    app = write(tmp_path / "app", applied(DIFFS["ntk_fl.diff"], STOCK))
-    with superlink(tmp_path / "flwr") as (_, environment):
-        command = [
-            *(tool("flwr"), "run", str(app), "fedntk", "--stream"),
-            *("--run-config", "num-server-rounds=2"),
-            *("--federation-config", "num-supernodes=4 client-resources-num-cpus=1"),
-        ]
-        done = subprocess.run(  # noqa: S603
-            command, env=environment, capture_output=True, text=True, timeout=300
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    weights = torch.load(tmp_path / "final_model.pt")
-    assert weights["fc.weight"].shape == (10, 64)
-    for said in ("eval_acc", "'accuracy'", "'replies-accepted': 4"):
-        assert said in done.stdout
-    assert "rejected-" not in done.stdout

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fedntk.ntk import jacobian, random_projection
+from fedntk.ntk import random_projection
 
 from .conftest import ROOT
 
@@ -36,23 +36,23 @@ def seen_by_server(attack, wire, sparsity=0.0, matrix=None):
     sent = attack.upload(model, inputs, torch.arange(len(x)), wire)
     tensors = attack.received(model, sent, sparsity, 32)
     seen = [attack.see(tensors, row, sent.outputs[row], net) for row in range(len(x))]
-    return net, seen, x.double(), tensors
+    return net, seen, x.double()
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_closed_form_is_exact_without_protection(attack, wire):
     """An entry g x of a float32 Jacobian is rounded once, by 2^-24 at most; the rest is float64."""
-    _, seen, x, _ = seen_by_server(attack, wire)
+    _, seen, x = seen_by_server(attack, wire)
     for one, original in zip(seen, x, strict=True):
         assert ((one.closed - original).abs() <= 2**-23 * original.abs()).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("sparsity", [0.5, 0.99])
 def test_what_the_attacker_infers_is_true(attack, wire, sparsity):
     """Numbers that came are right, those that did not are within their bounds (to float32)."""
-    net, seen, x, _ = seen_by_server(attack, wire, sparsity)
+    net, seen, x = seen_by_server(attack, wire, sparsity)
     for one, original in zip(seen, x, strict=True):
         before = net.w1 @ original + net.b1
         assert (before[one.on] > 0).all()
@@ -66,47 +66,13 @@ def test_what_the_attacker_infers_is_true(attack, wire, sparsity):
 
 
 @pytest.mark.slow
-def test_loss_of_deep_leakage_is_the_distance_of_the_jacobians(attack):
-    """Between dense tensors built for both, all entries, zeros included, in float64."""
-    model = attack.network(784, seed=0)
-    net, seen, x, tensors = seen_by_server(attack, "dense", 0.8)
-    dummy = torch.randn(1, 784, generator=torch.Generator().manual_seed(0)).double()
-    own = jacobian(model.double(), dummy, structure="dense").dense()
-    for row in range(len(x)):
-        distance = sum(
-            ((mine[0] - tensor[row]) ** 2).sum()
-            for mine, (tensor, _) in zip(own.values(), tensors, strict=True)
-        )
-        bias = ((own["2.bias"][0] - tensors[3][0][row]) ** 2).sum()  # of no picture
-        found = attack.leakage_loss(seen[row], net)(dummy[0])
-        assert found == pytest.approx(float(distance - bias), rel=1e-9)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 def test_deep_leakage_and_the_adaptive_attack_succeed_without_protection(attack, wire):
-    net, seen, x, _ = seen_by_server(attack, wire)
+    net, seen, x = seen_by_server(attack, wire)
     for row in (0, 3):
         original = attack.pixels(x[row])
         for found in attack.deep_leakage(seen[row], net, seed=0), attack.adaptive(seen[row], net):
             assert attack.ssim(attack.pixels(found), original) > 0.95
-
-
-def test_linear_estimate_is_the_mean_of_a_gaussian_given_what_is_known(attack):
-    """By the precision S^-1 of samples: (S^-1 + A^T A / s)^-1 (S^-1 m + A^T y / s)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    samples, rows = normal(40, 12) @ normal(12, 12), normal(5, 12)
-    mean, values = samples.mean(0), rows @ normal(12)
-    precision = torch.linalg.inv(samples.T.cov() + 1e-3 * torch.eye(12))
-    oracle = torch.linalg.solve(
-        precision + rows.T @ rows / attack.NOISE, precision @ mean + rows.T @ values / attack.NOISE
-    )
-    found = attack.linear_estimate(attack.Prior.of(samples), rows, values)
-    assert torch.allclose(found, oracle, rtol=0, atol=1e-8 * float(oracle.norm()))
 
 
 def test_projection_hides_the_direction_from_those_without_the_seed(attack):
@@ -124,7 +90,7 @@ def test_projection_hides_the_direction_from_those_without_the_seed(attack):
 def test_the_seed_and_a_prior_give_the_image_back_where_the_seed_alone_does_not(attack):
     """A prior on as few dimensions as are projected to (here 3 of them) leaves nothing open."""
     matrix = random_projection(torch.eye(784), 200, seed=0).double()
-    net, (seen, *_), x, _ = seen_by_server(attack, "factored", matrix=matrix)
+    net, (seen, *_), x = seen_by_server(attack, "factored", matrix=matrix)
     original = attack.pixels(x[0])
     alone = attack.adaptive(seen, net, matrix)
     helped = attack.adaptive(seen, net, matrix, attack.Prior.of(x))

@@ -215,15 +215,6 @@ def test_every_method_learns_the_local_engines_bits(
     assert federation.supernodes[2].node_id > 2  # by which the strategies knew it
 
 
-def test_what_a_run_died_of_is_said(federation, folder):
-    with pytest.raises(RunFailed, match=r"ended as finished:failed.*see .*run-\d+\.log"):
-        federation.run(APP, settings(folder / "wrong", "scaffold", nodes=3) | {"method": "magic"})
-    said = max(federation.folder.glob("run-*.log")).read_text(encoding="utf-8")
-    assert "expected one of ('ntk-fl', 'scaffold', 'tct', 'cp-ntk-fl'), got 'magic'" in said
-    with pytest.raises(RunFailed, match="ended as refused"):
-        federation.run(APP, {"no-such-key": 1})
-
-
 def test_kill_9_of_the_server_app_and_of_the_superlink(federation, hospitals, folder, node_configs):
     """The same call goes on after the last whole round, with nodes that were never told."""
     out = folder / "again"
@@ -269,15 +260,6 @@ def test_kill_9_of_a_supernode_in_training_and_of_one_in_a_query(
     whole = settings(out, "ntk-fl", rounds=1)
     assert learned(out) != locally(hospitals, folder, node_configs, **whole)
     assert_nothing_left(federation)
-
-
-def test_a_federation_needs_a_config_for_each_node_and_a_folder_of_its_own(federation, tmp_path):
-    with pytest.raises(ValueError, match="expected one for each of at least one node, got 1 for 2"):
-        Federation(tmp_path, 2, node_configs=[{}])
-    again = Federation(federation.folder)
-    with pytest.raises(BlockingIOError, match="another process is at work"), again:
-        pass
-    assert federation.superlink.poll() is None
 
 
 def test_a_node_that_is_not_registered_is_refused(federation):
@@ -385,16 +367,6 @@ def test_the_bundle_runs_in_simulation_and_in_the_commands_federation(
     assert any(line.startswith("$ flwr supernode register ") for line in typed)
     assert any("--enable-supernode-auth" in line for line in typed)
     assert processes_with(MARK, tmp_path / "federation") == []
-
-
-def test_flower_finds_nothing_to_install_for_the_bundle(bundle, tmp_path):
-    """As it does before a run, if it is let: offline, and with an empty cache."""
-    sync = [*UV, "sync", "--offline", "--cache-dir", tmp_path / "cache"]
-    sync += ["--python", sys.executable, "--no-install-project", "--inexact"]
-    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")}
-    done(*sync, cwd=bundle, env=environment)
-    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    assert [path.name for path in packages.iterdir() if path.is_dir()] == []
 
 
 def test_the_command_makes_keys_for_several_machines(tmp_path):

@@ -74,12 +74,3 @@ def test_some_writers_are_drawn_by_the_seed(folder):
     assert len(drawn) > 1
     with pytest.raises(ConfigError, match="owners: expected at most the 6 that have training"):
         load_split(config.replace(owners=7))
-
-
-def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="femnist: expected a folder, got /nowhere"):
-        load_data(Config(dataset="femnist:/nowhere"))
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(3)}
-    write_parquet(tmp_path, "train", features, image=[Image.new("L", (28, 28))], label=[0])
-    with pytest.raises(ConfigError, match="has the columns image, label, got 'writer_id'"):
-        load_data(Config(dataset=f"femnist:{tmp_path}"))

@@ -45,11 +45,6 @@ class Toy(Method):
     strategy_class = ToyAvg
 
 
-def test_a_method_has_a_name_in_kebab_case():
-    with pytest.raises(ValueError, match="name: expected words in kebab-case, got 'Toy_Avg'"):
-        type("Odd", (Toy,), {"name": "Toy_Avg"})()
-
-
 def test_an_option_of_one_line_is_known_everywhere(monkeypatch, tmp_path):
     """In the signature, the TOML table, the key of flwr run, checkpoints and the docs' table."""
     assert inspect.signature(ToyAvg).parameters["depth"].default == 2
@@ -111,10 +106,3 @@ def test_who_was_mixed_from_whom_is_written_of_each_round_with_replies(tmp_path,
     with np.load(files[1]) as saved:
         assert saved["server_round"] == 3
         assert saved["weights"].sum(1) == pytest.approx(np.ones(3))
-
-
-def test_patience_by_a_model_that_never_changes_is_refused():
-    own = {"method": "local-training", "patience": 3}
-    with pytest.raises(ConfigError, match="local-training the server's model never changes, so "):
-        Config(**own)
-    assert Config(**own, monitor="client-accuracy-mean").patience == 3

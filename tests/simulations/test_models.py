@@ -72,14 +72,6 @@ def test_first_weights_by_a_rule_that_does_not_depend_on_the_layers(init):
         assert not torch.equal(other[name], array)
 
 
-def test_a_rule_for_first_weights_leaves_frozen_layers_alone():
-    plain, drawn = (
-        build_model(Config(model=THREE_CLASSES, init=init), (4,), 3).state_dict()
-        for init in ("default", "he")
-    )
-    assert {n for n, own in drawn.items() if not torch.equal(own, plain[n])} == {"1.weight"}
-
-
 def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
     """The layer changes, and nothing else; the run's predictor makes the same features."""
     config = Config(method="afl", rounds=1, random_features=60, width=20, out=str(tmp_path / "a"))
@@ -99,10 +91,7 @@ def test_a_last_layer_of_random_features_is_computed_and_read_again(tmp_path):
     [
         ({"model": "vgg"}, (3, 32, 32), "model: expected mlp, .* lenet-bn, .*, two-patch-cnn or"),
         ({"model": "math:nothing"}, (4,), "cannot be imported"),
-        ({"model": "math:gcd"}, (4,), "fails for examples of shape .*TypeError"),
-        ({"model": "digits-cnn", "width": 7}, (1, 8, 8), "width: expected at least 8 with model"),
         ({"model": "lenet"}, (1, 8, 8), "model = lenet: .* at least 16 x 16"),
-        ({"model": "char-lstm"}, (1, 8, 8), r"char-lstm: expected text of shape \(length,\)"),
         ({"model": "two-patch-cnn"}, (3, 60), r"expected examples of shape \(2, d\) and 2 classes"),
         ({"model": THREE_CLASSES}, (4,), r"outputs of shape \(n, 4\), .* got \('n', 3\)"),
         ({"projection": 65}, (1, 8, 8), "projection: expected at most 64, the numbers in an ex"),

@@ -61,19 +61,9 @@ def test_cached_split_is_the_split(tmp_path, monkeypatch):
     _load_split.cache_clear()
 
 
-def test_local_test_examples_are_a_clients_own_and_apart():
-    config = replace(DIGITS, local_test_fraction=0.25)
-    split = load_split(config)
-    for partition, own in enumerate(split.clients):
-        train, test = split.train_and_test(partition, config)
-        assert len(test) == min(int(0.25 * len(own)), len(own) - 1)
-        assert sorted([*train, *test]) == sorted(own)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_clients": 1500}, "one client for each of the 1437 training examples"),
         ({"train_examples": 1438}, "train-examples: expected at most 1437, got 1438"),
         ({"partition": "dirichlet", "min_partition_size": 500}, "partition = dirichlet"),
         ({"partition": "pathological", "classes_per_client": 11}, "partition = pathological"),

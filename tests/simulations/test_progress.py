@@ -3,10 +3,8 @@
 import io
 import logging
 
-import pytest
 from rich.console import Console
 
-from fedntk.simulations.engine import progress as module
 from fedntk.simulations.engine.progress import Progress, progress
 
 
@@ -26,14 +24,7 @@ def two_runs(shown: Progress) -> None:
     shown.end()
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock, capsys):
+def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(capsys):
     file = io.StringIO()
     with progress(8, 2, console=Console(file=file, width=200)) as shown:
         two_runs(shown)
@@ -48,19 +39,6 @@ def test_a_log_gets_lines_and_no_more_than_one_in_ten_seconds(clock, capsys):
     with progress(8, 2, enabled=False) as shown:
         two_runs(shown)
     assert "".join(capsys.readouterr()) == ""
-
-
-def test_time_left_is_the_median_round_for_each_round_left(clock):
-    """Rounds of 100, 10 and 10 s, two left: 20 s. Rounds that were there already took no time."""
-    shown = Progress(11, 2)
-    shown.begin("first", 4, done=4)
-    shown.end("finished before")
-    shown.begin("second", 7, done=2)
-    assert shown.left == ""
-    for number, seconds in ((3, 100), (4, 10), (5, 10)):
-        clock[0] += seconds
-        shown.on_round(record(number))
-    assert shown.left == "0:00:20"
 
 
 def test_a_terminal_gets_a_bar_and_keeps_a_line_for_each_run(monkeypatch):

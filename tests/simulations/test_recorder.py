@@ -10,7 +10,6 @@ from fedntk.simulations.engine.client_app import app
 from fedntk.simulations.engine.recorder import LONGEST, OTHERS
 from fedntk.simulations.engine.server_app import serve
 from fedntk.simulations.report.results import read_run
-from fedntk.strategies import SeededFedAvg
 
 from .outcomes import bits, grid_of, measured
 
@@ -72,21 +71,6 @@ def test_thousands_of_new_names_a_round_leave_files_small(tmp_path, monkeypatch,
     (checkpoint,) = (parts.folder / "checkpoints").glob("*.safetensors")
     assert checkpoint.stat().st_size < 2 * network + 40_000
     assert (parts.folder / "rounds.jsonl").stat().st_size < 4 * 6_000
-
-
-def test_a_round_that_changes_nothing_is_told_in_a_run_that_goes_on(tmp_path, monkeypatch):
-    """Round 3, the first after the interruption, with a mean of the weights."""
-    aggregate = SeededFedAvg.aggregate_train
-
-    def unchanged_in_3(self, server_round, replies):
-        arrays, metrics = aggregate(self, server_round, replies)
-        return None if server_round == 3 else arrays, metrics
-
-    monkeypatch.setattr(SeededFedAvg, "aggregate_train", unchanged_in_3)
-    for rounds in (2, 4):
-        result = run(SMALL, rounds=rounds, average_decay=0.5, out=tmp_path, progress=False)
-    assert result.curve("model-updated").tolist()[-4:] == [1, 1, 0, 1]
-    assert result.summary["rounds-unchanged"] == 1
 
 
 def test_nodes_with_ids_of_64_bits_are_recorded(tmp_path):

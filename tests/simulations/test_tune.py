@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from multiprocessing import Pipe
 
 import numpy as np
 import pandas as pd
@@ -189,17 +188,6 @@ def test_draws_depend_only_on_the_seed(tmp_path, pretended):
     assert same.tolist() == [True] * 10 + [False] * 2  # then by what came before
 
 
-def test_values_drawn_that_do_not_go_together_fail_only_their_trial(tmp_path, pretended):
-    """Each value goes with some other, so that it takes the draws to find out."""
-    random = {"clients-per-round": [1, 2, 3, 4], "min-completed": [1, 2, 3, 4]}
-    found = draw(tmp_path, 8, random)
-    fits = found["min-completed"] <= found["clients-per-round"]
-    assert 0 < fits.sum() < 8
-    assert ((found["state"] == "finished") == fits).all()
-    assert "min-completed: expected at most" in found["error"].iloc[-1]
-    assert len(folders(tmp_path)) == fits.sum()
-
-
 def test_another_search_in_the_folder_is_refused(tmp_path, pretended):
     search(tmp_path, grid=TWO)
     for other, message in (
@@ -242,17 +230,6 @@ def test_processes_that_are_killed_or_interrupted(tmp_path, straight, monkeypatc
     assert not workers()
     assert b"its process ended with exit code -9" in (tmp_path / "search.db").read_bytes()
     assert lines(search(tmp_path, seeds=[0, 1]).trials) == lines(straight.trials)
-
-
-def test_a_process_whose_command_is_gone_ends_with_its_round(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(trials.getLogger("flwr"), "disabled", False)
-    ours, theirs = Pipe()
-    ours.send([SMALL.replace(out=tmp_path)])
-    ours.close()
-    trials._work(theirs)
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("prune", ["none", "median", "halving"])

@@ -13,7 +13,6 @@ from fedntk.ntk.feature_learning import (
     Coefficients,
     TwoPatchDistribution,
     coefficient_step,
-    evaluate,
     mixing_matrix,
 )
 from fedntk.simulations import Config, ConfigError
@@ -69,20 +68,6 @@ def test_defaults_and_first_weights_are_those_of_the_paper():
             load_data(Config(dataset=f"two-patch:{wrong}"))
     model = build_model(config(width=50), (2, 1000), 2)
     assert float(model.weight.detach().std()) == pytest.approx(0.1 / math.sqrt(1000), rel=0.0101)
-
-
-def test_outputs_and_loss_are_those_of_the_paper():
-    """Equation (2); cross-entropy is the logistic loss of the paper."""
-    model = build_model(config(), (2, 60), 2)
-    examples = DISTRIBUTION.draw(6, clients=[1], dtype=torch.float32)
-    x, y, weight = examples.patches()[0], examples.classes()[0], model.weight.detach()
-    outputs = model(x).detach()
-    exact = torch.einsum("jwd,npd->njwp", weight.double(), x.double()).relu().sum((2, 3)) / 5
-    torch.testing.assert_close(outputs.double(), exact, rtol=1e-5, atol=1e-7)
-    expected = evaluate(weight[None], examples)
-    loss = torch.nn.functional.cross_entropy(outputs, y)
-    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-6)
-    assert float((outputs.argmax(1) != y).float().mean()) == float(expected.error)
 
 
 def test_the_strategys_weights_are_those_of_the_update_rules():

@@ -245,11 +245,3 @@ def test_the_command_writes_the_figures(finished, assessed, noise, tmp_path):
     columns = assessed.examples.columns.drop("set_size")  # these were calibrated on the clients
     read = pd.read_parquet(tmp_path / "examples.parquet")
     pd.testing.assert_frame_equal(read[columns], assessed.examples[columns])
-
-
-def test_the_best_model_says_what_chose_it(finished, tmp_path):
-    found, best = assess(finished, which="best"), finished.summary["best"]
-    text = found.write(tmp_path).read_text()
-    assert "chosen on these test examples" in text
-    assert f"the best model, of round {best['round']}" in text
-    assert found.table.accuracy.iloc[0] == best["value"]
