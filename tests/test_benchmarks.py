@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -94,46 +93,24 @@ def test_an_exchange_of_sums_is_measured(monkeypatch, program, tmp_path):
     options = argparse.Namespace(out=tmp_path, data_dir="", rounds=1, rate=0.1, bits=8)
     row = sums.exchanged(options, "digits", 0, "entk-sketch", 100)
     assert row["accuracy"] > row["network"] > 0
-    monkeypatch.setattr(sums, "RESULTS", tmp_path)
-    sums.write([row])
-    sums.write([row | {"accuracy": 50.0}, row | {"seed": 1, "accuracy": 60.0}])
-    (case,) = json.loads((tmp_path / "tct_statistics.json").read_text(encoding="utf-8"))["cases"]
-    assert (case["seeds"], case["accuracy in %"]) == ([0, 1], 55.0)
 
 
-@pytest.mark.parametrize("bits", [32, pytest.param(8, marks=pytest.mark.slow)])
-def test_who_is_in_small_sums_is_found(bits, monkeypatch, program):
+def test_who_is_in_small_sums_is_found(monkeypatch, program):
     """10 Gaussian examples of 60 in 30 features, and two clients' 20: no other is in their span.
 
-    So leverages of members are at most 1, and those of others, with a ridge of 1e-8, are not. In
-    the sums of 50 or 100 examples all lie in the span. The difference of sums of up to 60 squares
-    in float64 is right to 1e-12 of the largest.
+    In the sums of 50 or 100 examples all lie in the span.
     """
     program = program("sums_privacy")
     monkeypatch.setattr(program, "MANY", 50)
     drawn = torch.Generator().manual_seed(0)
     z, public = (torch.randn(*n, 30, generator=drawn) for n in ((2, 60), (80,)))
-    features = program.Features.of(z, public, bits)
+    features = program.Features.of(z, public, 32)
     small, large = (program.membership(features, count, 1) for count in (10, 50))
     for sums in ("one client", "sum of ten"):
         for key in ("auc", "auc-calibrated", "found-among-n-lowest", "others-ruled-out"):
             assert small[sums][key] == 1
         assert max(large[sums]["auc"], large[sums]["others-ruled-out"]) < 1
-    assert small["class sums of the ten are the clients' own"]
-    leverage = program.Leverage(features.sums(0, np.arange(10)).matrix())(features.compared(z[0]))
-    assert float(leverage[:10].max()) < 1 + 1e-6 < float(leverage[10:].min())  # conditioned as 1e9
-    isolated = program.difference(features, 10)
-    assert isolated["auc"] == 1
-    assert isolated["relative error of the Gram matrix"] <= (0 if bits == 8 else 1e-12)
-
-
-def test_images_that_are_linear_in_their_features_are_rebuilt(program):
-    """In float64 but for the smallest ridge, 1e-6."""
-    drawn = torch.Generator().manual_seed(0)
-    z, true = (torch.randn(*n, generator=drawn) for n in ((200, 20), (21, 784)))
-    images = torch.cat([z, torch.ones(200, 1)], 1) @ true
-    found = program("sums_privacy").linear_map(z, images)
-    torch.testing.assert_close(found, true.double(), rtol=0, atol=1e-4)
+    assert program.difference(features, 10)["auc"] == 1
 
 
 @pytest.mark.parametrize("once", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -98,13 +98,6 @@ def federated(kind, name, rounds=2, num_clients=2, num_classes=CLASSES, client=N
     return grid, strategy
 
 
-def require_kept(paths, expected):
-    """Files have these bytes besides heads: of an array 128, and up to 300 in the archive."""
-    for path, own in zip(paths, expected, strict=True):
-        with np.load(path) as kept:
-            assert 0 <= path.stat().st_size - own <= 430 * len(kept.files)
-
-
 # page -> a strategy, its own options, and its client's class
 NETWORK = {"network": network()}
 STRATEGIES = {
@@ -125,7 +118,7 @@ ONCE = ("afl", "fed3r", "fed_ncm")  # trained in the first round only
 
 
 @pytest.mark.parametrize("page", STRATEGIES)
-def test_what_a_client_of_a_server_sends_and_keeps(page, tmp_path):
+def test_what_a_client_of_a_server_sends(page, tmp_path):
     """Two rounds of two clients, accepted in the first; each lacks a class."""
     kind, own, name = STRATEGIES[page]
     row = dict(costs.COSTS[page])
@@ -142,7 +135,6 @@ def test_what_a_client_of_a_server_sends_and_keeps(page, tmp_path):
     assert grid.down["train"] == [each for each in expected if each]
     assert grid.up["train"] == [up] * times * bool(up)
     assert set(grid.down["evaluate"]) <= {evaluate}
-    require_kept(tmp_path.glob("*/round-*.npz"), [value(row["kept"])] * 4 if cache else [])
 
 
 def jacobian_bytes(row):
@@ -273,7 +265,7 @@ RELAYED = {"dfedavg": "DFedAvg", "dfedsam": "DFedSAM", "d_psgd": "DPSGD", "dispf
 
 
 @pytest.mark.parametrize("page", RELAYED)
-def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
+def test_what_a_decentralised_baseline_sends(page, tmp_path):
     """Three rounds, each with an evaluation; three clients, all of them neighbours."""
     kind, cache = getattr(strategies, RELAYED[page]), {"cache": tmp_path}
     grid, _ = federated(kind, kind.client, 3, 3, client=cache, topology=Topology("complete"))
@@ -290,8 +282,3 @@ def test_what_a_decentralised_baseline_sends_and_keeps(page, tmp_path):
     assert np.abs(np.array(grid.down["train"]) - got).max() <= 2 * rounded
     assert grid.up["evaluate.model"] == [row["model"]] * 9
     assert not grid.down["evaluate.model"]
-    kept = sorted(tmp_path.glob("*client-?/round-*.npz"))
-    require_kept(kept, [row["first"], *[row["kept"]] * 3] * 3)  # in round 0 the first weights
-    trained = row.get("what it trained, for each of these")
-    within = tmp_path.glob("*client-?-weights-within-round/round-*.npz")
-    require_kept(within, [trained] * 9 if trained else [])

@@ -76,10 +76,8 @@ def test_compare_and_report(tmp_path):
         (["run", "nowhere.toml"], "no configuration at nowhere.toml"),
         (["run", "--set", "alpa=1"], "unknown key 'alpa'; did you mean 'alpha'?"),
         (["run", "--set", "alpha"], "--set: expected KEY=VALUE, got 'alpha'"),
-        (["run", "--engine", "dask"], "engine: expected one of local, ray, got 'dask'"),
         (["run", "--resume", "nowhere"], "no run in nowhere: config.toml is missing"),
         (["run", "a.toml", "--resume", "b"], "--resume FOLDER takes its settings and folder"),
-        (["compare", str(NTK_FL), "--seeds", "a"], "--seeds: expected"),
         (["compare", *[str(NTK_FL)] * 2], "files of different names"),
         (["unlearn", "nowhere", "1"], "no finished run in nowhere: summary.json is missing"),
     ],
@@ -116,15 +114,14 @@ def test_command_is_installed():
     assert command.load() is app
 
 
-@pytest.mark.parametrize("after", [0, 6])
-def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch, after):
-    """From the first file, or the results' on; later the run goes on."""
+def test_a_disk_that_takes_no_more_is_said_in_one_line(tmp_path, monkeypatch):
+    """From the results' files on; later the run goes on."""
     folder, written, opened = tmp_path / "a", [], Path.open
 
     def refusing(path: Path, *arguments: object, **options: object) -> object:
         if str(tmp_path) in str(path) and (arguments or ("r",))[0] in ("w", "wb", "a"):
             written.append(path)
-            if len(written) > after:
+            if len(written) > 6:
                 raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, *arguments, **options)
 

@@ -104,12 +104,9 @@ def test_hugging_face_columns_by_name_and_natural_ids(tmp_path):
     assert data.x_train[:, 0, 0, 0].tolist() == data.x_train[:, 0, 8, 7].tolist() == [*range(6)]
     assert data.natural_ids.tolist() == list("aabbcc")
     assert data.natural_ids_test.tolist() == list("aa")
-    for options, message in (
-        ({}, "label-column: .* has the columns picture, digit, writer, got 'label'"),
-        ({"label_column": "digit", "image_column": "img"}, "image-column: .* got 'img'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_data(Config(dataset=name, **options))
+    message = "label-column: .* has the columns picture, digit, writer, got 'label'"
+    with pytest.raises(ConfigError, match=message):
+        load_data(Config(dataset=name))
 
 
 def _npz(path: Path, **changes: np.ndarray) -> str:
@@ -127,13 +124,10 @@ def _npz(path: Path, **changes: np.ndarray) -> str:
     ("changes", "message"),
     [
         ({"y_test": None}, "must hold x_train, y_train, x_test and y_test"),
-        ({"y_train": np.arange(5) % 3}, "expected examples and one label each"),
         ({"y_train": np.arange(6) - 1}, r"expected labels 0 ... 4, got -1 ... 4"),
         ({"y_train": np.arange(6) / 2}, "train set in .*expected whole numbers as labels, got flo"),
         ({"x_test": np.ones((2, 5))}, "expected examples of shape"),
         ({"x_train": np.full((6, 4), np.nan)}, "train set in .*expected finite numbers"),
-        ({"x_test": np.ones((0, 4)), "y_test": np.arange(0)}, "test set: expected examples"),
-        ({"x_train": np.arange(6.0)}, r"expected numbers of shape \(n, ...\), got float64"),
         ({"y_test": np.array([0, 10**9])}, "labels up to 1000000000 and 6 training examples"),
     ],
 )

@@ -145,12 +145,10 @@ def test_a_value_is_the_mean_over_the_last_rounds_and_then_over_seeds(tmp_path, 
     np.testing.assert_allclose(found["std"], 1e-3 / np.sqrt(2), rtol=1e-9)
 
 
-@pytest.mark.parametrize(("rates", "said"), [([1e-4, 0.1], True), ([1e-4, 0.1, 1.0], False)])
-def test_the_smallest_loss_and_a_best_value_at_the_edge(tmp_path, pretended, caplog, rates, said):
-    found = search(tmp_path, grid={"learning-rate": rates}, metric="loss")
+def test_the_smallest_loss_is_the_best(tmp_path, pretended):
+    found = search(tmp_path, grid={"learning-rate": [1e-4, 0.1, 1.0]}, metric="loss")
     assert found.best.learning_rate == 0.1
-    assert found.trials["mean"].tolist() == pytest.approx(sorted(abs(np.log10(rates) + 1)))
-    assert any("is the best and the largest tried" in m for m in caplog.messages) == said
+    assert found.trials["mean"].tolist() == pytest.approx([0, 1, 3])
 
 
 def test_a_grid_is_its_product_and_one_that_has_grown_runs_only_what_is_new(tmp_path, pretended):
@@ -297,15 +295,12 @@ def test_a_failed_trial_is_tried_again(tmp_path, each_run):
     ("config", "options", "message"),
     [
         ({"validation_examples": 0}, {}, "nothing is held out of training; set validation"),
-        ({}, {"grid": None}, "as grid or as random, and not as both"),
         ({}, {"grid": {"learning-rate": [1, 1.0]}}, "each once, got [1.0, 1.0]"),
         ({}, {"grid": {"local-test-fraction": [0.1, 0.2]}}, "local-test-fraction cannot be search"),
         ({}, {"grid": {"tct.ridge": [0.1]}}, "tct.ridge has no effect with method = fedavg"),
         ({}, {"grid": {"train-examples": [100, 5000]}}, "(with train-examples = 5000, seed = 0)"),
-        ({}, {"grid": None, "random": {"width": (10, 5)}}, "width: expected low and high"),
         ({}, {"metric": "client-loss-mean"}, "needs clients-per-evaluation of at least 1, got 0"),
         ({"clients_per_evaluation": 2}, {"metric": "client-loss-mean"}, "needs validation-clients"),
-        ({}, {"seeds": [0, 0]}, "seeds: expected at least one, each once, got [0, 0]"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_run(tmp_path, pretended, config, options, message):
